@@ -1,0 +1,74 @@
+# Everything a user or CI does with this repository. `make demo` and `make test` work on a fresh clone.
+#
+#   VENV=dir            where the virtual environment is (default .venv)
+#   PYTHON=python3.12   which Python makes it
+#   TORCH_INDEX="--index-url https://download.pytorch.org/whl/cpu"    pip options for torch alone (CPU or CUDA build)
+
+VENV ?= .venv
+BENCH_VENV ?= /tmp/bench-venv
+PYTHON ?= python3
+TORCH_INDEX ?=
+TORCH_VERSION := 2.13.0
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+DEMO_DIR ?= runs/demo
+BENCH_ARGS ?=
+PYTEST_ARGS ?=
+
+.PHONY: help setup demo test lint format grid soak bench bench-setup clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+# torch comes first and alone, so that no other package's requirement chooses its build.
+$(BIN)/.setup-done: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || { echo "==> virtual environment in $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "==> torch $(TORCH_VERSION)"
+	@$(PIP) $(TORCH_INDEX) torch==$(TORCH_VERSION) -c constraints.txt
+	@echo "==> flashrecovery and its tests' requirements"
+	@$(PIP) -c constraints.txt --editable '.[test]'
+	@touch $@
+
+setup: $(BIN)/.setup-done  ## make the virtual environment and compile the process-group backend
+	@echo "==> process-group backend (compiled once for this torch)"
+	@$(BIN)/flashrecovery doctor --build
+
+demo: setup  ## train a small GPT on 4 ranks, SIGKILL rank 1 in the backward of step 30, and go on
+	@rm -rf $(DEMO_DIR)
+	$(BIN)/flashrecovery run --nproc-per-node 4 --standby 1 --run-dir $(DEMO_DIR) \
+	    --inject rank=1,fault=sigkill,at=backward,step=30 \
+	    examples/gpt/train_ddp.py --steps 60 --digest
+	$(BIN)/flashrecovery report $(DEMO_DIR)
+
+lint: $(BIN)/.setup-done  ## ruff and mypy (strict)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	MYPYPATH=common:examples/gpt:benchmarks $(BIN)/mypy examples/gpt/*.py benchmarks/*.py benchmarks/peers/*.py
+
+format: $(BIN)/.setup-done  ## let ruff format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: setup lint  ## set up, check the code, run the tests (under 20 minutes)
+	$(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS)
+
+grid: setup  ## the whole conformance grid (every phase, victim, fault and layout) and all slow tests
+	$(BIN)/python -m pytest -m "grid or slow" --durations=15 $(PYTEST_ARGS)
+
+soak: setup  ## 100 kills at random phases and ranks: no hang, no leak, the same bits
+	$(BIN)/python -m pytest -m soak -s $(PYTEST_ARGS)
+
+bench-setup:  ## an environment of its own with the peers that the benchmarks compare with
+	BENCH_VENV=$(BENCH_VENV) PYTHON=$(PYTHON) TORCH_VERSION=$(TORCH_VERSION) TORCH_INDEX='$(TORCH_INDEX)' \
+	    scripts/bench-venv.sh
+
+bench: setup bench-setup  ## all benchmarks, side by side with the peers (BENCH_ARGS=--quick for a short look)
+	@failed=; for name in tag regroup detect overhead recovery; do \
+	    echo "==> benchmarks/$$name.py"; \
+	    $(BENCH_VENV)/bin/python benchmarks/$$name.py $(BENCH_ARGS) || failed="$$failed $$name"; \
+	done; test -z "$$failed" || { echo "goals missed or not measured:$$failed"; exit 1; }
+
+clean:  ## remove the virtual environment, caches and demo runs
+	rm -rf $(VENV) $(DEMO_DIR) .pytest_cache .mypy_cache .ruff_cache .hypothesis flashrecovery.egg-info

@@ -1,0 +1,52 @@
+"""Process groups whose inside can be exchanged.
+
+Frameworks keep handles to process groups everywhere: in DDP reducers, FSDP states, device meshes, caches, closures.
+When a rank dies, none of these handles has to change. Every stock ``ProcessGroup`` carries a small C++ backend of ours
+that forwards to a stock gloo or NCCL backend; a recovery abandons what is under way (:func:`abandon`), puts a local
+stand-in inside (:func:`detach_all`), and connects again under a new generation (:func:`attach`). A replacement runs the
+user's script from the top with detached groups and attaches at the same point. See ``docs/groups.md``.
+"""
+
+from flashrecovery.groups.exchange import AttachReport, DrainReport, abandon, attach, detach_all, drain
+from flashrecovery.groups.failures import is_communication_error
+from flashrecovery.groups.native_build import build
+from flashrecovery.groups.nccl_env import Finding, nccl_environment_findings
+from flashrecovery.groups.registry import (
+    ManagedGroup,
+    OpInfo,
+    control_group,
+    create_control_group,
+    failure_count,
+    groups,
+    install,
+    main_op,
+    set_detached,
+    set_operation_hook,
+)
+from flashrecovery.groups.setup_log import replay_setup_log, start_setup_log, take_setup_log
+
+__all__ = [
+    "AttachReport",
+    "DrainReport",
+    "Finding",
+    "ManagedGroup",
+    "OpInfo",
+    "abandon",
+    "attach",
+    "build",
+    "control_group",
+    "create_control_group",
+    "detach_all",
+    "drain",
+    "failure_count",
+    "groups",
+    "install",
+    "is_communication_error",
+    "main_op",
+    "nccl_environment_findings",
+    "replay_setup_log",
+    "set_detached",
+    "set_operation_hook",
+    "start_setup_log",
+    "take_setup_log",
+]

@@ -1,0 +1,216 @@
+"""Interrupting communication, and exchanging what is inside the groups.
+
+The order in a recovery: :func:`abandon` (control thread; frees whoever is blocked), the training thread unwinds,
+:func:`drain` (nothing can touch a tensor any more), :func:`detach_all` (local stand-ins, so that half-finished
+framework state can be reset), :func:`attach` (connected again, under a new generation).
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from flashrecovery.errors import RegroupError
+from flashrecovery.groups import native_build, torch_private
+from flashrecovery.groups.builder import Builder
+from flashrecovery.groups.inner import Inners
+from flashrecovery.groups.registry import ManagedGroup, groups
+from flashrecovery.groups.state import STATE
+from flashrecovery.groups.torch_private import PrefixStore, Store
+
+_POLL_S = 0.0005  # between looks at what is still draining
+_EXIT_S = 2.0  # at the end of the process, for closing old connections in an orderly way
+
+
+@dataclass(frozen=True)
+class DrainReport:
+    """What :func:`drain` found.
+
+    Attributes:
+        quiet: no abandoned operation can touch a tensor any more.
+        seconds: how long it took.
+        operations, buffers: operations still running and buffers still open to the network, if not quiet.
+        stuck_aborts: groups whose NCCL abort has not returned. Such a process cannot go on; it has to be replaced.
+    """
+
+    quiet: bool
+    seconds: float
+    operations: int = 0
+    buffers: int = 0
+    stuck_aborts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class AttachReport:
+    """What :func:`attach` did: ``groups`` exchanged, ``seconds`` taken, and the slowest group."""
+
+    generation: int
+    groups: int
+    seconds: float
+    slowest: str = ""
+    slowest_s: float = 0.0
+
+
+_aborts: dict[str, threading.Thread] = {}
+
+
+def abandon(reason: str) -> int:
+    """Give up all communication of this process; return how many operations were pending.
+
+    Thread-safe; meant for a control thread. Every pending ``Work`` fails, its waiters wake, and every later operation
+    raises at the call, until the groups are detached or attached. Waits in the stores of the groups wake too. A running
+    :func:`attach` fails. Detached groups go on answering locally. NCCL communicators are aborted in parallel;
+    :func:`drain` waits for that.
+    """
+    module = native_build.loaded()
+    with STATE.lock:
+        STATE.abandonments += 1
+        stores = [*STATE.stores, *([STATE.attaching_store] if STATE.attaching_store is not None else [])]
+        targets = list(STATE.groups)
+    STATE.changed.set()
+    if module is None:
+        return 0
+    for store in stores:
+        module.stop_store(store, reason)
+    count = 0
+    for group in targets:
+        outer = group.outer()
+        if outer is None or module.is_local(outer):
+            continue
+        count += module.abandon(outer, reason)
+        if group.request.kind == "nccl" and group.size > 1:
+            thread = threading.Thread(
+                target=module.abort_inners, args=(outer,), name=f"abort-{group.name}", daemon=True
+            )
+            _aborts[group.name] = thread
+            thread.start()
+    return count
+
+
+def drain(deadline_s: float) -> DrainReport:
+    """After :func:`abandon`: wait at most ``deadline_s`` seconds until no abandoned operation can touch a tensor."""
+    began = time.monotonic()
+    module = native_build.loaded()
+    if module is None:
+        return DrainReport(True, 0.0)
+    outers = [outer for g in groups() if (outer := g.outer()) is not None and module.is_abandoned(outer)]
+    while True:
+        left = [module.undrained(outer) for outer in outers]
+        operations, buffers = sum(o for o, _ in left), sum(b for _, b in left)
+        stuck = tuple(name for name, thread in list(_aborts.items()) if thread.is_alive())
+        seconds = time.monotonic() - began
+        if not (operations or buffers or stuck):
+            _aborts.clear()
+            return DrainReport(True, seconds)
+        if seconds >= deadline_s:
+            return DrainReport(False, seconds, operations, buffers, stuck)
+        time.sleep(_POLL_S)
+
+
+def detach_all() -> None:
+    """Put a local stand-in inside every group: collectives act as if every rank had this rank's data.
+
+    Also ends an abandonment. Old connections are closed in the background.
+    """
+    module = native_build.loaded()
+    with STATE.lock:
+        STATE.cleared = STATE.abandonments
+        stores = list(STATE.stores)
+    torch_private.clear_coalescing()
+    if module is None:
+        return
+    for group in groups():
+        _put_inside(module, group, None)
+    for store in stores:
+        module.resume_store(store)
+
+
+def attach(store: Store, generation: int, deadline_s: float) -> AttachReport:
+    """Connect every group again, in creation order, under ``fr/gen<generation>/`` in ``store``.
+
+    Survivors and replacements do the same. All members of a group must take part. On failure (deadline in seconds, an
+    :func:`abandon` since the last :func:`detach_all`, a peer that cannot be reached) raises
+    :class:`~flashrecovery.errors.RegroupError`, and the groups keep what they had inside.
+    """
+    began = time.monotonic()
+    todo = [g for g in groups() if g.size > 1]
+    module = native_build.loaded()
+    if module is None:
+        return AttachReport(generation, 0, 0.0)
+    wrapped = module.wrap_store(store)
+    with STATE.lock:
+        if STATE.abandonments != STATE.cleared:
+            raise RegroupError(f"generation {generation} was abandoned before its groups were attached")
+        epoch = STATE.abandonments
+        STATE.attaching_store = wrapped
+        STATE.changed.clear()
+    parts = [(g.request, PrefixStore(f"fr/gen{generation}/{g.name}/", wrapped), _timeout(module, g)) for g in todo]
+    builder = Builder(module, parts, began + deadline_s)
+    try:
+        builder.start()
+        builder.wait(epoch)
+        problem = _put_all_inside(module, builder, todo, epoch, deadline_s)
+    finally:
+        with STATE.lock:
+            STATE.attaching_store = None
+    if problem is not None:
+        module.stop_store(wrapped, problem)
+        builder.give_up()
+        raise RegroupError(f"generation {generation} {problem}") from builder.error
+    for group in groups():
+        if group.size == 1:
+            _put_inside(module, group, None)
+    for known in STATE.stores:
+        module.resume_store(known)
+    torch_private.clear_coalescing()
+    module.log_stop_replay()
+    slowest = max(builder.seconds.items(), key=lambda item: item[1], default=("", 0.0))
+    return AttachReport(generation, len(todo), time.monotonic() - began, *slowest)
+
+
+def _put_all_inside(
+    module: Any, builder: Builder, todo: list[ManagedGroup], epoch: int, deadline_s: float
+) -> str | None:
+    """All or none; returns why not."""
+    with STATE.lock:  # no abandon() can come between the check and the exchange
+        if STATE.abandonments != epoch:
+            return "was abandoned while its groups were attached"
+        if not builder.finished:
+            return f"did not form its groups within {deadline_s:g} s; waiting in group {builder.current!r}"
+        if builder.error is not None:
+            return f"could not form group {builder.current!r}: {builder.error}"
+        for group in todo:
+            _put_inside(module, group, builder.take(group.name))
+    return None
+
+
+def _timeout(module: Any, group: ManagedGroup) -> datetime.timedelta:
+    """The operations' time-out, which the user may have changed since the group was made."""
+    outer = group.outer()
+    timeout: datetime.timedelta = group.request.timeout if outer is None else module.timeout(outer)
+    return timeout
+
+
+def _put_inside(module: Any, group: ManagedGroup, inners: Inners | None) -> None:
+    outer = group.outer()
+    if outer is None:
+        return
+    if group.size == 1:
+        module.revive(outer)  # no peer can break it
+    elif inners is None:
+        module.exchange(outer, [], [])
+    else:
+        module.exchange(outer, inners.backends, inners.devices)
+
+
+def _at_exit() -> None:
+    module = native_build.loaded()
+    if module is not None:
+        module.wait_buried(datetime.timedelta(seconds=_EXIT_S))
+
+
+atexit.register(_at_exit)

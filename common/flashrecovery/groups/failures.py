@@ -1,0 +1,14 @@
+"""Which exceptions mean that communication failed, told by their type."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """True if a collective, a connection or a store failed: a dead peer, or :func:`~flashrecovery.groups.abandon`.
+
+    Our backend turns gloo's plain ``RuntimeError`` into ``DistBackendError``, so the type tells. Misuse (wrong shapes,
+    unknown ranks) has other types.
+    """
+    return isinstance(error, dist.DistError)

@@ -1,0 +1,54 @@
+"""Makes what stands inside a managed group: stock gloo and NCCL backends under a store prefix of one generation."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashrecovery.groups import torch_private
+from flashrecovery.groups.torch_private import GroupRequest, HashStore, PrefixStore, Store
+
+
+@dataclass
+class Inners:
+    """The inner backends of one group, by device type, and the gloo devices whose waits can be given up."""
+
+    backends: list[tuple[str, Any]] = field(default_factory=list)
+    devices: list[Any] = field(default_factory=list)
+
+
+def make_inners(
+    native: Any,
+    request: GroupRequest,
+    store: Store,
+    timeout: datetime.timedelta,
+    connect_timeout: datetime.timedelta,
+) -> Inners:
+    """Connect this rank with its peers in the group; blocks until all of them take part.
+
+    ``timeout`` is the operations' (seconds to minutes), ``connect_timeout`` bounds the connection phase.
+    A group of one rank needs neither peers nor ``store``.
+    """
+    if request.size == 1:
+        store = HashStore()
+    inners = Inners()
+    made: dict[str, Any] = {}
+    for device, kind in sorted(request.kinds.items()):  # "cpu" first: the last one serves tensor-less operations
+        if kind not in made:
+            prefixed = PrefixStore(f"{device}/", store)
+            if kind == "gloo":
+                made[kind], devices = torch_private.gloo_backend(
+                    prefixed,
+                    request.rank,
+                    request.size,
+                    timeout,
+                    request.ranks,
+                    request.name,
+                    lambda d: native.wrap_device(d, connect_timeout),
+                )
+                inners.devices.extend(devices)
+            else:
+                made[kind] = torch_private.nccl_backend(prefixed, request, timeout)
+        inners.backends.append((device, made[kind]))
+    return inners

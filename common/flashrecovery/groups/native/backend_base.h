@@ -1,0 +1,317 @@
+// What all operations of a managed backend share: choosing the inner backend, keeping records, abandoning, exchanging.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <array>
+#include <deque>
+
+#include "graveyard.h"
+#include "local_backend.h"
+#include "setup_log.h"
+#include "work.h"
+
+namespace flashrecovery {
+
+using c10d::Backend;
+using c10d::OpType;
+using BackendPtr = c10::intrusive_ptr<Backend>;
+
+// Called at the start of each operation with (group, operation); for fault injection only.
+struct OperationHook {
+  static inline std::atomic<bool> set{false};
+  static inline std::function<void(const std::string&, const char*)> call;
+};
+
+// One inner backend and the device types whose tensors it serves.
+struct Inner {
+  c10::DeviceType device;
+  BackendPtr backend;
+};
+
+struct PendingOp {
+  uint64_t seq;
+  std::string name;
+  double since;
+};
+
+class ManagedBase : public Backend {
+ public:
+  ManagedBase(int rank, int size, std::string group, std::string kind, std::chrono::milliseconds timeout)
+      : Backend(rank, size), group_(std::move(group)), kind_(std::move(kind)), timeout_(timeout) {
+    local_ = c10::make_intrusive<LocalBackend>(rank, size, kind_ == "nccl");
+  }
+  ~ManagedBase() override { bury(inners_); }
+
+  // ---- exchange -------------------------------------------------------------------------------------------------
+
+  // Puts new inner backends in place (none: the local stand-in) and clears an abandonment.
+  void exchange(std::vector<Inner> inners, std::vector<std::shared_ptr<TransportState>> transports) {
+    std::vector<std::shared_ptr<TransportState>> oldTransports;
+    Records oldRecords;  // destroyed after the lock is released: they may hold tensors
+    for (auto& inner : inners)
+      if (getBoundDeviceId() && inner.device != c10::DeviceType::CPU) inner.backend->setBoundDeviceId(getBoundDeviceId());
+    std::unique_lock<std::mutex> lock(mutex_);
+    inners_.swap(inners);
+    oldTransports.swap(transports_);
+    transports_ = std::move(transports);
+    oldRecords.swap(records_);
+    abandoned_ = false;
+    seq_ = 0;
+    lock.unlock();
+    for (auto& transport : oldTransports) transport->cut("the group was exchanged");
+    bury(inners);
+  }
+
+  // Clears an abandonment without an exchange; for groups of one rank, which no peer can break.
+  void revive() {
+    Records old;
+    std::lock_guard<std::mutex> guard(mutex_);
+    old.swap(records_);
+    abandoned_ = false;
+  }
+
+  // Fails everything pending and every later operation. Returns how many operations were pending.
+  int abandon(const std::string& reason) {
+    std::vector<std::shared_ptr<TransportState>> transports;
+    std::vector<std::function<void()>> dropped;  // destroyed after the lock is released: they may hold tensors
+    int count = 0;
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      if (inners_.empty()) return 0;
+      reason_ = reason;
+      abandoned_ = true;
+      for (auto& record : records_) {
+        if (!record->pending()) continue;
+        dropped.push_back(record->abandon(reason));
+        ++count;
+      }
+      if (getSize() > 1) transports = transports_;
+    }
+    for (auto& transport : transports) transport->cut(reason);
+    return count;
+  }
+
+  // Operations and buffers that could still touch a tensor.
+  std::pair<size_t, size_t> undrained() const {
+    std::lock_guard<std::mutex> guard(mutex_);
+    size_t operations = 0, buffers = 0;
+    for (const auto& record : records_) operations += record->tracked && !record->settled;
+    for (const auto& transport : transports_) buffers += transport->live();
+    return {operations, buffers};
+  }
+
+  // NCCL only: aborts the communicators; blocks until the inner backend has done so.
+  void abortInners() {
+    for (auto& inner : snapshot()) inner.backend->abort();
+  }
+
+  bool local() const {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return inners_.empty();
+  }
+  bool isAbandoned() const { return abandoned_; }
+  const std::string& group() const { return group_; }
+  uint64_t started() const { return started_; }
+  std::chrono::milliseconds timeout() const { return timeout_; }
+
+  std::vector<PendingOp> pending() const {
+    std::lock_guard<std::mutex> guard(mutex_);
+    std::vector<PendingOp> out;
+    for (const auto& r : records_)
+      if (r->pending()) out.push_back({r->seq, r->name, r->since});
+    return out;
+  }
+
+  // ---- plain forwarding -----------------------------------------------------------------------------------------
+
+  const std::string getBackendName() const override { return kind_; }
+  bool supportsSplitting() const override { return false; }
+  bool supportsCoalescing() const override { return kind_ == "nccl"; }
+  bool supportsTimeEstimation() const override { return false; }
+  void startCoalescing() override { get(accelerator())->startCoalescing(); }
+  void setTimeout(std::chrono::milliseconds timeout) override {
+    timeout_ = timeout;
+    for (auto& inner : snapshot()) inner.backend->setTimeout(timeout);
+  }
+  c10::intrusive_ptr<Options> getBackendOptions() override {
+    for (auto& inner : snapshot()) return inner.backend->getBackendOptions();
+    return c10::make_intrusive<Options>(kind_, timeout_);
+  }
+  void setSequenceNumberForGroup() override { get(accelerator())->setSequenceNumberForGroup(); }
+  uint64_t getSequenceNumberForGroup() override { return get(accelerator())->getSequenceNumberForGroup(); }
+  void waitForPendingWorks() override { get(accelerator())->waitForPendingWorks(); }
+  void enableCollectivesTiming() override { get(accelerator())->enableCollectivesTiming(); }
+  c10d::ErrorType getError() override { return get(accelerator())->getError(); }
+  std::shared_ptr<c10::Allocator> getMemAllocator() override { return get(accelerator())->getMemAllocator(); }
+  bool supportsTensorAlloc(c10::DeviceIndex d) override { return get(accelerator())->supportsTensorAlloc(d); }
+  Tensor allocateTensor(long n, at::TensorOptions o) override { return get(accelerator())->allocateTensor(n, o); }
+  void eagerConnectSingleDevice(at::Device d) override { get(d.type())->eagerConnectSingleDevice(d); }
+  void abort() override {
+    for (auto& inner : snapshot()) inner.backend->abort();
+  }
+  void shutdown() override {
+    for (auto& inner : snapshot()) inner.backend->shutdown();
+  }
+  void suspend() override { get(accelerator())->suspend(); }
+  void resume() override { get(accelerator())->resume(); }
+  std::unordered_map<std::string, uint64_t> getMemoryStats() override { return get(accelerator())->getMemoryStats(); }
+
+ protected:
+  // The device type that operations without a tensor belong to.
+  c10::DeviceType accelerator() const {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return inners_.empty() ? c10::DeviceType::CPU : inners_.back().device;
+  }
+
+  BackendPtr get(c10::DeviceType device) const {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (abandoned_) {
+      const std::string reason = reason_;
+      lock.unlock();
+      ++failureCount();
+      throwAbandoned(reason);
+    }
+    for (const auto& inner : inners_)
+      if (inner.device == device) return inner.backend;
+    return inners_.empty() ? local_ : inners_.front().backend;
+  }
+
+  template <typename Outputs, typename Call>
+  WorkPtr run(OpType type, const char* name, c10::DeviceType device, Outputs&& outputs, Call&& call) {
+    if (OperationHook::set) OperationHook::call(group_, name);
+    const BackendPtr inner = get(device);
+    const uint64_t seq = seq_++;
+    ++started_;
+    auto& log = SetupLog::instance();
+    if (log.replaying() && inner == local_) {
+      const Tensors filled = outputs();
+      if (!filled.empty() && log.answer(group_, seq, name, filled)) {
+        if (log.recording()) log.record(group_, seq, name, filled);
+        return c10::make_intrusive<DoneWork>(type, filled);
+      }
+    }
+    if (inner == local_) {
+      auto work = call(*inner);
+      if (log.recording()) remember(seq, name, outputs());
+      return work;
+    }
+    auto record = std::make_shared<OpRecord>(seq, name, hasFuture(type));
+    if (log.recording()) {
+      const Tensors kept = outputs();
+      if (!kept.empty())
+        record->setOnSuccess([this_ = self(), seq, name, kept] { this_->remember(seq, name, kept); });
+    }
+    enlist(record);
+    return finish(type, record, std::forward<Call>(call), *inner);
+  }
+
+ private:
+  using Records = std::deque<std::shared_ptr<OpRecord>>;
+
+  template <typename Call>
+  WorkPtr finish(OpType type, const std::shared_ptr<OpRecord>& record, Call&& call, Backend& inner) {
+    WorkPtr work;
+    try {
+      work = call(inner);
+    } catch (const c10::Error&) {
+      record->settled = true;
+      record->fail();
+      record->throwIfAbandoned();
+      throw;
+    } catch (const std::exception& error) {
+      record->settled = true;
+      record->fail();
+      record->throwIfAbandoned();
+      C10_THROW_ERROR(DistBackendError, error.what());
+    }
+    if (!work) {  // done already, or part of a coalesced launch
+      record->settled = true;
+      return work;
+    }
+    FuturePtr future;
+    if (record->tracked) {
+      try {
+        future = work->getFuture();
+      } catch (const c10::Error&) {  // a gloo whose Work for this operation has none
+        record->tracked = false;
+      }
+    }
+    if (future) {
+      future->addCallback([record](c10::ivalue::Future& future) {
+        if (future.hasError())
+          record->fail();
+        else
+          record->succeed();
+        record->settled = true;
+      });
+    }
+    return c10::make_intrusive<ManagedWork>(std::move(work), record, type);
+  }
+
+  // Which Works of gloo tell their completion; the others complete inside wait().
+  bool hasFuture(OpType type) const {
+    if (kind_ != "gloo") return false;
+    switch (type) {
+      case OpType::SEND:
+      case OpType::RECV:
+      case OpType::RECVANYSOURCE:
+      case OpType::REDUCE_SCATTER:
+      case OpType::_REDUCE_SCATTER_BASE:
+      case OpType::REDUCE_SCATTER_TENSOR_COALESCED:
+      case OpType::COALESCED:
+        return false;
+      default:
+        return true;
+    }
+  }
+
+  void enlist(const std::shared_ptr<OpRecord>& record) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (abandoned_) {  // abandoned since get(): its transport is cut, but say it at the call
+      const std::string reason = reason_;
+      lock.unlock();
+      throwAbandoned(reason);
+    }
+    while (!records_.empty() && !records_.front()->pending()) records_.pop_front();
+    if (records_.size() > sweepAt_) {
+      Records alive;
+      for (auto& r : records_)
+        if (r->pending()) alive.push_back(std::move(r));
+      records_.swap(alive);
+      sweepAt_ = std::max<size_t>(64, 2 * records_.size());
+    }
+    records_.push_back(record);
+  }
+
+  void remember(uint64_t seq, const char* name, const Tensors& outputs) {
+    if (!outputs.empty()) SetupLog::instance().record(group_, seq, name, outputs);
+  }
+  c10::intrusive_ptr<ManagedBase> self() {
+    return c10::intrusive_ptr<ManagedBase>::unsafe_reclaim_from_nonowning(this);
+  }
+  std::vector<Inner> snapshot() const {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return inners_;
+  }
+  static void bury(std::vector<Inner>& inners) {
+    for (auto& inner : inners) Graveyard::instance().bury(std::move(inner.backend));
+    inners.clear();
+  }
+
+  const std::string group_;
+  const std::string kind_;
+  std::chrono::milliseconds timeout_;
+  mutable std::mutex mutex_;
+  BackendPtr local_;
+  std::vector<Inner> inners_;
+  std::vector<std::shared_ptr<TransportState>> transports_;
+  Records records_;
+  size_t sweepAt_ = 64;
+  std::atomic<bool> abandoned_{false};
+  std::string reason_;
+  std::atomic<uint64_t> seq_{0};
+  std::atomic<uint64_t> started_{0};
+};
+
+}  // namespace flashrecovery

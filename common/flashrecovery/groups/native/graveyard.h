@@ -1,0 +1,63 @@
+// Destroys old inner backends in the background: a gloo backend takes about 20 ms to close its connections, and a
+// recovery must not wait for that.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <unistd.h>
+
+#include <condition_variable>
+#include <deque>
+#include <thread>
+
+namespace flashrecovery {
+
+class Graveyard {
+ public:
+  // Never destroyed: a thread may still be in it when the process ends.
+  static Graveyard& instance() {
+    static auto* graveyard = new Graveyard;
+    return *graveyard;
+  }
+
+  void bury(c10::intrusive_ptr<c10d::Backend> backend) {
+    if (!backend) return;
+    std::lock_guard<std::mutex> guard(mutex_);
+    if (owner_ != ::getpid()) {  // a forked child has no thread of ours
+      owner_ = ::getpid();
+      digging_ = false;
+    }
+    queue_.push_back(std::move(backend));
+    if (digging_) return;
+    digging_ = true;
+    std::thread([this] { run(); }).detach();
+  }
+
+  // Waits until everything is destroyed; false at the deadline.
+  bool waitEmpty(std::chrono::milliseconds deadline) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return empty_.wait_for(lock, deadline, [this] { return !digging_ || owner_ != ::getpid(); });
+  }
+
+ private:
+  void run() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!queue_.empty()) {
+      auto backend = std::move(queue_.front());
+      queue_.pop_front();
+      lock.unlock();
+      backend.reset();
+      lock.lock();
+    }
+    digging_ = false;
+    empty_.notify_all();
+  }
+
+  std::mutex mutex_;
+  std::condition_variable empty_;
+  std::deque<c10::intrusive_ptr<c10d::Backend>> queue_;
+  bool digging_ = false;
+  pid_t owner_ = ::getpid();
+};
+
+}  // namespace flashrecovery

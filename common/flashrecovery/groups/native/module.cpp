@@ -1,0 +1,109 @@
+// Python bindings of the exchangeable backend. Objects of ours travel as c10d's own base types; binding them as classes
+// of their own would need a holder that differs from c10d's.
+#include <torch/csrc/utils/pybind.h>
+
+#include <pybind11/chrono.h>
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include "backend.h"
+#include "store.h"
+
+namespace {
+
+using namespace flashrecovery;
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+using DevicePtr = std::shared_ptr<gloo::transport::Device>;
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+ManagedBase& managed(const BackendPtr& backend) {
+  auto* own = dynamic_cast<ManagedBase*>(backend.get());
+  TORCH_CHECK(own, "not a managed backend");
+  return *own;
+}
+
+StopFlag& stopFlag(const StorePtr& store) {
+  auto* own = dynamic_cast<AbandonableStore*>(store.get());
+  TORCH_CHECK(own, "not an abandonable store");
+  return *own->stop();
+}
+
+const std::shared_ptr<TransportState>& transport(const DevicePtr& device) {
+  auto* own = dynamic_cast<ManagedDevice*>(device.get());
+  TORCH_CHECK(own, "not a managed device");
+  return own->state();
+}
+
+void setHook(py::object callback) {
+  OperationHook::set = false;
+  if (callback.is_none()) return;
+  // Never freed: an operation on another thread may just be calling it.
+  auto* kept = new py::object(std::move(callback));
+  OperationHook::call = [kept](const std::string& group, const char* op) {
+    py::gil_scoped_acquire gil;
+    (*kept)(group, op);
+  };
+  OperationHook::set = true;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  py::module::import("torch.distributed");
+
+  // groups
+  m.def("create", [](int rank, int size, std::string group, std::string kind, Millis timeout) -> BackendPtr {
+    return c10::make_intrusive<ManagedBackend>(rank, size, std::move(group), std::move(kind), timeout);
+  });
+  m.def(
+      "exchange",
+      [](const BackendPtr& outer, const std::vector<std::pair<std::string, BackendPtr>>& inners,
+         const std::vector<DevicePtr>& devices) {
+        std::vector<Inner> parts;
+        for (const auto& [device, backend] : inners) parts.push_back({c10::Device(device).type(), backend});
+        std::vector<std::shared_ptr<TransportState>> transports;
+        for (const auto& device : devices) transports.push_back(transport(device));
+        managed(outer).exchange(std::move(parts), std::move(transports));
+      },
+      NoGil());
+  m.def("revive", [](const BackendPtr& b) { managed(b).revive(); }, NoGil());
+  m.def("abandon", [](const BackendPtr& b, const std::string& why) { return managed(b).abandon(why); }, NoGil());
+  m.def("abort_inners", [](const BackendPtr& b) { managed(b).abortInners(); }, NoGil());
+  m.def("undrained", [](const BackendPtr& b) { return managed(b).undrained(); }, NoGil());
+  m.def("is_local", [](const BackendPtr& b) { return managed(b).local(); }, NoGil());
+  m.def("is_abandoned", [](const BackendPtr& b) { return managed(b).isAbandoned(); });
+  m.def("started", [](const BackendPtr& b) { return managed(b).started(); });
+  m.def("timeout", [](const BackendPtr& b) { return managed(b).timeout(); });
+  m.def(
+      "pending",
+      [](const BackendPtr& b) {
+        std::vector<std::tuple<uint64_t, std::string, double>> out;
+        for (const auto& op : managed(b).pending()) out.emplace_back(op.seq, op.name, op.since);
+        return out;
+      },
+      NoGil());
+
+  // gloo devices
+  m.def("wrap_device", [](DevicePtr device, Millis connectTimeout) -> DevicePtr {
+    return std::make_shared<ManagedDevice>(std::move(device), connectTimeout);
+  });
+  m.def("live_buffers", [](const DevicePtr& device) { return transport(device)->live(); });
+
+  // stores
+  m.def("wrap_store", [](StorePtr store) -> StorePtr {
+    return c10::make_intrusive<AbandonableStore>(std::move(store), std::make_shared<StopFlag>());
+  });
+  m.def("stop_store", [](const StorePtr& store, const std::string& why) { stopFlag(store).raise(why); });
+  m.def("resume_store", [](const StorePtr& store) { stopFlag(store).clear(); });
+
+  // setup log
+  m.def("log_start", [] { SetupLog::instance().start(); });
+  m.def("log_take", [] { return py::bytes(SetupLog::instance().take()); });
+  m.def("log_replay", [](const py::bytes& bytes) { SetupLog::instance().replay(bytes); });
+  m.def("log_stop_replay", [] { SetupLog::instance().stopReplay(); });
+
+  m.def("failures", [] { return failureCount().load(); });
+  m.def("set_hook", &setHook);
+  m.def("bury", [](BackendPtr b) { Graveyard::instance().bury(std::move(b)); }, NoGil());
+  m.def("wait_buried", [](Millis deadline) { return Graveyard::instance().waitEmpty(deadline); }, NoGil());
+}

@@ -1,0 +1,168 @@
+// What this rank's collectives delivered before its first step.
+//
+// A replacement runs the user's script from the top while no peer takes part. Its set-up collectives (a broadcast
+// configuration, gathered objects, an agreed flag) must deliver what they delivered to the rank it replaces; the log
+// has that, keyed by group name and the operation's number within its group. Large results are not kept: they are
+// parameters, and state is restored anyway. Bytes are different: they are pickled objects, which nothing restores, so
+// they are kept as long as there is room, and a replacement that would need a missing one is told so.
+#pragma once
+
+#include "work.h"
+
+#include <cstring>
+#include <map>
+
+namespace flashrecovery {
+
+class SetupLog {
+ public:
+  static constexpr size_t kMaxOpBytes = size_t{1} << 20;
+  static constexpr size_t kMaxTotalBytes = size_t{32} << 20;
+
+  static SetupLog& instance() {
+    static auto* log = new SetupLog;
+    return *log;
+  }
+
+  bool recording() const { return recording_; }
+  bool replaying() const { return replaying_; }
+
+  void start() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    recorded_.clear();
+    total_ = 0;
+    recording_ = true;
+  }
+
+  void record(const std::string& group, uint64_t seq, const char* op, const Tensors& outputs) {
+    Entry entry;
+    entry.op = op;
+    size_t bytes = 0;
+    for (const auto& t : outputs) bytes += t.nbytes();
+    const bool object = !outputs.empty() && outputs.front().scalar_type() == at::kByte;
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!recording_) return;
+    entry.skipped = (!object && bytes > kMaxOpBytes) || total_ + bytes > kMaxTotalBytes;
+    if (!entry.skipped) total_ += bytes;
+    lock.unlock();
+    for (const auto& t : outputs) entry.blobs.push_back(entry.skipped ? std::string() : toBytes(t));
+    lock.lock();
+    recorded_[{group, seq}] = std::move(entry);
+  }
+
+  std::string take() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    recording_ = false;
+    std::string out(kMagic);
+    put(out, recorded_.size());
+    for (const auto& [key, entry] : recorded_) {
+      putText(out, key.first);
+      put(out, key.second);
+      putText(out, entry.op);
+      put(out, entry.skipped ? 1 : 0);
+      put(out, entry.blobs.size());
+      for (const auto& blob : entry.blobs) putText(out, blob);
+    }
+    recorded_.clear();
+    total_ = 0;
+    return out;
+  }
+
+  void replay(const std::string& bytes) {
+    std::map<Key, Entry> entries;
+    size_t at = kMagic.size();
+    TORCH_CHECK(bytes.compare(0, at, kMagic) == 0, "not a setup log of this version");
+    for (uint64_t n = read(bytes, at); n > 0; --n) {
+      Key key;
+      key.first = readText(bytes, at);
+      key.second = read(bytes, at);
+      Entry entry;
+      entry.op = readText(bytes, at);
+      entry.skipped = read(bytes, at) != 0;
+      for (uint64_t blobs = read(bytes, at); blobs > 0; --blobs) entry.blobs.push_back(readText(bytes, at));
+      entries[key] = std::move(entry);
+    }
+    std::lock_guard<std::mutex> guard(mutex_);
+    replayed_ = std::move(entries);
+    replaying_ = true;
+  }
+
+  void stopReplay() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    replaying_ = false;
+    replayed_.clear();
+  }
+
+  // Fills the outputs from the log. False if the log has nothing that fits; the caller then acts locally.
+  bool answer(const std::string& group, uint64_t seq, const char* op, const Tensors& outputs) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    auto it = replayed_.find({group, seq});
+    if (it == replayed_.end()) return false;
+    const Entry& entry = it->second;
+    bool fits = entry.op == op && entry.blobs.size() == outputs.size();
+    for (size_t i = 0; fits && !entry.skipped && i < outputs.size(); ++i)
+      fits = entry.blobs[i].size() == outputs[i].nbytes();
+    if (!fits) {
+      TORCH_WARN_ONCE(
+          "operation ", seq, " of group '", group, "' is ", op, " here but was ", entry.op,
+          " (or had other sizes) on the rank that is replaced: the script's set-up is not the same on every start");
+      return false;
+    }
+    if (entry.skipped) {
+      TORCH_CHECK(
+          outputs.front().scalar_type() != at::kByte,
+          "an object that the script exchanges before its first step (operation ", seq, " of group '", group, "', ", op,
+          ") was too large to be kept for a replacement; all of them together may have ", kMaxTotalBytes, " bytes");
+      return false;
+    }
+    for (size_t i = 0; i < outputs.size(); ++i) fromBytes(entry.blobs[i], outputs[i]);
+    return true;
+  }
+
+ private:
+  using Key = std::pair<std::string, uint64_t>;
+  struct Entry {
+    std::string op;
+    bool skipped = false;
+    std::vector<std::string> blobs;
+  };
+  static inline const std::string kMagic = "FRSETUP1";
+
+  static std::string toBytes(const Tensor& t) {
+    const Tensor plain = t.detach().cpu().contiguous();
+    return std::string(static_cast<const char*>(plain.const_data_ptr()), plain.nbytes());
+  }
+  static void fromBytes(const std::string& bytes, const Tensor& t) {
+    at::NoGradGuard guard;
+    Tensor plain = at::empty(t.sizes(), t.options().device(at::kCPU).memory_format(at::MemoryFormat::Contiguous));
+    std::memcpy(plain.mutable_data_ptr(), bytes.data(), bytes.size());
+    t.detach().copy_(plain);
+  }
+  static void put(std::string& out, uint64_t value) { out.append(reinterpret_cast<const char*>(&value), sizeof value); }
+  static void putText(std::string& out, const std::string& text) {
+    put(out, text.size());
+    out += text;
+  }
+  static uint64_t read(const std::string& in, size_t& at) {
+    uint64_t value = 0;
+    TORCH_CHECK(in.size() - at >= sizeof value, "setup log is cut off");
+    std::memcpy(&value, in.data() + at, sizeof value);
+    at += sizeof value;
+    return value;
+  }
+  static std::string readText(const std::string& in, size_t& at) {
+    const uint64_t n = read(in, at);
+    TORCH_CHECK(in.size() - at >= n, "setup log is cut off");
+    at += n;
+    return in.substr(at - n, n);
+  }
+
+  std::mutex mutex_;
+  std::atomic<bool> recording_{false};
+  std::atomic<bool> replaying_{false};
+  std::map<Key, Entry> recorded_;
+  std::map<Key, Entry> replayed_;
+  size_t total_ = 0;
+};
+
+}  // namespace flashrecovery

@@ -1,0 +1,118 @@
+// A c10d store whose waits can be given up.
+//
+// A client of a TCPStore is one connection with one lock: a blocked `get` can be woken from outside only by breaking the
+// connection. So a wait asks the inner store again and again, at intervals that grow with the time already waited, and
+// sleeps where `abandon` can wake it. That also lets other threads use the same client in between.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/exception.h>
+
+#include <algorithm>
+#include <condition_variable>
+
+#include "transport.h"
+
+namespace flashrecovery {
+
+// Shared by a store and its clones.
+class StopFlag {
+ public:
+  void raise(const std::string& reason) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    reason_ = reason;
+    raised_ = true;
+    changed_.notify_all();
+  }
+  // Sleeps, but not longer than until the flag is raised.
+  void sleep(std::chrono::microseconds duration) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait_for(lock, duration, [this] { return raised_.load(); });
+  }
+  void clear() { raised_ = false; }
+  void check() const {
+    if (!raised_) return;
+    std::unique_lock<std::mutex> lock(mutex_);
+    const std::string reason = reason_;
+    lock.unlock();
+    throwAbandoned(reason);
+  }
+
+ private:
+  std::atomic<bool> raised_{false};
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::string reason_;
+};
+
+class AbandonableStore final : public c10d::Store {
+ public:
+  using Bytes = std::vector<uint8_t>;
+  using Keys = std::vector<std::string>;
+  static constexpr std::chrono::microseconds kLongestSleep{25'000};  // 40 questions a second and rank
+
+  AbandonableStore(c10::intrusive_ptr<Store> inner, std::shared_ptr<StopFlag> stop)
+      : inner_(std::move(inner)), stop_(std::move(stop)) {}
+
+  const std::shared_ptr<StopFlag>& stop() const { return stop_; }
+
+  c10::intrusive_ptr<Store> clone() override {
+    return c10::make_intrusive<AbandonableStore>(inner_->clone(), stop_);
+  }
+  using Store::set;
+  void set(const std::string& key, const Bytes& value) override { return checked().set(key, value); }
+  using Store::compareSet;
+  Bytes compareSet(const std::string& key, const Bytes& expected, const Bytes& desired) override {
+    return checked().compareSet(key, expected, desired);
+  }
+  Bytes get(const std::string& key) override {
+    wait({key});
+    return checked().get(key);
+  }
+  int64_t add(const std::string& key, int64_t value) override { return checked().add(key, value); }
+  bool deleteKey(const std::string& key) override { return checked().deleteKey(key); }
+  bool check(const Keys& keys) override { return checked().check(keys); }
+  int64_t getNumKeys() override { return checked().getNumKeys(); }
+  void wait(const Keys& keys) override { wait(keys, getTimeout()); }
+  void wait(const Keys& keys, const Millis& timeout) override {
+    using Clock = std::chrono::steady_clock;
+    using Micros = std::chrono::microseconds;
+    const auto began = Clock::now();
+    const auto limit = timeout > kNoTimeout ? timeout : kDefaultTimeout;
+    while (!checked().check(keys)) {
+      const auto waited = std::chrono::duration_cast<Micros>(Clock::now() - began);
+      // The inner store's own wait, for its own error.
+      if (waited >= limit) return checked().wait(keys, Millis(1));
+      stop_->sleep(std::clamp<Micros>(waited / 8, Micros(200), kLongestSleep));
+    }
+  }
+  const Millis& getTimeout() const noexcept override { return inner_->getTimeout(); }
+  void setTimeout(const Millis& timeout) override { inner_->setTimeout(timeout); }
+  void append(const std::string& key, const Bytes& value) override { checked().append(key, value); }
+  std::vector<Bytes> multiGet(const Keys& keys) override {
+    wait(keys);
+    return checked().multiGet(keys);
+  }
+  void multiSet(const Keys& keys, const std::vector<Bytes>& values) override { checked().multiSet(keys, values); }
+  bool hasExtendedApi() const override { return inner_->hasExtendedApi(); }
+  void queuePush(const std::string& key, const Bytes& value) override { checked().queuePush(key, value); }
+  Bytes queuePop(const std::string& key, bool block) override { return checked().queuePop(key, block); }
+  int64_t queueLen(const std::string& key) override { return checked().queueLen(key); }
+  Keys listKeys() override { return checked().listKeys(); }
+  void barrier(const std::string& key, int64_t world, const Millis& timeout) override {
+    const std::string release = key + "/fr_release";
+    if (add(key + "/fr_count", 1) % world == 0) set(release, Bytes{1});
+    wait({release}, timeout);
+  }
+
+ private:
+  Store& checked() {
+    stop_->check();
+    return *inner_;
+  }
+
+  c10::intrusive_ptr<Store> inner_;
+  std::shared_ptr<StopFlag> stop_;
+};
+
+}  // namespace flashrecovery

@@ -1,0 +1,158 @@
+// One operation: its record (for diagnosis, draining and the setup log) and the Work that a caller waits on.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "transport.h"
+
+#include <atomic>
+#include <functional>
+
+namespace flashrecovery {
+
+using at::Tensor;
+using Tensors = std::vector<Tensor>;
+using TensorLists = std::vector<std::vector<Tensor>>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+
+inline double monotonicSeconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Operations that failed or were abandoned, over the life of the process.
+inline std::atomic<uint64_t>& failureCount() {
+  static std::atomic<uint64_t> count{0};
+  return count;
+}
+
+struct OpRecord {
+  OpRecord(uint64_t sequence, const char* opName, bool tracksCompletion)
+      : seq(sequence), name(opName), tracked(tracksCompletion) {}
+
+  const uint64_t seq;
+  const char* const name;
+  const double since = monotonicSeconds();
+  std::atomic<bool> tracked;          // the inner Work tells when it has finished with the tensors
+  std::atomic<bool> settled{false};   // it has
+  std::atomic<bool> released{false};  // waited for, or nobody can wait any more
+  std::atomic<bool> abandoned{false};
+
+  bool pending() const { return !settled && !abandoned && (tracked || !released); }
+
+  void succeed() {
+    std::function<void()> action;
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      action.swap(onSuccess_);
+    }
+    if (action) action();
+  }
+  void setOnSuccess(std::function<void()> action) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    onSuccess_ = std::move(action);
+  }
+  void fail() {
+    if (!failed_.exchange(true)) ++failureCount();
+  }
+  // Returns what was to happen on success, for the caller to destroy where no lock is held.
+  std::function<void()> abandon(const std::string& why) {
+    fail();
+    std::function<void()> dropped;
+    std::lock_guard<std::mutex> guard(mutex_);
+    reason_ = why;
+    dropped.swap(onSuccess_);
+    abandoned = true;
+    return dropped;
+  }
+  void throwIfAbandoned() const {
+    if (!abandoned) return;
+    std::unique_lock<std::mutex> lock(mutex_);
+    const std::string why = reason_;
+    lock.unlock();
+    throwAbandoned(why);
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::atomic<bool> failed_{false};
+  std::string reason_;
+  std::function<void()> onSuccess_;
+};
+
+// Forwards to the inner Work; once abandoned it fails, whatever the inner one says (an aborted collective may
+// "succeed" with garbage in its buffers).
+class ManagedWork final : public c10d::Work {
+ public:
+  ManagedWork(WorkPtr inner, std::shared_ptr<OpRecord> record, c10d::OpType type)
+      : Work(-1, type), inner_(std::move(inner)), record_(std::move(record)) {}
+  ~ManagedWork() override { record_->released = true; }
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    record_->throwIfAbandoned();
+    bool done = false;
+    try {
+      done = inner_->wait(timeout);
+    } catch (const std::exception&) {
+      record_->fail();
+      record_->throwIfAbandoned();
+      throw;
+    }
+    record_->throwIfAbandoned();
+    record_->released = true;
+    if (done) record_->succeed();
+    return done;
+  }
+  bool isCompleted() override { return record_->abandoned || inner_->isCompleted(); }
+  bool isSuccess() const override { return !record_->abandoned && inner_->isSuccess(); }
+  std::exception_ptr exception() const override {
+    try {
+      record_->throwIfAbandoned();
+    } catch (const std::exception&) {
+      return std::current_exception();
+    }
+    return inner_->exception();
+  }
+  int sourceRank() const override { return inner_->sourceRank(); }
+  Tensors result() override { return inner_->result(); }
+  void synchronize() override {
+    record_->throwIfAbandoned();
+    inner_->synchronize();
+    record_->throwIfAbandoned();
+  }
+  void blockCurrentStream() override { inner_->blockCurrentStream(); }
+  void abort() override { inner_->abort(); }
+  FuturePtr getFuture() override { return inner_->getFuture(); }
+  FuturePtr getFutureResult() override { return inner_->getFutureResult(); }
+  float getDuration() const override { return inner_->getDuration(); }
+  uint64_t getSequencenumber() const override { return inner_->getSequencenumber(); }
+
+ private:
+  WorkPtr inner_;
+  std::shared_ptr<OpRecord> record_;
+};
+
+// The Work of an operation that was complete at once.
+class DoneWork final : public c10d::Work {
+ public:
+  DoneWork(c10d::OpType type, Tensors outputs) : Work(-1, type), outputs_(std::move(outputs)) {
+    std::vector<c10::Device> devices;
+    if (!outputs_.empty() && !outputs_.front().is_cpu()) devices.push_back(outputs_.front().device());
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors(), devices);
+    future_->markCompleted(c10::IValue(outputs_));
+    finish();
+  }
+  bool wait(std::chrono::milliseconds) override { return true; }
+  Tensors result() override { return outputs_; }
+  FuturePtr getFuture() override { return future_; }
+  void abort() override {}
+  int sourceRank() const override { return 0; }
+  void synchronize() override {}
+  void blockCurrentStream() override {}
+
+ private:
+  Tensors outputs_;
+  FuturePtr future_;
+};
+
+}  // namespace flashrecovery

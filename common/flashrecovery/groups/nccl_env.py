@@ -1,0 +1,70 @@
+"""What of NCCL's environment hinders a recovery, for ``flashrecovery doctor``. Not yet tried on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An environment variable that should be another one; ``value`` is None if it is not set."""
+
+    name: str
+    value: str | None
+    advice: str
+
+
+# name, torch's default, the values that are fine, why the others are not
+_WANTED: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
+    (
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "3",
+        ("0",),
+        "set it to 0: otherwise the watchdog ends the process when a peer dies, instead of leaving it to be recovered",
+    ),
+    (
+        "TORCH_NCCL_ENABLE_MONITORING",
+        "1",
+        ("0", "false"),
+        "set it to 0: otherwise the heartbeat monitor kills a process whose communicators are being aborted",
+    ),
+    (
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        "1",
+        ("0", "false"),
+        "set it to 0: otherwise a failure is followed by up to a minute of waiting for debug dumps",
+    ),
+    (
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+        "1",
+        ("0", "false"),
+        "set it to 0: otherwise the watchdog thread rethrows an error that the recovery has already handled",
+    ),
+    (
+        "TORCH_NCCL_PROPAGATE_ERROR",
+        "0",
+        ("0", "false"),
+        "unset it or set it to 0: otherwise one rank's error is spread through the store to the new generation as well",
+    ),
+)
+_MIN_HEARTBEAT_S = 120
+
+
+def nccl_environment_findings(env: Mapping[str, str]) -> list[Finding]:
+    """The variables in ``env`` (or missing from it) that stand in the way of recovering NCCL groups."""
+    findings = []
+    for name, default, good, advice in _WANTED:
+        value = env.get(name)
+        if (default if value is None else value).strip().lower() not in good:
+            findings.append(Finding(name, value, advice))
+    heartbeat = env.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC")
+    if heartbeat is not None and (not heartbeat.isdigit() or int(heartbeat) < _MIN_HEARTBEAT_S):
+        findings.append(
+            Finding(
+                "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
+                heartbeat,
+                f"use at least {_MIN_HEARTBEAT_S} s: a shorter one can kill a process in the middle of its recovery",
+            )
+        )
+    return findings

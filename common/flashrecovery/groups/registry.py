@@ -1,0 +1,222 @@
+"""The groups of this process in creation order, and how they come to be.
+
+A group's handle never dies: torch makes a stock ``ProcessGroup`` with our backend in it, and only what that backend
+forwards to is exchanged. The order of this list is the same on every rank that belongs to the groups, survivor or
+replacement, because all run the same script; it is the order in which they are attached again.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from flashrecovery.groups import native_build, torch_private
+from flashrecovery.groups.builder import Builder
+from flashrecovery.groups.inner import Inners
+from flashrecovery.groups.state import STATE
+from flashrecovery.groups.torch_private import GroupRequest, Store
+
+CONTROL_GROUP = "flashrecovery"
+
+
+@dataclass(frozen=True)
+class OpInfo:
+    """An operation that has started and not finished on this rank.
+
+    Attributes:
+        group: name of its process group.
+        sequence: its number within the group since the group was last attached, from 0; equal operations have equal
+            numbers on every rank of the group.
+        op: what it is, e.g. ``all_reduce``.
+        since: when it started, seconds on the monotonic clock.
+    """
+
+    group: str
+    sequence: int
+    op: str
+    since: float
+
+
+class ManagedGroup:
+    """One process group of this rank."""
+
+    def __init__(self, request: GroupRequest, pg: Any) -> None:
+        self.request = request
+        self._pg = weakref.ref(pg)
+
+    @property
+    def name(self) -> str:
+        return self.request.name
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks in group order."""
+        return self.request.ranks
+
+    @property
+    def rank(self) -> int:
+        """This process's rank within the group."""
+        return self.request.rank
+
+    @property
+    def size(self) -> int:
+        return self.request.size
+
+    @property
+    def ops_started(self) -> int:
+        """Operations started since the group was made."""
+        outer = self.outer()
+        return 0 if outer is None else int(native_build.native().started(outer))
+
+    @property
+    def pending(self) -> tuple[OpInfo, ...]:
+        """Operations not yet finished, oldest first."""
+        outer = self.outer()
+        if outer is None:
+            return ()
+        return tuple(OpInfo(self.name, *op) for op in native_build.native().pending(outer))
+
+    @property
+    def detached(self) -> bool:
+        """True while a local stand-in is inside."""
+        outer = self.outer()
+        return outer is not None and bool(native_build.native().is_local(outer))
+
+    def process_group(self) -> Any | None:
+        """The stock ``ProcessGroup``, or None once it has been destroyed."""
+        pg = self._pg()
+        return pg if pg is not None and torch_private.is_registered(pg) else None
+
+    def outer(self) -> Any | None:
+        """Our backend inside the stock group; None once the group has been destroyed."""
+        pg = self.process_group()
+        return None if pg is None else torch_private.backend_of(pg, next(iter(self.request.kinds)))
+
+
+def native() -> Any:
+    """The extension, with what was asked for before it was loaded."""
+    module = native_build.native()
+    with STATE.lock:
+        start, STATE.log_start_wanted = STATE.log_start_wanted, False
+        replay, STATE.log_replay_wanted = STATE.log_replay_wanted, None
+    if start:
+        module.log_start()
+    if replay is not None:
+        module.log_replay(replay)
+    return module
+
+
+def install(control_group: bool = True) -> None:
+    """Make every process group from now on recoverable. Call before ``init_process_group``; idempotent and cheap.
+
+    With ``control_group`` a gloo group over all ranks is made together with the default group, for the recovery's
+    own transfers and barriers (see :func:`control_group`). The compiled backend is loaded when the first group is made.
+    Groups that torch cannot make recoverable are refused with :class:`~flashrecovery.errors.UnsupportedError`.
+    """
+    STATE.control_wanted = control_group
+    torch_private.wrap_group_creation(_create, _created, _wrap_store)
+
+
+def set_detached(on: bool) -> None:
+    """Groups created from now on get a local stand-in inside (``on``) or are connected with their peers."""
+    STATE.detached = on
+
+
+def groups() -> list[ManagedGroup]:
+    """The living groups of this rank in creation order."""
+    with STATE.lock:
+        STATE.groups = [g for g in STATE.groups if g.process_group() is not None]
+        return list(STATE.groups)
+
+
+def main_op() -> OpInfo | None:
+    """The oldest operation that has not finished: where this rank hangs, if it hangs."""
+    if native_build.loaded() is None:
+        return None
+    firsts = [g.pending[:1] for g in groups()]
+    return min((op for first in firsts for op in first), key=lambda op: op.since, default=None)
+
+
+def create_control_group(name: str = CONTROL_GROUP, ranks: list[int] | None = None) -> Any | None:
+    """A managed gloo group outside torch's numbering of the user's groups.
+
+    To be called by every rank, after ``init_process_group`` and at the same place in the order of groups.
+    ``ranks`` are global ranks, all by default. Returns None on a rank that is not a member.
+    """
+    world = dist.get_world_size()
+    members = list(range(world)) if ranks is None else sorted(ranks)
+    me = dist.get_rank()
+    place = members.index(me) if me in members else -1
+    return torch_private.make_unlisted_group(name, len(members), place, members, torch_private.default_store(), name)
+
+
+def control_group(name: str = CONTROL_GROUP) -> Any | None:
+    """The control group of this process, or None (not made, or the world is one rank)."""
+    for group in groups():
+        if group.name == name:
+            return group.process_group()
+    return None
+
+
+def set_operation_hook(callback: Callable[[str, str], None] | None) -> None:
+    """Call ``callback(group name, operation)`` at the start of each operation; for fault injection. None removes it."""
+    if callback is not None or native_build.loaded() is not None:
+        native().set_hook(callback)
+
+
+def failure_count() -> int:
+    """How many operations have failed or been abandoned in this process so far."""
+    module = native_build.loaded()
+    return 0 if module is None else int(module.failures())
+
+
+def _create(request: GroupRequest, store: Store) -> Any:
+    module = native()
+    outer = module.create(request.rank, request.size, request.name, request.kind, request.timeout)
+    if request.size == 1 or not STATE.detached:
+        inners = _connect(module, request, store)
+        module.exchange(outer, inners.backends, inners.devices)
+    return outer
+
+
+def _connect(module: Any, request: GroupRequest, store: Store) -> Inners:
+    """Connect a new group; fails as communication does if a peer is lost or :func:`abandon` comes meanwhile."""
+    epoch = STATE.abandonments
+    deadline = time.monotonic() + request.timeout.total_seconds()
+    builder = Builder(module, [(request, store, request.timeout)], deadline)
+    builder.start()
+    builder.wait(epoch)
+    if builder.finished and builder.error is None:
+        return builder.take(request.name)
+    builder.give_up()
+    if builder.error is None:
+        why = "was abandoned" if STATE.abandonments != epoch else "reached its time-out"
+        raise dist.DistBackendError(f"making process group {request.name!r} {why}")
+    if isinstance(builder.error, RuntimeError) and not isinstance(builder.error, dist.DistError):
+        raise dist.DistBackendError(str(builder.error)) from builder.error
+    raise builder.error
+
+
+def _created(request: GroupRequest, pg: Any) -> None:
+    with STATE.lock:
+        STATE.groups.append(ManagedGroup(request, pg))
+        first = STATE.control_wanted and request.name != CONTROL_GROUP and len(STATE.stores) > 0
+        wanted = first and not any(g.name == CONTROL_GROUP and g.process_group() is not None for g in STATE.groups)
+        store = STATE.stores[-1] if STATE.stores else None
+    if wanted and store is not None and request.size > 1 and not dist.is_initialized():
+        # The default group has just been made, but torch does not know it yet: make this one like a default group.
+        torch_private.make_unlisted_group(CONTROL_GROUP, request.size, request.rank, [], store, CONTROL_GROUP)
+
+
+def _wrap_store(store: Store) -> Store:
+    if any(store is known for known in STATE.stores):
+        return store
+    wrapped: Store = native().wrap_store(store)
+    with STATE.lock:
+        STATE.stores.append(wrapped)
+    return wrapped

@@ -1,0 +1,40 @@
+"""The results of set-up collectives, recorded for a later replacement of this rank.
+
+A replacement runs the user's script from the top while no peer takes part. A configuration that was broadcast,
+gathered objects, an agreed flag: each must be what the dead rank had got. So from the start to the first step the
+results of every collective are recorded by group and number, and a replacement's stand-ins answer from that record.
+Tensors over 1 MiB, parameters mostly, are not kept: state is restored from the peers anyway. Pickled objects of any
+size are, up to 32 MiB in all. The record is plain binary; nothing in it is unpickled.
+"""
+
+from __future__ import annotations
+
+from flashrecovery.groups import native_build
+from flashrecovery.groups.registry import native
+from flashrecovery.groups.state import STATE
+
+_EMPTY = b"FRSETUP1" + bytes(8)
+
+
+def start_setup_log() -> None:
+    """Record from now on; what had been recorded before is dropped."""
+    if native_build.loaded() is None:
+        STATE.log_start_wanted = True
+    else:
+        native().log_start()
+
+
+def take_setup_log() -> bytes:
+    """Stop recording and return the record."""
+    if native_build.loaded() is None:
+        STATE.log_start_wanted = False
+        return _EMPTY
+    return bytes(native().log_take())
+
+
+def replay_setup_log(log: bytes) -> None:
+    """Let detached groups answer from ``log`` until they are attached."""
+    if native_build.loaded() is None:
+        STATE.log_replay_wanted = log
+    else:
+        native().log_replay(log)

@@ -1,0 +1,27 @@
+"""What the functions of this package share within a process."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class State:
+    """What the functions of this package share. ``lock`` guards all of it; never held while anything blocks."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    detached: bool = False
+    groups: list[Any] = field(default_factory=list)  # registry.ManagedGroup, in creation order
+    stores: list[Any] = field(default_factory=list)  # ours, around the default group's store
+    abandonments: int = 0  # calls of abandon()
+    cleared: int = 0  # the calls that detach_all() has dealt with
+    attaching_store: Any | None = None
+    changed: threading.Event = field(default_factory=threading.Event)
+    log_start_wanted: bool = False
+    log_replay_wanted: bytes | None = None
+    control_wanted: bool = False
+
+
+STATE = State()

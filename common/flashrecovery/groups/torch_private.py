@@ -1,0 +1,221 @@
+"""Everything private to torch that the groups package relies on, in one place.
+
+Tested with the versions in :data:`TESTED_TORCH`. What is used, and why:
+
+* ``distributed_c10d._new_process_group_helper`` is wrapped: it is the one function through which every group, by
+  ``init_process_group``, ``new_group`` or a device mesh, is made.
+* Our backend is a plug-in of type CUSTOM. It must not claim to be of type GLOO: C++ code of DDP's logger casts such
+  a backend to ``ProcessGroupGloo``. ``_world.pg_map`` and ``_world.pg_backend_config`` are put right afterwards, so
+  that ``dist.get_backend`` and everything that asks it sees the backend the user named.
+* ``Backend.backend_capability`` of the plug-in is set to the devices of the group that is being made.
+* ``ProcessGroupGloo._Options`` has no public constructor; its devices are replaced by ours.
+* ``native/gloo_abi.h`` declares gloo's transport interface (see there).
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as _typed_c10d
+from torch._C._distributed_c10d import DebugLevel, HashStore, PrefixStore, Store, TCPStore, get_debug_level
+
+from flashrecovery.errors import UnsupportedError
+
+__all__ = ["TESTED_TORCH", "GroupRequest", "HashStore", "PrefixStore", "Store", "TCPStore"]
+
+c10d: Any = _typed_c10d  # what is used of it is private, and so are its types
+
+TESTED_TORCH = ("2.13.0",)
+PLUGIN = "flashrecovery"
+DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
+MANAGED_KINDS = frozenset({"gloo", "nccl"})
+
+
+@dataclass(frozen=True)
+class GroupRequest:
+    """One group that torch is about to make, as this rank sees it."""
+
+    name: str
+    ranks: tuple[int, ...]  # global, in group order
+    rank: int
+    size: int
+    kinds: dict[str, str]  # device type -> "gloo" | "nccl"
+    timeout: datetime.timedelta
+    options: Any
+    device_id: torch.device | None
+
+    @property
+    def kind(self) -> str:
+        """The backend that matters for coalescing and the like: the accelerator's if there is one."""
+        return "nccl" if "nccl" in self.kinds.values() else "gloo"
+
+
+Creator = Callable[[GroupRequest, Store], Any]
+Listener = Callable[[GroupRequest, Any], None]
+
+_original: Callable[..., Any] | None = None
+_current: GroupRequest | None = None
+
+
+def installed() -> bool:
+    return _original is not None
+
+
+def wrap_group_creation(create: Creator, created: Listener, wrap_store: Callable[[Store], Store]) -> None:
+    """Let every later group be made with the backend that ``create(request, store)`` returns.
+
+    ``created(request, pg)`` is told after torch has registered the group. ``wrap_store`` is applied to the store
+    of the default group, from which every other group's store is derived.
+    """
+    global _original
+    if _original is not None:
+        return
+    original = _original = c10d._new_process_group_helper
+
+    def plugin(options: Any, backend_options: Any) -> Any:
+        assert _current is not None
+        return create(_current, options.store)
+
+    dist.Backend.register_backend(PLUGIN, plugin, extended_api=True, devices=[])
+
+    def helper(
+        group_size: int,
+        group_rank: int,
+        global_ranks_in_group: Sequence[int],
+        backend: Any,
+        store: Store,
+        group_name: str,
+        backend_options: Any = None,
+        timeout: datetime.timedelta | None = None,
+        pg_tag: str | None = None,
+        device_id: torch.device | None = None,
+        group_desc: str | None = None,
+    ) -> tuple[Any, Any]:
+        global _current
+        config = c10d.BackendConfig(dist.Backend(str(backend)))
+        kinds = {device: str(kind) for device, kind in config.get_device_backend_map().items()}
+        rest = (group_name, backend_options, timeout, pg_tag, device_id, group_desc)
+        if set(kinds.values()) == {"fake"}:
+            return cast(
+                "tuple[Any, Any]",
+                original(group_size, group_rank, global_ranks_in_group, backend, store, *rest),
+            )
+        _refuse_unsupported(kinds)
+        is_default = len(global_ranks_in_group) == 0
+        request = GroupRequest(
+            name=group_name,
+            ranks=tuple(range(group_size)) if is_default else tuple(global_ranks_in_group),
+            rank=group_rank,
+            size=group_size,
+            kinds=kinds,
+            timeout=timeout or DEFAULT_TIMEOUT,
+            options=backend_options,
+            device_id=device_id,
+        )
+        if is_default:
+            store = wrap_store(store)
+        known = set(c10d._world.pg_map)
+        dist.Backend.backend_capability[PLUGIN] = list(kinds)
+        outer_request, _current = _current, request
+        try:
+            pg, prefix_store = original(group_size, group_rank, global_ranks_in_group, PLUGIN, store, *rest)
+        finally:
+            _current = outer_request
+        if pg is None or pg is dist.GroupMember.NON_GROUP_MEMBER or pg in known:
+            return pg, prefix_store
+        c10d._world.pg_map[pg] = (str(backend), prefix_store)
+        c10d._world.pg_backend_config[pg] = str(config)
+        created(request, pg)
+        return pg, prefix_store
+
+    c10d._new_process_group_helper = helper
+
+
+def _refuse_unsupported(kinds: dict[str, str]) -> None:
+    unmanaged = sorted(set(kinds.values()) - MANAGED_KINDS)
+    if unmanaged:
+        raise UnsupportedError(
+            f"process-group backend {', '.join(unmanaged)} cannot be recovered; use gloo, nccl or cpu:gloo,cuda:nccl"
+        )
+    if get_debug_level() == DebugLevel.DETAIL:
+        raise UnsupportedError(
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper with a connection of its own around every group, which "
+            "cannot be recovered; use INFO or OFF"
+        )
+    if c10d._use_torchcomms_enabled():
+        raise UnsupportedError("torchcomms backends cannot be recovered; unset TORCH_DISTRIBUTED_USE_TORCHCOMMS")
+
+
+def make_unlisted_group(name: str, size: int, rank: int, ranks: Sequence[int], store: Store, tag: str) -> Any:
+    """A gloo group that does not count in torch's numbering of the user's groups; None for a non-member."""
+    pg, _ = c10d._new_process_group_helper(
+        size, rank, list(ranks), "gloo", store, name, timeout=DEFAULT_TIMEOUT, pg_tag=tag, group_desc=name
+    )
+    if pg is None or pg is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    del c10d._world.pg_names[pg]  # their number goes into the names of groups made with hashed names
+    c10d._world.pg_group_ranks[pg] = {r: i for i, r in enumerate(ranks or range(size))}
+    return pg
+
+
+def default_store() -> Store:
+    return cast(Store, c10d._get_default_store())
+
+
+def is_registered(pg: Any) -> bool:
+    """False once the group has been destroyed."""
+    return pg in c10d._world.pg_map
+
+
+def backend_of(pg: Any, device: str) -> Any:
+    return pg._get_backend(torch.device(device))
+
+
+def clear_coalescing() -> None:
+    """Forget operations that an interrupted ``_coalescing_manager`` had collected."""
+    c10d._world.pg_coalesce_state.clear()
+
+
+def gloo_backend(
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: datetime.timedelta,
+    ranks: Sequence[int],
+    name: str,
+    wrap_device: Callable[[Any], Any],
+) -> tuple[Any, list[Any]]:
+    """A stock gloo backend over wrapped devices, and those devices. Chooses the interfaces as torch does."""
+    gloo: Any = dist.ProcessGroupGloo
+    interfaces = [i for i in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if i]
+    plain = [gloo.create_device(interface=i) for i in interfaces] or [gloo.create_default_device()]
+    options = gloo._Options()
+    options._devices = [wrap_device(d) for d in plain]
+    options._threads = 2 * len(plain)
+    options._timeout = timeout
+    options.global_ranks_in_group = list(ranks)
+    options.group_name = name
+    backend = gloo(store, rank, size, options)
+    backend._set_sequence_number_for_group()
+    return backend, list(options._devices)
+
+
+def nccl_backend(store: Store, request: GroupRequest, timeout: datetime.timedelta) -> Any:
+    """A stock NCCL backend with the group's own options. Never split from another: its parent may be dead."""
+    options = request.options if request.options is not None else dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.split_from = None
+    options.global_ranks_in_group = list(request.ranks)
+    options.group_name = request.name
+    backend = dist.ProcessGroupNCCL(store, request.rank, request.size, options)
+    backend._set_sequence_number_for_group()
+    if request.device_id is not None:
+        with torch.cuda.device(request.device_id):  # this may be a helper thread
+            backend.eager_connect_single_device(request.device_id)
+    return backend

@@ -1,0 +1,143 @@
+"""Processes with managed groups end in an orderly way, whatever state the groups are in; and making a group can be
+abandoned."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashrecovery import groups
+from flashrecovery.errors import RegroupError
+from tests.integration.groups_ranks import run_ranks
+
+ENDINGS = {
+    "destroyed": "dist.all_reduce(t); dist.destroy_process_group()",
+    "left alone": "dist.all_reduce(t)",
+    "abandoned while blocked": """
+        w = dist.irecv(torch.ones(1_000_000), 1 - rank)
+        big = dist.isend(torch.ones(5_000_000), 1 - rank, tag=5)
+        groups.abandon("end")
+        """,
+    "abandoned and drained": "dist.all_reduce(t, async_op=True); groups.abandon('end'); assert groups.drain(5).quiet",
+    "detached": "groups.abandon('end'); groups.drain(5); groups.detach_all(); dist.all_reduce(t)",
+    "exchanged": """
+        for g in range(3):
+            groups.abandon('end'); groups.drain(5); groups.detach_all(); groups.attach(store, g, 20)
+        dist.all_reduce(t)
+        """,
+    "an error": "dist.all_reduce(t); sys.exit(0 if rank else 'on purpose')",
+}
+
+
+# Each ending in two forked ranks, which then leave through the interpreter's own finalization (no os._exit).
+SCRIPT = """
+import os, sys, tempfile, time, torch, torch.distributed as dist
+from flashrecovery import groups
+
+endings = {endings!r}
+bad = []
+for name, code in endings.items():
+    folder = tempfile.mkdtemp(dir=sys.argv[1])
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if child == 0:
+            break
+        children.append(child)
+    if child == 0:
+        groups.install()
+        store = dist.FileStore(folder + "/store", 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        t = torch.ones(4)
+        dist.all_reduce(t)
+        exec(code)
+        sys.exit(0)
+    began = time.monotonic()
+    waiting = dict.fromkeys(children)
+    while waiting and time.monotonic() < began + 30:
+        for pid in list(waiting):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                del waiting[pid]
+                if os.waitstatus_to_exitcode(status) != (1 if "on purpose" in code and pid == children[0] else 0):
+                    bad.append((name, status))
+        time.sleep(0.01)
+    for pid in waiting:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+        bad.append((name, "hangs"))
+    print(name, round(time.monotonic() - began, 2), flush=True)
+print("bad", bad)
+sys.exit(1 if bad else 0)
+"""
+
+
+def test_processes_end_in_an_orderly_way(tmp_path: Path) -> None:
+    groups.build()
+    script = tmp_path / "endings.py"
+    script.write_text(SCRIPT.format(endings={name: textwrap.dedent(code) for name, code in ENDINGS.items()}))
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, env=env, timeout=120
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "terminate called" not in done.stderr
+
+
+def _making_a_group(rank: int, size: int, store: dist.Store) -> None:
+    groups.install(control_group=False)
+    dist.init_process_group("gloo", store=dist.PrefixStore("job", store), rank=rank, world_size=size)
+    if rank == 1:
+        store.wait(["done"])  # does not take part in making the group
+        return
+    timer = threading.Timer(0.2, groups.abandon, ["stop"])
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(dist.DistBackendError, match="abandoned"):
+        dist.new_group([0, 1])
+    assert time.monotonic() - began < 2.0
+    store.set("done", "1")
+
+
+def test_making_a_group_can_be_abandoned() -> None:
+    run_ranks(2, _making_a_group)
+
+
+def _dead_peer_in_attach(rank: int, size: int, store: dist.Store) -> None:
+    """A peer that has published its address and died: connecting blocks, and can be abandoned."""
+    groups.install(control_group=False)
+    dist.init_process_group("gloo", store=dist.PrefixStore("job", store), rank=rank, world_size=size)
+    groups.abandon("x")
+    groups.drain(5.0)
+    groups.detach_all()
+    if rank == 1:
+        # Its address, as gloo has it, stays in the store; the process is gone when rank 0 connects.
+        attaching = threading.Thread(target=lambda: groups.attach(store, 1, 30.0), daemon=True)
+        attaching.start()
+        time.sleep(0.3)
+        store.set("published", "1")
+        os._exit(0)
+    store.wait(["published"])
+    time.sleep(0.2)
+    timer = threading.Timer(0.3, groups.abandon, ["second"])
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(RegroupError):
+        groups.attach(store, 1, 30.0)
+    assert time.monotonic() - began < 2.0
+    groups.detach_all()
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_peer_that_dies_while_connecting() -> None:
+    run_ranks(2, _dead_peer_in_attach)

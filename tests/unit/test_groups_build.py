@@ -1,0 +1,96 @@
+"""Building the C++ backend, and what needs no process group."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from flashrecovery import groups
+from flashrecovery.errors import BuildError
+from flashrecovery.groups import native_build, torch_private
+
+
+def test_build_is_cached_and_silent_the_second_time() -> None:
+    path = groups.build()
+    said: list[str] = []
+    assert groups.build(said.append) == path and path.exists() and said == []
+
+
+def test_no_compiler_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FLASHRECOVERY_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(BuildError, match=r"no-such-compiler.*install a C"):
+        groups.build()
+
+
+def test_a_failing_compiler_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FLASHRECOVERY_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "false")
+    said: list[str] = []
+    with pytest.raises(BuildError, match="failed"):
+        groups.build(said.append)
+    assert len(said) == 1 and "compiling" in said[0]
+    assert [p.name for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".lock"] == []
+
+
+def test_an_unwritable_cache_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FLASHRECOVERY_CACHE", str(tmp_path / "file"))
+    with pytest.raises(BuildError, match="FLASHRECOVERY_CACHE"):
+        groups.build()
+
+
+def test_a_broken_binary_is_a_clear_error(tmp_path: Path) -> None:
+    broken = tmp_path / f"{native_build.MODULE}.so"
+    broken.write_bytes(b"not a library")
+    with pytest.raises(BuildError, match="delete it"):
+        native_build._load(broken)
+
+
+def test_install_does_not_load_the_extension() -> None:
+    code = (
+        "import torch.distributed as dist; before = dist.distributed_c10d._new_process_group_helper\n"
+        "from flashrecovery import groups; groups.install(); groups.install()\n"
+        "from flashrecovery.groups import native_build\n"
+        "assert native_build.loaded() is None and groups.groups() == [] and groups.main_op() is None\n"
+        "assert groups.abandon('x') == 0 and groups.drain(1).quiet\n"
+        "assert dist.distributed_c10d._new_process_group_helper is not before\n"
+        "groups.start_setup_log(); assert len(groups.take_setup_log()) == 16\n"
+        "assert native_build.loaded() is None\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_this_torch_is_among_the_tested() -> None:
+    import torch
+
+    assert torch.__version__.split("+")[0] in torch_private.TESTED_TORCH
+
+
+def test_communication_errors_are_told_by_type() -> None:
+    assert groups.is_communication_error(dist.DistBackendError("x"))
+    assert groups.is_communication_error(dist.DistNetworkError("x"))
+    assert groups.is_communication_error(dist.DistStoreError("x"))
+    assert not groups.is_communication_error(RuntimeError("Connection closed by peer"))
+
+
+def test_nccl_findings() -> None:
+    good = {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    }
+    assert groups.nccl_environment_findings(good) == []
+    by_name = {f.name: f for f in groups.nccl_environment_findings({})}
+    assert set(by_name) == set(good)
+    assert all(f.value is None and f.advice.startswith("set it to 0") for f in by_name.values())
+    bad = {**good, "TORCH_NCCL_PROPAGATE_ERROR": "1", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "5"}
+    assert [f.name for f in groups.nccl_environment_findings(bad)] == [
+        "TORCH_NCCL_PROPAGATE_ERROR",
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
+    ]

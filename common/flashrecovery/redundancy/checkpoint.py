@@ -1,0 +1,347 @@
+"""The last resort: everything on disk, seldom, asynchronously, with torch.distributed.checkpoint (DCP).
+
+Saving needs no collective, so a failure in the middle cannot hang it and it cannot hang a recovery. Some
+place announces a version (see :mod:`.interval`); every rank that commits it copies its part to host memory
+(``k0``, the only time training is held up) and writes it in the background as a DCP checkpoint of its own,
+``.pending-<version>.<generation>/ part-<rank>/``. Whoever finds all parts durable joins their metadata,
+renames the directory to ``step-<version>`` and points ``latest`` at it; both are atomic, so a half-written
+checkpoint is never found. Only the newest ``keep`` stay.
+
+The published directory is one ordinary DCP checkpoint. Keys: ``rank<r>/<shard>/<tensor>`` for what only rank
+r holds, ``shared/<shard>/<tensor>`` for replicated shards, written once by one of their holders (spread over
+the holders by name), and ``manifest/<r>``: structure, small values and digests of what rank r wrote, its
+capsule, the common state. The directory must be on storage that all ranks share.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from flashrecovery.errors import ConfigError, FlashRecoveryError, ProtocolError, RestoreError
+from flashrecovery.redundancy.background import Background
+from flashrecovery.redundancy.dcp import join_parts, read_into, read_whole, write_part
+from flashrecovery.worker import codec
+from flashrecovery.worker.adapter import Shard, ShardSpec
+from flashrecovery.worker.digest import encode_spec, shard_digest
+from flashrecovery.worker.transfer import decode_spec
+
+FORMAT = 1
+_LATEST = "latest"
+_DONE = "done-{}"
+_UNREADABLE = (OSError, RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError)
+"""What reading files that are damaged or missing can raise."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A checkpoint that has become visible. ``seconds`` from its commit; ``k0_s`` training was held up on
+    this rank.
+    """
+
+    version: int
+    path: Path
+    seconds: float
+    k0_s: float
+
+
+@dataclass(frozen=True)
+class PlainState:
+    """What a checkpoint has besides shards: this rank's capsule and the common state, as they were given."""
+
+    version: int
+    capsule: bytes
+    common: bytes
+
+
+class CheckpointFallback:
+    """Writes this rank's parts. ``commit`` belongs to the training thread; the callbacks run in the writing
+    thread.
+
+    Args: directory: where checkpoints go; made if it does not exist. rank, world: this rank and the world
+        size. keep: published checkpoints to keep, >= 1. on_published: called on the one rank that published.
+        on_error: called with what writing has raised (disk full, ...); training goes on, this checkpoint is
+        lost.
+
+    Raises ConfigError if the directory cannot be written.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        rank: int,
+        world: int,
+        keep: int = 2,
+        on_published: Callable[[Published], None] | None = None,
+        on_error: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self.directory = Path(directory)
+        self._rank, self._world, self._keep = rank, world, keep
+        self._on_published = on_published
+        self._on_error = on_error
+        self._background = Background("flashrecovery-checkpoint")
+        self._announced: int | None = None
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            probe = self.directory / f".probe-{rank}"
+            probe.touch()
+            probe.unlink()
+        except OSError as e:
+            raise ConfigError(f"checkpoint.dir = {str(directory)!r} cannot be written: {e.strerror}") from e
+
+    def announce(self, version: int) -> None:
+        """Take a checkpoint when ``version`` is committed. Any thread. Too late is harmless: see
+        :mod:`.interval`.
+        """
+        self._announced = version
+
+    def due(self, version: int) -> bool:
+        """True if ``version`` is the announced one and no earlier checkpoint is still being written."""
+        announced = self._announced
+        if announced is None or announced > version:
+            return False
+        self._announced = None
+        return announced == version and not self._background.busy
+
+    def commit(self, version: int, shards: Sequence[Shard], *, capsule: bytes, common: bytes, generation: int) -> float:
+        """The live state is ``version``: copy this rank's part of it, and write it in the background.
+
+        Returns k0, the seconds this took of training. The previous checkpoint must have been written
+        (:meth:`due`).
+        """
+        began = time.monotonic()
+        mine = [s for s in shards if writer_of(s) == self._rank]
+        specs = {s.name: s.spec() for s in mine}
+        tensors = {tensor_key(s, key): _host_copy(t) for s in mine for key, t in s.tensors().items()}
+        k0_s = time.monotonic() - began
+        owned = [(s.name, len(s.holders) > 1, specs[s.name]) for s in mine]
+
+        def job() -> None:
+            try:
+                self._write(version, generation, owned, tensors, capsule, common, began, k0_s)
+            except (OSError, RuntimeError, FlashRecoveryError) as e:
+                if self._on_error is None:
+                    raise
+                self._on_error(e)
+
+        self._background.submit(job)
+        return k0_s
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """True when nothing is being written. Raises what writing has raised if there is no ``on_error``."""
+        done = self._background.wait(timeout_s)
+        error = self._background.error
+        if error is not None:
+            self._background.clear_error()
+            raise error
+        return done
+
+    def close(self, timeout_s: float) -> bool:
+        """Let the part under way be finished, at most ``timeout_s``; an unfinished one is never published."""
+        return self._background.close(timeout_s)
+
+    # -- in the background thread -----------------------------------------------------------------
+
+    def _write(
+        self,
+        version: int,
+        generation: int,
+        owned: list[tuple[str, bool, ShardSpec]],
+        tensors: dict[str, torch.Tensor],
+        capsule: bytes,
+        common: bytes,
+        began: float,
+        k0_s: float,
+    ) -> None:
+        entries = {}
+        for name, shared, spec in owned:
+            prefix = _prefix(name, shared, self._rank)
+            digest = shard_digest([tensors[f"{prefix}{key}"] for key in spec.tensors], spec)
+            entries[name] = (shared, encode_spec(spec), digest)
+        manifest = codec.dumps((FORMAT, version, self._world, entries, capsule, common))
+        pending = self.directory / f".pending-{version}.{generation}"
+        part = pending / f"part-{self._rank}"
+        try:
+            if part.exists():  # of the same generation and version: cannot be, unless the file system is slow
+                shutil.rmtree(part)
+            part.mkdir(parents=True)
+            write_part({**tensors, _manifest_key(self._rank): _as_tensor(manifest)}, part)
+            _write_durably(pending / _DONE.format(self._rank), b"")
+            complete = all((pending / _DONE.format(r)).exists() for r in range(self._world))
+        except FileNotFoundError:
+            return  # a newer checkpoint has been published meanwhile and has swept this one away
+        if complete and self._publish(pending, version) and self._on_published is not None:
+            path = self.directory / _name(version)
+            self._on_published(Published(version, path, time.monotonic() - began, k0_s))
+
+    def _publish(self, pending: Path, version: int) -> bool:
+        """True if this rank published; two may find all parts durable at once."""
+        try:
+            os.close(os.open(pending / "publisher", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            return False
+        join_parts(pending, [f"part-{r}" for r in range(self._world)])
+        final = self.directory / _name(version)
+        if final.exists():  # the same step again after a recovery, or another run's leftover
+            replaced = pending.with_name(f"{pending.name}.replaced")
+            os.rename(final, replaced)
+        os.rename(pending, final)
+        _write_durably(self.directory / _LATEST, final.name.encode())
+        self._sweep(version)
+        return True
+
+    def _sweep(self, version: int) -> None:
+        """Drop what is older than the newest ``keep``, and what was never completed. Later versions in the
+        directory are another run's, and none of our business."""
+        older = sorted(v for v in _published(self.directory) if v <= version)
+        for old in older[: -self._keep]:
+            shutil.rmtree(self.directory / _name(old), ignore_errors=True)
+        for pending in self.directory.glob(".pending-*"):
+            number = pending.name.removeprefix(".pending-").split(".")[0]
+            if number.isdigit() and int(number) <= version:
+                shutil.rmtree(pending, ignore_errors=True)
+
+
+# -- reading ------------------------------------------------------------------------------------------
+
+
+def newest(directory: Path) -> tuple[int, Path] | None:
+    """Version and path of the newest published checkpoint, or None."""
+    directory = Path(directory)
+    versions = _published(directory) if directory.is_dir() else []
+    try:
+        named = _version_of((directory / _LATEST).read_text())
+    except OSError:
+        named = None
+    version = named if named in versions else max(versions, default=None)
+    return None if version is None else (version, directory / _name(version))
+
+
+def load(path: Path, shards: Sequence[Shard], *, rank: int, world: int) -> PlainState:
+    """Write a checkpoint into the live shards of this rank. No collective: each rank reads for itself.
+
+    Raises RestoreError if the checkpoint is not whole, was written by another world, by another model (the
+    shards that differ are named), or does not have its digests.
+    """
+    path = Path(path)
+    manifests = _read_manifests(path, sorted({rank, *map(writer_of, shards)}), world)
+    _, version, _, _, capsule, common = manifests[rank]
+    entries: dict[str, tuple[int, bool, bytes, str]] = {}
+    for writer, manifest in manifests.items():
+        for name, (shared, spec, digest) in manifest[3].items():
+            if shared or writer == rank:
+                entries[name] = (writer, shared, spec, digest)
+    _check_names(path, {s.name for s in shards}, entries, rank)
+    wanted: dict[str, torch.Tensor] = {}
+    live: dict[str, tuple[ShardSpec, list[torch.Tensor]]] = {}
+    for shard in shards:
+        writer, shared, encoded, _ = entries[shard.name]
+        spec = decode_spec(encoded)
+        allocated = shard.allocate(spec)
+        live[shard.name] = spec, [allocated[key].detach() for key in spec.tensors]
+        prefix = _prefix(shard.name, shared, writer)
+        wanted.update(zip((f"{prefix}{key}" for key in spec.tensors), live[shard.name][1], strict=True))
+    try:
+        read_into(wanted, path)
+    except _UNREADABLE as e:
+        raise RestoreError(f"checkpoint {path} cannot be read: {e}") from e
+    wrong = [name for name, (spec, tensors) in live.items() if shard_digest(tensors, spec) != entries[name][3]]
+    if wrong:
+        raise RestoreError(f"checkpoint {path}: {_some(wrong)} do not have the digests they were written with")
+    return PlainState(version, capsule, common)
+
+
+def writer_of(shard: Shard) -> int:
+    """The rank that writes a shard: one of its holders, the same one on all of them."""
+    return shard.holders[xxhash.xxh32_intdigest(shard.name.encode()) % len(shard.holders)]
+
+
+def tensor_key(shard: Shard, key: str) -> str:
+    """DCP key of one tensor of a shard."""
+    return f"{_prefix(shard.name, len(shard.holders) > 1, shard.holders[0])}{key}"
+
+
+def _prefix(name: str, shared: bool, rank: int) -> str:
+    return f"shared/{name}/" if shared else f"rank{rank}/{name}/"
+
+
+def _manifest_key(rank: int) -> str:
+    return f"manifest/{rank}"
+
+
+def _read_manifests(path: Path, ranks: Sequence[int], world: int) -> dict[int, Any]:
+    found = len(list(path.glob("part-*")))
+    if found and found != world:
+        raise RestoreError(f"checkpoint {path} was written by {found} ranks, this job has {world}")
+    try:
+        raw = read_whole([_manifest_key(r) for r in ranks], path)
+        manifests = {r: codec.loads(raw[_manifest_key(r)].numpy().tobytes()) for r in ranks}
+    except (*_UNREADABLE, ProtocolError) as e:
+        raise RestoreError(f"checkpoint {path} cannot be read: {type(e).__name__}: {e}") from e
+    for manifest in manifests.values():
+        if manifest[0] != FORMAT:
+            raise RestoreError(f"checkpoint {path} has format {manifest[0]}, this version reads {FORMAT}")
+    return manifests
+
+
+def _check_names(path: Path, mine: set[str], found: Mapping[str, Any], rank: int) -> None:
+    missing = sorted(mine - found.keys())
+    if missing:
+        surplus = sorted(n for n in found.keys() - mine if not found[n][1])
+        also = f"; it has {_some(surplus)} instead" if surplus else ""
+        raise RestoreError(f"checkpoint {path} is of another model: it lacks {_some(missing)} of rank {rank}{also}")
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(n) for n in names[:3])
+    return f"shards {shown}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+# -- files --------------------------------------------------------------------------------------------
+
+
+def _name(version: int) -> str:
+    return f"step-{version:010d}"
+
+
+def _version_of(name: str) -> int | None:
+    kind, _, number = name.strip().partition("-")
+    return int(number) if kind == "step" and number.isdigit() else None
+
+
+def _published(directory: Path) -> list[int]:
+    return [v for p in directory.glob("step-*") if (v := _version_of(p.name)) is not None and p.is_dir()]
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    """Atomically: the file is either absent (or old) or whole, also after a power cut."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "wb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+    os.rename(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    detached = tensor.detach()
+    return detached.clone(memory_format=torch.contiguous_format) if detached.device.type == "cpu" else detached.cpu()
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

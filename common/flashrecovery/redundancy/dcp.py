@@ -1,0 +1,84 @@
+"""The few calls of torch.distributed.checkpoint (DCP) that the fallback needs, without collectives.
+
+DCP takes half a second to import, so it is imported at the first call.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+
+def write_part(tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
+    """One rank's tensors as a DCP checkpoint in ``directory``, durable when this returns."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    writer = FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
+    with _own_errors():
+        save(dict(tensors), storage_writer=writer, no_dist=True)
+
+
+def join_parts(directory: Path, parts: Sequence[str]) -> None:
+    """Make ``directory`` one DCP checkpoint of the given subdirectories. Only metadata is written."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    joined = Metadata(state_dict_metadata={}, planner_data={})
+    results = []
+    for part in parts:
+        metadata = FileSystemReader(directory / part).read_metadata()
+        joined.state_dict_metadata.update(metadata.state_dict_metadata)
+        joined.planner_data.update(metadata.planner_data or {})
+        for index, info in (metadata.storage_data or {}).items():
+            moved = replace(info, relative_path=f"{part}/{info.relative_path}")
+            results.append(WriteResult(index=index, size_in_bytes=info.length, storage_data=moved))
+    FileSystemWriter(directory, sync_files=True).finish(joined, [results])
+
+
+def read_into(tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
+    """Fill ``tensors`` in place. Raises RuntimeError or KeyError for what the checkpoint does not have."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    if tensors:
+        with _own_errors():
+            load(dict(tensors), storage_reader=FileSystemReader(directory), no_dist=True)
+
+
+def read_whole(keys: Sequence[str], directory: Path) -> dict[str, torch.Tensor]:
+    """Tensors of a checkpoint in the shape in which they were written. Raises KeyError, OSError."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    stored = FileSystemReader(directory).read_metadata().state_dict_metadata
+    tensors = {}
+    for key in keys:
+        entry = stored[key]
+        if not isinstance(entry, TensorStorageMetadata):
+            raise KeyError(f"{key} is not a tensor")
+        tensors[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    read_into(tensors, directory)
+    return tensors
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """DCP wraps what happens in a BaseException of its own; raise the thing itself."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    # That every rank reads and writes for itself is meant here; DCP warns about it. Not at import, because a standby
+    # imports with warnings that are put back afterwards.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    try:
+        yield
+    except CheckpointException as e:
+        for error, _ in e.failures.values():
+            raise error from None
+        raise

@@ -1,0 +1,126 @@
+"""The tensors of many shards in one flat host buffer: one allocation, one copy call, one message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import xxhash
+
+from flashrecovery.worker import codec
+from flashrecovery.worker.adapter import ShardSpec, TensorSpec
+
+ALIGN = 64
+"""Every tensor starts at a multiple of this many bytes: a cache line, and any dtype's alignment."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which tensor lies where. ``entries``: (shard, key, spec, offset in bytes), shards one after another.
+
+    ``shards`` are all names in order, also of shards that have no tensors.
+    """
+
+    shards: tuple[str, ...] = ()
+    entries: tuple[tuple[str, str, TensorSpec, int], ...] = ()
+    nbytes: int = 0
+
+    @staticmethod
+    def of(shards: Mapping[str, Mapping[str, torch.Tensor]]) -> Layout:
+        entries, offset = [], 0
+        for name, tensors in shards.items():
+            for key, t in tensors.items():
+                spec = TensorSpec(tuple(t.shape), t.dtype)
+                entries.append((name, key, spec, offset))
+                offset += -(-spec.nbytes // ALIGN) * ALIGN
+        return Layout(tuple(shards), tuple(entries), offset)
+
+    @staticmethod
+    def decode(data: bytes) -> Layout:
+        shards, raw, nbytes = codec.loads(data)
+        entries = tuple((s, k, TensorSpec(tuple(shape), dtype), off) for s, k, shape, dtype, off in raw)
+        return Layout(shards, entries, nbytes)
+
+    @cached_property
+    def encoded(self) -> bytes:
+        raw = [(s, k, t.shape, t.dtype, off) for s, k, t, off in self.entries]
+        return codec.dumps((self.shards, raw, self.nbytes))
+
+    @cached_property
+    def ident(self) -> int:
+        """63 bits that differ between layouts."""
+        return xxhash.xxh3_64_intdigest(self.encoded) >> 1
+
+    @cached_property
+    def payload(self) -> Mapping[str, int]:
+        """Bytes of each shard's tensors, without padding."""
+        sizes = dict.fromkeys(self.shards, 0)
+        for name, _, spec, _ in self.entries:
+            sizes[name] += spec.nbytes
+        return sizes
+
+    def matches(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
+        """True if ``shards`` have exactly this structure."""
+        if tuple(shards) != self.shards:
+            return False
+        entries = iter(self.entries)
+        for name, tensors in shards.items():
+            for key, t in tensors.items():
+                entry = next(entries, None)
+                if entry is None or entry[0] != name or entry[1] != key:
+                    return False
+                if entry[2].dtype != t.dtype or entry[2].shape != tuple(t.shape):
+                    return False
+        return next(entries, None) is None
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """One tensor per entry, sharing the memory of ``buffer``."""
+        return [
+            buffer[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape)
+            if spec.nbytes
+            else torch.empty(spec.shape, dtype=spec.dtype)
+            for _, _, spec, offset in self.entries
+        ]
+
+
+class Slot:
+    """One version of the shards of a layout. ``version`` is -1 while the content is not whole."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.layout = Layout()
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.values: dict[str, dict[str, Any]] = {}
+        self.capsule = b""
+        self.views: list[torch.Tensor] = []
+
+    def shape(self, layout: Layout, *, pin: bool) -> None:
+        """Make room for ``layout``; the content is then undefined. Memory is kept if it fits exactly."""
+        self.version = -1
+        if layout is self.layout or (layout.ident == self.layout.ident and layout.entries == self.layout.entries):
+            return
+        self.views = []
+        if self.buffer.numel() != layout.nbytes:
+            self.buffer = torch.empty(0, dtype=torch.uint8)  # free the old memory first
+            self.buffer = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=pin and layout.nbytes > 0)
+        self.layout = layout
+        self.views = layout.views(self.buffer)
+
+    def content(self, shard: str) -> tuple[ShardSpec, list[torch.Tensor]]:
+        """Spec and tensors of one shard, sharing this slot's memory."""
+        specs, tensors = {}, []
+        for (name, key, spec, _), view in zip(self.layout.entries, self.views, strict=True):
+            if name == shard:
+                specs[key] = spec
+                tensors.append(view)
+        return ShardSpec(specs, self.values.get(shard, {})), tensors
+
+
+def slot_for_next(slots: Sequence[Slot]) -> Slot:
+    """The slot to overwrite: one that holds nothing whole, else the oldest. The newest whole version is never
+    lost.
+    """
+    return min(slots, key=lambda s: s.version)

@@ -1,0 +1,298 @@
+"""Neighbour copies: what no other rank holds, and the capsule, on the next rank's host memory, every step.
+
+At each commit the live shards are copied to this rank's own undo buffer (the two newest versions) and from
+there sent to the neighbour, while the next forward pass runs; at the same time the copies of another rank
+arrive. Both sides keep two versions, so that a copy that is cut off halfway is never the only one.
+
+Why every rank may go on when its *own* exchange is complete: ``wait`` comes before this rank's last
+contribution to the gradient synchronisation. Whoever leaves that synchronisation knows that every rank has
+passed ``wait``, hence that all copies of version i have arrived, before anybody changes its state to i+1.
+Until then version i-1 is still held everywhere: by its owner (undo) and by the neighbour (other slot).
+
+One exchange, on a process group of its own, to the destination and from the source at once::
+
+    frame (64 bytes: generation, version, layout, sizes)  header (capsule, small values, the layout if new)
+    tensors
+
+The tensors are one contiguous range of the undo buffer and arrive in one contiguous range: no packing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from flashrecovery.errors import ProtocolError, RestoreError, StepInterrupted
+from flashrecovery.redundancy.background import Background
+from flashrecovery.redundancy.flat import Layout, Slot, slot_for_next
+from flashrecovery.redundancy.undo import Capture, UndoCopy
+from flashrecovery.worker import codec
+from flashrecovery.worker.adapter import Shard, ShardSpec, TensorSpec
+from flashrecovery.worker.transfer import ShardSource
+
+_MAGIC = 0x46524E43
+_TAG = 0x4E43
+_MESSAGE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class CopyHolding:
+    """One shard of rank ``owner`` that this rank holds whole at ``version``. ``nbytes`` of payload."""
+
+    owner: int
+    shard: str
+    version: int
+    nbytes: int
+
+
+class NeighbourCopies:
+    """Keeps the copies. All methods but the exchange itself belong to the training thread.
+
+    Args: group: process group used by nothing else; its ranks are the world's. Its handle stays valid over
+        recoveries. rank, world: this rank and the world size (>= 2). shards: all shards of this rank that a
+        rollback concerns. Those with ``holders == (rank,)`` go to the neighbour; of all of them the undo copy
+        is kept, because a cut may lie one step back for every shard. destination: rank -> rank that gets its
+        copies; a permutation without fixed points. Default: the next rank. capsule_name: rank -> shard name
+        under which its capsule is listed.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        rank: int,
+        world: int,
+        shards: Sequence[Shard],
+        *,
+        destination: Callable[[int], int] | None = None,
+        capsule_name: Callable[[int], str] = "capsule@{}".format,
+        generation: int = 0,
+    ) -> None:
+        to = destination or (lambda r: (r + 1) % world)
+        targets = [to(r) for r in range(world)]
+        if sorted(targets) != list(range(world)) or any(t == r for r, t in enumerate(targets)):
+            raise ValueError(f"neighbour map {targets} is not a permutation of {world} ranks without fixed points")
+        self.destination = targets[rank]
+        self.source_rank = targets.index(rank)
+        self._group = group
+        self._rank = rank
+        self._world = world
+        self._targets = targets
+        self._unique = [s for s in shards if s.holders == (rank,)]
+        self._unique_names = frozenset(s.name for s in self._unique)
+        self._capsule_name = capsule_name
+        self._generation = generation
+        # Unique shards first: what is sent is then one range of the undo buffer.
+        self.undo = UndoCopy([*self._unique, *(s for s in shards if s.holders != (rank,))])
+        self._slots = (Slot(), Slot())
+        self._background = Background("flashrecovery-neighbour")
+        self._halted = False
+        self._sent_layout: int | None = None
+        self._wire_layout: tuple[Layout, Layout] | None = None
+        self._received_layout = Layout()
+
+    # -- each step --------------------------------------------------------------------------------
+
+    def commit(self, version: int, capsule: bytes) -> None:
+        """The live state is ``version`` and does not change before :meth:`before_mutation`. Starts the
+        exchange.
+
+        Also to be called when training resumes after a recovery: it makes whole again what the lost rank
+        held. Every rank must call it for the same versions. Raises what the previous exchange raised.
+        """
+        self.wait()
+        capture = self.undo.capture()
+        self.undo.begin()
+        self._background.submit(lambda: self._exchange(version, capsule, capture))
+
+    def before_mutation(self) -> None:
+        """Returns when the live tensors may be changed: they have been copied."""
+        self.undo.before_mutation()
+        if self._background.error is not None:
+            raise self._background.error
+
+    def wait(self) -> None:
+        """Returns when the exchange of the last commit is complete.
+
+        Raises what the exchange has raised (a peer is gone), and StepInterrupted from :meth:`halt` to
+        :meth:`reset`.
+        """
+        self._background.wait()
+        if self._background.error is not None:
+            raise self._background.error
+        self._check()
+
+    # -- recovery ---------------------------------------------------------------------------------
+
+    def halt(self, timeout_s: float) -> None:
+        """After the groups have been abandoned and *before* they are detached: end the exchange under way.
+
+        Copies that are whole stay. Raises RestoreError if the exchange has not ended within ``timeout_s``;
+        its operations might then still write into a buffer.
+        """
+        self._halted = True
+        if not self._background.wait(timeout_s):
+            raise RestoreError(f"the neighbour exchange of rank {self._rank} did not end within {timeout_s} s")
+
+    def reset(self, generation: int, version: int) -> None:
+        """All ranks are at ``version`` in a new generation: forget newer copies and start afresh."""
+        self.halt(0.0)
+        self._generation = generation
+        self._halted = False
+        self._sent_layout = None
+        self._background.clear_error()
+        self.undo.reset(version)
+        for slot in self._slots:
+            if slot.version > version:
+                slot.version = -1
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the last exchange before it was complete."""
+        return self._background.error
+
+    def holdings(self) -> list[CopyHolding]:
+        """What this rank holds whole for the rank whose neighbour it is. Its own copies: ``undo.versions()``."""
+        owner = self.source_rank
+        found: dict[tuple[str, int], CopyHolding] = {}
+        for slot in self._slots:
+            if slot.version < 0:
+                continue
+            capsule = self._capsule_name(owner)
+            found[capsule, slot.version] = CopyHolding(owner, capsule, slot.version, len(slot.capsule))
+            for name, nbytes in slot.layout.payload.items():
+                found[name, slot.version] = CopyHolding(owner, name, slot.version, nbytes)
+        return sorted(found.values(), key=lambda h: (h.version, h.shard))
+
+    def source(self, owner: int, shard: str, version: int) -> ShardSource:
+        """A held copy in the form of a transfer's source. Raises RestoreError if it is not held."""
+        for slot in self._slots:
+            if owner == self.source_rank and slot.version == version:
+                if shard == self._capsule_name(owner):
+                    data = torch.frombuffer(bytearray(slot.capsule or b"\0"), dtype=torch.uint8)[: len(slot.capsule)]
+                    return ShardSource(shard, ShardSpec({"bytes": TensorSpec((len(data),), torch.uint8)}), [data])
+                if shard in slot.layout.payload:
+                    return ShardSource(shard, *slot.content(shard))
+        held = sorted({s.version for s in self._slots if s.version >= 0})
+        raise RestoreError(
+            f"rank {self._rank} holds no copy of shard {shard!r} of rank {owner} at version {version}; "
+            f"it holds versions {held} of rank {self.source_rank}"
+        )
+
+    # -- words ------------------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """One line: memory cost, bytes a step, what is survived."""
+        sizes = {s.name: sum(t.nbytes for t in s.spec().tensors.values()) for s in self.undo.shards}
+        sent = sum(n for name, n in sizes.items() if name in self._unique_names)
+        own = sum(sizes.values())
+        if self._world == 2:
+            survives = "the loss of either rank"
+        else:
+            survives = "the loss of any one rank, and of several at once if none of them holds another one's copies"
+        return (
+            f"neighbour copies: {sent / 1e6:.1f} MB a step from rank {self._rank} to rank {self.destination}; "
+            f"host memory 2 x {own / 1e6:.1f} MB for the own last two versions + 2 x {sent / 1e6:.1f} MB for rank "
+            f"{self.source_rank}'s; survives {survives}"
+        )
+
+    def nbytes(self) -> int:
+        """Host memory taken now, bytes."""
+        return self.undo.nbytes() + sum(s.buffer.numel() for s in self._slots)
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """The job is over, on every rank: let the last exchange end, then end the thread and free the memory.
+
+        False if that takes longer than ``timeout_s``. The caller should then abandon the groups: a thread that is still
+        in an operation when the interpreter ends would take the process down.
+        """
+        # Not halted first: the peers would wait in vain for the rest of this rank's last copy.
+        ended = self._background.wait(timeout_s)
+        self._halted = True
+        ended = self._background.close(timeout_s if ended else 0.0) and ended
+        self.undo.close()
+        return ended
+
+    # -- the exchange, in the background thread ---------------------------------------------------
+
+    def _exchange(self, version: int, capsule: bytes, capture: Capture) -> None:
+        own = self.undo.copy(version, capture)
+        self._send_and_receive(version, capsule, own)
+
+    def _send_and_receive(self, version: int, capsule: bytes, own: Slot) -> None:
+        layout = self._layout_on_the_wire(own.layout)
+        values = {name: v for name, v in own.values.items() if name in self._unique_names}
+        new_layout = layout.encoded if layout.ident != self._sent_layout else None
+        header = _bytes(codec.dumps((capsule, values, new_layout)))
+        frame = torch.tensor(
+            [_MAGIC, self._generation, version, layout.ident, layout.nbytes, header.numel(), 0, 0],
+            dtype=torch.int64,
+        )
+        theirs = torch.zeros(8, dtype=torch.int64)
+        sends = [self._send(frame), self._send(header)]
+        sends += [self._send(part) for part in _parts(own.buffer[: layout.nbytes])]
+        self._wait(self._recv(theirs))
+        self._receive(version, theirs.tolist())
+        for work in sends:
+            self._wait(work)
+        self._sent_layout = layout.ident
+
+    def _receive(self, version: int, frame: list[int]) -> None:
+        magic, generation, their_version, ident, nbytes, header_nbytes, _, _ = frame
+        if (magic, generation, their_version) != (_MAGIC, self._generation, version):
+            raise ProtocolError(
+                f"rank {self.source_rank} sends version {their_version} of generation {generation}, but version "
+                f"{version} of generation {self._generation} was expected"
+            )
+        header = torch.empty(header_nbytes, dtype=torch.uint8)
+        self._wait(self._recv(header))
+        capsule, values, new_layout = codec.loads(header.numpy().tobytes())
+        if new_layout is not None:
+            self._received_layout = Layout.decode(new_layout)
+        layout = self._received_layout
+        if (layout.ident, layout.nbytes) != (ident, nbytes):
+            raise ProtocolError(f"rank {self.source_rank} sends copies of a layout that it has not announced")
+        slot = slot_for_next(self._slots)
+        slot.shape(layout, pin=False)
+        for work in [self._recv(part) for part in _parts(slot.buffer)]:
+            self._wait(work)
+        slot.capsule = capsule
+        slot.values = values
+        slot.version = version
+
+    def _layout_on_the_wire(self, full: Layout) -> Layout:
+        """The part of the undo copy's layout that is sent: its first shards."""
+        if self._wire_layout is None or self._wire_layout[0] is not full:
+            entries = tuple(e for e in full.entries if e[0] in self._unique_names)
+            rest = [e[3] for e in full.entries if e[0] not in self._unique_names]
+            names = tuple(n for n in full.shards if n in self._unique_names)
+            self._wire_layout = full, Layout(names, entries, min(rest, default=full.nbytes))
+        return self._wire_layout[1]
+
+    def _send(self, tensor: torch.Tensor) -> dist.Work | None:
+        self._check()
+        return self._group.send([tensor], self.destination, _TAG) if tensor.numel() else None
+
+    def _recv(self, tensor: torch.Tensor) -> dist.Work | None:
+        self._check()
+        return self._group.recv([tensor], self.source_rank, _TAG) if tensor.numel() else None
+
+    def _wait(self, work: dist.Work | None) -> None:
+        if work is not None:
+            work.wait()
+        # Without this check an operation on a group that is already detached would pass for a received copy.
+        self._check()
+
+    def _check(self) -> None:
+        if self._halted:
+            raise StepInterrupted
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _parts(buffer: torch.Tensor) -> list[torch.Tensor]:
+    return list(buffer.split(_MESSAGE_BYTES)) if buffer.numel() else []

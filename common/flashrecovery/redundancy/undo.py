@@ -1,0 +1,187 @@
+"""This rank's own state at the last two step boundaries, in host memory.
+
+Needed wherever a survivor may have to go back a step: when the only copies of a dead rank's shards are one
+version older than the living state, or when an optimizer step can be torn because it communicates.
+
+``start`` notes which tensors are live, in the training thread; the copy itself is made beside the next
+forward pass and must be over before the first mutation: ``before_mutation``. On CUDA it is queued on a stream
+of its own, into pinned memory, and the mutating stream waits for it, not the host.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashrecovery.errors import RestoreError
+from flashrecovery.redundancy.background import Background
+from flashrecovery.redundancy.flat import Layout, Slot, slot_for_next
+from flashrecovery.worker.adapter import Shard
+from flashrecovery.worker.transfer import ShardSource
+
+
+@dataclass(frozen=True)
+class Capture:
+    """The live tensors at one moment, and on CUDA the event after which they may be read."""
+
+    tensors: Mapping[str, Mapping[str, torch.Tensor]]
+    values: Mapping[str, dict[str, Any]]
+    ready: torch.cuda.Event | None
+
+
+class UndoCopy:
+    """Two versions of the given shards. Memory is allocated once and reused; twice the shards' bytes."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self.shards = list(shards)
+        self._slots = (Slot(), Slot())
+        self._layout = Layout()
+        self._last: list[torch.Tensor] = []
+        self._background = Background("flashrecovery-undo")
+        self._copied = threading.Event()
+        self._copied.set()
+        self._copied_event: torch.cuda.Event | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    # -- keeping ----------------------------------------------------------------------------------
+
+    def hold(self, version: int) -> None:
+        """Copy the live state as ``version``, now. Does nothing if that version is held."""
+        self.begin()
+        self.copy(version, self.capture())
+
+    def start(self, version: int) -> None:
+        """Like :meth:`hold`, but beside the training thread; see :meth:`before_mutation`."""
+        self.wait()
+        capture = self.capture()
+        self.begin()
+
+        def job() -> None:
+            self.copy(version, capture)
+
+        self._background.submit(job)
+
+    def before_mutation(self) -> None:
+        """Returns when the live tensors may be changed. Raises what the copying has raised."""
+        self._copied.wait()
+        self._raise_error()
+        if self._copied_event is not None:
+            torch.cuda.current_stream().wait_event(self._copied_event)
+
+    def wait(self) -> None:
+        """Returns when no copy is being made. Raises what the copying has raised."""
+        self._background.wait()
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        if self._background.error is not None:
+            raise self._background.error
+
+    # The three parts of start(), for NeighbourCopies, which copies in its own thread.
+
+    def begin(self) -> None:
+        """From now on :meth:`before_mutation` waits for the next :meth:`copy`."""
+        self._copied.clear()
+
+    def capture(self) -> Capture:
+        """The live tensors. In the training thread, at a step boundary."""
+        tensors = {s.name: s.tensors() for s in self.shards}
+        values = {s.name: v for s in self.shards if (v := s.values())}
+        on_device = any(t.is_cuda for ts in tensors.values() for t in ts.values())
+        return Capture(tensors, values, torch.cuda.current_stream().record_event() if on_device else None)
+
+    def copy(self, version: int, capture: Capture) -> Slot:
+        """Copy what was captured; returns the slot that holds ``version``. Any thread, one at a time."""
+        try:
+            held = next((s for s in self._slots if s.version == version), None)
+            if held is not None:
+                return held
+            slot = slot_for_next(self._slots)
+            slot.version = -1
+            live = [t for tensors in capture.tensors.values() for t in tensors.values()]
+            same = 0 < len(live) == len(self._last) and all(map(operator.is_, live, self._last))
+            # The same tensor objects have the same structure: the usual case, and much cheaper than comparing it.
+            if not (same or self._layout.matches(capture.tensors)):
+                self._layout = Layout.of(capture.tensors)
+            self._last = live
+            slot.shape(self._layout, pin=capture.ready is not None)
+            event = self._copy_tensors(slot.views, live, capture.ready)
+            slot.values = {name: dict(v) for name, v in capture.values.items()}
+        finally:
+            self._copied.set()
+        if event is not None:
+            event.synchronize()
+        slot.version = version
+        return slot
+
+    def _copy_tensors(
+        self, views: list[torch.Tensor], live: list[torch.Tensor], ready: torch.cuda.Event | None
+    ) -> torch.cuda.Event | None:
+        if not live:
+            return None
+        with torch.no_grad():
+            if ready is None:
+                # One call for all tensors: the interpreter lock is free meanwhile, the forward pass runs on.
+                torch._foreach_copy_(views, live)
+                return None
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(device=live[0].device)  # a new thread is on device 0
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(ready)
+                torch._foreach_copy_(views, live, non_blocking=True)
+                self._copied_event = self._stream.record_event()
+            return self._copied_event
+
+    # -- what is held -----------------------------------------------------------------------------
+
+    def versions(self) -> list[int]:
+        """Versions held whole, ascending."""
+        return sorted({s.version for s in self._slots if s.version >= 0})
+
+    def source(self, shard: str, version: int) -> ShardSource:
+        """A shard's content at ``version``, sharing memory with the copy. Raises RestoreError if it is not
+        held.
+        """
+        for slot in self._slots:
+            if slot.version == version and shard in slot.layout.payload:
+                return ShardSource(shard, *slot.content(shard))
+        raise RestoreError(f"no undo copy of shard {shard!r} at version {version}; held: {self.versions()}")
+
+    def restore(self, version: int, shard: Shard) -> None:
+        """Write the copy back into the live tensors. Raises RestoreError if it is not held."""
+        source = self.source(shard.name, version)
+        live = shard.allocate(source.spec)
+        with torch.no_grad():
+            for key, tensor in zip(source.spec.tensors, source.tensors, strict=True):
+                live[key].detach().copy_(tensor)
+
+    def drop_after(self, version: int) -> None:
+        """Forget versions that belong to steps which have been undone."""
+        for slot in self._slots:
+            if slot.version > version:
+                slot.version = -1
+
+    def reset(self, version: int) -> None:
+        """After a recovery to ``version``: no error, no newer copies. No copy may be under way (see
+        :meth:`wait_idle`).
+        """
+        self._background.clear_error()
+        self.drop_after(version)
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """True when no copy of :meth:`start` is under way; errors stay where they are."""
+        return self._background.wait(timeout_s)
+
+    def nbytes(self) -> int:
+        """Host memory taken now, bytes."""
+        return sum(s.buffer.numel() for s in self._slots)
+
+    def close(self) -> None:
+        """End the thread and free the memory."""
+        self._background.close(5.0)
+        self._slots = (Slot(), Slot())

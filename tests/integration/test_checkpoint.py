@@ -1,0 +1,212 @@
+"""The fallback checkpoint: written by real ranks without collectives, published whole or not at all, read
+back exactly.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flashrecovery.errors import ConfigError, RestoreError
+from flashrecovery.redundancy.checkpoint import CheckpointFallback, Published, load, newest, writer_of
+from tests.integration.test_neighbour import Owned, capsule_of, shards_of
+from tests.ranks import die, results, run_ranks
+
+WORLD = 3
+COMMON = b"common state"
+
+
+def shards(rank: int, world: int = WORLD) -> list[Owned]:
+    everyone = tuple(range(world))
+    return [*shards_of(rank, world), *(Owned(f"layer{i}", 50 + i, 100 + i, everyone) for i in range(6))]
+
+
+def advance(mine: list[Owned], version: int) -> None:
+    for s in mine:
+        s.advance(version)
+
+
+def _save(rank: int, world: int, folder: Path, versions: list[int], keep: int = 2) -> list[int]:
+    published: list[Published] = []
+    fallback = CheckpointFallback(folder, rank=rank, world=world, keep=keep, on_published=published.append)
+    mine = shards(rank, world)
+    for version in versions:
+        advance(mine, version)
+        fallback.announce(version)
+        assert not fallback.due(version - 1) and fallback.due(version) and not fallback.due(version)
+        k0 = fallback.commit(version, mine, capsule=capsule_of(rank, version), common=COMMON, generation=0)
+        advance(mine, version + 1)  # training goes on while the checkpoint is written
+        assert 0 <= k0 < 10
+        assert fallback.wait(30)
+    assert fallback.close(5)
+    return [p.version for p in published]
+
+
+def save(tmp_path: Path, folder: Path, versions: list[int], world: int = WORLD, keep: int = 2) -> None:
+    for version in versions:  # one launch each: the ranks of one launch need not end a version together
+        outcomes = results(run_ranks(_save, world, tmp_path, folder, [version], keep, group=False))
+        assert sorted(v for o in outcomes for v in o) == [version]  # exactly one rank published it
+
+
+def check(folder: Path, version: int, world: int = WORLD) -> None:
+    found = newest(folder)
+    assert found is not None and found[0] == version
+    for rank in range(world):
+        mine = shards(rank, world)
+        state = load(found[1], mine, rank=rank, world=world)
+        assert (state.version, state.capsule, state.common) == (version, capsule_of(rank, version), COMMON)
+        for s in mine:
+            expected = s.expected(version)
+            assert list(s.live) == list(expected) and s.extra == {"count": version}
+            assert all(torch.equal(s.live[k], v) for k, v in expected.items()), s.name
+
+
+def test_save_and_load_exactly_and_keep_two(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    assert newest(folder) is None
+    save(tmp_path, folder, [4, 7, 9])
+    check(folder, 9)
+    assert sorted(p.name for p in folder.iterdir()) == ["latest", "step-0000000007", "step-0000000009"]
+    (folder / "latest").unlink()
+    check(folder, 9)
+
+
+def test_it_is_an_ordinary_dcp_checkpoint(tmp_path: Path) -> None:
+    """Any tool that reads DCP reads it; each replicated tensor is in it once."""
+    import torch.distributed.checkpoint as dcp
+
+    save(tmp_path, tmp_path / "c", [4])
+    path = tmp_path / "c" / "step-0000000004"
+    keys = set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+    tensors = {"param", "avg", "step"}
+    expected = {f"shared/{n}/{k}" for n in ["norm", *(f"layer{i}" for i in range(6))] for k in tensors}
+    expected |= {f"rank{r}/{n}#{r}/{k}" for r in range(WORLD) for n in ("w", "bias") for k in tensors}
+    assert keys == expected | {f"manifest/{r}" for r in range(WORLD)}
+    into = {"shared/layer2/param": torch.zeros(102)}
+    dcp.load(into, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    assert torch.equal(into["shared/layer2/param"], Owned("layer2", 52, 102, (0,)).expected(4)["param"])
+
+
+def test_replicated_shards_are_spread_over_their_holders() -> None:
+    world = tuple(range(4))
+    writers = [writer_of(Owned(f"param/{i}", 0, 1, world)) for i in range(400)]
+    assert all(60 < writers.count(r) < 140 for r in world)
+    assert writer_of(Owned("x", 0, 1, (3,))) == 3
+
+
+def _die_while_writing(rank: int, world: int, folder: Path) -> None:
+    fallback = CheckpointFallback(folder, rank=rank, world=world)
+    mine = shards(rank, world)
+    advance(mine, 12)
+    if rank == 1:
+        die()
+    fallback.commit(12, mine, capsule=b"", common=COMMON, generation=0)
+    fallback.wait(30)
+
+
+def test_an_incomplete_checkpoint_is_never_found_and_is_swept_away(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    save(tmp_path, folder, [9])
+    outcomes = run_ranks(_die_while_writing, WORLD, tmp_path, folder, group=False)
+    assert outcomes[1].signal == 9
+    assert (folder / ".pending-12.0").is_dir()
+    check(folder, 9)
+    save(tmp_path, folder, [15])
+    check(folder, 15)
+    assert not list(folder.glob(".pending*"))
+
+
+def test_the_same_version_again_replaces_it(tmp_path: Path) -> None:
+    save(tmp_path, tmp_path / "c", [4, 4])
+    check(tmp_path / "c", 4)
+    assert not list((tmp_path / "c").glob(".pending*"))
+
+
+def test_another_runs_later_checkpoint_is_neither_resumed_nor_removed(tmp_path: Path) -> None:
+    save(tmp_path, tmp_path / "c", [1000, 1001])
+    save(tmp_path, tmp_path / "c", [5, 6, 7])
+    check(tmp_path / "c", 7)
+    assert len(list((tmp_path / "c").glob("step-*"))) == 4
+
+
+def test_a_rank_that_hears_of_it_too_late_does_not_take_part(tmp_path: Path) -> None:
+    fallback = CheckpointFallback(tmp_path, rank=0, world=1)
+    fallback.announce(5)
+    assert not fallback.due(6)
+    assert not fallback.due(5)
+    fallback.close(1)
+
+
+def test_another_world_model_or_content_is_refused_by_name(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    save(tmp_path, folder, [4])
+    path = folder / "step-0000000004"
+    with pytest.raises(RestoreError, match="written by 3 ranks, this job has 2"):
+        load(path, shards(0, 2), rank=0, world=2)
+    with pytest.raises(RestoreError, match="another model: it lacks shards 'other'"):
+        load(path, [*shards(0), Owned("other", 1, 5, (0,))], rank=0, world=WORLD)
+    with pytest.raises(RestoreError, match="cannot be read"):
+        load(folder / "step-0000000099", shards(0), rank=0, world=WORLD)
+
+
+def test_damaged_files_are_noticed(tmp_path: Path) -> None:
+    save(tmp_path, tmp_path / "c", [4])
+    path = tmp_path / "c" / "step-0000000004"
+    data = path / "part-0" / "__0_0.distcp"
+    content = bytearray(data.read_bytes())
+    spot = content.find(shards(0)[1].expected(4)["param"].numpy().tobytes()[:64])
+    assert spot > 0
+    content[spot] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(RestoreError, match=r"digests|cannot be read"):
+        load(path, shards(0), rank=0, world=WORLD)
+    data.write_bytes(content[: len(content) // 2])
+    with pytest.raises(RestoreError, match="cannot be read"):
+        load(path, shards(0), rank=0, world=WORLD)
+
+
+def test_a_directory_that_cannot_be_written_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"checkpoint.dir = .*cannot be written"):
+        CheckpointFallback(tmp_path / "file" / "c", rank=0, world=1)
+
+
+def test_an_error_while_writing_is_reported_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[BaseException] = []
+    fallback = CheckpointFallback(tmp_path, rank=0, world=1, on_error=errors.append)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("flashrecovery.redundancy.checkpoint.write_part", full)
+    fallback.commit(3, shards(0, 1), capsule=b"", common=b"", generation=0)
+    assert fallback.wait(10)
+    assert isinstance(errors[0], OSError) and newest(tmp_path) is None
+    monkeypatch.undo()
+    fallback.commit(4, shards(0, 1), capsule=b"", common=b"", generation=0)
+    assert fallback.wait(10) and len(errors) == 1
+    assert newest(tmp_path) == (4, tmp_path / "step-0000000004")
+    fallback.close(5)
+
+
+def _slow(rank: int, world: int, folder: Path) -> bool:
+    """The step after the checkpoint does not wait for the disk."""
+    mine = [Owned(f"big#{rank}", rank, 4 << 20, (rank,))]
+    advance(mine, 1)
+    fallback = CheckpointFallback(folder, rank=rank, world=world)
+    began = time.monotonic()
+    k0 = fallback.commit(1, mine, capsule=b"", common=b"", generation=0)
+    committed = time.monotonic() - began
+    fallback.wait()
+    return committed < k0 + 0.5 and os.path.exists(folder / "step-0000000001")
+
+
+def test_training_waits_for_the_snapshot_only(tmp_path: Path) -> None:
+    assert results(run_ranks(_slow, 1, tmp_path, tmp_path / "c", group=False)) == [True]

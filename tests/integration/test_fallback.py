@@ -1,0 +1,55 @@
+"""When no consistent state is left in memory: back to the newest checkpoint, or a clear error."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+from tests.jobs import FSDP, RunningJob, check_clean, check_fired, check_same, run_job
+
+FLAGS = ["--step-time", "60"]
+STEPS = 60
+NEIGHBOURS = ["rank=1,at=backward,step=45", "rank=2,at=backward,step=45"]  # rank 2 has the copy of rank 1
+
+
+def _options(directory: Path) -> list[str]:
+    return ["--checkpoint-dir", str(directory), "--checkpoint-interval", "0.7"]
+
+
+def test_a_rank_and_its_neighbour_at_once_go_back_to_the_checkpoint(tmp_path: Path) -> None:
+    reference = run_job(tmp_path / "reference", FSDP, steps=STEPS, standby=0, flags=FLAGS)
+    job = run_job(
+        tmp_path / "run",
+        FSDP,
+        steps=STEPS,
+        standby=2,
+        flags=FLAGS,
+        inject=NEIGHBOURS,
+        options=_options(tmp_path / "ckpt"),
+    )
+    check_same(job, reference)
+    check_fired(job, 2)
+    (fallback,) = job.of("fallback_started")
+    assert 0 < fallback["version"] <= 45
+    assert job.of("checkpoint_saved")
+
+
+def test_without_a_checkpoint_the_lost_shards_are_named(tmp_path: Path) -> None:
+    job = run_job(tmp_path / "run", FSDP, steps=STEPS, standby=0, flags=FLAGS, inject=NEIGHBOURS)
+    assert job.code == 1, job.explain()
+    assert "cannot be recovered" in job.output and "#" in job.output and "no checkpoint" in job.output, job.explain()
+    check_clean(job)
+
+
+def test_a_fresh_launch_resumes_from_the_checkpoint(tmp_path: Path) -> None:
+    reference = run_job(tmp_path / "reference", FSDP, steps=STEPS, standby=0, flags=FLAGS)
+    options = _options(tmp_path / "ckpt")
+    first = RunningJob(tmp_path / "first", FSDP, steps=STEPS, standby=0, flags=FLAGS, options=options)
+    first.wait_for("checkpoint_saved", 90)
+    time.sleep(0.3)
+    first.popen.send_signal(signal.SIGTERM)
+    check_clean(first.wait(20))
+    second = run_job(tmp_path / "second", FSDP, steps=STEPS, standby=0, flags=FLAGS, options=[*options, "--resume"])
+    check_same(second, reference)
+    assert min(step for _, step in second.losses) > 0, "it did not resume"

@@ -1,0 +1,297 @@
+"""A small job whose state no two ranks share is killed at random moments, again and again, and goes on
+exactly.
+
+A parent in the controller's place stops the survivors, plans the cut with ``plan``, and has the lost shards
+sent from the neighbours' copies. Real processes, real SIGKILL, real process groups.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import queue
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashrecovery import groups
+from flashrecovery.errors import StepInterrupted
+from flashrecovery.plan import Cut, Holding, Kind, Need, NoCut, newest_cut, plan_restore
+from flashrecovery.redundancy.neighbor import NeighbourCopies
+from flashrecovery.worker.objects import ObjectShard
+from flashrecovery.worker.transfer import ShardSource, exchange
+from tests.integration.test_neighbour import capsule_of, shards_of
+
+WORLD = 4
+NUMEL = 1 << 19
+
+
+class Rank:
+    """One training process: its step, its stop, its part of a recovery."""
+
+    def __init__(self, rank: int, pipe: Any, folder: Path, generation: int) -> None:
+        self.rank, self.pipe, self.folder, self.generation = rank, pipe, folder, generation
+        self.fresh = generation > 0
+        groups.install()
+        groups.set_detached(self.fresh)
+        dist.init_process_group("gloo", store=self.store(generation), rank=rank, world_size=WORLD)
+        group = groups.create_control_group("copies")
+        self.shards = shards_of(rank, WORLD, NUMEL)
+        self.capsule = ObjectShard(f"capsule@{rank}", (rank,))
+        self.copies = NeighbourCopies(group, rank, WORLD, self.shards, generation=generation)
+        self.live = -1 if self.fresh else 0
+        self.target = 1 << 60
+        self.stopped = threading.Event()
+        self.inbox: queue.Queue[tuple[Any, ...]] = queue.Queue()
+        threading.Thread(target=self.listen, daemon=True).start()
+
+    def store(self, generation: int) -> dist.Store:
+        return dist.FileStore(str(self.folder / f"generation-{generation}"), WORLD)
+
+    def listen(self) -> None:
+        while True:
+            message = self.pipe.recv()
+            if message[0] == "target":
+                self.target = message[1]
+                continue
+            if message[0] == "stop":
+                self.stopped.set()
+                groups.abandon("stop")
+            self.inbox.put(message)
+
+    def run(self) -> str:
+        if self.fresh:
+            self.recover()
+        else:
+            self.commit()
+        while self.live < self.target:
+            try:
+                self.step()
+            except (RuntimeError, StepInterrupted):
+                assert self.stopped.wait(20), "a step failed, but no stop came"
+                self.recover()
+        self.copies.wait()
+        self.check(self.live)
+        return f"ok at {self.live}"
+
+    def commit(self) -> None:
+        capsule = capsule_of(self.rank, self.live)
+        self.capsule.keep(self.live, capsule)
+        self.copies.commit(self.live, capsule)
+
+    def step(self) -> None:
+        self.copies.wait()
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert self.stopped.is_set() or total.item() == WORLD
+        self.copies.before_mutation()
+        if self.stopped.is_set():
+            raise StepInterrupted
+        version, self.live = self.live, -1
+        for shard in self.shards:
+            shard.advance(version + 1)
+        self.live = version + 1
+        self.commit()
+
+    def recover(self) -> None:
+        self.copies.halt(10.0)
+        assert groups.drain(5.0).quiet
+        groups.detach_all()
+        self.pipe.send(("held", self.live, self.holdings()))
+        _, generation, version, transfers, local = self.inbox_until("restore")
+        groups.attach(self.store(generation), generation, 30.0)
+        mine = {s.name: s for s in self.shards}
+        for name in local:
+            if name != self.capsule.name:
+                self.copies.undo.restore(version, mine[name])
+        outgoing: dict[int, list[ShardSource]] = {}
+        incoming: dict[int, list[str]] = {}
+        for t in transfers:
+            if t.source == self.rank:
+                outgoing.setdefault(t.dest, []).append(self.source(t, version))
+            if t.dest == self.rank:
+                incoming.setdefault(t.source, []).append(t.shard)
+        report = exchange(groups.control_group(), outgoing, incoming, {**mine, self.capsule.name: self.capsule})
+        assert not report.mismatched
+        self.capsule.adopt(version)
+        self.capsule.drop_after(version)
+        self.check(version)
+        self.pipe.send(("restored", report.bytes_received))
+        self.inbox_until("resume")
+        self.stopped.clear()
+        groups.set_detached(False)
+        self.live = version
+        self.copies.reset(generation, version)
+        self.commit()
+
+    def inbox_until(self, kind: str) -> tuple[Any, ...]:
+        while (message := self.inbox.get(timeout=30))[0] != kind:
+            pass
+        return message
+
+    def holdings(self) -> list[Holding]:
+        held = []
+        for s in self.shards:
+            held += [Holding(self.rank, s.name, v, Kind.UNDO, 0) for v in self.copies.undo.versions()]
+            if self.live >= 0:
+                held.append(Holding(self.rank, s.name, self.live, Kind.LIVE, 0))
+        held += [Holding(self.rank, self.capsule.name, v, Kind.UNDO, 0) for v in self.capsule.versions()]
+        held += [Holding(self.rank, h.shard, h.version, Kind.COPY, 0) for h in self.copies.holdings()]
+        return held
+
+    def source(self, t: Any, version: int) -> ShardSource:
+        if t.kind is Kind.COPY:
+            return self.copies.source(t.dest, t.shard, version)
+        if t.kind is Kind.UNDO:
+            return self.copies.undo.source(t.shard, version)
+        shard = next(s for s in self.shards if s.name == t.shard)
+        return ShardSource(t.shard, shard.spec(), list(shard.tensors().values()))
+
+    def check(self, version: int) -> None:
+        for shard in self.shards:
+            expected = shard.expected(version)
+            assert list(shard.live) == list(expected), shard.name
+            assert all(torch.equal(shard.live[k], v) for k, v in expected.items()), (shard.name, version)
+            assert shard.extra == {"count": version}
+        assert self.capsule.at(version) == capsule_of(self.rank, version)
+
+
+def _rank_main(rank: int, pipe: Any, folder: Path, generation: int) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        pipe.send(("ended", Rank(rank, pipe, folder, generation).run()))
+        pipe.recv()  # stay until all have ended
+    except EOFError:
+        pass
+    finally:
+        os._exit(0)
+
+
+class Job:
+    """The parent's side: processes, pipes, and a recovery in the controller's words."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.context = multiprocessing.get_context("fork")
+        self.processes: dict[int, Any] = {}
+        self.pipes: dict[int, Any] = {}
+        self.generation = 0
+        for rank in range(WORLD):
+            self.start(rank)
+
+    def start(self, rank: int) -> None:
+        mine, theirs = self.context.Pipe()
+        process = self.context.Process(target=_rank_main, args=(rank, theirs, self.folder, self.generation))
+        process.start()
+        theirs.close()
+        self.processes[rank], self.pipes[rank] = process, mine
+
+    def kill(self, victims: list[int]) -> None:
+        for rank in victims:
+            os.kill(self.processes[rank].pid, signal.SIGKILL)
+        for rank in victims:
+            self.processes[rank].join()
+            self.processes[rank].close()
+            self.pipes[rank].close()
+
+    def recover(self, victims: list[int]) -> Cut | NoCut:
+        self.generation += 1
+        for rank in set(range(WORLD)) - set(victims):
+            self.pipes[rank].send(("stop",))
+        for rank in victims:
+            self.start(rank)
+        holdings = [h for rank in range(WORLD) for h in self.receive(rank, "held")[2]]
+        names = {r: [*(s.name for s in shards_of(r, WORLD, 1)), f"capsule@{r}"] for r in range(WORLD)}
+        needs = [Need(r, name, 0) for r, mine in names.items() for name in mine]
+        cut = newest_cut(needs, holdings)
+        if isinstance(cut, NoCut):
+            return cut
+        plan = plan_restore(needs, holdings, cut.version)
+        for rank in range(WORLD):
+            transfers = [t for t in plan.transfers if rank in (t.source, t.dest)]
+            local = [i.shard for i in plan.local if i.rank == rank]
+            self.pipes[rank].send(("restore", self.generation, cut.version, transfers, local))
+        for rank in range(WORLD):
+            self.receive(rank, "restored")
+        for rank in range(WORLD):
+            self.pipes[rank].send(("resume",))
+        return cut
+
+    def receive(self, rank: int, kind: str) -> tuple[Any, ...]:
+        assert self.pipes[rank].poll(40), f"rank {rank}: no {kind!r}"
+        try:
+            message: tuple[Any, ...] = self.pipes[rank].recv()
+        except EOFError:
+            raise AssertionError(f"rank {rank} ended before {kind!r}") from None
+        assert message[0] == kind, message
+        return message
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.join()
+            process.close()
+        for pipe in self.pipes.values():
+            pipe.close()
+
+
+@contextmanager
+def job(folder: Path) -> Iterator[Job]:
+    running = Job(folder)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _backend() -> None:
+    groups.build()
+
+
+@pytest.mark.parametrize(
+    ("series", "longest_s"),
+    [
+        ([[1], [3], [0], [0, 2], [2], [1, 3]], 0.3),
+        # Again before what the first loss has cost is whole again: the copies that are left must stay whole.
+        ([[1], [1], [3], [1], [1], [3], [3], [1, 3]], 0.01),
+    ],
+)
+def test_kills_at_random_moments_are_survived_exactly(
+    tmp_path: Path, series: list[list[int]], longest_s: float
+) -> None:
+    chance = random.Random(len(series))
+    with job(tmp_path) as running:
+        time.sleep(0.5)
+        last = 0
+        for victims in series:
+            time.sleep(chance.uniform(0, longest_s))
+            running.kill(victims)
+            cut = running.recover(victims)
+            assert isinstance(cut, Cut), cut
+            assert cut.version >= last
+            last = cut.version
+        for pipe in running.pipes.values():
+            pipe.send(("target", last + 80))
+        # The ranks may have passed different distances by now; all stop at the same version.
+        assert len({running.receive(rank, "ended")[1] for rank in range(WORLD)}) == 1
+
+
+def test_two_neighbours_at_once_are_not_survived_and_it_says_so(tmp_path: Path) -> None:
+    with job(tmp_path) as running:
+        time.sleep(1.0)
+        running.kill([1, 2])
+        cut = running.recover([1, 2])
+        assert isinstance(cut, NoCut)
+        assert {(1, "w#1"), (1, "bias#1")} <= set(cut.missing), cut

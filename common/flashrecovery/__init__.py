@@ -1,0 +1,34 @@
+"""FlashRecovery: a training job survives the death of a rank, in place and bit for bit.
+
+A training script needs three lines::
+
+    import flashrecovery
+    recovery = flashrecovery.init()
+    recovery.register(model=model, optimizer=optimizer)
+    for step in recovery.steps(num_steps):
+        with step:
+            ...
+
+Started by ``flashrecovery run``, the job recovers from failures; started by plain ``python`` or ``torchrun``, the same
+script trains normally.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from flashrecovery.worker.recovery import Recovery, init
+
+__all__ = ["Recovery", "__version__", "init"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import lazily: the launcher must not import torch."""
+    if name in ("init", "Recovery"):
+        from flashrecovery.worker import recovery
+
+        return getattr(recovery, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,364 @@
+"""The agent: carries out the controller's commands on one node and reports what happens there.
+
+It fills ranks (from a standby if there is one), fences what it replaces, relays commands and replies between controller
+and workers, and sends heartbeats. It takes no decision about the job; the only judgement made here is whether a local
+process is alive (:mod:`.watch`) and moving (:mod:`.hang`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from flashrecovery.agent.environment import common_env, rank_env
+from flashrecovery.agent.hang import HangMonitor
+from flashrecovery.agent.logs import LogTail
+from flashrecovery.agent.process import WorkerProcess
+from flashrecovery.agent.procfs import Exit, exit_of
+from flashrecovery.agent.standby import StandbyPool
+from flashrecovery.agent.store import StoreServer
+from flashrecovery.agent.watch import DeathWatch
+from flashrecovery.config import RunConfig
+from flashrecovery.events import RunDir
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+STORE_HOST = "localhost"
+REPLACING = "recovery:replacing"
+_LAST_WORDS_S = 0.2
+_CONFIRM_POLL_S = 0.002
+"""Pace of the look at the pages while the first new step after a recovery is awaited."""
+
+
+class Agent:
+    """One node's agent. ``send`` hands a message to the controller's stream."""
+
+    def __init__(
+        self, config: RunConfig, command: list[str], run_dir: RunDir, send: Callable[[pb.AgentMessage], None]
+    ) -> None:
+        self._config = config
+        self._command = command
+        self._run_dir = run_dir
+        self._send = send
+        self._generation = 0
+        self._ranks: dict[int, WorkerProcess] = {}
+        self._closing = False
+        self._confirming = False
+        self._wake = asyncio.Event()
+        self._kill_at_replace: set[int] = set()
+        self._recovery_faults: dict[int, list[pb.Command]] = {}
+        self.finished: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._watch = DeathWatch(asyncio.get_running_loop(), config.timeouts.death_poll_s)
+        self._tail = LogTail()
+        self._hang = HangMonitor(config.timeouts)
+        self._store = StoreServer(STORE_HOST, config.master_port)
+        self._pool = StandbyPool(config.standby, self._spawn_standby, run_dir.log_dir)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._node = socket.gethostname()
+
+    # -- public -----------------------------------------------------------------------------------
+
+    def store_address(self) -> tuple[str, int]:
+        return self._store.host, self._store.port
+
+    def register(self) -> None:
+        message = pb.Register(
+            node=self._node,
+            host="127.0.0.1",
+            node_rank=self._config.node_rank,
+            slots=self._config.nproc_per_node,
+            pid=os.getpid(),
+        )
+        self._send(pb.AgentMessage(register=message))
+        self._task(self._heartbeats())
+
+    def handle(self, command: pb.Command) -> None:
+        """Carry out or relay one command of the controller."""
+        self._generation = max(self._generation, command.generation)
+        body = command.WhichOneof("body")
+        if body == "replace":
+            self._task(self._replace(command))
+        elif body == "shutdown":
+            self._task(self.shutdown(command.shutdown.reason))
+        elif body == "rank_table":
+            self._run_dir.write_rank_table(
+                command.generation,
+                [
+                    {
+                        "rank": e.rank,
+                        "host": e.host,
+                        "pid": e.pid,
+                        "node": e.node,
+                        "joined_generation": e.joined_generation,
+                    }
+                    for e in command.rank_table.ranks
+                ],
+            )
+        elif body == "fault" and command.fault.phase == REPLACING:
+            self._kill_at_replace.add(command.rank)
+        elif body == "fault" and command.fault.phase.startswith("recovery:"):
+            # The rank may be replaced before that; then it is its replacement's.
+            self._recovery_faults.setdefault(command.rank, []).append(command)
+            self._relay(command)
+        elif body == "fault" and not command.fault.phase:
+            self._inject_now(command)
+        else:
+            self._relay(command)
+
+    def _relay(self, command: pb.Command) -> None:
+        """To the process that fills the rank."""
+        process = self._ranks.get(command.rank)
+        if process is not None and not process.dead:
+            body = command.WhichOneof("body")
+            if body in ("stop", "release"):
+                process.stepping = False
+            elif body == "resume":
+                process.stepping, self._confirming = True, True
+                self._wake.set()
+            process.send(pb.ToWorker(command=command))
+
+    async def shutdown(self, reason: str | None) -> None:
+        """End every process of this node: SIGTERM, a grace, SIGKILL. ``reason`` None: the job has finished."""
+        if self._closing:
+            return
+        self._closing = True
+        processes = list(self._ranks.values()) + self._pool.processes()
+        for process in processes:
+            if not process.dead:
+                process.signal(signal.SIGTERM)
+                process.signal(signal.SIGCONT)
+        deadline = time.monotonic() + self._config.timeouts.shutdown_grace_s
+        while time.monotonic() < deadline and any(p.popen.poll() is None for p in processes):
+            await asyncio.sleep(0.02)
+        for process in processes:
+            process.kill()
+            await process.reap(1.0)
+            process.close()
+        self._watch.close()
+        self._tail.close()
+        self._store.close()
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        self.finished.set_result(reason)
+
+    # -- filling ranks ----------------------------------------------------------------------------
+
+    async def _replace(self, command: pb.Command) -> None:
+        """Fence what fills the rank, then fill it anew."""
+        began = time.monotonic()
+        rank, replace = command.rank, command.replace
+        old = self._ranks.pop(rank, None)
+        if old is not None:
+            old.dead = True
+            old.kill()  # the fence: nothing of the old process runs on once the rank is filled again
+        if replace.restart_store:
+            self._store.close()
+            self._store = StoreServer(STORE_HOST, 0)
+        log = self._run_dir.log_path(rank, command.generation)
+        standby = self._pool.take() if replace.detached else None
+        process = standby or WorkerProcess.spawn(self._command, self._env(rank, command.generation), log, standby=False)
+        process.rank, process.generation = rank, command.generation
+        self._ranks[rank] = process
+        if self._config.log == "all" or (self._config.log == "0" and rank == 0):
+            self._tail.follow(log, f"[rank{rank}]")
+        if old is not None and replace.detached:
+            process.page.inherit(old.page)
+        if standby is None:
+            await process.connect(self._on_message)
+            self._watch.add(process.pid, lambda late: self._on_death(process, late))
+        if old is not None:
+            if not await old.gone(self._config.timeouts.fence_s):
+                self._report_failure(
+                    process, "unresponsive", f"pid {old.pid} survived SIGKILL: it cannot be fenced", 0.0
+                )
+                return
+            self._task(self._bury(old))
+        assign = pb.Assign(
+            rank=rank,
+            generation=command.generation,
+            env=self._env(rank, command.generation),
+            log_path=str(log),
+            detached=replace.detached,
+        )
+        process.send(pb.ToWorker(assign=assign))
+        started = pb.WorkerStarted(
+            rank=rank,
+            generation=command.generation,
+            pid=process.pid,
+            standby=standby is not None,
+            seconds=time.monotonic() - began,
+            capsules=process.page.capsule_versions(),
+        )
+        self._send(pb.AgentMessage(started=started))
+        for fault in self._recovery_faults.get(rank, []):
+            self._relay(fault)
+        if rank in self._kill_at_replace and replace.detached:
+            self._kill_at_replace.remove(rank)
+            fired = pb.Notice(rank=rank, kind="fault_fired", text=f"sigkill at {REPLACING}")
+            self._send(pb.AgentMessage(notice=fired))
+            process.signal(signal.SIGKILL)
+
+    async def _bury(self, process: WorkerProcess) -> None:
+        """Wait for the end of a dead process, however long the kernel takes, and give back what it had."""
+        await process.reap(self._config.timeouts.replacement_s)
+        process.close()
+
+    def _env(self, rank: int, generation: int) -> dict[str, str]:
+        host, port = self.store_address()
+        return {**common_env(self._config), **rank_env(self._config, rank, generation, host, port)}
+
+    def _spawn_standby(self, log: Path) -> WorkerProcess:
+        return WorkerProcess.spawn(self._command, common_env(self._config), log, standby=True)
+
+    async def _replenish(self) -> None:
+        for _ in range(self._pool.missing()):
+            process = self._pool.start_one()
+            await process.connect(self._on_message)
+            self._watch.add(process.pid, lambda late, p=process: self._on_death(p, late))  # type: ignore[misc]
+            self._pool.warm(process)
+
+    # -- what the processes say and do ------------------------------------------------------------
+
+    def _on_message(self, process: WorkerProcess, message: pb.FromWorker) -> None:
+        body = message.WhichOneof("body")
+        if body == "warmed":
+            process.ready = True
+            self._report_standbys()
+        elif body == "modules":
+            self._pool.set_modules(list(message.modules.names))
+        elif body == "last_words":
+            process.last_words = message.last_words
+        elif body in ("joined", "reply", "done"):
+            if body == "reply" and self._hang.answered(process, message.reply):
+                return
+            if body == "done":
+                process.stepping = False
+            self._send(pb.AgentMessage(**{body: getattr(message, body)}))
+        elif body in ("checkpoint", "notice"):
+            if body == "notice" and message.notice.kind == "fault_fired":
+                armed = self._recovery_faults.get(message.notice.rank, [])
+                armed[:] = [c for c in armed if c.fault.phase != message.notice.phase]
+            self._send(pb.AgentMessage(**{body: getattr(message, body)}))
+
+    def _on_death(self, process: WorkerProcess, late: float) -> None:
+        """First sign that a process is dead or dying."""
+        if process.dead or self._closing:
+            return
+        if process.rank is None:
+            process.dead = True
+            self._pool.discard(process)
+            self._task(self._bury(process))
+            return
+        found = exit_of(process.pid)
+        if found is not None and found.code == 0:
+            self._task(self._report_exit(process))
+        else:
+            self._task(self._report_death(process, found, late))
+
+    async def _report_exit(self, process: WorkerProcess) -> None:
+        await process.reap(self._config.timeouts.fence_s)
+        message = pb.Exited(rank=process.place, generation=process.generation, pid=process.pid, code=0)
+        self._send(pb.AgentMessage(exited=message))
+
+    async def _report_death(self, process: WorkerProcess, found: Exit | None, late: float) -> None:
+        if found is None:
+            code = await process.reap(1.0)
+            found = Exit.from_returncode(code if code is not None else -signal.SIGKILL)
+        if found.signal is None:
+            await process.hear_out(_LAST_WORDS_S)
+        if process.last_words is not None:
+            kind, evidence = "exception", f"{process.last_words.exception}: {process.last_words.message}"
+        else:
+            kind = "killed" if found.signal is not None else "exit"
+            evidence = str(found)
+        self._report_failure(process, kind, evidence, late)
+
+    def _report_failure(self, process: WorkerProcess, kind: str, evidence: str, late: float) -> None:
+        now = time.monotonic()
+        process.stepping = False
+        message = pb.Failure(
+            rank=process.place,
+            generation=process.generation,
+            pid=process.pid,
+            kind=kind,
+            evidence=evidence,
+            detect_s=late,
+            failed_at=now - late,
+            last_words=process.last_words,
+            step=max(process.page.committed, 0),
+        )
+        self._send(pb.AgentMessage(failure=message))
+
+    def _inject_now(self, command: pb.Command) -> None:
+        """A fault without a phase hits from outside."""
+        process = self._ranks.get(command.rank)
+        if process is not None:
+            signals = {"sigkill": signal.SIGKILL, "sigstop": signal.SIGSTOP, "segv": signal.SIGSEGV}
+            number = signals.get(command.fault.fault)
+            if number is not None:
+                process.signal(number)
+            else:
+                command.fault.phase = "between"
+                process.send(pb.ToWorker(command=command))
+
+    # -- periodic ---------------------------------------------------------------------------------
+
+    async def _heartbeats(self) -> None:
+        """Every worker's tag and health in one message; at once when the first new step after a recovery commits."""
+        period = self._config.timeouts.heartbeat_s
+        committed: list[int] = []
+        last = 0.0
+        while True:
+            now = time.monotonic()
+            alive = [p for p in self._ranks.values() if not p.dead]
+            fresh = [p.page.committed for p in alive]
+            if now - last >= period or (self._confirming and fresh != committed):
+                last, committed = now, fresh
+                self._heartbeat(alive, now)
+                for process, kind, evidence, late in self._hang.check(alive, now):
+                    self._report_failure(process, kind, evidence, late)
+                await self._replenish()
+            self._wake.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), _CONFIRM_POLL_S if self._confirming else period)
+
+    def _heartbeat(self, alive: list[WorkerProcess], now: float) -> None:
+        ranks = []
+        for process in alive:
+            health = process.page.health()
+            ranks.append(
+                pb.RankHealth(
+                    rank=process.place,
+                    tag=health.tag,
+                    progress=health.progress,
+                    progress_age_s=now - health.progress_at if health.progress_at else 0.0,
+                    committed=health.committed,
+                    pid=process.pid,
+                    step_s=health.step_s,
+                )
+            )
+        self._send(pb.AgentMessage(heartbeat=pb.Heartbeat(generation=self._generation, ranks=ranks)))
+
+    def confirmed(self) -> None:
+        """The controller has seen a newly committed step: back to the usual pace."""
+        self._confirming = False
+
+    def _report_standbys(self) -> None:
+        ready, starting = self._pool.counts()
+        self._send(pb.AgentMessage(standby=pb.StandbyCount(ready=ready, starting=starting)))
+
+    def _task(self, coroutine: object) -> None:
+        task: asyncio.Task[None] = asyncio.create_task(coroutine)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None and not self.finished.done():
+            self.finished.set_exception(task.exception())  # type: ignore[arg-type]

@@ -1,0 +1,152 @@
+"""One training process as its agent sees it: a standby that waits, or the process that fills a rank."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from flashrecovery.agent.procfs import Statm
+from flashrecovery.page import Page
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.worker.channel import CHANNEL_ENV, PAGE_ENV
+
+_LENGTH = struct.Struct("<I")
+
+
+class WorkerProcess:
+    """A started process with its channel and its page. ``rank`` is None while it is a standby."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], page: Page, sock: socket.socket) -> None:
+        self.popen = popen
+        self.page = page
+        self.rank: int | None = None
+        self.generation = 0
+        self.ready = False
+        self.stepping = False
+        self.dead = False
+        self.last_words: pb.LastWords | None = None
+        self._sock = sock
+        self._writer: asyncio.StreamWriter | None = None
+        self._reader_task: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    @property
+    def place(self) -> int:
+        """The rank it fills; -1 for a standby."""
+        return -1 if self.rank is None else self.rank
+
+    @staticmethod
+    def spawn(command: list[str], env: Mapping[str, str], log: Path, *, standby: bool) -> WorkerProcess:
+        """Start ``python -m flashrecovery.worker.bootstrap`` in a session of its own, output to ``log``."""
+        ours, theirs = socket.socketpair()
+        page = Page.create("standby" if standby else log.stem)
+        full_env = {**os.environ, **env, CHANNEL_ENV: str(theirs.fileno()), PAGE_ENV: str(page.fd)}
+        args = [
+            sys.executable,
+            "-u",
+            "-m",
+            "flashrecovery.worker.bootstrap",
+            "--standby" if standby else "--worker",
+        ]
+        with theirs, open(log, "ab") as out:
+            popen = subprocess.Popen(
+                [*args, *command],
+                env=full_env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(), page.fd),
+                start_new_session=True,
+            )
+        return WorkerProcess(popen, page, ours)
+
+    async def connect(self, on_message: Callable[[WorkerProcess, pb.FromWorker], None]) -> None:
+        """Begin to read the process's messages."""
+        reader, self._writer = await asyncio.open_connection(sock=self._sock)
+        self._reader_task = asyncio.create_task(self._read(reader, on_message))
+
+    async def _read(
+        self, reader: asyncio.StreamReader, on_message: Callable[[WorkerProcess, pb.FromWorker], None]
+    ) -> None:
+        while True:
+            try:
+                head = await reader.readexactly(_LENGTH.size)
+                data = await reader.readexactly(_LENGTH.unpack(head)[0])
+            except (asyncio.IncompleteReadError, ConnectionResetError, BrokenPipeError):
+                return
+            on_message(self, pb.FromWorker.FromString(data))
+
+    async def hear_out(self, timeout_s: float) -> None:
+        """Handle what the dying process had still said. (A big process closes its channel late.)"""
+        deadline = time.monotonic() + timeout_s
+        while self.last_words is None and time.monotonic() < deadline:
+            if self._reader_task is None or self._reader_task.done():
+                return
+            await asyncio.sleep(0.001)
+
+    def send(self, message: pb.ToWorker) -> None:
+        """Queue a message; a dead process's end is noticed elsewhere."""
+        if self._writer is not None and not self._writer.is_closing():
+            data = message.SerializeToString()
+            self._writer.write(_LENGTH.pack(len(data)) + data)
+
+    def signal(self, number: int) -> None:
+        """To the process only."""
+        try:
+            os.kill(self.pid, number)
+        except ProcessLookupError:
+            pass
+
+    def kill(self) -> None:
+        """SIGKILL to the whole session: data loader processes go too."""
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    async def gone(self, timeout_s: float) -> bool:
+        """True once no thread of the process runs any more (its memory may still be being freed)."""
+        try:
+            statm = Statm(self.pid)
+        except (ProcessLookupError, FileNotFoundError):
+            return True
+        deadline = time.monotonic() + timeout_s
+        try:
+            while not statm.dead():
+                if time.monotonic() > deadline:
+                    return False
+                await asyncio.sleep(0.001)
+        finally:
+            statm.close()
+        return True
+
+    async def reap(self, timeout_s: float) -> int | None:
+        """The return code once the process is gone; None if it is still there after ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        while self.popen.poll() is None:
+            if time.monotonic() > deadline:
+                return None
+            await asyncio.sleep(0.01)
+        return self.popen.returncode
+
+    def close(self) -> None:
+        """Give back page and channel; what is left of the session goes."""
+        self.kill()
+        if self._reader_task is not None:
+            self._reader_task.cancel()
+        if self._writer is not None:
+            self._writer.close()
+        else:
+            self._sock.close()
+        self.page.close()

@@ -1,0 +1,75 @@
+"""What /proc says of a process: whether it is dying, how it ended, whether it is stopped.
+
+A killed process with much memory stays visible to pidfd and to its sockets for 50 ms to 2 s, while the kernel frees its
+pages. Its resident size reads 0 about a millisecond after the kill, and its exit status is there at the same moment.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+
+_STATE, _EXIT_CODE = 0, 49  # fields after "pid (comm) "
+
+
+class Statm:
+    """The open /proc/<pid>/statm of one process: one pread tells whether it still has memory."""
+
+    def __init__(self, pid: int) -> None:
+        self._fd = os.open(f"/proc/{pid}/statm", os.O_RDONLY)
+
+    def dead(self) -> bool:
+        try:
+            fields = os.pread(self._fd, 128, 0).split()
+        except ProcessLookupError:
+            return True
+        return len(fields) < 2 or fields[1] == b"0"
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a process ended: an exit code, or the signal that killed it (exactly one is not None)."""
+
+    code: int | None
+    signal: int | None
+
+    @staticmethod
+    def from_wait_status(status: int) -> Exit:
+        number = status & 0x7F
+        return Exit(None, number) if number else Exit(status >> 8 & 0xFF, None)
+
+    @staticmethod
+    def from_returncode(code: int) -> Exit:
+        return Exit(None, -code) if code < 0 else Exit(code, None)
+
+    def __str__(self) -> str:
+        if self.signal is None:
+            return f"exit code {self.code}"
+        try:
+            return f"killed by {signal.Signals(self.signal).name}"
+        except ValueError:
+            return f"killed by signal {self.signal}"
+
+
+def _stat(pid: int) -> list[str] | None:
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rsplit(")", 1)[1].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def exit_of(pid: int) -> Exit | None:
+    """How the dying process ``pid`` (our own child, not reaped) ended; None if /proc no longer says."""
+    fields = _stat(pid)
+    return None if fields is None else Exit.from_wait_status(int(fields[_EXIT_CODE]))
+
+
+def is_stopped(pid: int) -> bool:
+    """True in state T (SIGSTOP) or t (ptrace stop)."""
+    fields = _stat(pid)
+    return fields is not None and fields[_STATE] in ("T", "t")

@@ -1,0 +1,64 @@
+"""Pre-warmed processes: they have imported what the live workers have imported, and wait to fill a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from flashrecovery.agent.process import WorkerProcess
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+
+class StandbyPool:
+    """Keeps ``size`` standbys. They are started once the modules of a live worker are known, so that they do not
+    compete with the launch; a used or dead one is replenished in the background."""
+
+    def __init__(self, size: int, spawn: Callable[[Path], WorkerProcess], log_dir: Path) -> None:
+        self.size = size
+        self._spawn = spawn
+        self._log_dir = log_dir
+        self._processes: list[WorkerProcess] = []
+        self._modules: list[str] = []
+        self._count = 0
+        self.open = False
+
+    def set_modules(self, names: list[str]) -> None:
+        """The modules that a live worker has loaded by now."""
+        self._modules = names
+        self.open = True
+
+    def missing(self) -> int:
+        return self.size - len(self._processes) if self.open else 0
+
+    def start_one(self) -> WorkerProcess:
+        self._count += 1
+        process = self._spawn(self._log_dir / f"standby{self._count}.log")
+        self._processes.append(process)
+        return process
+
+    def warm(self, process: WorkerProcess) -> None:
+        """The process is up: have it import."""
+        process.send(pb.ToWorker(warm=pb.Warm(modules=self._modules)))
+
+    def take(self) -> WorkerProcess | None:
+        """A ready standby, or else one that is still importing (it is ahead of a cold one), or None."""
+        for process in sorted(self._processes, key=lambda p: not p.ready):
+            if not process.dead:
+                self._processes.remove(process)
+                return process
+        return None
+
+    def discard(self, process: WorkerProcess) -> bool:
+        """True if ``process`` was one of ours."""
+        if process in self._processes:
+            self._processes.remove(process)
+            return True
+        return False
+
+    def counts(self) -> tuple[int, int]:
+        """(ready, starting)"""
+        ready = sum(p.ready for p in self._processes)
+        return ready, len(self._processes) - ready
+
+    def processes(self) -> list[WorkerProcess]:
+        return list(self._processes)

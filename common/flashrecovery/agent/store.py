@@ -1,0 +1,58 @@
+"""The TCPStore of the job, in a process of its own.
+
+No rank hosts it, so no rank's death takes it away; each generation works under its own prefix. The agent binds and
+listens itself and hands the socket over: the port is known, and reserved, before the store's process is up.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+from flashrecovery.errors import ConfigError
+
+
+class StoreServer:
+    """``python -m flashrecovery.agent.store_server``; clients that come early wait in the backlog."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.host = host
+        self._sock = socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET)
+        if self._sock.family == socket.AF_INET6:
+            self._sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._sock.bind(("", port))
+        except OSError as e:
+            self._sock.close()
+            raise ConfigError(f"--master-port {port}: {e.strerror}; choose another port, or 0 for any free one") from e
+        self._sock.listen(1024)
+        self.port: int = self._sock.getsockname()[1]
+        fd = self._sock.fileno()
+        self._popen = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "flashrecovery.agent.store_server",
+                str(fd),
+                str(self.port),
+                str(os.getpid()),
+            ],
+            pass_fds=(fd,),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def close(self) -> None:
+        self._popen.kill()
+        self._popen.wait()
+        self._sock.close()

@@ -1,0 +1,1 @@
+"""The command line: run, status, inject, report, doctor."""

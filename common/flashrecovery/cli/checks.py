@@ -1,0 +1,384 @@
+"""What ``flashrecovery doctor`` looks at. Each check is a function that returns findings and changes nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import mmap
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from flashrecovery.errors import FlashRecoveryError
+
+
+class Level(str, Enum):
+    """OK: helps. WARN: works, but slower or less safe. FAIL: recovery cannot work."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One look at the environment: what was found, what it means, and what to do about it ("" if nothing)."""
+
+    check: str
+    level: Level
+    found: str
+    meaning: str
+    advice: str = ""
+
+
+# -- software -------------------------------------------------------------------------------------
+
+_TORCH = ((2, 13), (2, 14))
+_OPTIONAL = {"deepspeed": ((0, 19), (0, 20)), "megatron-core": ((0, 16), (0, 17)), "torchdata": ((0, 11), (1, 0))}
+
+
+def python() -> list[Finding]:
+    found = f"{platform.python_implementation()} {platform.python_version()} on {platform.system()}"
+    if sys.platform != "linux":
+        return [Finding("python", Level.FAIL, found, "pidfd, memfd and /proc exist on Linux only", "run on Linux")]
+    return [Finding("python", Level.OK, found, "supported")]
+
+
+def version_of(distribution: str) -> str | None:
+    """The installed version, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def in_range(version: str, low: tuple[int, ...], high: tuple[int, ...]) -> bool:
+    """``low <= version < high``, by the leading numbers of ``version``."""
+    numbers = []
+    for part in version.split("+")[0].split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return low <= tuple(numbers) < high
+
+
+def torch_version() -> list[Finding]:
+    version = version_of("torch")
+    low, high = (".".join(map(str, v)) for v in _TORCH)
+    if version is None:
+        return [Finding("torch", Level.FAIL, "not installed", "training needs it", f"install torch>={low},<{high}")]
+    if not in_range(version, *_TORCH):
+        meaning = f"the process-group backend uses private parts of torch {low}; another version may not have them"
+        return [Finding("torch", Level.FAIL, version, meaning, f"install torch>={low},<{high}")]
+    from flashrecovery.groups.torch_private import TESTED_TORCH
+
+    if version.split("+")[0] not in TESTED_TORCH:
+        meaning = f"not among the versions that were tested ({', '.join(TESTED_TORCH)})"
+        return [Finding("torch", Level.WARN, version, meaning, "try a fault drill before a long run")]
+    return [Finding("torch", Level.OK, version, "tested")]
+
+
+def frameworks() -> list[Finding]:
+    """Frameworks that have an adapter, as far as they are installed."""
+    findings = []
+    for name, (low, high) in _OPTIONAL.items():
+        version = version_of(name)
+        wanted = f">={'.'.join(map(str, low))},<{'.'.join(map(str, high))}"
+        if version is None:
+            findings.append(Finding(name, Level.OK, "not installed", "optional"))
+        elif in_range(version, low, high):
+            findings.append(Finding(name, Level.OK, version, "supported"))
+        else:
+            meaning = f"outside of the supported range {wanted}"
+            findings.append(Finding(name, Level.WARN, version, meaning, f"install {name}{wanted} to use its adapter"))
+    return findings
+
+
+def patches() -> list[Finding]:
+    """Changes to frameworks that installed packages bring along."""
+    names = sorted(e.name for e in importlib.metadata.entry_points(group="flashrecovery.patches"))
+    return [Finding("patches", Level.OK, ", ".join(names) or "none", "changes that adapters make in a framework")]
+
+
+# -- process groups -------------------------------------------------------------------------------
+
+
+def backend(build: bool, progress: Callable[[str], None]) -> list[Finding]:
+    """The compiled process-group backend; compiled now if ``build``. Loading it is part of the check."""
+    if version_of("torch") is None:
+        return []
+    from flashrecovery.groups import native_build
+
+    path = native_build.cached()
+    try:
+        if path is None and build:
+            path = native_build.build(progress)
+        if path is not None:
+            native_build.native()
+            return [Finding("backend", Level.OK, str(path), "compiled for this torch, and loads")]
+    except FlashRecoveryError as e:
+        advice = "do what the message says, then: flashrecovery doctor --build"
+        return [Finding("backend", Level.FAIL, str(e), "process groups cannot be exchanged without it", advice)]
+    advice = "flashrecovery doctor --build"
+    return [Finding("backend", Level.WARN, "not compiled yet", "the first launch compiles it (10-60 s)", advice)]
+
+
+def compiler(built: bool) -> list[Finding]:
+    """What the backend is compiled with; only needed while it is not compiled."""
+    name = os.environ.get("CXX", "g++")
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    missing = [f"no {name}"] * (shutil.which(name) is None) + [f"no {headers}"] * (not headers.exists())
+    if not missing:
+        return [Finding("compiler", Level.OK, str(shutil.which(name)), "can compile the process-group backend")]
+    level, advice = (Level.WARN if built else Level.FAIL), "Debian/Ubuntu: apt install g++ python3-dev"
+    return [Finding("compiler", level, "; ".join(missing), "needed once for each torch build", advice)]
+
+
+def nccl(environment: Mapping[str, str], wanted: bool) -> list[Finding]:
+    """NCCL's variables as a worker would see them, if there is an NVIDIA device or if asked for."""
+    if not wanted and not Path("/dev/nvidiactl").exists():
+        return [Finding("nccl", Level.OK, "no NVIDIA device", "not looked at (--nccl forces it)")]
+    from flashrecovery.agent.environment import common_env
+    from flashrecovery.config import RunConfig
+    from flashrecovery.groups import nccl_environment_findings
+
+    found = nccl_environment_findings({**environment, **common_env(RunConfig())})
+    if not found:
+        return [Finding("nccl", Level.OK, "environment variables", "leave failures to be recovered")]
+    meaning = "NCCL's own reaction to a failure comes before the recovery"
+    return [
+        Finding("nccl", Level.WARN, f"{f.name}={f.value if f.value is not None else '(unset)'}", meaning, f.advice)
+        for f in found
+    ]
+
+
+# -- operating system -----------------------------------------------------------------------------
+
+
+def kernel() -> list[Finding]:
+    """The three kernel features that detection and the capsule pages are made of."""
+    findings = []
+    statm = Path(f"/proc/{os.getpid()}/statm")
+    readable = statm.exists() and statm.read_text().split()[1:2] != []
+    findings.append(
+        Finding("/proc", Level.OK, "readable", "a killed process is seen within milliseconds")
+        if readable
+        else Finding("/proc", Level.FAIL, "unreadable", "deaths and hangs cannot be seen", "mount proc on /proc")
+    )
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        findings.append(Finding("pidfd", Level.OK, "works", "the end of a process is seen without polling"))
+    except (OSError, AttributeError) as e:
+        advice = "use Linux 5.3 or newer, and allow pidfd_open in the container's seccomp profile"
+        findings.append(Finding("pidfd", Level.FAIL, str(e), "the end of a process cannot be watched", advice))
+    try:
+        fd = os.memfd_create("flashrecovery-doctor")
+        try:
+            os.ftruncate(fd, mmap.PAGESIZE)
+            mmap.mmap(fd, mmap.PAGESIZE).close()
+        finally:
+            os.close(fd)
+        findings.append(Finding("memfd", Level.OK, "works", "step tags and capsules survive their process"))
+    except (OSError, AttributeError) as e:
+        advice = "allow memfd_create in the container's seccomp profile"
+        findings.append(Finding("memfd", Level.FAIL, str(e), "step tags and capsules have no place", advice))
+    return findings
+
+
+def limits() -> list[Finding]:
+    """Open files and processes."""
+    findings = []
+    for check, kind, least, good, use in (
+        ("open files", resource.RLIMIT_NOFILE, 256, 4096, "a process group takes about 7 descriptors in each rank"),
+        ("processes", resource.RLIMIT_NPROC, 128, 4096, "a process group takes about 4 threads in each rank"),
+    ):
+        soft, hard = resource.getrlimit(kind)
+        found = f"{_limit(soft)} (at most {_limit(hard)})"
+        if soft == resource.RLIM_INFINITY or soft >= good:
+            findings.append(Finding(check, Level.OK, found, use))
+            continue
+        letter = "n" if kind == resource.RLIMIT_NOFILE else "u"
+        level = Level.WARN if soft >= least else Level.FAIL
+        findings.append(Finding(check, level, found, use, f"ulimit -{letter} {good}"))
+    return findings
+
+
+def memory() -> list[Finding]:
+    """Host memory for undo and neighbour copies; /dev/shm for data loaders (recovery itself leaves nothing there)."""
+    free = available_memory()
+    found = f"{free / 2**30:.1f} GiB available"
+    use = "undo and neighbour copies take up to 4 times a rank's state in host memory"
+    findings = [
+        Finding("memory", Level.OK, found, use)
+        if free >= 2 << 30
+        else Finding("memory", Level.WARN, found, use, "free memory, or set redundancy and undo to what you need")
+    ]
+    try:
+        shm = os.statvfs("/dev/shm")
+    except OSError as e:
+        advice = "mount a tmpfs on /dev/shm"
+        return [*findings, Finding("/dev/shm", Level.WARN, str(e), "data loaders with workers need it", advice)]
+    room = shm.f_bavail * shm.f_frsize
+    found = f"{room / 2**20:.0f} MiB free"
+    if room < 64 << 20:
+        advice = "enlarge it (docker run --shm-size=1g), or remove what killed jobs left there"
+        findings.append(
+            Finding("/dev/shm", Level.WARN, found, "data loaders with workers fail when it is full", advice)
+        )
+    else:
+        findings.append(Finding("/dev/shm", Level.OK, found, "for data loaders; recovery itself uses none"))
+    return findings
+
+
+def available_memory() -> int:
+    """Bytes that new allocations can have: the machine's, or what the control group leaves."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()).isdigit():
+        free = min(free, int(text) - int(used.read_text()))
+    return free
+
+
+def clock() -> list[Finding]:
+    """Each step tag carries a monotonic time; where reading the clock is a system call, tags become slow."""
+    count = 2000
+    began = time.perf_counter_ns()
+    for _ in range(count):
+        time.monotonic_ns()
+    cost = (time.perf_counter_ns() - began) / count
+    source = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+    name = source.read_text().strip() if source.exists() else "unknown source"
+    found = f"{name}, {cost:.0f} ns a reading"
+    if cost > 1000:
+        advice = "use a clock source without system calls (tsc, kvm-clock, arch_sys_counter)"
+        return [Finding("clock", Level.WARN, found, "a step tag costs more than 1 us", advice)]
+    return [Finding("clock", Level.OK, found, "cheap enough for step tags")]
+
+
+def threads(environment: Mapping[str, str], cpus: int) -> list[Finding]:
+    """OMP_NUM_THREADS."""
+    text = environment.get("OMP_NUM_THREADS")
+    if text is None:
+        meaning = "`flashrecovery run` sets 1 where it starts several processes on a node, as torchrun does"
+        return [Finding("OMP_NUM_THREADS", Level.OK, "unset", meaning)]
+    first = text.split(",")[0]
+    if not first.isdigit() or int(first) < 1:
+        return [Finding("OMP_NUM_THREADS", Level.WARN, text, "not a number >= 1", "unset it or set it to 1")]
+    if int(first) > cpus:
+        meaning = f"more threads in each rank than the {cpus} CPUs of this machine"
+        return [Finding("OMP_NUM_THREADS", Level.WARN, text, meaning, "CPUs divided by ranks on this node")]
+    return [Finding("OMP_NUM_THREADS", Level.OK, text, f"{cpus} CPUs")]
+
+
+# -- network --------------------------------------------------------------------------------------
+
+_SLOW_LOOKUP_S = 0.1
+_GIVE_UP_S = 1.5
+
+
+def timed(function: Callable[[], object], limit_s: float) -> float | None:
+    """Seconds that ``function`` takes, whatever comes of it; None if more than ``limit_s`` (it goes on by itself)."""
+    done = threading.Event()
+    began = time.monotonic()
+
+    def call() -> None:
+        try:
+            function()
+        except OSError:  # no name for an address is an answer too; only the time matters here
+            pass
+        finally:
+            done.set()
+
+    threading.Thread(target=call, daemon=True).start()
+    return time.monotonic() - began if done.wait(limit_s) else None
+
+
+def reverse_dns(lookups: int = 3) -> list[Finding]:
+    """torch's TCPStore looks up the name of each peer's address, in the server too: a lost reply stalls everybody."""
+    addresses: list[tuple[str, tuple[str, int] | tuple[str, int, int, int]]] = [
+        ("127.0.0.1", ("127.0.0.1", 1)),
+        ("::ffff:127.0.0.1", ("::ffff:127.0.0.1", 1, 0, 0)),
+    ]
+    own = _own_address()
+    if own is not None and not own.startswith("127."):
+        addresses.append((own, (own, 1)))
+    slowest, slow_address = 0.0, ""
+    for name, address in addresses:
+        for _ in range(lookups):
+            seconds = timed(lambda a=address: socket.getnameinfo(a, 0), _GIVE_UP_S)  # type: ignore[misc]
+            if seconds is None or seconds > slowest:
+                slowest, slow_address = (_GIVE_UP_S if seconds is None else seconds), name
+            if seconds is None:
+                break
+    meaning = "each connection to a TCPStore looks up its peer's name; while a reply is awaited, all clients wait"
+    if slowest > _SLOW_LOOKUP_S:
+        found = f"reverse lookup of {slow_address} takes {'over ' if slowest >= _GIVE_UP_S else ''}{slowest:.1f} s"
+        advice = 'give the nodes names (/etc/hosts or PTR records), or set RES_OPTIONS="timeout:1 attempts:1"'
+        return [Finding("reverse DNS", Level.WARN, found, meaning, advice)]
+    return [Finding("reverse DNS", Level.OK, f"at most {slowest * 1000:.0f} ms", meaning)]
+
+
+def _own_address() -> str | None:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return None
+
+
+def own_name(environment: Mapping[str, str]) -> list[Finding]:
+    """gloo listens on the address that the host's own name has, unless an interface is named."""
+    interface = environment.get("GLOO_SOCKET_IFNAME")
+    if interface is not None:
+        known = {name for _, name in socket.if_nameindex()}
+        unknown = [name for name in interface.split(",") if name not in known]
+        if unknown:
+            advice = f"one of: {', '.join(sorted(known))}"
+            meaning = "gloo cannot listen there"
+            return [Finding("host name", Level.FAIL, f"GLOO_SOCKET_IFNAME={interface}", meaning, advice)]
+        return [Finding("host name", Level.OK, f"GLOO_SOCKET_IFNAME={interface}", "gloo listens there")]
+    address = _own_address()
+    name = socket.gethostname()
+    if address is None:
+        meaning = "gloo falls back to the loopback interface: enough for one node only"
+        return [Finding("host name", Level.WARN, f"{name} has no address", meaning, "add it to /etc/hosts")]
+    return [Finding("host name", Level.OK, f"{name} is {address}", "gloo listens there")]
+
+
+def grpc_loopback() -> list[Finding]:
+    """A real connection to a gRPC server of our own."""
+    from concurrent import futures
+
+    from flashrecovery.proto import CHANNEL_OPTIONS
+
+    try:
+        import grpc
+    except ImportError as e:
+        advice = "install grpcio"
+        return [Finding("grpc", Level.FAIL, str(e), "controller and agents cannot talk", advice)]
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    try:
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        with grpc.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS) as channel:
+            grpc.channel_ready_future(channel).result(timeout=5)
+    except (grpc.FutureTimeoutError, RuntimeError) as e:
+        advice = "allow connections on the loopback interface"
+        found = f"{grpc.__version__}: no connection to 127.0.0.1 ({type(e).__name__})"
+        return [Finding("grpc", Level.FAIL, found, "controller and agents cannot talk", advice)]
+    finally:
+        server.stop(None).wait()
+    return [Finding("grpc", Level.OK, f"{grpc.__version__}", "connects over loopback")]
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value)

@@ -1,0 +1,73 @@
+"""``flashrecovery doctor``: what of this machine helps or hinders a recovery, and what to do about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator
+
+import click
+from rich.table import Table
+from rich.text import Text
+
+from flashrecovery.cli import checks
+from flashrecovery.cli.checks import Finding, Level
+from flashrecovery.cli.output import make_console
+
+_STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
+
+
+@click.command()
+@click.option("--build", is_flag=True, help="Compile the process-group backend now, if it is not compiled yet.")
+@click.option("--nccl", is_flag=True, help="Look at NCCL's environment also without an NVIDIA device.")
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+def doctor(build: bool, nccl: bool, as_json: bool) -> None:
+    """Say what of the environment helps or hinders. Exit code 1 if something makes recovery impossible."""
+    findings = list(examine(build, nccl))
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(f) for f in findings], indent=2))
+    else:
+        _show(findings)
+    if any(f.level is Level.FAIL for f in findings):
+        sys.exit(1)
+
+
+def examine(build: bool = False, nccl: bool = False) -> Iterator[Finding]:
+    """All findings, one check after the other."""
+    yield from checks.python()
+    torch = checks.torch_version()
+    yield from torch
+    yield from checks.frameworks()
+    yield from checks.patches()
+    if all(f.level is not Level.FAIL for f in torch):  # else the group code cannot even be imported
+        backend = checks.backend(build, lambda line: click.echo(f"flashrecovery: {line}", err=True))
+        yield from backend
+        yield from checks.compiler(built=all(f.level is Level.OK for f in backend))
+        yield from checks.nccl(os.environ, nccl)
+    yield from checks.grpc_loopback()
+    yield from checks.kernel()
+    yield from checks.limits()
+    yield from checks.memory()
+    yield from checks.clock()
+    yield from checks.threads(os.environ, len(os.sched_getaffinity(0)))
+    yield from checks.reverse_dns()
+    yield from checks.own_name(os.environ)
+
+
+def _show(findings: list[Finding]) -> None:
+    console = make_console()
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for _ in range(3):
+        table.add_column(overflow="fold")
+    for f in findings:
+        text = Text(f.found)
+        text.append(f"  {f.meaning}", style="dim")
+        if f.advice:
+            text.append(f"\n-> {f.advice}", style=_STYLES[f.level])
+        table.add_row(Text(f.level.value, style=_STYLES[f.level]), f.check, text)
+    console.print(table)
+    count = {level: sum(f.level is level for f in findings) for level in Level}
+    verdict = f"{count[Level.OK]} ok, {count[Level.WARN]} warnings, {count[Level.FAIL]} failures"
+    console.print(Text(verdict, style="bold"))

@@ -1,0 +1,47 @@
+"""``flashrecovery inject``: a fault on demand, for drills."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import grpc
+
+from flashrecovery.config import check_phase
+from flashrecovery.controller.service import TOKEN_KEY
+from flashrecovery.errors import ConfigError
+from flashrecovery.events import RunFiles
+from flashrecovery.proto import CHANNEL_OPTIONS
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+
+
+@click.command()
+@click.option("--run-dir", type=click.Path(path_type=Path), required=True, help="The job's run directory.")
+@click.option("--rank", type=int, required=True)
+@click.option(
+    "--fault",
+    type=click.Choice(["sigkill", "sigstop", "exit", "raise", "segv"]),
+    default="sigkill",
+    show_default=True,
+)
+@click.option("--at", "phase", default="", help="Phase of a step, or recovery:<state>; without it, at once.")
+@click.option("--step", type=int, default=-1, help="Step of the phase; without it, the next one.")
+def inject(run_dir: Path, rank: int, fault: str, phase: str, step: int) -> None:
+    """Inject a fault into a running job."""
+    check_phase(phase or None)
+    if step >= 0 and not phase:
+        raise ConfigError(f"--step {step} needs --at PHASE")
+    controller = RunFiles(run_dir).controller()
+    if controller is None:
+        raise ConfigError(f"--run-dir {run_dir}: no job runs there (no controller.json)")
+    address, token = controller["address"], controller["token"]
+    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        request = pb.InjectRequest(rank=rank, fault=fault, phase=phase, step=step)
+        try:
+            reply = rpc.ControllerStub(channel).Inject(request, metadata=((TOKEN_KEY, token),), timeout=5)
+        except grpc.RpcError as e:
+            raise ConfigError(f"--run-dir {run_dir}: no controller answers at {address} ({e.code()})") from e
+    if not reply.accepted:
+        raise ConfigError(reply.error)
+    click.echo(f"{fault} for rank {rank}" + (f" armed at {phase}" if phase else " sent"))

@@ -1,0 +1,57 @@
+"""``flashrecovery``: the commands, each imported only when it is used."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+from flashrecovery import __version__
+from flashrecovery.errors import FlashRecoveryError
+
+_COMMANDS = {
+    "run": "Start a training job that survives the death of a rank.",
+    "status": "What a job is doing.",
+    "inject": "Inject a fault into a running job.",
+    "report": "Every recovery of a job, phase by phase.",
+    "doctor": "What of the environment helps or hinders.",
+}
+
+
+class _Lazy(click.Group):
+    """Finds ``flashrecovery.cli.<name>.<name>`` on use."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module = importlib.import_module(f"flashrecovery.cli.{cmd_name}")
+        command = getattr(module, cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+
+@click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+def cli() -> None:
+    """Training jobs that survive the death of a rank."""
+
+
+def main() -> None:
+    """Entry point: errors made by the user are one clear message, not a traceback."""
+    try:
+        cli()
+    except FlashRecoveryError as e:
+        print(f"flashrecovery: error: {e}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""``flashrecovery run``: torchrun's spelling wherever torchrun has the option."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flashrecovery.config import load_run_config, parse_fault
+from flashrecovery.errors import ConfigError
+
+
+@click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@click.option("--nproc-per-node", "--nproc_per_node", default=None, help="Processes on this node: a number, or `gpu`.")
+@click.option("--nnodes", type=int, default=None, help="Number of nodes.")
+@click.option("--node-rank", "--node_rank", type=int, default=None, help="This node's number.")
+@click.option("--master-port", "--master_port", type=int, default=None, help="Port of the TCPStore; 0: any free one.")
+@click.option("--controller", default=None, help="HOST:PORT of the controller (several nodes).")
+@click.option("--standby", type=int, default=None, help="Pre-warmed processes to keep.")
+@click.option("--run-dir", type=click.Path(path_type=Path), default=None, help="Events, logs, rank table.")
+@click.option("--log", type=click.Choice(["0", "all", "none"]), default=None, help="Ranks whose output is shown live.")
+@click.option("--max-restarts", "--max_restarts", type=int, default=None, help="Restarts before the first step.")
+@click.option("--redundancy", default=None, help="auto | replica | neighbor | none")
+@click.option("--undo", default=None, help="Own pre-step copy: auto | always | never")
+@click.option("--hang-timeout", type=float, default=None, help="Seconds without progress that are never a hang.")
+@click.option("--checkpoint-dir", type=click.Path(path_type=Path), default=None, help="Fallback checkpoints.")
+@click.option("--checkpoint-interval", default=None, help="Seconds between fallback checkpoints, or `auto`.")
+@click.option("--resume", is_flag=True, default=None, help="Start from the newest fallback checkpoint.")
+@click.option("--config", "config_file", type=click.Path(path_type=Path), default=None, help="YAML with any key.")
+@click.option("--inject", multiple=True, help="Drill: rank=R,fault=sigkill,at=PHASE,step=I (repeatable).")
+@click.option("-m", "--module", is_flag=True, help="The script is a module, as in `python -m`.")
+@click.argument("script")
+@click.argument("script_args", nargs=-1, type=click.UNPROCESSED)
+def run(config_file: Path | None, module: bool, script: str, script_args: tuple[str, ...], **options: Any) -> None:
+    """Start SCRIPT on every rank, and keep the job going when ranks die.
+
+    Exit code 0 only if every rank finished.
+    """
+    config = load_run_config(config_file, _overrides(options))
+    if config.nnodes != 1 or config.controller is not None:
+        raise ConfigError(
+            f"nnodes = {config.nnodes}, controller = {config.controller!r}: this version runs on one node; "
+            "allowed: --nnodes 1 without --controller"
+        )
+    if not module and not Path(script).is_file():
+        raise ConfigError(f"script {script!r} does not exist (working directory: {os.getcwd()})")
+    from flashrecovery.events import RunDir
+    from flashrecovery.job import run_job
+
+    path = config.run_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    run_dir = RunDir(path)
+    print(
+        f"flashrecovery: {config.world_size} ranks, {config.standby} standby, run directory {path}",
+        file=sys.stderr,
+    )
+    command = ["-m", script, *script_args] if module else [script, *script_args]
+    try:
+        code, reason = asyncio.run(run_job(config, command, run_dir))
+    finally:
+        run_dir.close()
+    if code != 0:
+        print(f"flashrecovery: the job failed: {reason}\nEvidence is kept in {path}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _overrides(options: dict[str, Any]) -> dict[str, Any]:
+    """Command-line options that were given, in the shape of :class:`RunConfig`."""
+    values = {k: v for k, v in options.items() if v is not None}
+    inject: tuple[str, ...] = values.pop("inject", ())
+    if inject:
+        values["inject"] = [parse_fault(text).model_dump() for text in inject]
+    if "nproc_per_node" in values:
+        values["nproc_per_node"] = _nproc(values["nproc_per_node"])
+    if "hang_timeout" in values:
+        values["timeouts"] = {"hang_floor_s": values.pop("hang_timeout")}
+    checkpoint: dict[str, Any] = {}
+    if "checkpoint_dir" in values:
+        checkpoint["dir"] = values.pop("checkpoint_dir")
+    if "checkpoint_interval" in values:
+        checkpoint["interval_s"] = _interval(values.pop("checkpoint_interval"))
+    if checkpoint:
+        values["checkpoint"] = checkpoint
+    return values
+
+
+def _nproc(text: str) -> int:
+    """A number, or torchrun's ``gpu``, ``cpu``, ``auto``."""
+    if text.isdigit():
+        return int(text)
+    if text not in ("gpu", "cpu", "auto"):
+        raise ConfigError(f"--nproc-per-node {text!r}: allowed: a number >= 1, gpu, cpu, auto")
+    if text != "cpu":
+        import torch
+
+        if torch.cuda.is_available():
+            return torch.cuda.device_count()
+        if text == "gpu":
+            raise ConfigError("--nproc-per-node gpu: torch sees no GPU on this machine")
+    return os.cpu_count() or 1
+
+
+def _interval(text: str) -> float | str:
+    if text == "auto":
+        return text
+    try:
+        return float(text)
+    except ValueError as e:
+        raise ConfigError(f"--checkpoint-interval {text!r}: allowed: seconds, or auto") from e

@@ -1,0 +1,278 @@
+"""``flashrecovery status``: what a job is doing now, from its controller; or how it ended, from its run
+directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from rich.console import Group
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from flashrecovery.cli.history import read_history
+from flashrecovery.cli.output import count_text, make_console, seconds_text
+from flashrecovery.errors import ConfigError
+from flashrecovery.events import RunFiles
+
+_ANSWER_S = 2.0
+_REFRESH_S = 0.5
+_ENDED = ("finished", "failed", "lost")
+
+
+@dataclass(frozen=True)
+class RankView:
+    """One rank. ``tag``: the step tag in words; ``progress_age_s``: since its last sign of progress, None if
+    unknown; ``generation``: in which its process joined; ``committed``: its newest committed version, None if
+    none."""
+
+    rank: int
+    pid: int
+    node: str
+    state: str
+    tag: str
+    progress_age_s: float | None
+    generation: int
+    committed: int | None
+    step_s: float | None
+
+
+@dataclass(frozen=True)
+class RecoveryView:
+    """One finished recovery."""
+
+    generation: int
+    victims: tuple[int, ...]
+    kind: str
+    resume_step: int
+    total_s: float
+
+
+@dataclass(frozen=True)
+class JobView:
+    """One look at a job. ``live``: told by its controller just now; otherwise read from what it left behind.
+
+    ``state`` is the controller's (starting, running, quiescing ... failed), or ``lost`` for a job whose
+    launcher ended without a word.
+    """
+
+    state: str
+    live: bool
+    generation: int
+    run_dir: str
+    seconds: float
+    ranks: tuple[RankView, ...]
+    standby_ready: int
+    standby_starting: int
+    recoveries: tuple[RecoveryView, ...]
+    last_failure: str
+    reason: str
+
+
+@click.command()
+@click.argument("run_dir", type=click.Path(path_type=Path), required=False)
+@click.option("--controller", default=None, help="HOST:PORT of the controller, instead of RUN_DIR.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object (with --watch: one a line).")
+@click.option("--watch", is_flag=True, help="Refresh until the job ends.")
+def status(run_dir: Path | None, controller: str | None, as_json: bool, watch: bool) -> None:
+    """Show what the job in RUN_DIR, or of a controller, is doing."""
+    if (run_dir is None) == (controller is None):
+        raise ConfigError("status: give either RUN_DIR or --controller HOST:PORT")
+    look = _looker(run_dir, controller)
+    if watch and not as_json:
+        _watch(look)
+        return
+    while True:
+        view = look()
+        if as_json:
+            click.echo(json.dumps(dataclasses.asdict(view), indent=None if watch else 2))
+        else:
+            make_console().print(render(view))
+        if not watch or view.state in _ENDED:
+            return
+        time.sleep(_REFRESH_S)
+
+
+def _looker(run_dir: Path | None, controller: str | None) -> Callable[[], JobView]:
+    def at_controller() -> JobView:
+        assert controller is not None
+        view = ask(controller)
+        if view is None:
+            raise ConfigError(f"--controller {controller}: no controller answers there within {_ANSWER_S:g} s")
+        return view
+
+    def in_run_dir() -> JobView:
+        assert run_dir is not None
+        return look_at(RunFiles(run_dir))
+
+    return at_controller if run_dir is None else in_run_dir
+
+
+def _watch(look: Callable[[], JobView]) -> None:
+    view = look()
+    with Live(render(view), console=make_console(), auto_refresh=False) as screen:
+        while view.state not in _ENDED:
+            time.sleep(_REFRESH_S)
+            view = look()
+            screen.update(render(view), refresh=True)
+
+
+# -- data -----------------------------------------------------------------------------------------
+
+
+def look_at(files: RunFiles) -> JobView:
+    """From the live controller of the run directory if it answers, else from what is on disk.
+
+    Raises:
+        ConfigError: this is no run directory.
+    """
+    controller = files.controller()
+    if controller is not None and files.is_live():
+        view = ask(controller["address"])
+        if view is not None:
+            return view
+    return from_files(files)
+
+
+def ask(address: str) -> JobView | None:
+    """Ask the controller at ``host:port``; None if none answers within two seconds."""
+    import grpc
+
+    from flashrecovery.proto import CHANNEL_OPTIONS
+    from flashrecovery.proto import flashrecovery_pb2 as pb
+    from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+
+    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        try:
+            found = rpc.ControllerStub(channel).Status(pb.StatusRequest(), timeout=_ANSWER_S)
+        except grpc.RpcError:
+            return None
+    return JobView(
+        state=found.state,
+        live=True,
+        generation=found.generation,
+        run_dir=found.run_dir,
+        seconds=found.uptime_s,
+        ranks=tuple(
+            RankView(
+                rank=r.rank,
+                pid=r.pid,
+                node=r.node,
+                state=r.state,
+                tag=tag_text(r.tag),
+                progress_age_s=r.progress_age_s,
+                generation=r.generation,
+                committed=r.committed if r.committed >= 0 else None,
+                step_s=r.step_s or None,
+            )
+            for r in sorted(found.ranks, key=lambda r: r.rank)
+        ),
+        standby_ready=found.standby_ready,
+        standby_starting=found.standby_starting,
+        recoveries=tuple(
+            RecoveryView(r.generation, tuple(r.victims), r.kind, r.resume_step, r.total_s) for r in found.recoveries
+        ),
+        last_failure=found.last_failure,
+        reason=found.failure_reason,
+    )
+
+
+def from_files(files: RunFiles) -> JobView:
+    """What the event log and the last rank table say. Raises ConfigError if this is no run directory."""
+    live = files.is_live()
+    history = read_history(files.events())
+    table = files.rank_table() or {"ranks": []}
+    ended = history.state in ("finished", "failed")
+    last = history.failures[-1] if history.failures else None
+    return JobView(
+        state=history.state if ended or live else "lost",
+        live=False,
+        generation=history.generation,
+        run_dir=str(files.path),
+        seconds=history.seconds,
+        ranks=tuple(
+            RankView(
+                r["rank"],
+                r["pid"],
+                r["node"],
+                "unknown" if live else "ended",
+                "",
+                None,
+                r["joined_generation"],
+                None,
+                None,
+            )
+            for r in table["ranks"]
+        ),
+        standby_ready=history.standby_ready if live else 0,
+        standby_starting=history.standby_starting if live else 0,
+        recoveries=tuple(
+            RecoveryView(r.generation, r.victims, r.cause, r.resume_step, r.total_s)
+            for r in history.recoveries
+            if r.finished
+        ),
+        last_failure=f"rank {last.rank}: {last.kind}: {last.evidence}" if last is not None else "",
+        reason=history.reason,
+    )
+
+
+def tag_text(tag: int) -> str:
+    """The step tag in words."""
+    if tag >= 0:
+        return f"step {tag}"
+    return "updating" if tag == -1 else "set-up"
+
+
+# -- terminal -------------------------------------------------------------------------------------
+
+_STYLES = {"running": "green", "finished": "green", "failed": "red", "lost": "red"}
+
+
+def render(view: JobView) -> Group:
+    """The table for people."""
+    head = Text("Job ")
+    head.append(view.state, style=_STYLES.get(view.state, "yellow"))
+    head.append(f", generation {view.generation}, {seconds_text(view.seconds)}, standbys {view.standby_ready} ready")
+    if view.standby_starting:
+        head.append(f" + {view.standby_starting} starting")
+    head.append(f", {count_text(len(view.recoveries), 'recovery', 'recoveries')}\n{view.run_dir}")
+    if view.state == "lost":
+        head.append("\nIts launcher ended without a word; the log is what it left.", style="red")
+    if view.reason:
+        head.append(f"\nReason: {view.reason}", style="red")
+    if view.last_failure:
+        head.append(f"\nLast failure: {view.last_failure}")
+    parts: list[Text | Table] = [head]
+    if view.ranks:
+        parts.append(_ranks(view))
+    if view.recoveries:
+        last = view.recoveries[-1]
+        victims = ", ".join(str(v) for v in last.victims)
+        parts.append(
+            Text(
+                f"Last recovery: rank {victims} ({last.kind}), resumed at step {last.resume_step}, "
+                f"{seconds_text(last.total_s)} in all"
+            )
+        )
+    return Group(*parts)
+
+
+def _ranks(view: JobView) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("rank", "pid", "node", "state", "tag", "committed", "last progress", "step time", "joined in"):
+        table.add_column(column, justify="left" if column in ("node", "state", "tag") else "right", no_wrap=True)
+    for r in view.ranks:
+        age = "-" if r.progress_age_s is None else seconds_text(r.progress_age_s)
+        step = "-" if r.step_s is None else seconds_text(r.step_s)
+        committed = "-" if r.committed is None else str(r.committed)
+        table.add_row(
+            str(r.rank), str(r.pid), escape(r.node), r.state, r.tag, committed, age, step, f"gen {r.generation}"
+        )
+    return table

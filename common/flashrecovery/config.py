@@ -1,0 +1,229 @@
+"""Every setting and every timeout, in one validated place.
+
+``Timeouts`` is the only table of timeouts of the project: each has the reason for its default beside it. A wrong key
+or value is a :class:`ConfigError` that names the key, the value and what is allowed, before any process starts.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from flashrecovery.errors import ConfigError
+
+CONFIG_ENV = "FLASHRECOVERY_CONFIG"
+"""Environment variable in which a worker finds its :class:`Settings` as JSON."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Timeouts(_Model):
+    """All timeouts and periods, in seconds."""
+
+    heartbeat_s: float = Field(
+        0.25, gt=0, le=0.25, description="agent -> controller; the design asks for at least 4 Hz"
+    )
+    death_poll_s: float = Field(
+        0.005,
+        gt=0,
+        le=0.05,
+        description="poll of /proc/<pid>/statm; a big process shows there 50 ms..2 s before its pidfd",
+    )
+    hang_floor_s: float = Field(
+        120.0,
+        gt=0,
+        description="no progress for less than this is never a hang: first steps compile, loaders stall",
+    )
+    hang_factor: float = Field(10.0, ge=2, description="a hang is also at least this many usual step times")
+    stopped_s: float = Field(2.0, gt=0, description="a process in state T (SIGSTOP) this long has failed")
+    ping_s: float = Field(1.0, gt=0, description="answer of a worker's control thread when a hang is suspected")
+    mutation_grace_s: float = Field(
+        30.0,
+        gt=0,
+        description="a rank that changes its state (tag -1) may finish; offloaded optimizers take seconds",
+    )
+    mutation_blocked_s: float = Field(
+        0.25,
+        gt=0,
+        description="... unless it waits in one collective this long: its peer may be the dead one",
+    )
+    stop_ack_s: float = Field(
+        10.0,
+        gt=0,
+        description="survivor unwound after the stop (besides mutation_grace_s); long kernels finish first",
+    )
+    drain_s: float = Field(5.0, gt=0, description="abandoned operations let go of their tensors; milliseconds on gloo")
+    peer_error_wait_s: float = Field(
+        20.0,
+        gt=0,
+        description="a rank whose collective failed waits for the controller's stop before it fails itself",
+    )
+    fence_s: float = Field(10.0, gt=0, description="SIGKILL to process gone; a 100 GB process takes seconds")
+    replacement_s: float = Field(
+        900.0,
+        gt=0,
+        description="replacement at its first step: cold imports, model and data set construction",
+    )
+    startup_s: float = Field(3600.0, gt=0, description="all ranks at their first step at launch")
+    regroup_s: float = Field(60.0, gt=0, description="all groups of a new generation formed")
+    restore_s: float = Field(600.0, gt=0, description="all lost bytes transferred and verified")
+    resume_ack_s: float = Field(30.0, gt=0, description="every rank back in its loop after the resume command")
+    shutdown_grace_s: float = Field(3.0, gt=0, le=4.0, description="SIGTERM to SIGKILL at the end; all within 5 s")
+
+
+class CheckpointSettings(_Model):
+    """Fallback checkpoint: written seldom, used only when no consistent cut exists."""
+
+    dir: Path | None = Field(None, description="directory that every rank can read and write; none: no checkpoints")
+    interval_s: float | Literal["auto"] = Field("auto", description="seconds between checkpoints")
+    keep: int = Field(2, ge=1, description="complete checkpoints to keep")
+    failures_per_day: float = Field(
+        0.05,
+        gt=0,
+        description="assumed rate of failures that need the checkpoint, m/d of FlashRecovery equation (3)",
+    )
+
+
+class Settings(_Model):
+    """What a worker needs to know (handed over in :data:`CONFIG_ENV`)."""
+
+    redundancy: Literal["auto", "replica", "neighbor", "none"] = Field(
+        "auto", description="copies of what no peer holds"
+    )
+    undo: Literal["auto", "always", "never"] = Field("auto", description="own pre-step copy of the state")
+    verify: bool = Field(True, description="compare the digest of every restored shard with its source's")
+    checkpoint: CheckpointSettings = Field(CheckpointSettings(), description="fallback checkpoint")
+    timeouts: Timeouts = Field(Timeouts(), description="all timeouts")
+    resume: bool = Field(False, description="start from the newest fallback checkpoint if there is one")
+
+
+class FaultSpec(_Model):
+    """One injected fault: ``rank=1,fault=sigkill,at=backward,step=3``."""
+
+    rank: int = Field(ge=0)
+    fault: Literal["sigkill", "sigstop", "exit", "raise", "segv", "corrupt"] = "sigkill"
+    at: str | None = None
+    step: int | None = Field(None, ge=0)
+
+
+class RunConfig(Settings):
+    """Everything ``flashrecovery run`` knows. Option names are torchrun's where torchrun has the option."""
+
+    nproc_per_node: int = Field(1, ge=1, description="training processes on this node")
+    nnodes: int = Field(1, ge=1, description="nodes; this version runs on one")
+    node_rank: int = Field(0, ge=0, description="number of this node")
+    master_port: int = Field(0, ge=0, le=65535, description="port of the TCPStore; 0: any free one")
+    controller: str | None = Field(None, description="HOST:PORT of the controller; not with one node")
+    standby: int = Field(0, ge=0, description="pre-warmed processes to keep")
+    run_dir: Path | None = Field(None, description="events, logs, rank table; default runs/<time>-<pid>")
+    log: Literal["0", "all", "none"] = Field("0", description="ranks whose output is shown live")
+    max_restarts: int = Field(3, ge=0, description="whole restarts while nothing has been trained yet")
+    max_failures_per_step: int = Field(
+        3, ge=1, description="the same rank failing at the same step so often ends the job"
+    )
+    inject: tuple[FaultSpec, ...] = Field((), description="drills: faults to inject")
+
+    def settings(self) -> Settings:
+        return Settings.model_validate({name: getattr(self, name) for name in Settings.model_fields})
+
+    @property
+    def world_size(self) -> int:
+        return self.nproc_per_node * self.nnodes
+
+
+PHASES = (
+    "between",
+    "data",
+    "forward",
+    "backward",
+    "grad-sync",
+    "optimizer-start",
+    "optimizer",
+    "param-gather",
+    "commit",
+)
+RECOVERY_PHASES = tuple(
+    f"recovery:{state}" for state in ("quiescing", "replacing", "regrouping", "restoring", "verifying")
+)
+
+
+def parse_fault(text: str) -> FaultSpec:
+    """``rank=1,fault=sigkill,at=backward,step=3`` -> :class:`FaultSpec`. Raises ConfigError."""
+    values: dict[str, Any] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        key, sep, value = part.partition("=")
+        if not sep:
+            raise ConfigError(f"--inject {text!r}: {part!r} is not KEY=VALUE; keys: rank, fault, at, step")
+        values[key.strip()] = value.strip()
+    spec: FaultSpec = _validate(FaultSpec, values, f"--inject {text!r}")
+    check_phase(spec.at)
+    return spec
+
+
+def check_phase(phase: str | None) -> None:
+    """Raises ConfigError if ``phase`` is not a phase of a step or of a recovery."""
+    if phase is not None and phase not in PHASES + RECOVERY_PHASES:
+        near = difflib.get_close_matches(phase, PHASES + RECOVERY_PHASES, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"phase {phase!r} is unknown{hint} Allowed: {', '.join(PHASES + RECOVERY_PHASES)}")
+
+
+def load_run_config(file: Path | None, overrides: dict[str, Any]) -> RunConfig:
+    """The YAML ``file`` (may be None) overlaid with command-line ``overrides``. Raises ConfigError."""
+    values: dict[str, Any] = {}
+    where = "command line"
+    if file is not None:
+        where = str(file)
+        try:
+            loaded = yaml.safe_load(file.read_text())
+        except OSError as e:
+            raise ConfigError(f"--config {file}: {e.strerror}") from e
+        except yaml.YAMLError as e:
+            raise ConfigError(f"--config {file}: not valid YAML: {e}") from e
+        if loaded is not None and not isinstance(loaded, dict):
+            raise ConfigError(f"--config {file}: a mapping of keys is needed, not {type(loaded).__name__}")
+        values = dict(loaded or {})
+    for key, value in overrides.items():
+        if isinstance(value, dict) and isinstance(values.get(key), dict):
+            values[key] = {**values[key], **value}
+        else:
+            values[key] = value
+    config: RunConfig = _validate(RunConfig, values, where)
+    for spec in config.inject:
+        check_phase(spec.at)
+        if spec.rank >= config.world_size:
+            raise ConfigError(f"inject: rank {spec.rank} is outside the world of {config.world_size} ranks")
+    if config.world_size == 1 and config.redundancy in ("replica", "neighbor"):
+        raise ConfigError(
+            f"redundancy: {config.redundancy!r} needs another rank to hold the copy, but the world size is 1; "
+            "allowed here: 'auto' or 'none' (with a checkpoint)"
+        )
+    return config
+
+
+def _validate(model: type[Any], values: dict[str, Any], where: str) -> Any:
+    try:
+        return model.model_validate(values)
+    except ValidationError as e:
+        raise ConfigError("\n".join(_explain(err, model, where) for err in e.errors())) from e
+
+
+def _explain(err: Any, model: type[BaseModel], where: str) -> str:
+    """One pydantic error in the user's words: key, value, what is allowed."""
+    path = ".".join(str(p) for p in err["loc"])
+    if err["type"] == "extra_forbidden":
+        owner: Any = model
+        for part in err["loc"][:-1]:
+            field = getattr(owner, "model_fields", {}).get(part)
+            owner = field.annotation if field is not None else owner
+        allowed = sorted(getattr(owner, "model_fields", {}))
+        near = difflib.get_close_matches(str(err["loc"][-1]), allowed, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        return f"{where}: unknown key {path!r} (value {err['input']!r}); {hint}allowed: {', '.join(allowed)}"
+    return f"{where}: {path} = {err['input']!r}: {err['msg']}"

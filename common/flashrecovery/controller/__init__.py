@@ -1,0 +1,1 @@
+"""The global service: membership, detection, the recovery state machine, the rank table."""

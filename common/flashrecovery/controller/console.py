@@ -1,0 +1,28 @@
+"""One line on the terminal for each event that a user wants to see as it happens."""
+
+from __future__ import annotations
+
+from flashrecovery import events as ev
+
+
+def line_of(event: ev.Event) -> str | None:
+    """What to print for ``event``; None for the others."""
+    if isinstance(event, ev.FailureDetected):
+        first = event.evidence.splitlines()[0] if event.evidence else ""
+        return f"rank {event.rank} failed at step {event.step} ({event.kind}: {first})"
+    if isinstance(event, ev.RecoveryFinished):
+        victims = ", ".join(map(str, event.victims))
+        return (
+            f"recovered in {event.total_s:.2f} s: rank {victims} replaced, training goes on from step "
+            f"{event.resume_step} (generation {event.generation})"
+        )
+    if isinstance(event, ev.FallbackStarted):
+        return f"no consistent state in memory ({event.reason}); going back to checkpoint {event.path}"
+    if isinstance(event, ev.Notice) and event.kind in (
+        "redundancy",
+        "undo_enabled",
+        "checkpoint_failed",
+        "digest_mismatch",
+    ):
+        return f"{event.kind.replace('_', ' ')}: {event.text}"
+    return None

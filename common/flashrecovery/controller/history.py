@@ -1,0 +1,79 @@
+"""One recovery from failure to first newly committed step, phase by phase."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flashrecovery import events as ev
+from flashrecovery.controller.restore import RestoreRound
+from flashrecovery.controller.states import State
+
+_PHASE = {
+    State.QUIESCING: "quiesce",
+    State.REPLACING: "replace",
+    State.FALLBACK: "fallback",
+    State.REGROUPING: "regroup",
+    State.RESTORING: "restore",
+    State.VERIFYING: "verify",
+    State.RUNNING: "redo",
+}
+
+
+@dataclass
+class Recovery:
+    """Times are CLOCK_MONOTONIC seconds, durations seconds. A further failure on the way adds to the same recovery."""
+
+    generation: int
+    failed_at: float
+    detect_s: float
+    victims: list[int] = field(default_factory=list)
+    cause: str = ""
+    resume_step: int = -1
+    reason: str = ""
+    phases: dict[str, float] = field(default_factory=dict)
+    sources: dict[str, int] = field(default_factory=dict)
+    bytes_on_wire: int = 0
+    total_s: float = 0.0
+    _open: tuple[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        self.phases["detect"] = self.detect_s
+
+    def add_victim(self, rank: int, kind: str, generation: int) -> None:
+        self.generation = generation
+        self.cause = self.cause or kind
+        if rank not in self.victims:
+            self.victims.append(rank)
+
+    def enter(self, state: State, now: float) -> tuple[str, float] | None:
+        """Close the open phase and open that of ``state``; returns (name, seconds) of the closed one."""
+        closed = None
+        if self._open is not None:
+            name, since = self._open
+            closed = (name, now - since)
+            self.phases[name] = self.phases.get(name, 0.0) + closed[1]
+        self._open = (_PHASE[state], now) if state in _PHASE else None
+        return closed
+
+    def add_round(self, done: RestoreRound) -> None:
+        self.bytes_on_wire += done.bytes_received()
+        for transfer in done.plan.transfers:
+            key = str(transfer.source)
+            self.sources[key] = self.sources.get(key, 0) + 1
+
+    def finish(self, now: float) -> None:
+        self.enter(State.FINISHED, now)
+        self.total_s = now - self.failed_at
+
+    def finished_event(self, generation: int) -> ev.RecoveryFinished:
+        return ev.RecoveryFinished(
+            generation=generation,
+            resume_step=self.resume_step,
+            victims=list(self.victims),
+            sources=dict(self.sources),
+            bytes=self.bytes_on_wire,
+            phases=dict(self.phases),
+            total_s=self.total_s,
+            cause=self.cause,
+            reason=self.reason,
+        )

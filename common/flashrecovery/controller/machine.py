@@ -1,0 +1,257 @@
+"""The controller's decisions: events in, actions out, no I/O.
+
+Everything that happens to the job comes in through one ``on_*`` method, on one thread; what is to be done comes out as
+:class:`Send` and :class:`Emit` actions. So every path, second failures at any point included, can be tested without
+a process. This file says what each event means; :mod:`.recovery` has the way of a recovery through the states of
+:mod:`.states`; what is known is in :mod:`.job_state` and :mod:`.records`.
+
+Every command has a serial number, an acknowledgement and a deadline. A rank that does not acknowledge in time is a
+victim like any other. A further failure at any point re-enters QUIESCING with the next generation; whatever is older
+than the current generation is dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashrecovery import events as ev
+from flashrecovery.controller.history import Recovery
+from flashrecovery.controller.records import Place, RankRecord, unequal_claims
+from flashrecovery.controller.recovery import RecoverySteps
+from flashrecovery.controller.restore import RestoreRound
+from flashrecovery.controller.states import RECOVERY_STATES, State
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+_RETRY_AFTER_S = 1.0
+
+
+@dataclass
+class Machine(RecoverySteps):
+    """What each event means for the job."""
+
+    def on_launch(self, now: float) -> None:
+        """All nodes are there: start every rank."""
+        self._started_at = now
+        for record in self.ranks.values():
+            self._fill(record, now, detached=False, reason="launch")
+
+    def on_started(self, message: pb.WorkerStarted, node: str, host: str) -> None:
+        record = self.ranks[message.rank]
+        record.place, record.pid, record.node, record.host = Place.STARTING, message.pid, node, host
+        record.joined_generation = self.generation
+        record.from_standby = message.standby
+        record.capsules = tuple(message.capsules)
+        if all(r.place is not Place.EMPTY for r in self.ranks.values()):
+            self._publish_rank_table()
+
+    def on_joined(self, message: pb.Joined, now: float) -> None:
+        """A worker has come to its first step and says which shards it needs and holds."""
+        record = self.ranks[message.rank]
+        if record.place is not Place.STARTING:
+            return
+        known = dict(record.needs)
+        record.joined(message)
+        self.outbox.keep(lambda p: (p.what, p.rank) != ("replace", record.rank))
+        if known and set(known) != set(record.needs):
+            odd = sorted(set(known) ^ set(record.needs))[:3]
+            self._fail(
+                f"rank {record.rank}: the replacement registered other state than the process it replaces: {odd}"
+            )
+        elif self.state is State.STARTING:
+            self._try_start(now)
+        else:
+            self._advance(now)
+
+    def on_failure(self, message: pb.Failure, now: float) -> None:
+        """The process of a rank is dead, hung, or cannot go on."""
+        record = self.ranks[message.rank]
+        if self.state in (State.FAILED, State.FINISHED) or record.pid != message.pid or record.place is Place.EMPTY:
+            return
+        step = max(message.step, record.committed, 0)
+        words = message.last_words
+        self.last_failure = f"rank {record.rank}: {message.kind}: {message.evidence}"
+        self._emit(
+            ev.FailureDetected(
+                generation=self.generation,
+                rank=record.rank,
+                kind=message.kind,
+                evidence=message.evidence,
+                detect_s=message.detect_s,
+                step=step,
+                exception=words.exception,
+                message=words.message,
+                traceback=words.traceback,
+            )
+        )
+        was = record.place
+        record.vacate()
+        if was is Place.RELEASED:
+            self._fail(f"{self.last_failure}, after its last step: its end state is lost")
+        elif self.state is State.STARTING:
+            self._restart(record, message, now)
+        else:
+            record.failures_at[step] = record.failures_at.get(step, 0) + 1
+            if record.failures_at[step] >= self.config.max_failures_per_step:
+                self._fail(
+                    f"rank {record.rank} failed {record.failures_at[step]} times at step {step} "
+                    f"(max_failures_per_step); the last time: {message.kind}: {message.evidence}"
+                )
+            else:
+                self._recover(record.rank, message.kind, message.failed_at or now, message.detect_s, now)
+
+    def on_reply(self, message: pb.Reply, now: float) -> None:
+        """A worker has carried out a command, or says why it could not."""
+        pending = self.outbox.acknowledge(message.serial)
+        if pending is None or message.generation != self.generation:
+            return
+        record = self.ranks[pending.rank]
+        if message.error_type:
+            self._emit(
+                ev.Notice(
+                    generation=self.generation,
+                    rank=record.rank,
+                    kind=f"{pending.what}_failed",
+                    text=f"{message.error_type}: {message.error}",
+                )
+            )
+            if message.fatal:
+                self._fail(f"rank {record.rank}: {message.error_type}: {message.error}")
+            else:
+                self._command_failed(record, pending.what, f"{message.error_type}: {message.error}", now)
+            return
+        if pending.what == "hold":
+            record.position = message.position
+        elif pending.what == "stop":
+            record.place = Place.STOPPED
+            record.needs = {n.name: n.nbytes for n in message.needs} or record.needs
+            record.take_inventory(message.live_version, message.held)
+        elif pending.what == "restore" and self._round is not None:
+            self._round.report(record.rank, message)
+        elif pending.what == "resume":
+            record.place = Place.RUNNING
+            record.live = -1
+        self._advance(now)
+
+    def on_done(self, message: pb.Done, now: float) -> None:
+        """A worker has taken all its steps; it is let go when every rank has."""
+        if message.generation != self.generation:
+            return
+        record = self.ranks[message.rank]
+        record.place, record.committed = Place.DONE, message.version
+        self._confirm(now)
+
+    def on_exited(self, message: pb.Exited, now: float) -> None:
+        """A process ended with code 0."""
+        record = self.ranks[message.rank]
+        if record.pid != message.pid or self.state in (State.FAILED, State.FINISHED):
+            return
+        finished = record.place in (Place.RELEASED, Place.DONE) or (
+            self.state is State.STARTING and record.place in (Place.STARTING, Place.FINISHED)
+        )
+        if not finished:
+            self._own_failure(record, "exit", "the process ended with code 0 in the middle of the training", now)
+            return
+        record.place = Place.FINISHED
+        if all(r.place is Place.FINISHED for r in self.ranks.values()):
+            self._to(State.FINISHED)
+            self._emit(ev.JobFinished(generation=self.generation, exit_code=0, seconds=now - self._started_at))
+
+    def on_heartbeat(self, message: pb.Heartbeat, now: float) -> None:
+        for health in message.ranks:
+            record = self.ranks.get(health.rank)
+            if record is None or record.pid != health.pid:
+                continue
+            record.tag, record.progress_age_s, record.step_s = (
+                health.tag,
+                health.progress_age_s,
+                health.step_s,
+            )
+            if record.place is Place.RUNNING:
+                record.committed = max(record.committed, health.committed)
+        self._confirm(now)
+
+    def on_checkpoint(self, version: int, path: str) -> None:
+        """A complete checkpoint exists."""
+        if self.checkpoint is None or version >= self.checkpoint[0]:
+            self.checkpoint = (version, path)
+
+    def on_tick(self, now: float) -> None:
+        """Look at the deadlines; call a few times a second."""
+        if self._retry_at is not None and now >= self._retry_at:
+            self._retry(now)
+        while (pending := self.outbox.expired(now)) is not None:
+            record = self.ranks[pending.rank]
+            if record.place is Place.EMPTY:
+                self._fail(f"rank {record.rank} could not be filled again within its deadline")
+            else:
+                self._own_failure(record, "unresponsive", f"no answer to {pending.what!r} within its deadline", now)
+
+    def on_stop_request(self, reason: str) -> None:
+        """The user or the scheduler wants the job to end."""
+        if self.state not in (State.FINISHED, State.FAILED):
+            self._fail(reason)
+
+    def _try_start(self, now: float) -> None:
+        """STARTING is over when every rank has come to its first step."""
+        if any(r.place is not Place.JOINED for r in self.ranks.values()):
+            return
+        wrong = unequal_claims(self.ranks.values())
+        if wrong:
+            self._fail(
+                "state registered as replicated is not equal on all ranks at the start: "
+                + "; ".join(wrong[:5])
+                + ". Initialise it alike (DDP broadcasts it) before registering it."
+            )
+            return
+        self._emit(
+            ev.JobStarted(generation=self.generation, world_size=len(self.ranks), seconds=now - self._started_at)
+        )
+        if self.config.resume and self.checkpoint is not None:
+            version, self._restore_from = self.checkpoint
+            self._start_version = version
+            self._round = RestoreRound.from_checkpoint(version, self.ranks)
+            self._to(State.RESTORING)
+            self._send_restore(now)
+        else:
+            self._to(State.RUNNING)
+            self._send_resume(0, now)
+
+    def _restart(self, failed: RankRecord, message: pb.Failure, now: float) -> None:
+        """A failure before the first step: nothing is lost yet, so everything starts again, unless it is the script."""
+        if message.kind == "exception":
+            words = message.last_words
+            self._fail(
+                f"rank {failed.rank} raised {words.exception} before its first step: {words.message}\n{words.traceback}"
+            )
+        else:
+            self._start_again(f"{self.last_failure}, before the first step", now)
+
+    def _recover(self, victim: int, kind: str, failed_at: float, detect_s: float, now: float) -> None:
+        """A rank has lost its process: replace it, and bring everybody back to one consistent version."""
+        if self.recovery is None:
+            self.recovery = Recovery(self.generation, failed_at, detect_s)
+        self.recovery.add_victim(victim, kind, self.generation + 1)
+        self._enter_recovery(kind, now, victim)
+
+    def _command_failed(self, record: RankRecord, what: str, error: str, now: float) -> None:
+        """A rank could not regroup or restore. Mostly its peer has just died, which is about to be reported; if
+        nothing is reported within a second, everybody tries again in the next generation."""
+        if what in ("regroup", "restore") and self.state in RECOVERY_STATES:
+            if self._retry_at is None:
+                self._retry_at = now + _RETRY_AFTER_S
+            return
+        self._own_failure(record, "command", f"{what}: {error}", now)
+
+    def _own_failure(self, record: RankRecord, kind: str, evidence: str, now: float) -> None:
+        """A failure that the controller itself has found."""
+        self.on_failure(
+            pb.Failure(
+                rank=record.rank,
+                pid=record.pid,
+                generation=self.generation,
+                kind=kind,
+                evidence=evidence,
+                failed_at=now,
+            ),
+            now,
+        )

@@ -1,0 +1,86 @@
+"""What the machine wants done, and which answers it waits for.
+
+Every command has a serial number. One with a deadline is *pending* until it is acknowledged; who misses the deadline is
+a victim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from flashrecovery import events as ev
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send ``command`` to the node that holds ``rank`` (for a Replace: that is to hold it)."""
+
+    rank: int
+    command: pb.Command
+
+
+@dataclass(frozen=True)
+class Emit:
+    """Write one event."""
+
+    event: ev.Event
+
+
+Action = Send | Emit
+
+
+@dataclass(frozen=True)
+class Pending:
+    """An acknowledgement that is waited for; ``deadline`` in CLOCK_MONOTONIC seconds."""
+
+    rank: int
+    what: str
+    deadline: float
+
+
+@dataclass
+class Outbox:
+    """Actions in order, and the pending commands by serial number."""
+
+    actions: list[Action] = field(default_factory=list)
+    pending: dict[int, Pending] = field(default_factory=dict)
+    _serial: int = 0
+
+    def take(self) -> list[Action]:
+        """The actions since the last call."""
+        actions, self.actions = self.actions, []
+        return actions
+
+    def emit(self, event: ev.Event) -> None:
+        self.actions.append(Emit(event))
+
+    def send(
+        self, rank: int, generation: int, command: pb.Command, deadline: float | None = None, what: str = ""
+    ) -> None:
+        """Send ``command``; with a deadline its acknowledgement is waited for."""
+        self._serial += 1
+        command.serial, command.generation, command.rank = self._serial, generation, rank
+        if deadline is not None:
+            self.pending[self._serial] = Pending(rank, what, deadline)
+        self.actions.append(Send(rank, command))
+
+    def acknowledge(self, serial: int) -> Pending | None:
+        """The pending command of this serial number, which no longer is."""
+        return self.pending.pop(serial, None)
+
+    def keep(self, condition: Callable[[Pending], bool]) -> None:
+        """Forget every pending command that does not meet ``condition``."""
+        self.pending = {serial: p for serial, p in self.pending.items() if condition(p)}
+
+    def waiting_for(self) -> set[str]:
+        """What is pending."""
+        return {p.what for p in self.pending.values()}
+
+    def expired(self, now: float) -> Pending | None:
+        """One pending command whose deadline has passed, no longer pending; None if there is none."""
+        for serial, pending in self.pending.items():
+            if now >= pending.deadline:
+                return self.pending.pop(serial)
+        return None

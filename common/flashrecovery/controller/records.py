@@ -1,0 +1,105 @@
+"""What the controller knows of each rank, and how it becomes input for :mod:`flashrecovery.plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from flashrecovery.plan import Holding, Kind, Need
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+
+class Place(str, Enum):
+    """What the process that fills a rank is doing, as far as the controller has been told."""
+
+    EMPTY = "empty"
+    STARTING = "starting"
+    JOINED = "joined"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    RECOVERING = "recovering"
+    DONE = "done"
+    RELEASED = "released"
+    FINISHED = "finished"
+
+
+def capsule_name(rank: int) -> str:
+    """Shard name of the rank-only state of ``rank``."""
+    return f"capsule@{rank}"
+
+
+@dataclass
+class RankRecord:
+    """One place in the world and the process in it. ``live`` is -1 when the process holds no whole version."""
+
+    rank: int
+    place: Place = Place.EMPTY
+    pid: int = 0
+    node: str = ""
+    host: str = ""
+    joined_generation: int = 0
+    from_standby: bool = False
+    needs: dict[str, int] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+    live: int = -1
+    held: list[Holding] = field(default_factory=list)
+    capsules: tuple[int, ...] = ()
+    tag: int = -2
+    committed: int = -1
+    progress_age_s: float = 0.0
+    step_s: float = 0.0
+    position: pb.Position = field(default_factory=pb.Position)
+    failures_at: dict[int, int] = field(default_factory=dict)
+
+    def vacate(self) -> None:
+        """The process is gone; what the rank needs stays known."""
+        self.place = Place.EMPTY
+        self.live = -1
+        self.held = []
+        self.tag = -2
+
+    def joined(self, message: pb.Joined) -> None:
+        self.place = Place.JOINED
+        self.needs = {n.name: n.nbytes for n in message.needs}
+        self.digests = {n.name: n.digest for n in message.needs if n.digest}
+        self.take_inventory(-1, message.held)
+
+    def take_inventory(self, live: int, held: Iterable[pb.Held]) -> None:
+        """Replace what is known of this rank's versions by its own word."""
+        self.live = live
+        self.held = [h for message in held for h in self._expand(message)]
+
+    def _expand(self, held: pb.Held) -> list[Holding]:
+        kind = Kind(held.kind)
+        names = list(held.shards) or list(self.needs)
+        sizes = list(held.nbytes) or [self.needs.get(n, 0) for n in names]
+        return [Holding(self.rank, n, held.version, kind, b) for n, b in zip(names, sizes, strict=True)]
+
+    def holdings(self) -> list[Holding]:
+        """Everything that this rank's process, or the agent for it, holds."""
+        found = list(self.held)
+        if self.live >= 0:
+            found += [Holding(self.rank, n, self.live, Kind.LIVE, b) for n, b in self.needs.items()]
+        capsule = capsule_name(self.rank)
+        found += [Holding(self.rank, capsule, v, Kind.PAGE, self.needs.get(capsule, 0)) for v in self.capsules]
+        return found
+
+    def need_list(self) -> list[Need]:
+        return [Need(self.rank, n, b) for n, b in self.needs.items()]
+
+
+def unequal_claims(records: Iterable[RankRecord]) -> list[str]:
+    """Shards that several ranks claim to hold equally, but whose digests differ at the start.
+
+    A replacement would silently get another rank's state; so such a job is refused before its first step.
+    """
+    seen: dict[str, tuple[str, int]] = {}
+    wrong = []
+    for record in records:
+        for name, digest in record.digests.items():
+            first = seen.setdefault(name, (digest, record.rank))
+            if first[0] != digest:
+                wrong.append(f"{name!r} differs between rank {first[1]} and rank {record.rank}")
+    return wrong

@@ -1,0 +1,213 @@
+"""The way of a recovery through the states: who is told what, and when the next state is reached.
+
+QUIESCING: hold, then stop. REPLACING: wait for the replacements, then decide the version and the sources. REGROUPING,
+RESTORING, VERIFYING, and back to RUNNING. Each function here belongs to one of these; the table of transitions is in
+:mod:`.states`, the decision about versions and sources in :mod:`flashrecovery.plan`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from flashrecovery import events as ev
+from flashrecovery.controller.job_state import JobState
+from flashrecovery.controller.records import Place
+from flashrecovery.controller.restore import decide
+from flashrecovery.controller.states import State
+from flashrecovery.errors import FlashRecoveryError, JobFailedError
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+_MAX_RETRIES = 3
+
+
+@dataclass
+class RecoverySteps(JobState):
+    """Transitions between the states of a recovery."""
+
+    def _enter_recovery(self, cause: str, now: float, victim: int | None = None) -> None:
+        """Enter QUIESCING with the next generation; also from the middle of a recovery."""
+        self.generation += 1
+        # replacements that are still on their way keep their deadline; every other command is void
+        self.outbox.keep(lambda p: p.what == "replace" and p.rank != victim)
+        self._round, self._restore_from, self._retry_at = None, "", None
+        self._to(State.QUIESCING, now)
+        victims = self.recovery.victims if self.recovery is not None else []
+        self._emit(ev.RecoveryStarted(generation=self.generation, victims=list(victims), cause=cause))
+        limit = self.config.timeouts
+        survivors = [r for r in self.ranks.values() if r.place not in (Place.EMPTY, Place.STARTING, Place.JOINED)]
+        for record in survivors:
+            record.place = Place.STOPPING
+            self._command(record.rank, pb.Command(hold=pb.Hold()), now + limit.stop_ack_s, "hold")
+        if victim is not None:
+            self._fill(self.ranks[victim], now, detached=True, reason=self.last_failure)
+        if not survivors and self.checkpoint is None:
+            why = f"no survivor holds any state and there is no checkpoint; the last failure: {self.last_failure}"
+            self._nothing_to_go_on_from(why, now)
+        else:
+            self._advance(now)
+
+    def _advance(self, now: float) -> None:
+        """Move on from the current recovery state if all that it waits for is there."""
+        places = Counter(r.place for r in self.ranks.values())
+        world = len(self.ranks)
+        if self.state is State.QUIESCING:
+            if places[Place.STOPPING]:
+                self._stop_survivors(now)
+                return
+            self._to(State.REPLACING, now)
+        if self.state is State.REPLACING and places[Place.STOPPED] + places[Place.JOINED] == world:
+            self._decide(now)
+        elif self._retry_at is not None:
+            return
+        elif self.state is State.REGROUPING and not self.outbox.pending:
+            self._to(State.RESTORING, now)
+            self._send_restore(now)
+        elif self.state is State.RESTORING and not self.outbox.pending:
+            self._to(State.VERIFYING, now)
+            self._verify(now)
+        elif self.state is State.VERIFYING and not self.outbox.pending:
+            self._to(State.RUNNING, now)
+            self._confirm(now)
+
+    def _stop_survivors(self, now: float) -> None:
+        """Once every survivor is held: first those that may finish their step stop, then the others.
+
+        Whoever has reached a version has synchronised its gradients with all others, so these can reach it, too. The
+        others wait meanwhile, because closing their connections could cut off what they had sent.
+        """
+        waiting = self.outbox.waiting_for()
+        if waiting & {"hold", "stop"}:
+            return
+        limit = self.config.timeouts
+        held = [r for r in self.ranks.values() if r.place is Place.STOPPING]
+        known = [r.position for r in self.ranks.values() if r.place in (Place.STOPPING, Place.STOPPED)]
+        newest = max((p.version + p.mutating for p in known if p.settled), default=-1)
+        behind = [r for r in held if r.position.settled and (r.position.mutating or r.position.version < newest)]
+        for record in behind or held:
+            stop = pb.Stop(
+                reason=self.last_failure,
+                mutation_grace_s=limit.mutation_grace_s,
+                victims=self.recovery.victims if self.recovery is not None else [],
+                finish_to=newest if record.position.settled else -1,
+            )
+            self._command(record.rank, pb.Command(stop=stop), now + limit.mutation_grace_s + limit.stop_ack_s, "stop")
+
+    def _decide(self, now: float) -> None:
+        """Everybody is quiet: which version, from whom?"""
+        try:
+            decision = decide(self.ranks, self.checkpoint)
+        except JobFailedError as e:
+            self._nothing_to_go_on_from(str(e), now)
+            return
+        self._round, self._restore_from = decision.round, decision.checkpoint
+        if decision.checkpoint:
+            self._to(State.FALLBACK, now)
+            self._emit(
+                ev.FallbackStarted(
+                    generation=self.generation,
+                    version=decision.round.version,
+                    path=decision.checkpoint,
+                    reason=decision.round.reason,
+                )
+            )
+        if self.recovery is not None:
+            self.recovery.resume_step = decision.round.version
+            self.recovery.reason = decision.round.reason
+        self._to(State.REGROUPING, now)
+        host, port = self.store_address()
+        limit = self.config.timeouts.regroup_s
+        for record in self.ranks.values():
+            record.place = Place.RECOVERING
+            command = pb.Command(regroup=pb.Regroup(store_host=host, store_port=port, deadline_s=limit))
+            self._command(record.rank, command, now + 2 * limit, "regroup")
+
+    def _send_restore(self, now: float) -> None:
+        assert self._round is not None
+        limit = self.config.timeouts.restore_s
+        for rank in self._round.ranks:
+            restore = self._round.command(rank, self._restore_from, limit)
+            self._command(rank, pb.Command(restore=restore), now + 1.5 * limit, "restore")
+
+    def _verify(self, now: float) -> None:
+        """Every restored shard must have its source's digest; if not, it is taken from the next source."""
+        assert self._round is not None
+        wrong = self._round.mismatches() if self.config.verify else []
+        if not wrong:
+            if self.recovery is not None:
+                self.recovery.add_round(self._round)
+            self._send_resume(self._round.version, now)
+            return
+        for shard, source in wrong:
+            self._emit(
+                ev.Notice(
+                    generation=self.generation,
+                    rank=source,
+                    kind="digest_mismatch",
+                    text=f"shard {shard!r} from rank {source} did not arrive with its digest; the next source is used",
+                )
+            )
+        try:
+            self._round = self._round.retry(wrong)
+        except FlashRecoveryError as e:
+            self._fail(str(e))
+            return
+        self._to(State.RESTORING, now)
+        self._send_restore(now)
+
+    def _send_resume(self, version: int, now: float) -> None:
+        limit = self.config.timeouts.resume_ack_s
+        for record in self.ranks.values():
+            record.committed = version
+            if self.state is State.RUNNING:
+                record.place = Place.RUNNING
+            self._command(record.rank, pb.Command(resume=pb.Resume(version=version)), now + limit, "resume")
+
+    def _confirm(self, now: float) -> None:
+        """A recovery is over when every rank has committed one more real step (or has no step left); so is the job."""
+        if self.state is not State.RUNNING:
+            return
+        recovery = self.recovery
+        if recovery is not None and all(
+            r.place in (Place.DONE, Place.FINISHED) or r.committed > recovery.resume_step for r in self.ranks.values()
+        ):
+            recovery.finish(now)
+            self._retries = 0
+            self.history.append(recovery)
+            self.recovery = None
+            self._emit(recovery.finished_event(self.generation))
+        waiting = [r for r in self.ranks.values() if r.place is Place.DONE]
+        if waiting and all(r.place in (Place.DONE, Place.FINISHED) for r in self.ranks.values()):
+            for r in waiting:
+                r.place = Place.RELEASED
+                self._command(r.rank, pb.Command(release=pb.Release()))
+
+    def _retry(self, now: float) -> None:
+        self._retries += 1
+        if self._retries > _MAX_RETRIES:
+            self._fail(f"regrouping or restoring failed {self._retries} times in a row; see the events")
+        else:
+            self._enter_recovery("retry", now)
+
+    def _nothing_to_go_on_from(self, why: str, now: float) -> None:
+        """No state is left in memory, and there is no checkpoint."""
+        if max(r.committed for r in self.ranks.values()) <= self._start_version + 1:
+            self._start_again(f"{why}; only the first step is lost", now)
+        else:
+            self._fail(why)
+
+    def _start_again(self, why: str, now: float) -> None:
+        """Every rank from the script's first line, because no step that counts has been taken."""
+        self._restarts += 1
+        if self._restarts > self.config.max_restarts:
+            self._fail(f"{why}, {self._restarts} times (max_restarts)")
+            return
+        self._emit(ev.Notice(generation=self.generation, kind="start_again", text=why))
+        self._to(State.STARTING)
+        self.generation += 1
+        self.recovery, self._retry_at = None, None
+        self.outbox.pending.clear()
+        for record in self.ranks.values():
+            record.vacate()
+            record.needs, record.committed = {}, -1
+            self._fill(record, now, detached=False, reason=why, restart_store=record.rank == 0)

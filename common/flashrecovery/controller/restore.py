@@ -1,0 +1,93 @@
+"""From what the ranks hold to one restore command a rank, and back from their digests to a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from flashrecovery.controller.records import RankRecord
+from flashrecovery.errors import JobFailedError
+from flashrecovery.plan import Holding, Need, NoCut, RestorePlan, newest_cut, plan_restore
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+
+@dataclass
+class RestoreRound:
+    """One execution of a plan: who takes part, what they reported."""
+
+    version: int
+    reason: str
+    plan: RestorePlan
+    ranks: tuple[int, ...]
+    needs: list[Need] = field(default_factory=list)
+    holdings: list[Holding] = field(default_factory=list)
+    excluded: frozenset[tuple[str, int]] = frozenset()
+    reports: dict[int, pb.Reply] = field(default_factory=dict)
+
+    @staticmethod
+    def from_checkpoint(version: int, records: Mapping[int, RankRecord], reason: str = "") -> RestoreRound:
+        plan = RestorePlan(version=version, transfers=(), local=(), bytes_on_wire=0, reason=reason)
+        return RestoreRound(version, reason, plan, tuple(records))
+
+    def command(self, rank: int, checkpoint: str, deadline_s: float) -> pb.Restore:
+        """What ``rank`` has to do."""
+        transfers = [
+            pb.TransferItem(shard=t.shard, source=t.source, dest=t.dest, kind=t.kind.value)
+            for t in self.plan.transfers
+            if rank in (t.source, t.dest)
+        ]
+        local = [pb.LocalItem(shard=i.shard, kind=i.kind.value) for i in self.plan.local if i.rank == rank]
+        return pb.Restore(
+            version=self.version,
+            transfers=transfers,
+            local=local,
+            checkpoint=checkpoint,
+            deadline_s=deadline_s,
+        )
+
+    def report(self, rank: int, reply: pb.Reply) -> None:
+        self.reports[rank] = reply
+
+    def bytes_received(self) -> int:
+        return sum(r.bytes_received for r in self.reports.values())
+
+    def mismatches(self) -> list[tuple[str, int]]:
+        """(shard, source) of every transfer whose digest at the destination is not the source's."""
+        wrong = []
+        for t in self.plan.transfers:
+            sent = self.reports[t.source].sent_digests.get(t.shard)
+            received = self.reports[t.dest].received_digests.get(t.shard)
+            if sent is None or sent != received:
+                wrong.append((t.shard, t.source))
+        return wrong
+
+    def retry(self, wrong: list[tuple[str, int]]) -> RestoreRound:
+        """The same version again, for the wrong shards only, from other sources. Raises if one has none left."""
+        excluded = self.excluded | frozenset(wrong)
+        shards = {shard for shard, _ in wrong}
+        dests = {(t.dest, t.shard) for t in self.plan.transfers if t.shard in shards}
+        needs = [n for n in self.needs if (n.rank, n.shard) in dests]
+        plan = plan_restore(needs, self.holdings, self.version, excluded=excluded)
+        return replace(self, plan=plan, excluded=excluded, reports={})
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The version to resume from; ``checkpoint`` is a directory when nothing in memory will do."""
+
+    round: RestoreRound
+    checkpoint: str = ""
+
+
+def decide(records: Mapping[int, RankRecord], checkpoint: tuple[int, str] | None) -> Decision:
+    """Which version, from whom? Raises JobFailedError if neither a cut nor a checkpoint exists."""
+    needs = [n for r in records.values() for n in r.need_list()]
+    holdings = [h for r in records.values() for h in r.holdings()]
+    cut = newest_cut(needs, holdings)
+    if isinstance(cut, NoCut):
+        if checkpoint is None:
+            raise JobFailedError(f"the job cannot be recovered: {cut.reason}; and there is no checkpoint")
+        version, path = checkpoint
+        return Decision(RestoreRound.from_checkpoint(version, records, cut.reason), path)
+    plan = plan_restore(needs, holdings, cut.version)
+    return Decision(RestoreRound(cut.version, cut.reason, plan, tuple(records), needs, holdings))

@@ -1,0 +1,51 @@
+"""Every error that FlashRecovery raises on purpose. Decisions are taken on these types, never on texts."""
+
+from __future__ import annotations
+
+
+class FlashRecoveryError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(FlashRecoveryError):
+    """A configuration key, option or argument is wrong; the message names it, its value and what is allowed."""
+
+
+class RegistrationError(FlashRecoveryError):
+    """The script registered something twice, nothing at all, or something that cannot be recovered."""
+
+
+class DataSourceError(FlashRecoveryError):
+    """A data source cannot be replayed: it ended early or gave other samples than before the failure."""
+
+
+class UnsupportedError(FlashRecoveryError):
+    """A layout, option or version that recovery cannot protect; refused at start, by name."""
+
+
+class BuildError(FlashRecoveryError):
+    """The C++ process-group backend could not be compiled or loaded."""
+
+
+class RestoreError(FlashRecoveryError):
+    """State could not be transferred or did not match its digest."""
+
+
+class RegroupError(FlashRecoveryError):
+    """The process groups of a new generation could not be formed within their deadline."""
+
+
+class ProtocolError(FlashRecoveryError):
+    """A message that the receiver's state does not allow (a bug, or a peer of another version)."""
+
+
+class JobFailedError(FlashRecoveryError):
+    """The job cannot be recovered; the message says why."""
+
+
+class StepInterrupted(BaseException):
+    """Raised in the training thread when the current step has been given up for a recovery.
+
+    It derives from ``BaseException`` so that an ``except Exception`` around user code does not swallow it;
+    ``with step:`` catches it.
+    """

@@ -1,0 +1,386 @@
+"""What a job writes about itself: the run directory and its event log.
+
+``events.jsonl`` is the job's history, one JSON object a line, written by the controller and never rewritten.
+Every line carries ``event`` (its name), ``time`` (Unix seconds, to compare with other logs), ``monotonic``
+(CLOCK_MONOTONIC seconds, to subtract) and ``generation``. All durations are seconds.
+
+::
+
+    RUN_DIR/
+        ranktable.json        who fills which rank now; replaced atomically once a generation's processes
+        exist events.jsonl          the events below controller.json       where the controller listens, and
+        the token for fault injection (readable by its owner only) logs/rank<R>.gen<G>.log lock
+        held (flock) as long as the job lives
+
+Models ignore fields that they do not know, so that a newer job's directory stays readable.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from io import RawIOBase
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypedDict
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from flashrecovery.errors import ConfigError, FlashRecoveryError
+
+
+class EventLogError(FlashRecoveryError):
+    """A line of an event log is not one of our events; the message names file and line."""
+
+
+class Event(BaseModel):
+    """What all events have. ``time`` and ``monotonic`` are filled in when the event is written."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    event: str
+    time: float = 0.0
+    monotonic: float = 0.0
+    generation: int = 0
+
+
+class JobStarted(Event):
+    """Every rank has come to its first step, ``seconds`` after the launch."""
+
+    event: Literal["job_started"] = "job_started"
+    world_size: int = 0
+    seconds: float = 0.0
+
+
+class FailureDetected(Event):
+    """A rank has failed. ``detect_s``: from the failure, as well as its time is known, to its detection."""
+
+    event: Literal["failure_detected"] = "failure_detected"
+    rank: int
+    kind: str
+    evidence: str = ""
+    detect_s: float = 0.0
+    step: int = 0
+    exception: str = ""
+    message: str = ""
+    traceback: str = ""
+
+
+class RecoveryStarted(Event):
+    """The survivors are being stopped. Comes again, with the next generation, for a failure during a
+    recovery."""
+
+    event: Literal["recovery_started"] = "recovery_started"
+    victims: list[int] = Field(default_factory=list)
+    cause: str = ""
+
+
+class RecoveryPhase(Event):
+    """One phase of the current recovery is over."""
+
+    event: Literal["recovery_phase"] = "recovery_phase"
+    name: str
+    seconds: float
+
+
+class RecoveryFinished(Event):
+    """Every rank has committed a new step. ``total_s`` runs from the failure to that step.
+
+    ``sources``: transfers by source rank. ``bytes``: bytes of state that went over the wire. ``phases``:
+    seconds by name. ``reason``: why the job went on from ``resume_step``.
+    """
+
+    event: Literal["recovery_finished"] = "recovery_finished"
+    resume_step: int
+    victims: list[int] = Field(default_factory=list)
+    sources: dict[str, int] = Field(default_factory=dict)
+    bytes: int = 0
+    phases: dict[str, float] = Field(default_factory=dict)
+    total_s: float = 0.0
+    cause: str = ""
+    reason: str = ""
+
+
+class FallbackStarted(Event):
+    """No consistent cut exists in memory (``reason``): the job goes back to a checkpoint."""
+
+    event: Literal["fallback_started"] = "fallback_started"
+    version: int
+    path: str
+    reason: str = ""
+
+
+class CheckpointSaved(Event):
+    """A fallback checkpoint of ``version`` is complete."""
+
+    event: Literal["checkpoint_saved"] = "checkpoint_saved"
+    version: int
+    path: str
+    seconds: float = 0.0
+
+
+class StandbyReady(Event):
+    """The number of standbys has changed."""
+
+    event: Literal["standby_ready"] = "standby_ready"
+    ready: int = 0
+    starting: int = 0
+
+
+class JobFinished(Event):
+    """Every rank finished."""
+
+    event: Literal["job_finished"] = "job_finished"
+    exit_code: int = 0
+    seconds: float = 0.0
+
+
+class JobFailed(Event):
+    """The job cannot be recovered, or was stopped."""
+
+    event: Literal["job_failed"] = "job_failed"
+    reason: str
+
+
+class FaultInjected(Event):
+    """A fault was injected on purpose (``flashrecovery inject`` or ``--inject``)."""
+
+    event: Literal["fault_injected"] = "fault_injected"
+    rank: int
+    fault: str
+    phase: str = ""
+    step: int = -1
+
+
+class Notice(Event):
+    """Something that an operator may want to know, and that changes nothing."""
+
+    event: Literal["notice"] = "notice"
+    rank: int = -1
+    kind: str = ""
+    text: str = ""
+
+
+AnyEvent = Annotated[
+    JobStarted
+    | FailureDetected
+    | RecoveryStarted
+    | RecoveryPhase
+    | RecoveryFinished
+    | FallbackStarted
+    | CheckpointSaved
+    | StandbyReady
+    | JobFinished
+    | JobFailed
+    | FaultInjected
+    | Notice,
+    Field(discriminator="event"),
+]
+_LONGEST_LINE = 1 << 20
+_LOCK_TRIES = 5  # a tool that looks whether the directory is in use holds the lock for a moment
+_PARSER: TypeAdapter[Event] = TypeAdapter(AnyEvent)
+
+
+class EventLog:
+    """Appends events to a file. Each line is handed to the kernel at once: it survives the end of this
+    process."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError if the file cannot be written."""
+        try:
+            self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed by close()
+            _drop_unfinished_line(self._file)
+        except OSError as e:
+            raise ConfigError(f"event log {path} cannot be written: {e.strerror}") from e
+
+    def write(self, event: Event) -> Event:
+        """Append ``event`` with the present time; returns it as written."""
+        stamped = event.model_copy(update={"time": time.time(), "monotonic": time.monotonic()})
+        self._file.write(stamped.model_dump_json().encode() + b"\n")
+        return stamped
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _drop_unfinished_line(file: RawIOBase) -> None:
+    """An earlier writer may have been killed within a line; what follows must not become part of it."""
+    size = file.seek(0, os.SEEK_END)
+    tail = min(size, _LONGEST_LINE)
+    file.seek(size - tail)
+    content = file.read(tail) or b""
+    file.truncate(size - (len(content) - 1 - content.rfind(b"\n")))
+
+
+def read_events(path: Path) -> list[Event]:
+    """All events of the file, oldest first. A last line without its end (the writer was killed) is left out.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        EventLogError: a line is not an event of this version.
+    """
+    events = []
+    *lines, _unfinished = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            events.append(_PARSER.validate_json(line))
+        except ValidationError as e:
+            first = e.errors(include_url=False)[0]
+            raise EventLogError(f"{path}:{number}: not a FlashRecovery event: {first['msg']}") from e
+    return events
+
+
+class ControllerInfo(TypedDict):
+    """Where a job's controller listens (``host:port``), its process, and the token for fault injection."""
+
+    address: str
+    pid: int
+    token: str
+
+
+class RunFiles:
+    """Where things are in a run directory, and how to read them. Touches nothing when made."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+
+    @property
+    def events_path(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def ranktable_path(self) -> Path:
+        return self.path / "ranktable.json"
+
+    @property
+    def controller_path(self) -> Path:
+        return self.path / "controller.json"
+
+    @property
+    def lock_path(self) -> Path:
+        return self.path / "lock"
+
+    @property
+    def log_dir(self) -> Path:
+        return self.path / "logs"
+
+    def log_path(self, rank: int, generation: int) -> Path:
+        return self.log_dir / f"rank{rank}.gen{generation}.log"
+
+    def events(self) -> list[Event]:
+        """Raises ConfigError if this is no run directory, EventLogError if its log is damaged."""
+        try:
+            return read_events(self.events_path)
+        except OSError as e:
+            raise ConfigError(f"{self.path} is not a run directory: {self.events_path}: {e.strerror}") from e
+
+    def rank_table(self) -> dict[str, Any] | None:
+        """``{"generation": g, "ranks": [...]}``, or None if no generation has been complete yet."""
+        return _read_json(self.ranktable_path)
+
+    def controller(self) -> ControllerInfo | None:
+        """None if no controller has been started. Raises ConfigError if its file is damaged."""
+        found = _read_json(self.controller_path)
+        if found is None:
+            return None
+        try:
+            return ControllerInfo(address=str(found["address"]), pid=int(found["pid"]), token=str(found["token"]))
+        except (KeyError, TypeError, ValueError) as e:
+            raise ConfigError(f"{self.controller_path}: address, pid and token are needed") from e
+
+    def is_live(self) -> bool:
+        """True while a job holds the directory."""
+        try:
+            with open(self.lock_path, "rb") as f:
+                fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
+
+
+class RunDir(RunFiles):
+    """A live job's own run directory: made if need be, and locked against other jobs until :meth:`close`.
+
+    What an earlier, ended job left there stays (its log is continued), except its rank table and controller.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError if the directory cannot be written or belongs to another live job."""
+        super().__init__(path)
+        self._lock: int | None = None
+        try:
+            self.log_dir.mkdir(parents=True, exist_ok=True)
+            # Not inherited by workers (close-on-exec), so the lock ends with the launcher, however it ends.
+            self._lock = os.open(self.lock_path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._acquire(self._lock)
+            self.ranktable_path.unlink(missing_ok=True)
+            self.controller_path.unlink(missing_ok=True)
+        except OSError as e:
+            self.close()
+            raise ConfigError(f"run directory {path} cannot be written: {e.strerror}") from e
+
+    def write_rank_table(self, generation: int, ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the rank table atomically. ``ranks``: rank, host, pid, node, joined_generation of each."""
+        _replace_json(self.ranktable_path, {"generation": generation, "ranks": [dict(r) for r in ranks]}, 0o644)
+
+    def write_controller(self, address: str, pid: int, token: str) -> None:
+        """Say where the controller listens. Only the owner may read the token."""
+        _replace_json(self.controller_path, {"address": address, "pid": pid, "token": token}, 0o600)
+
+    def _acquire(self, lock: int) -> None:
+        for attempt in range(_LOCK_TRIES):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as e:
+                if attempt + 1 < _LOCK_TRIES:
+                    time.sleep(0.02)
+                    continue
+                holder = os.pread(lock, 32, 0).decode(errors="replace").strip()
+                self.close()
+                raise ConfigError(
+                    f"run directory {self.path} belongs to another live job (pid {holder or 'unknown'}); "
+                    "wait for its end or choose another --run-dir"
+                ) from e
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+
+    def close(self) -> None:
+        """Let the directory go. Its content stays. Idempotent."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        loaded = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{path} cannot be read: {e}") from e
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path}: a JSON object is needed, not {type(loaded).__name__}")
+    return loaded
+
+
+def _replace_json(path: Path, content: Mapping[str, Any], mode: int) -> None:
+    """A reader sees the old content or the new one, also after a crash of the machine."""
+    new = path.with_name(f".{path.name}.new")
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with open(descriptor, "w") as f:
+        os.fchmod(f.fileno(), mode)
+        json.dump(content, f)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(new, path)

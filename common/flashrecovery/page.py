@@ -1,0 +1,170 @@
+"""The shared-memory page of one worker: step tag, progress, capsule slots, set-up log.
+
+The agent makes the page (a memfd: it has no name, so nothing can be left behind) and the worker inherits it. Steady
+state costs a few aligned 8-byte stores per step; no system call, no lock, nothing on the wire. After the worker's
+death the agent still has the page, and with it the dead rank's capsule: the rank-only state that no peer holds.
+
+A capsule is written to slot ``version % 2``: first the slot is invalidated, then data, length and digest are stored,
+then the version. A worker killed in between leaves a slot that does not verify, never a wrong one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from dataclasses import dataclass
+
+import xxhash
+
+MAGIC = 0x46525047_00000002
+TAG_NONE = -2
+"""Tag of a worker that has not begun a step."""
+TAG_MUTATING = -1
+
+CAPSULE_LIMIT = 16 << 20
+SETUP_LIMIT = 40 << 20
+_HEADER = 4096
+_SLOTS = (_HEADER, _HEADER + CAPSULE_LIMIT)
+_SETUP = _HEADER + 2 * CAPSULE_LIMIT
+PAGE_BYTES = _SETUP + SETUP_LIMIT
+"""Sparse: only what is written takes memory."""
+
+# Indices of the header's 8-byte words.
+_MAGIC, _TAG, _PROGRESS, _TIME_NS, _COMMITTED, _STEP_NS, _PID, _PHASE = range(8)
+_SLOT_WORDS = (16, 24)  # version + 1 (0: empty), length, digest
+_SETUP_WORDS = 32  # length + 1 (0: none), digest
+
+
+@dataclass(frozen=True)
+class Health:
+    """One look at a worker's page. ``committed`` is -1 before the first commit; times in seconds."""
+
+    tag: int
+    progress: int
+    progress_at: float
+    committed: int
+    step_s: float
+
+
+class Page:
+    """A mapped page. The worker writes, the agent reads; both sides use this class."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._map = mmap.mmap(fd, PAGE_BYTES)
+        self._words = memoryview(self._map)[:_HEADER].cast("q")
+        if self._words[_MAGIC] != MAGIC:
+            raise ValueError("not a FlashRecovery page (other version?)")
+
+    @staticmethod
+    def create(name: str) -> Page:
+        """A new empty page, on an inheritable file descriptor."""
+        fd = os.memfd_create(f"flashrecovery-{name}", 0)
+        os.ftruncate(fd, PAGE_BYTES)
+        for index, value in ((_MAGIC, MAGIC), (_TAG, TAG_NONE), (_COMMITTED, -1)):
+            os.pwrite(fd, value.to_bytes(8, "little", signed=True), index * 8)
+        return Page(fd)
+
+    def close(self) -> None:
+        self._words.release()
+        self._map.close()
+        os.close(self.fd)
+
+    # -- step tag ---------------------------------------------------------------------------------
+
+    def set_tag(self, tag: int) -> None:
+        """Publish the step tag; counts as progress."""
+        words = self._words
+        words[_TAG] = tag
+        words[_PROGRESS] += 1
+        words[_TIME_NS] = time.monotonic_ns()
+
+    def set_committed(self, version: int, step_ns: int) -> None:
+        """Publish the newest committed version, the tag that goes with it, and the usual time of a step."""
+        self._words[_COMMITTED] = version
+        self._words[_STEP_NS] = step_ns
+        self.set_tag(version)
+
+    def beat(self) -> None:
+        """Progress without a new tag."""
+        self._words[_PROGRESS] += 1
+        self._words[_TIME_NS] = time.monotonic_ns()
+
+    @property
+    def tag(self) -> int:
+        return self._words[_TAG]
+
+    @property
+    def committed(self) -> int:
+        return self._words[_COMMITTED]
+
+    def health(self) -> Health:
+        w = self._words
+        return Health(w[_TAG], w[_PROGRESS], w[_TIME_NS] / 1e9, w[_COMMITTED], w[_STEP_NS] / 1e9)
+
+    # -- capsule ----------------------------------------------------------------------------------
+
+    def write_capsule(self, version: int, data: bytes) -> None:
+        """Store the capsule of ``version``. Raises ValueError past CAPSULE_LIMIT bytes."""
+        if len(data) > CAPSULE_LIMIT:
+            raise ValueError(
+                f"the rank-only state of this rank takes {len(data):,} bytes; at most {CAPSULE_LIMIT:,} fit "
+                "(data loader state, persistent buffers, extra objects)"
+            )
+        slot = version % 2
+        word = _SLOT_WORDS[slot]
+        self._words[word] = 0
+        self._map[_SLOTS[slot] : _SLOTS[slot] + len(data)] = data
+        self._words[word + 1] = len(data)
+        self._words[word + 2] = _digest(data)
+        self._words[word] = version + 1
+
+    def read_capsule(self, version: int) -> bytes | None:
+        """The capsule of ``version`` if the page holds it whole."""
+        slot = version % 2
+        word = _SLOT_WORDS[slot]
+        if self._words[word] != version + 1:
+            return None
+        data = self._map[_SLOTS[slot] : _SLOTS[slot] + self._words[word + 1]]
+        return data if _digest(data) == self._words[word + 2] else None
+
+    def capsule_versions(self) -> list[int]:
+        """Versions whose capsule the page holds whole."""
+        stored = (self._words[word] - 1 for word in _SLOT_WORDS)
+        return sorted(v for v in stored if v >= 0 and self.read_capsule(v) is not None)
+
+    # -- set-up log -------------------------------------------------------------------------------
+
+    def write_setup_log(self, data: bytes) -> bool:
+        """Keep what this rank's collectives returned before its first step. False if it is too large."""
+        if len(data) > SETUP_LIMIT:
+            return False
+        self._words[_SETUP_WORDS] = 0
+        self._map[_SETUP : _SETUP + len(data)] = data
+        self._words[_SETUP_WORDS + 1] = _digest(data)
+        self._words[_SETUP_WORDS] = len(data) + 1
+        return True
+
+    def read_setup_log(self) -> bytes | None:
+        length = self._words[_SETUP_WORDS] - 1
+        if length < 0:
+            return None
+        data = self._map[_SETUP : _SETUP + length]
+        return data if _digest(data) == self._words[_SETUP_WORDS + 1] else None
+
+    def inherit(self, old: Page) -> None:
+        """Take over the capsules and the set-up log of the page of a dead worker."""
+        for version in old.capsule_versions():
+            data = old.read_capsule(version)
+            if data is not None:
+                self.write_capsule(version, data)
+        log = old.read_setup_log()
+        if log is not None:
+            self.write_setup_log(log)
+
+
+def _digest(data: bytes) -> int:
+    """xxh3-64 as a signed 64-bit word."""
+    value = xxhash.xxh3_64_intdigest(data)
+    return value - (1 << 64) if value >= 1 << 63 else value

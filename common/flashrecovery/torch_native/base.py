@@ -1,0 +1,194 @@
+"""What the adapters for plain PyTorch have in common: shards, the moments of a step, hyper-parameters, buffers."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from flashrecovery.errors import RegistrationError, RestoreError, UnsupportedError
+from flashrecovery.torch_native import faults
+from flashrecovery.torch_native.buffers import BufferTracker
+from flashrecovery.torch_native.optimizer_state import (
+    capture_hyperparameters,
+    check_optimizers,
+    check_state,
+    restore_hyperparameters,
+)
+from flashrecovery.torch_native.shards import ParamRecord, ParamShard
+from flashrecovery.worker.adapter import Adapter, Shard, StepHooks
+
+
+class TorchAdapter(Adapter):
+    """Base of the DDP, FSDP2 and plain adapters.
+
+    ``root`` is the module that the script calls; its forward seals a step. The start values of the buffers are taken
+    when the adapter is made, so make it after the model has been built (and loaded), before the first step.
+
+    Raises:
+        RegistrationError: an optimizer is given twice or does not belong to the model.
+        UnsupportedError: a layout or option that cannot be protected, by name.
+    """
+
+    def __init__(self, root: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.root = root
+        self.optimizers = tuple(optimizers)
+        self._records = self._find_parameters()
+        self._parameters_checked = False
+        check_optimizers(self.optimizers, [r.get() for r in self._records])
+        self._buffers = BufferTracker(self.inner)
+        self._shards: tuple[ParamShard, ...] | None = None
+        self._hooks: StepHooks | None = None
+        self._handles: list[RemovableHandle] = []
+        self._stepped: set[int] = set()
+        self._fault_in_optimizer = faults.OptimizerFault(self.optimizers)
+
+    # -- what the subclasses say ----------------------------------------------------------------
+
+    @property
+    def inner(self) -> nn.Module:
+        """The user's module, whose names are the parameters' names."""
+        return self.root
+
+    @abstractmethod
+    def _find_parameters(self) -> tuple[ParamRecord, ...]:
+        """Every parameter once (tied ones under their first name), equal order on all ranks."""
+
+    def _gradients_ready(self) -> None:
+        """All gradients of this step are reduced, nothing has been changed yet. May come several times a step."""
+
+    def _reset_framework(self) -> None:
+        """Bring the wrapper back to the state between two steps."""
+
+    # -- shards ---------------------------------------------------------------------------------
+
+    def shards(self) -> Sequence[Shard]:
+        if self._shards is None:
+            self._shards = tuple(ParamShard(r, self.optimizers) for r in self._records)
+        return self._shards
+
+    # -- moments of a step ----------------------------------------------------------------------
+
+    def watch(self, hooks: StepHooks) -> None:
+        if self._hooks is not None:
+            raise RegistrationError("this model is watched already")
+        self._hooks = hooks
+        self._handles.append(self.root.register_forward_hook(self._after_forward))
+        for optimizer in self.optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_optimizer))
+            self._handles.append(optimizer.register_step_post_hook(self._after_optimizer))
+
+    def _after_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if self._hooks is None or not torch.is_grad_enabled():
+            return
+        self._stepped.clear()
+        self._hooks.sealed()
+        # Once more when backward starts: the loss, or data fetched ahead, may have used random numbers or samples.
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._backward_starts)
+
+    def _backward_starts(self, _grad: torch.Tensor) -> None:
+        if self._hooks is not None:
+            self._hooks.sealed(recheck=True)
+
+    def _before_optimizer(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(callable(a) for a in args) or callable(kwargs.get("closure")):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}.step(closure) is not supported: "
+                "forward and backward would run while the state is being changed"
+            )
+        if id(optimizer) in self._stepped:
+            self._stepped.clear()  # a second round without a forward in between
+        if self._hooks is not None:
+            self._gradients_ready()
+            self._hooks.mutating()
+
+    def _after_optimizer(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._stepped.add(id(optimizer))
+        if not self._parameters_checked:
+            check_state(self.optimizers, [r.get() for r in self._records])
+            self._parameters_checked = True
+        if self._hooks is not None and len(self._stepped) == len(self.optimizers):
+            self._stepped.clear()
+            self._hooks.mutated()
+
+    # -- reset, capture, restore ----------------------------------------------------------------
+
+    def reset(self) -> None:
+        self._stepped.clear()
+        self._fault_in_optimizer.disarm()
+        self._reset_framework()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for record in self._records:
+            record.get().grad = None
+
+    def capture_common(self) -> dict[str, Any]:
+        return {
+            "hyperparameters": capture_hyperparameters(self.optimizers),
+            "gradients": self._gradient_presence(),
+        }
+
+    def restore_common(self, state: dict[str, Any]) -> None:
+        restore_hyperparameters(self.optimizers, state["hyperparameters"])
+        self._restore_gradient_presence(state["gradients"])
+
+    def _gradient_presence(self) -> str | list[int]:
+        """Which parameters have a ``.grad`` at the boundary. A script that zeroes gradients in place makes optimizers
+        treat an unused parameter otherwise than one that never had any."""
+        present = [i for i, r in enumerate(self._records) if r.get().grad is not None]
+        if not present:
+            return "none"
+        return "all" if len(present) == len(self._records) else present
+
+    def _restore_gradient_presence(self, presence: str | list[int]) -> None:
+        wanted = self._presence_indices(presence)
+        for index, record in enumerate(self._records):
+            parameter = record.get()
+            if index not in wanted:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+            else:
+                with torch.no_grad():
+                    parameter.grad.zero_()
+
+    def _presence_indices(self, presence: str | list[int]) -> set[int]:
+        if presence == "none":
+            return set()
+        if presence == "all":
+            return set(range(len(self._records)))
+        if isinstance(presence, str):
+            raise RestoreError(f"unknown gradient presence {presence!r}")
+        return set(presence)
+
+    def capture_rank(self) -> dict[str, Any]:
+        return {"buffers": self._buffers.capture()}
+
+    def restore_rank(self, state: dict[str, Any]) -> None:
+        self._buffers.restore(state["buffers"])
+
+    # -- fault injection ------------------------------------------------------------------------
+
+    def fault_points(self) -> Mapping[str, Callable[[Callable[[], None]], None]]:
+        points: dict[str, Callable[[Callable[[], None]], None]] = {
+            "forward": lambda callback: faults.in_forward(self.inner, callback),
+            "backward": lambda callback: faults.in_backward(self.inner, callback),
+        }
+        if self.optimizers:
+            points["optimizer"] = lambda callback: self._fault_in_optimizer.arm(callback, self._middle_parameter())
+        return points
+
+    def _middle_parameter(self) -> torch.nn.Parameter:
+        """A parameter about half-way through the first optimizer's work."""
+        owned = [p for group in self.optimizers[0].param_groups for p in group["params"] if p.requires_grad]
+        result: torch.nn.Parameter = owned[len(owned) // 2]
+        return result

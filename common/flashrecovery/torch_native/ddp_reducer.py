@@ -1,0 +1,197 @@
+"""DistributedDataParallel's Reducer: renewing it after an interrupted backward, and giving it a known bucket layout.
+
+An interrupted backward leaves the Reducer waiting for a finalisation that never comes, so a new one takes its place.
+
+The trap is the layout. DDP starts with buckets in reverse registration order and, at the first forward after the first
+synchronised backward, rebuilds them in the order in which rank 0's gradients became ready. A sum's last bits depend on
+where a gradient lies in its bucket. So survivors and replacement must use the layout that the undisturbed run has: a
+new Reducer is brought there by one simulated backward in that order, with a group of its own that is local.
+
+All that is private to torch about DDP stands in this file. Tested with torch 2.13.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from flashrecovery.errors import RestoreError, UnsupportedError
+
+Layout = tuple[tuple[int, ...], ...]
+"""Parameter indices, bucket by bucket, in reduction order."""
+
+_STATELESS_HOOK_STATES = (type(None), dist.ProcessGroup)
+
+
+def refuse_unsupported(ddp: DistributedDataParallel) -> None:
+    """Raise UnsupportedError, by name, for options under which a bitwise recovery is not possible."""
+    reasons = {
+        "static_graph=True": ddp.static_graph,
+        "mixed_precision": ddp.mixed_precision is not None,
+        "delay_all_reduce_named_params": bool(ddp._delay_all_reduce_params),
+        "the compiled 'python_reducer' mode": ddp._use_python_reducer,
+        "sparse gradients": any(ddp._build_params_for_reducer()[1]),
+        "optimizers that run in backward": any(hasattr(p, "_in_backward_optimizers") for p in ddp._module_parameters),
+    }
+    for name, used in reasons.items():
+        if used:
+            raise UnsupportedError(f"DistributedDataParallel with {name} is not supported")
+    for hook, state in ddp._comm_hooks:
+        if not isinstance(state, _STATELESS_HOOK_STATES):
+            name = getattr(hook, "__qualname__", repr(hook))
+            raise UnsupportedError(
+                f"DistributedDataParallel with communication hook {name!r} is not supported: its state, a "
+                f"{type(state).__name__}, would not be rolled back (hooks without state, or with a process group, are)"
+            )
+    if not ddp._comm_hooks and (builtin := _builtin_hook_name(ddp)):
+        raise UnsupportedError(
+            f"DistributedDataParallel with the built-in communication hook {builtin!r} is not supported; "
+            "register the Python hook of torch.distributed.algorithms.ddp_comm_hooks.default_hooks instead"
+        )
+
+
+def _builtin_hook_name(ddp: DistributedDataParallel) -> str:
+    assert ddp.logger is not None
+    data = ddp.logger._get_ddp_logging_data()
+    return str(data.strs_map.get("comm_hook", ""))
+
+
+def reducer_parameters(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
+    """The parameters that DDP reduces, by index."""
+    parameters, _sparse = ddp._build_params_for_reducer()
+    return list(parameters)
+
+
+def read_layout(ddp: DistributedDataParallel) -> Layout:
+    """The current bucket layout. Allocates zeros as large as all gradients: do not call it every step."""
+    index = {id(p): i for i, p in enumerate(reducer_parameters(ddp))}
+    buckets = ddp.reducer._get_zeros_like_grad_buckets()
+    return tuple(tuple(index[id(p)] for p in bucket.parameters()) for bucket in buckets)
+
+
+def renew(ddp: DistributedDataParallel, layout: Layout | None, *, gradients: bool = False) -> None:
+    """Replace the Reducer and its Logger by new ones: in the initial layout (None), or as after a first step that has
+    led to ``layout``. Does no communication.
+
+    With a layout, and with ``gradients``, every reduced parameter is left with a gradient of undefined content, a view
+    of its bucket if DDP wants that.
+
+    Raises:
+        RestoreError: the layout cannot be reached here (another model, another torch).
+    """
+    hooks, ddp._comm_hooks = list(ddp._comm_hooks), []
+    _new_reducer(ddp)
+    if layout is not None:
+        _adopt_layout(ddp, layout)
+    elif gradients and ddp.find_unused_parameters:
+        # Never rebuilt, so a simulated backward leaves no other trace. (Otherwise None means: before the first step.)
+        _simulate_backward(ddp, range(len(reducer_parameters(ddp))))
+    for hook, state in hooks:
+        ddp.register_comm_hook(state, hook)
+
+
+def _new_reducer(ddp: DistributedDataParallel) -> None:
+    ddp.reducer._remove_autograd_hooks()  # an old Reducer kept alive by a traceback must not see a gradient
+    parameters, sparse = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
+    ddp._has_rebuilt_buckets = False
+
+
+def rebuild_now(ddp: DistributedDataParallel) -> bool:
+    """Rebuild the buckets as DDP would at its next forward; True if they are (now) in their final layout.
+
+    A collective of DDP's group in the first step; later it does nothing. Call it after the gradients are reduced.
+    """
+    if ddp.reducer._rebuild_buckets():
+        ddp._has_rebuilt_buckets = True
+    return bool(ddp._has_rebuilt_buckets)
+
+
+def _adopt_layout(ddp: DistributedDataParallel, layout: Layout) -> None:
+    parameters = reducer_parameters(ddp)
+    if sorted(itertools.chain.from_iterable(layout)) != list(range(len(parameters))):
+        raise RestoreError(f"the bucket layout of the source does not fit this model's {len(parameters)} parameters")
+    for attempt, order in enumerate(_ready_orders(layout, parameters)):
+        if attempt:
+            _new_reducer(ddp)
+        _simulate_backward(ddp, order)
+        if not ddp._has_rebuilt_buckets:
+            raise RestoreError("DistributedDataParallel did not rebuild its buckets")
+        if read_layout(ddp) == layout:
+            return
+    raise RestoreError("DistributedDataParallel's gradient buckets cannot be brought to the layout of the other ranks")
+
+
+class _LocalGroup(dist.ProcessGroup):
+    """A group of this rank alone, known to nobody: what the Reducer reduces stays as it is."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)  # type: ignore[call-arg]
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> dist.Work:  # type: ignore[override]
+        return _DoneWork(tensors)
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any = None) -> dist.Work:  # type: ignore[override]
+        return _DoneWork(tensors)
+
+
+class _DoneWork(dist.Work):
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        devices: list[int | str | torch.device] = sorted({t.device for t in tensors if t.device.type != "cpu"}, key=str)
+        self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
+        self._future.set_result(tensors)
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        return self._future
+
+
+def _ready_orders(layout: Layout, parameters: Sequence[torch.Tensor]) -> Iterator[list[int]]:
+    """Orders of gradients that can have led to ``layout``, the likeliest first.
+
+    With one dtype the order is the layout itself. With several, buckets that never filled up are emitted in an order
+    that depends on which dtype came first.
+    """
+    flat = list(itertools.chain.from_iterable(layout))
+    yield flat
+    first: dict[Any, int] = {}
+    for i in flat:
+        first.setdefault((parameters[i].dtype, parameters[i].device), i)
+    if len(first) > 1:
+        for permutation in itertools.islice(itertools.permutations(first.values()), 24):
+            yield [*permutation, *(i for i in flat if i not in permutation)]
+
+
+def _simulate_backward(ddp: DistributedDataParallel, order: Sequence[int]) -> None:
+    """Let the Reducer see one backward in which the gradients become ready in ``order``, and rebuild its buckets."""
+    reducer = ddp.reducer
+    parameters = reducer_parameters(ddp)
+    for parameter in parameters:
+        # Without a gradient a parameter would count as unused, where DDP looks for that.
+        parameter.grad = torch.zeros_like(parameter) if ddp.find_unused_parameters else None
+
+    def gradients_ready(_grad: torch.Tensor) -> None:
+        for index in order:
+            reducer._autograd_hook(index)  # type: ignore[attr-defined]
+
+    seed = torch.zeros((), device=parameters[0].device, requires_grad=True)
+    with torch.enable_grad():
+        output = seed * 1
+        used = [p.view_as(p) for p in parameters]  # where the search for unused parameters starts
+    output.register_hook(gradients_ready)
+    local = _LocalGroup()
+    reducer._update_process_group(local)
+    reducer.prepare_for_forward()
+    reducer.prepare_for_backward(used)
+    torch.autograd.backward([output])
+    rebuild_now(ddp)
+    reducer._update_process_group(ddp.process_group)

@@ -1,0 +1,137 @@
+"""Places inside a step where fault injection can strike, each a one-shot callback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+Callback = Callable[[], None]
+
+
+def middle_module(root: nn.Module) -> nn.Module:
+    """A leaf module with trainable parameters about half-way through ``root``."""
+    candidates = [m for m in root.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
+    return candidates[len(candidates) // 2] if candidates else root
+
+
+def in_forward(root: nn.Module, callback: Callback) -> None:
+    """Call ``callback`` once, when the middle module's forward begins."""
+    handles: list[RemovableHandle] = []
+
+    def strike(_module: nn.Module, _inputs: Any) -> None:
+        _remove(handles)
+        callback()
+
+    handles.append(middle_module(root).register_forward_pre_hook(strike))
+
+
+def before_gather(module: nn.Module, callback: Callback) -> None:
+    """Call ``callback`` once before ``module`` gathers its parameters, while the peers enter the all-gather."""
+    handles: list[RemovableHandle] = []
+
+    def strike(_module: nn.Module, _inputs: Any) -> None:
+        _remove(handles)
+        callback()
+
+    handles.append(module.register_forward_pre_hook(strike, prepend=True))
+
+
+def in_backward(root: nn.Module, callback: Callback) -> None:
+    """Call ``callback`` once, when backward reaches the output of the middle module.
+
+    A tensor hook, not a parameter hook: FSDP2's unsharded parameters do not exist before the first forward.
+    """
+    handles: list[RemovableHandle] = []
+
+    def strike(_grad: torch.Tensor) -> None:
+        if handles:
+            _remove(handles)
+            callback()
+
+    def watch_output(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                handles.append(leaf.register_hook(strike))
+                return
+
+    handles.append(middle_module(root).register_forward_hook(watch_output))
+
+
+class OptimizerFault:
+    """Strikes inside ``optimizer.step``, when the middle parameter is about to be written: some parameters and states
+    have been changed by then, others have not."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._handles: list[RemovableHandle] = []
+        self._mode: _WriteWatch | None = None
+
+    def arm(self, callback: Callback, target: torch.Tensor) -> None:
+        self.disarm()
+        mode = _WriteWatch(target, callback)
+        optimizer = self._optimizers[0]
+        self._handles.append(optimizer.register_step_pre_hook(lambda *_: self._enter(mode)))
+        self._handles.append(optimizer.register_step_post_hook(lambda *_: self._leave()))
+
+    def _enter(self, mode: _WriteWatch) -> None:
+        if mode.armed and self._mode is None:
+            self._mode = mode
+            mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def _leave(self) -> None:
+        if self._mode is not None:
+            mode, self._mode = self._mode, None
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def disarm(self) -> None:
+        """Remove everything; also after the callback has raised out of the optimizer."""
+        _remove(self._handles)
+        self._leave()
+
+
+class _WriteWatch(TorchDispatchMode):
+    """Calls back before the first in-place operation on ``target``."""
+
+    def __init__(self, target: torch.Tensor, callback: Callback) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages = {_storage(target)}
+        self._callback: Callback | None = callback
+
+    @property
+    def armed(self) -> bool:
+        return self._callback is not None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._callback is not None and func._schema.is_mutable and self._writes_target(func, args, kwargs):
+            callback, self._callback = self._callback, None
+            callback()
+        return func(*args, **kwargs)
+
+    def _writes_target(self, func: Any, args: Any, kwargs: Any) -> bool:
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            if any(isinstance(t, torch.Tensor) and _storage(t) in self._storages for t in tree_leaves(value)):
+                return True
+        return False
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return int(local.untyped_storage()._cdata)
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()

@@ -1,0 +1,92 @@
+"""FSDP2 (``fully_shard``) on a 1-D mesh, HSDP on a 2-D mesh: a DTensor's placements say who has which piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from flashrecovery.errors import RestoreError, UnsupportedError
+from flashrecovery.torch_native import faults, fsdp2_state
+from flashrecovery.torch_native.base import TorchAdapter
+from flashrecovery.torch_native.placement import mesh_spans_world, placed_on_mesh, unsynchronised
+from flashrecovery.torch_native.shards import ParamRecord, constant
+
+
+class FSDP2Adapter(TorchAdapter):
+    """Protects a model whose root has been given to ``fully_shard``.
+
+    In the shard dimension every piece is unique (its copy is the core's business), in the replicate dimension of HSDP
+    the ranks with the same coordinate hold equal pieces.
+    """
+
+    name = "fsdp2"
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        if not isinstance(model, FSDPModule):
+            raise UnsupportedError("FSDP2: the root module has not been given to fully_shard")
+        self.fsdp: FSDPModule = model
+        for group in fsdp2_state.groups(model):
+            if group._all_reduce_hook is not None:
+                raise UnsupportedError(
+                    "FSDP2 with set_all_reduce_hook is not supported: recovery cannot see its groups"
+                )
+        fsdp2_state.initialise(model)
+        super().__init__(model, optimizers)
+
+    def _find_parameters(self) -> tuple[ParamRecord, ...]:
+        records = []
+        sharded = fsdp2_state.sharded_parameters(self.fsdp)
+        for fqn, entry in sharded.items():
+            parameter = entry.sharded_param
+            assert isinstance(parameter, DTensor)
+            name, holders = placed_on_mesh(fqn, parameter.device_mesh, parameter.placements)
+            records.append(ParamRecord(fqn, name, holders, _sharded(entry)))
+        for fqn, parameter in self.root.named_parameters():
+            if any(fsdp2_state.owns(entry, parameter) for entry in sharded.values()):
+                continue
+            if isinstance(parameter, DTensor):
+                name, holders = placed_on_mesh(fqn, parameter.device_mesh, parameter.placements)
+            else:
+                name, holders = unsynchronised(fqn)  # ignored_params: FSDP2 does not touch them
+            records.append(ParamRecord(fqn, name, holders, constant(parameter)))
+        return tuple(records)
+
+    def sync_spans_world(self) -> bool:
+        parameters = fsdp2_state.sharded_parameters(self.fsdp).values()
+        trained = [e.sharded_param for e in parameters if e.sharded_param.requires_grad]
+        return bool(trained) and all(mesh_spans_world(p.device_mesh) for p in trained)
+
+    def _reset_framework(self) -> None:
+        fsdp2_state.reset(self.fsdp)
+
+    def capture_common(self) -> dict[str, Any]:
+        return {**super().capture_common(), "fsdp": fsdp2_state.capture_flags(self.fsdp)}
+
+    def restore_common(self, state: dict[str, Any]) -> None:
+        super().restore_common(state)
+        flags = state["fsdp"]
+        if len(flags["groups"]) != sum(1 for _ in fsdp2_state.groups(self.fsdp)):
+            raise RestoreError("fully_shard was applied to other modules than in the failed process")
+        fsdp2_state.restore_flags(self.fsdp, flags)
+
+    def fault_points(self) -> Mapping[str, Callable[[Callable[[], None]], None]]:
+        modules = [m for m in self.root.modules() if isinstance(m, FSDPModule)]
+        middle = modules[len(modules) // 2]
+        assert isinstance(middle, nn.Module)
+        return {
+            **super().fault_points(),
+            "param-gather": lambda callback: faults.before_gather(middle, callback),
+        }
+
+
+def _sharded(entry: Any) -> Callable[[], nn.Parameter]:
+    def get() -> nn.Parameter:
+        parameter: nn.Parameter = entry.sharded_param
+        return parameter
+
+    return get

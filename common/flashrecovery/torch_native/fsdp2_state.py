@@ -1,0 +1,97 @@
+"""The inside of FSDP2 (``fully_shard``): finding its parameters, and undoing an interrupted forward or backward.
+
+All that is private to torch about FSDP2 stands in this file. Tested with torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def states(root: FSDPModule) -> list[Any]:
+    """Every FSDPState below ``root``, each once, in module order."""
+    found: dict[int, Any] = {}
+    assert isinstance(root, nn.Module)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            found.setdefault(id(state), state)
+    return list(found.values())
+
+
+def groups(root: FSDPModule) -> Iterator[Any]:
+    """Every FSDPParamGroup below ``root``."""
+    for state in states(root):
+        yield from state._fsdp_param_groups
+
+
+def initialise(root: FSDPModule) -> None:
+    """What the first forward would do: find the root, fix the sharded parameters. Idempotent, no communication."""
+    root._get_fsdp_state()._lazy_init()
+
+
+def sharded_parameters(root: FSDPModule) -> dict[str, Any]:
+    """``{fully qualified name: FSDPParam}``, tied parameters once; works in every state of the parameters."""
+    assert isinstance(root, nn.Module)
+    names = {id(module): fqn for fqn, module in reversed(list(root.named_modules(remove_duplicate=False)))}
+    found: dict[str, Any] = {}
+    for group in groups(root):
+        for parameter in group.fsdp_params:
+            info = parameter._module_info
+            prefix = names[id(info.module)]
+            found[f"{prefix}.{info.param_name}" if prefix else info.param_name] = parameter
+    return found
+
+
+def owns(parameter: Any, tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is one of the objects that an FSDPParam registers on its module."""
+    return any(
+        tensor is getattr(parameter, attribute, None)
+        for attribute in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+    )
+
+
+def reset(root: FSDPModule) -> None:
+    """Bring ``root`` to the state between two steps, from any point of a forward or backward, without waiting for
+    anything: the collectives in flight have been abandoned."""
+    for group in groups(root):
+        # reset_iter_state() would wait for these.
+        group._all_gather_result = None
+        group._all_reduce_state = None
+    root_state = root._get_fsdp_state()
+    if root_state._is_root is None:
+        return  # interrupted before its first forward: nothing has happened yet
+    root.reset_iter_state()
+    for state in states(root):
+        state._state_ctx.is_last_backward = True
+        state._state_ctx.post_optim_event = None
+    for group in groups(root):
+        group._sharded_state = type(group._sharded_state).SHARDED
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            parameter.grad_offload_event = None
+            parameter._sharded_post_forward_param = None
+            parameter._sharded_post_forward_param_data = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+            parameter.to_sharded()  # also one that was caught between two states; frees the unsharded memory
+
+
+def capture_flags(root: FSDPModule) -> dict[str, Any]:
+    """The switches that a script may flip within a step (gradient accumulation)."""
+    return {
+        "last_backward": bool(root._get_fsdp_state()._state_ctx.is_last_backward),
+        "groups": [[g.reduce_grads, g.all_reduce_grads, g.reshard_after_backward] for g in groups(root)],
+    }
+
+
+def restore_flags(root: FSDPModule, flags: dict[str, Any]) -> None:
+    for state in states(root):
+        state._state_ctx.is_last_backward = flags["last_backward"]
+    for group, values in zip(groups(root), flags["groups"], strict=True):
+        group.reduce_grads, group.all_reduce_grads, group.reshard_after_backward = values

@@ -1,0 +1,143 @@
+"""One shard per parameter: the parameter's local piece together with the optimizer state that belongs to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from flashrecovery.errors import RestoreError
+from flashrecovery.torch_native.optimizer_state import layout_of, new_state_tensor, plain
+from flashrecovery.torch_native.placement import local_tensor
+from flashrecovery.worker.adapter import Shard, ShardSpec, TensorSpec
+
+PARAM = "param"
+
+
+@dataclass(frozen=True)
+class ParamRecord:
+    """One parameter of the model. ``get`` returns the Parameter object that the optimizer knows."""
+
+    fqn: str
+    name: str
+    holders: tuple[int, ...]
+    get: Callable[[], torch.nn.Parameter]
+
+
+def constant(parameter: torch.nn.Parameter) -> Callable[[], torch.nn.Parameter]:
+    """``get`` of a parameter that is always the same object."""
+    return lambda: parameter
+
+
+class ParamShard(Shard):
+    """A parameter and its optimizer state.
+
+    Tensors are keyed ``param``, ``state/<key>``, and ``state<n>/<key>`` for the n-th optimizer if n > 0. Their
+    layouts, and state that is not a tensor, are in :meth:`values`.
+    """
+
+    def __init__(self, record: ParamRecord, optimizers: Sequence[Optimizer]) -> None:
+        self.name = record.name
+        self.holders = record.holders
+        self._record = record
+        parameter = record.get()
+        self._optimizers = [
+            (_prefix(index), optimizer)
+            for index, optimizer in enumerate(optimizers)
+            if any(parameter is p for group in optimizer.param_groups for p in group["params"])
+        ]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        parameter = self._record.get()
+        found = {PARAM: local_tensor(parameter)}
+        for prefix, optimizer in self._optimizers:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    found[prefix + key] = local_tensor(value)
+        return found
+
+    def values(self) -> dict[str, Any]:
+        parameter = self._record.get()
+        layout: dict[str, str] = {}
+        others: dict[str, Any] = {}
+        for prefix, optimizer in self._optimizers:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                what = f"optimizer state {key!r} of {self._record.fqn!r}"
+                if isinstance(value, torch.Tensor):
+                    layout[prefix + key] = layout_of(parameter, value, what)
+                else:
+                    others[prefix + key] = plain(value, what)
+        values: dict[str, Any] = {}
+        if layout:
+            values["layout"] = layout
+        if others:
+            values["plain"] = others
+        return values
+
+    def allocate(self, spec: ShardSpec) -> dict[str, torch.Tensor]:
+        """See :meth:`Shard.allocate`.
+
+        Raises:
+            RestoreError: the parameter itself has another shape or dtype, or state belongs to no optimizer here.
+        """
+        parameter = self._record.get()
+        live = local_tensor(parameter)
+        wanted = spec.tensors.get(PARAM)
+        if wanted is None or wanted.shape != tuple(live.shape) or wanted.dtype != live.dtype:
+            raise RestoreError(
+                f"{self.name}: this rank has {tuple(live.shape)} {live.dtype}, the source has "
+                + ("no parameter" if wanted is None else f"{wanted.shape} {wanted.dtype}")
+            )
+        layouts: dict[str, str] = spec.values.get("layout", {})
+        others: dict[str, Any] = spec.values.get("plain", {})
+        left = (set(spec.tensors) - {PARAM}) | set(others)
+        for prefix, optimizer in self._optimizers:
+            keys = [k for k in (*spec.tensors, *others) if k.startswith(prefix)]
+            left.difference_update(keys)
+            self._shape_state(optimizer, parameter, prefix, keys, spec.tensors, layouts, others)
+        if left:
+            raise RestoreError(f"{self.name}: no registered optimizer of this rank keeps {sorted(left)}")
+        return self.tensors()
+
+    def _shape_state(
+        self,
+        optimizer: Optimizer,
+        parameter: torch.nn.Parameter,
+        prefix: str,
+        keys: Sequence[str],
+        tensors: Any,
+        layouts: dict[str, str],
+        others: dict[str, Any],
+    ) -> None:
+        if not keys:
+            optimizer.state.pop(parameter, None)
+            return
+        old = dict(optimizer.state.get(parameter, {}))
+        new: dict[str, Any] = {}
+        for full in keys:
+            key = full[len(prefix) :]
+            if full in others:
+                new[key] = others[full]
+            else:
+                new[key] = _keep_or_make(old.get(key), parameter, tensors[full], layouts.get(full, "device"), full)
+        state = optimizer.state[parameter]
+        state.clear()
+        state.update(new)
+
+
+def _prefix(index: int) -> str:
+    return "state/" if index == 0 else f"state{index}/"
+
+
+def _keep_or_make(old: Any, parameter: torch.nn.Parameter, spec: TensorSpec, layout: str, what: str) -> torch.Tensor:
+    if (
+        isinstance(old, torch.Tensor)
+        and layout_of(parameter, old, what) == layout
+        and tuple(local_tensor(old).shape) == spec.shape
+        and old.dtype == spec.dtype
+    ):
+        return old
+    return new_state_tensor(parameter, spec.shape, spec.dtype, layout)

@@ -1,0 +1,1 @@
+"""Inside a training process: step tags, the step transaction, restore, rollback."""

@@ -1,0 +1,138 @@
+"""The adapter contract: all that the recovery core needs to know about a framework.
+
+An adapter says which *shards* this rank has, when a step seals, mutates and ends, how half-finished state is
+reset, and what rank-only state belongs to the *capsule*. Everything else (tags, planning, interrupting,
+regrouping, transfers, digests, data rollback) is the core's.
+
+The moments of a step, in order, as an adapter reports them through :class:`StepHooks`::
+
+    begin (core)  forward ...  sealed()  backward, gradient sync  mutating()  optimizer  mutated()  commit (core)
+
+``sealed`` must come before this rank's *last* contribution to the gradient synchronisation: whoever leaves that
+synchronisation then knows that every rank has sealed. That is the barrier before the optimizer step of
+FlashRecovery section III-E, merged with the synchronisation that training does anyway.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of one tensor of a shard."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        numel = 1
+        for n in self.shape:
+            numel *= n
+        return numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """What a shard consists of at one version: its tensors by key, and small plain values by key.
+
+    It travels in front of the bytes, so that a replacement whose optimizer state is still empty (state is created
+    lazily by the first step) can make room for it.
+    """
+
+    tensors: Mapping[str, TensorSpec]
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Shard(ABC):
+    """One named piece of this rank's state, living in tensors that the framework owns.
+
+    Equal names on two ranks mean equal bits at equal versions.
+
+    Attributes:
+        name: unique within the rank; contains the coordinate when the piece is unique (``...#fsdp=1/4``).
+        holders: all global ranks, this one included and ascending, that hold an equal piece.
+    """
+
+    name: str
+    holders: tuple[int, ...]
+
+    @abstractmethod
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The live tensors by key, plain local tensors (no DTensor), in a fixed order; never a copy."""
+
+    def values(self) -> dict[str, Any]:
+        """Small plain values by key that belong to this shard (not to the capsule)."""
+        return {}
+
+    @abstractmethod
+    def allocate(self, spec: ShardSpec) -> dict[str, torch.Tensor]:
+        """Give the live state the structure of ``spec`` (create missing tensors, drop surplus ones, set the
+        values) and return the live tensors, whose content the caller overwrites."""
+
+    def spec(self) -> ShardSpec:
+        return ShardSpec({k: TensorSpec(tuple(t.shape), t.dtype) for k, t in self.tensors().items()}, self.values())
+
+
+class StepHooks(Protocol):
+    """What the core gives to an adapter to report the moments of a step. All are idempotent within a step."""
+
+    def sealed(self, *, recheck: bool = False) -> None:
+        """Forward is over: the rank-only state of version i+1 is final. May come several times; the last counts.
+        ``recheck``: no forward pass since the last call, so only random numbers and data can have moved."""
+
+    def mutating(self) -> None:
+        """Gradients are synchronised; the first mutation follows. Raises StepInterrupted if the step was stopped."""
+
+    def mutated(self) -> None:
+        """All parameters and optimizer states of this rank now have version i+1."""
+
+
+class Adapter(ABC):
+    """Maps one framework's state and step onto the core. One instance per registered model."""
+
+    name: str
+
+    @abstractmethod
+    def watch(self, hooks: StepHooks) -> None:
+        """Install the framework's hooks that report the moments of a step. Called once, before the first step."""
+
+    @abstractmethod
+    def shards(self) -> Sequence[Shard]:
+        """The shards of this rank. The set and the names are fixed after the first call."""
+
+    @abstractmethod
+    def sync_spans_world(self) -> bool:
+        """True if leaving the last gradient synchronisation implies that every rank of the world has sealed.
+        Otherwise the core adds a barrier of its own before the optimizer step."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Drop everything half-finished after an interrupted step: gradients, in-flight handles, buckets,
+        unsharded parameters, hooks' flags. Runs while groups are detached (collectives are local no-ops).
+        Must be idempotent, and leave survivors and a fresh replacement in the same state."""
+
+    def capture_common(self) -> dict[str, Any]:
+        """Plain state of the framework at a step boundary that is equal on every rank, e.g. DDP's bucket layout."""
+        return {}
+
+    def restore_common(self, state: dict[str, Any]) -> None:  # noqa: B027 - optional
+        """Adopt what ``capture_common`` returned on some rank. Called after ``reset``; must not communicate."""
+
+    def capture_rank(self) -> dict[str, Any]:
+        """Rank-only state that belongs to the capsule (e.g. persistent buffers that differ between ranks)."""
+        return {}
+
+    def restore_rank(self, state: dict[str, Any]) -> None:  # noqa: B027 - optional
+        """Adopt what ``capture_rank`` returned on this rank."""
+
+    def fault_points(self) -> Mapping[str, Callable[[Callable[[], None]], None]]:
+        """For fault injection: phase name -> function that arms a one-shot callback at that phase of this step
+        (phases ``forward``, ``backward``, ``optimizer``, ``param-gather`` as far as the framework has them)."""
+        return {}

@@ -1,0 +1,173 @@
+"""Entry point of every training process: connects to the agent, then runs the user's script as ``__main__``.
+
+``--worker`` fills a rank at once. ``--standby`` first imports what it is told and waits to be assigned a rank; from
+then on both are the same. A replacement runs the script from the top with detached groups (see
+:mod:`flashrecovery.groups`), up to its first step.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import sys
+import threading
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flashrecovery.agent.environment import AGENT_PID_ENV
+from flashrecovery.page import Page
+from flashrecovery.process_control import die_with_parent
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.worker.channel import PAGE_ENV, Channel
+
+if TYPE_CHECKING:
+    from flashrecovery.worker.session import Connection
+
+_connection: Connection | None = None
+
+
+def connection() -> Connection:
+    """The connection of this process. Raises RuntimeError outside the bootstrap."""
+    if _connection is None:
+        raise RuntimeError("this process was not started by the FlashRecovery bootstrap")
+    return _connection
+
+
+def main() -> None:
+    """Run until the script ends; the exit code is the script's."""
+    standby, command = sys.argv[1] == "--standby", sys.argv[2:]
+    die_with_parent(int(os.environ[AGENT_PID_ENV]))
+    channel = Channel.from_env()
+    assert channel is not None
+    page = Page(int(os.environ[PAGE_ENV]))
+    os.set_inheritable(page.fd, False)
+    _set_module_path(command)
+    channel.send(pb.FromWorker(hello=pb.Hello(pid=os.getpid(), standby=standby)))
+    assign = _wait_for_assignment(channel)
+    os.environ.update(assign.env)
+    if standby:
+        _redirect_output(assign.log_path)
+    _prepare(channel, page, assign)
+    code = _run_script(command, channel)
+    _leave(code)
+
+
+def _wait_for_assignment(channel: Channel) -> pb.Assign:
+    while True:
+        message = channel.receive()
+        if message is None:
+            sys.exit(1)
+        if message.HasField("assign"):
+            return message.assign
+        if message.HasField("warm"):
+            began = time.monotonic()
+            count = _warm(list(message.warm.modules))
+            channel.send(pb.FromWorker(warmed=pb.Warmed(modules=count, seconds=time.monotonic() - began)))
+
+
+def _warm(names: list[str]) -> int:
+    """Import what the live workers have imported. What cannot be imported here, the script will import itself."""
+    count = 0
+    sys.argv = ["-"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in names:
+            if name in sys.modules or name == "__main__":
+                continue
+            try:
+                importlib.import_module(name)
+                count += 1
+            except Exception as e:  # noqa: BLE001 - any module may raise anything at import; it is only a head start
+                print(f"standby: {name} not imported ahead: {type(e).__name__}: {e}", file=sys.stderr)
+    _warm_kernels()
+    return count
+
+
+def _warm_kernels() -> None:
+    """First calls load libraries and start thread pools. (A CUDA context would be made here.)"""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    from flashrecovery.worker.warm import warm_kernels
+
+    warm_kernels()
+
+
+def _redirect_output(path: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+
+
+def _prepare(channel: Channel, page: Page, assign: pb.Assign) -> None:
+    """Everything that must be in place before the script's first line."""
+    global _connection
+    from flashrecovery.worker.hooks import install_import_hooks
+    from flashrecovery.worker.session import Connection
+
+    detached = assign.detached
+    setup_log = page.read_setup_log() if detached else None
+    install_import_hooks(detached, setup_log)
+    _connection = Connection(channel, page, assign.rank, assign.generation, detached)
+
+
+def _set_module_path(command: list[str]) -> None:
+    """The script finds the modules beside it, as under ``python``."""
+    sys.path.insert(0, os.getcwd() if command[0] == "-m" else str(Path(command[0]).resolve().parent))
+
+
+def _run_script(command: list[str], channel: Channel) -> int:
+    """``script.py args`` or ``-m module args``, as ``python`` would run it."""
+    is_module = command[0] == "-m"
+    target, args = (command[1], command[2:]) if is_module else (command[0], command[1:])
+    sys.argv = [target, *args]
+    try:
+        if is_module:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(target, run_name="__main__")
+    except SystemExit as e:
+        if e.code is None or e.code == 0:
+            return 0
+        if not isinstance(e.code, int):
+            print(e.code, file=sys.stderr)
+        _last_words(channel, e)
+        return e.code if isinstance(e.code, int) else 1
+    except BaseException as e:  # noqa: BLE001 - reported to the agent, then the process ends
+        traceback.print_exc()
+        _last_words(channel, e)
+        return 1
+    return 0
+
+
+def _last_words(channel: Channel, error: BaseException) -> None:
+    """Why this process ends, for the event and for whoever reads it."""
+    text = "".join(traceback.format_exception(error))[-16_000:]
+    name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
+    words = pb.LastWords(exception=name, message=str(error)[:4000], traceback=text)
+    try:
+        channel.send(pb.FromWorker(last_words=words))
+    except OSError:
+        print("flashrecovery: the agent is gone", file=sys.stderr)
+
+
+def _leave(code: int) -> None:
+    """A failed process must be gone at once; a good one may run its exit handlers."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code != 0 or threading.current_thread() is not threading.main_thread():
+        os._exit(code)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    # Let `from flashrecovery.worker.bootstrap import connection` find this very module.
+    sys.modules["flashrecovery.worker.bootstrap"] = sys.modules["__main__"]
+    main()

@@ -1,0 +1,212 @@
+"""Plain state to bytes and back: compact, fast, and safe to read from another process.
+
+``dumps`` is pickle restricted to an allow list of types, so a capsule (a few KB of counters, RNG states,
+cursors) takes tens of microseconds; ``loads`` refuses every global that ``dumps`` does not write, so a byte
+string can build data and nothing else. What is not on the list is refused by name, with the place where it
+stands.
+
+Allowed: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range,
+OrderedDict, Counter, deque, torch.Tensor (plain, strided), torch.dtype, torch.device, torch.Size, numpy
+arrays and scalars of plain dtypes. Only values count: equal states give equal bytes (dicts and sets in equal
+order), so encoded states can be compared by digest; an object that appears twice comes back as two.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from flashrecovery.errors import ProtocolError, UnsupportedError
+
+
+def dumps(obj: Any) -> bytes:
+    """``obj`` as bytes. Raises UnsupportedError naming the type (and where it stands) that is not plain
+    state.
+    """
+    out = io.BytesIO()
+    try:
+        _Pickler(out).dump(obj)
+    except _Refused as refused:
+        where = "".join(_path_to(obj, refused.culprit))
+        raise UnsupportedError(f"{refused.reason}{f' (at [...]{where})' if where else ''}") from None
+    except (RecursionError, ValueError) as e:
+        # Fast mode reports a cycle as ValueError.
+        raise UnsupportedError(f"the state contains itself or is nested too deeply to be encoded: {e}") from e
+    return out.getvalue()
+
+
+def loads(data: bytes | bytearray | memoryview) -> Any:
+    """The object that ``dumps`` was given; tensors on the device they were on.
+
+    Raises ProtocolError if ``data`` is damaged or names anything that ``dumps`` does not write.
+    """
+    try:
+        return _Unpickler(io.BytesIO(data)).load()
+    except (pickle.UnpicklingError, EOFError, *_DAMAGE) as e:
+        raise ProtocolError(f"not an encoded state: {e}") from e
+
+
+# What building values from damaged bytes can raise.
+_DAMAGE = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError)
+
+
+class _Refused(Exception):
+    def __init__(self, culprit: Any, reason: str) -> None:
+        super().__init__(reason)
+        self.culprit = culprit
+        self.reason = reason
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, out: io.BytesIO) -> None:
+        super().__init__(out, protocol=5)
+        # No memo: it would make the bytes depend on which equal values happen to be one object.
+        self.fast = True
+
+    def reducer_override(self, obj: Any) -> Any:
+        # The C pickler asks only for what is not one of its own exact built-in types.
+        reduce = _REDUCERS.get(type(obj))
+        if reduce is not None:
+            return reduce(obj)
+        if isinstance(obj, np.generic):
+            return _reduce_numpy_scalar(obj)
+        if isinstance(obj, type) or callable(obj):
+            if any(obj is c for c in _CONSTRUCTORS):
+                return NotImplemented  # pickled by name: it is what rebuilds the object around it
+            raise _Refused(obj, f"{obj!r} is code, not plain state")
+        kind = type(obj)
+        raise _Refused(
+            obj,
+            f"a value of type {kind.__module__}.{kind.__qualname__} is not plain state and cannot be encoded",
+        )
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _ALLOWED[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed") from None
+
+
+# -- tensors ------------------------------------------------------------------------------------------
+
+
+def _reduce_tensor(t: torch.Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    if t.layout != torch.strided or t.is_quantized or t.device.type == "meta":
+        raise _Refused(
+            t,
+            f"a tensor of layout {t.layout} on {t.device} cannot be encoded; only strided tensors with data",
+        )
+    host = t.detach().cpu().contiguous()
+    data = host.reshape(-1).view(torch.uint8).numpy().tobytes() if host.numel() else b""
+    device = None if t.device.type == "cpu" else str(t.device)
+    return _tensor, (str(t.dtype)[6:], tuple(t.shape), data, device, t.requires_grad)
+
+
+def _tensor(dtype: str, shape: tuple[int, ...], data: bytes, device: str | None, requires_grad: bool) -> torch.Tensor:
+    if data:
+        t = torch.frombuffer(bytearray(data), dtype=_dtype(dtype)).reshape(shape)
+    else:
+        t = torch.empty(shape, dtype=_dtype(dtype))
+    if device is not None:
+        t = t.to(device)
+    return t.requires_grad_() if requires_grad else t
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise pickle.UnpicklingError(f"torch.{name} is not a dtype")
+    return found
+
+
+def _reduce_array(a: np.ndarray[Any, Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    _check_numpy(a, a.dtype)
+    return _array, (a.dtype.str, a.shape, np.ascontiguousarray(a).tobytes())
+
+
+def _array(dtype: str, shape: tuple[int, ...], data: bytes) -> np.ndarray[Any, Any]:
+    return np.frombuffer(bytearray(data), dtype=_numpy_dtype(dtype)).reshape(shape)
+
+
+def _reduce_numpy_scalar(x: np.generic) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    _check_numpy(x, x.dtype)
+    return _scalar, (x.dtype.str, x.tobytes())
+
+
+def _scalar(dtype: str, data: bytes) -> Any:
+    return np.frombuffer(data, dtype=_numpy_dtype(dtype))[0]
+
+
+def _check_numpy(value: Any, dtype: np.dtype[Any]) -> None:
+    if dtype.kind not in "biufcSUMm":
+        raise _Refused(value, f"a numpy value of dtype {dtype} cannot be encoded")
+
+
+def _numpy_dtype(text: str) -> np.dtype[Any]:
+    dtype = np.dtype(text)
+    if dtype.hasobject:
+        raise pickle.UnpicklingError(f"numpy dtype {text} is not allowed")
+    return dtype
+
+
+@functools.cache
+def _reduce_dtype(dtype: torch.dtype) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    return _dtype, (str(dtype)[6:],)
+
+
+_REDUCERS: dict[type, Callable[[Any], Any]] = {
+    torch.Tensor: _reduce_tensor,
+    torch.dtype: _reduce_dtype,
+    torch.device: lambda d: (torch.device, (str(d),)),
+    torch.Size: lambda s: (torch.Size, (tuple(s),)),
+    np.ndarray: _reduce_array,
+    range: lambda r: (range, (r.start, r.stop, r.step)),
+    complex: lambda c: (complex, (c.real, c.imag)),
+    # Order and counts matter, subclass attributes do not exist on these exact types.
+    collections.OrderedDict: lambda d: (collections.OrderedDict, (), None, None, iter(d.items())),
+    collections.Counter: lambda c: (collections.Counter, (dict(c),)),
+    collections.deque: lambda d: (collections.deque, (list(d), d.maxlen)),
+}
+
+_CONSTRUCTORS: frozenset[Any] = frozenset(
+    {
+        *(_tensor, _dtype, _array, _scalar, torch.device, torch.Size),
+        *(range, complex, bytearray, set, frozenset),
+        *(collections.OrderedDict, collections.Counter, collections.deque),
+    }
+)
+
+_ALLOWED: dict[tuple[str, str], Any] = {(c.__module__, c.__qualname__): c for c in _CONSTRUCTORS}
+
+
+def _path_to(root: Any, culprit: Any) -> Iterator[str]:
+    """The keys that lead from ``root`` to ``culprit``; for the error message only."""
+    seen: set[int] = set()
+
+    def walk(node: Any) -> list[str] | None:
+        if node is culprit:
+            return []
+        if id(node) in seen:
+            return None
+        seen.add(id(node))
+        children: Iterator[tuple[Any, Any]] = iter(())
+        if isinstance(node, dict):
+            children = iter(node.items())
+        elif isinstance(node, (list, tuple, set, frozenset, collections.deque)):
+            children = iter(enumerate(node))
+        for key, child in children:
+            below = walk(child)
+            if below is not None:
+                return [f"[{key!r}]", *below]
+        return None
+
+    yield from walk(root) or ()

@@ -1,0 +1,131 @@
+"""The control thread of a worker: hears the agent while the training thread is blocked, wherever it is.
+
+It stops the step (by abandoning every collective, see :mod:`flashrecovery.groups`), answers pings, arms faults, and
+passes all other commands on to the training thread's inbox.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flashrecovery import groups
+from flashrecovery.config import Timeouts
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.worker.channel import Channel
+from flashrecovery.worker.gate import Gate
+
+log = logging.getLogger("flashrecovery")
+
+
+class Control:
+    """Owns the channel's reading side. ``inbox`` holds the commands that the training thread carries out."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        gate: Gate,
+        limits: Timeouts,
+        on_fault: Callable[[pb.Fault], None],
+        on_checkpoint: Callable[[int], None],
+        on_keep_undo: Callable[[], None],
+    ) -> None:
+        self.inbox: queue.Queue[pb.Command] = queue.Queue()
+        self._channel = channel
+        self._gate = gate
+        self._limits = limits
+        self._on_fault = on_fault
+        self._on_checkpoint = on_checkpoint
+        self._on_keep_undo = on_keep_undo
+        self._training_thread = threading.main_thread()
+        self._hook: Any = None
+        self._thread = threading.Thread(target=self._run, name="flashrecovery-control", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            message = self._channel.receive()
+            if message is None:
+                # The agent is gone, and with it whoever could tell us what the others do.
+                print("flashrecovery: the agent is gone; this process ends", file=sys.stderr, flush=True)
+                os._exit(1)
+            command = message.command
+            body = command.WhichOneof("body")
+            if body == "hold":
+                self._hold(command)
+            elif body == "stop":
+                self._stop(command)
+            elif body == "ping":
+                self._answer(command)
+            elif body == "fault":
+                self._on_fault(command.fault)
+            elif body == "checkpoint":
+                self._on_checkpoint(command.checkpoint.version)
+            elif body == "keep_undo":
+                self._on_keep_undo()
+            elif body is not None:
+                self.inbox.put(command)
+
+    def _hold(self, command: pb.Command) -> None:
+        """Say where this rank is, and let no mutation begin."""
+        settled, mutating, version = self._gate.hold()
+        reply = pb.Reply(serial=command.serial, generation=command.generation, rank=command.rank)
+        reply.position.CopyFrom(pb.Position(settled=settled, mutating=mutating, version=version))
+        self._channel.send(pb.FromWorker(reply=reply))
+
+    def _stop(self, command: pb.Command) -> None:
+        """Free the training thread; a step that others have finished may finish (paper section III-E)."""
+        if self._gate.stop(command.generation, command.stop.finish_to):
+            self._let_finish(command.stop.mutation_grace_s)
+        self._gate.give_up()
+        groups.abandon(command.stop.reason)
+        self._interrupt_modules()
+        self.inbox.put(command)
+
+    def _let_finish(self, grace_s: float) -> None:
+        deadline = time.monotonic() + grace_s
+        while self._gate.finishing and time.monotonic() < deadline:
+            waiting = groups.main_op()
+            if waiting is not None and time.monotonic() - waiting.since > self._limits.mutation_blocked_s:
+                return
+            time.sleep(0.001)
+
+    def _interrupt_modules(self) -> None:
+        """Also stop a forward pass that computes without communicating, at its next module."""
+
+        def interrupt(module: torch.nn.Module, args: Any) -> None:
+            if threading.current_thread() is self._training_thread:
+                self._gate.check()
+
+        if self._hook is None:
+            self._hook = torch.nn.modules.module.register_module_forward_pre_hook(interrupt)
+
+    def resumed(self) -> None:
+        """Training goes on: take the interrupting hook away (it costs nothing while there is no stop)."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _answer(self, command: pb.Command) -> None:
+        """Say where the training thread is."""
+        waiting = groups.main_op()
+        frame = sys._current_frames().get(self._training_thread.ident or 0)
+        answer = {
+            "ops": sum(g.ops_started for g in groups.groups()),
+            "waiting_in": f"{waiting.op} #{waiting.sequence} of group {waiting.group}" if waiting else "",
+            "stack": "".join(traceback.format_stack(frame)[-8:]) if frame else "",
+        }
+        reply = pb.Reply(serial=0, rank=max(command.rank, 0), detail=json.dumps(answer))
+        self._channel.send(pb.FromWorker(reply=reply))

@@ -1,0 +1,196 @@
+"""The copies that this worker keeps, and when: neighbour copies, an own pre-step copy, fallback checkpoints.
+
+Which of them a job needs follows from its shards (:mod:`flashrecovery.redundancy` has the mechanisms): shards that no
+other rank holds go to the neighbour every step; an own pre-step copy is kept where a step cannot be completed from
+what its peers hold (see :meth:`Copies.enable_undo`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from flashrecovery import groups
+from flashrecovery.config import Settings
+from flashrecovery.errors import RestoreError, UnsupportedError
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.redundancy import checkpoint
+from flashrecovery.redundancy.neighbor import NeighbourCopies
+from flashrecovery.redundancy.undo import UndoCopy
+from flashrecovery.worker.adapter import Shard
+from flashrecovery.worker.registry import Registry
+from flashrecovery.worker.transfer import ShardSource
+
+NEIGHBOUR_GROUP = "flashrecovery-neighbour"
+_CLOSE_S = 60.0
+"""At the end of the job, for the checkpoint part that is being written."""
+
+
+class Copies:
+    """Made when the set of shards is fixed, on every rank at the same place (it may make a process group)."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        settings: Settings,
+        on_published: Callable[[checkpoint.Published], None],
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        """Raises UnsupportedError if ``redundancy: replica`` is asked for and a shard has no replica, ConfigError if
+        the checkpoint directory cannot be written."""
+        self._registry = registry
+        self._limits = settings.timeouts
+        unique = registry.unique_shards()
+        if unique and settings.redundancy == "replica":
+            raise UnsupportedError(
+                f"redundancy 'replica': {len(unique)} shards of rank {registry.rank} exist on no other rank, "
+                f"the first is {unique[0].name!r}; allowed here: auto, neighbor, none"
+            )
+        self._neighbour: NeighbourCopies | None = None
+        self._undo: UndoCopy | None = None
+        self._undo_allowed = settings.undo != "never"
+        if registry.world_size > 1 and settings.redundancy != "none" and _anywhere(bool(unique)):
+            group = groups.create_control_group(NEIGHBOUR_GROUP)
+            assert group is not None
+            self._neighbour = NeighbourCopies(group, registry.rank, registry.world_size, registry.tensor_shards())
+        if settings.undo == "always":
+            self.enable_undo()
+        self.checkpoint: checkpoint.CheckpointFallback | None = None
+        if settings.checkpoint.dir is not None:
+            self.checkpoint = checkpoint.CheckpointFallback(
+                settings.checkpoint.dir,
+                rank=registry.rank,
+                world=registry.world_size,
+                keep=settings.checkpoint.keep,
+                on_published=on_published,
+                on_error=on_error,
+            )
+
+    def describe(self) -> str:
+        """What protects what, what it costs, what it survives."""
+        if self._neighbour is not None:
+            return self._neighbour.describe()
+        if self._registry.world_size == 1:
+            return "no copies: a world of one rank has nobody to hold them"
+        if self._registry.unique_shards():
+            return "no copies of what no other rank holds: only a checkpoint helps"
+        return "replicas: every shard lives on several ranks; no memory cost; survives all but one of a replica set"
+
+    # -- each step --------------------------------------------------------------------------------
+
+    def start(self, version: int) -> None:
+        """The live state is ``version``: send what only this rank has, while the next forward pass runs."""
+        if self._neighbour is not None:
+            capsule = self._registry.capsule.at(version)
+            assert capsule is not None
+            self._neighbour.commit(version, capsule)
+
+    def save_checkpoint_if_due(self, version: int, generation: int) -> None:
+        """The live state is ``version``, and does not change before this returns."""
+        if self.checkpoint is not None and self.checkpoint.due(version):
+            capsule, common = self._registry.capsule.at(version), self._registry.common.at(version)
+            assert capsule is not None and common is not None
+            shards = self._registry.tensor_shards()
+            self.checkpoint.commit(version, shards, capsule=capsule, common=common, generation=generation)
+
+    def wait(self) -> None:
+        """The copies of the last committed version are complete. Raises what the exchange has raised."""
+        if self._neighbour is not None:
+            self._neighbour.wait()
+
+    def before_mutation(self, version: int) -> None:
+        """``version`` may be overwritten after this."""
+        if self._neighbour is not None:
+            self._neighbour.before_mutation()
+        elif self._undo is not None:
+            self._undo.hold(version)
+
+    def enable_undo(self) -> bool:
+        """Keep an own copy of the pre-step state from the next step on. True if that is new."""
+        if self._neighbour is not None or self._undo is not None or not self._undo_allowed:
+            return False  # neighbour copies include it
+        self._undo = UndoCopy(self._registry.tensor_shards())
+        return True
+
+    # -- recovery ---------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """After the groups have been abandoned: end what is under way."""
+        if self._neighbour is not None:
+            self._neighbour.halt(self._limits.drain_s)
+
+    def resumed(self, generation: int, version: int) -> None:
+        """All ranks are at ``version``: newer copies are void."""
+        if self._neighbour is not None:
+            self._neighbour.reset(generation, version)
+        if self._undo is not None:
+            self._undo.reset(version)
+
+    def load_checkpoint(self, path: str, version: int) -> None:
+        """Everything of this rank from a checkpoint. Raises RestoreError if it is damaged or of another job."""
+        registry = self._registry
+        plain = checkpoint.load(Path(path), registry.tensor_shards(), rank=registry.rank, world=registry.world_size)
+        registry.capsule.keep(version, plain.capsule)
+        registry.common.keep(version, plain.common)
+
+    def close(self) -> None:
+        """The job is over."""
+        if self._neighbour is not None and not self._neighbour.close():
+            groups.abandon("the job is over")  # frees its thread, which the end of the interpreter must not meet
+        if self._undo is not None:
+            self._undo.close()
+        if self.checkpoint is not None:
+            self.checkpoint.close(_CLOSE_S)
+
+    @property
+    def _own_copy(self) -> UndoCopy | None:
+        """This rank's own pre-step copy; neighbour copies include one."""
+        return self._undo if self._neighbour is None else self._neighbour.undo
+
+    def inventory(self) -> list[pb.Held]:
+        """What is held whole."""
+        held = []
+        undo = self._own_copy
+        if undo is not None:
+            names = [s.name for s in self._registry.tensor_shards()]
+            held += [pb.Held(kind="undo", version=v, owner=self._registry.rank, shards=names) for v in undo.versions()]
+        if self._neighbour is not None:
+            for holding in self._neighbour.holdings():
+                held.append(
+                    pb.Held(
+                        kind="copy",
+                        version=holding.version,
+                        owner=holding.owner,
+                        shards=[holding.shard],
+                        nbytes=[holding.nbytes],
+                    )
+                )
+        return held
+
+    def restore_undo(self, shard: Shard, version: int) -> None:
+        """Put the own copy of ``version`` back. Raises RestoreError if it is not held."""
+        undo = self._own_copy
+        if undo is None:
+            raise RestoreError(f"no own copy of {shard.name!r}")
+        undo.restore(version, shard)
+
+    def source(self, kind: str, owner: int, shard: str, version: int) -> ShardSource:
+        """A copy in the form of a transfer's source. Raises RestoreError if it is not held."""
+        undo = self._own_copy
+        if kind == "undo" and undo is not None:
+            return undo.source(shard, version)
+        if kind == "copy" and self._neighbour is not None:
+            return self._neighbour.source(owner, shard, version)
+        raise RestoreError(f"no {kind} of {shard!r} here")
+
+
+def _anywhere(flag: bool) -> bool:
+    """Whether ``flag`` is set on any rank; a collective (a replacement gets the recorded answer)."""
+    group = groups.control_group()
+    tensor = torch.tensor([int(flag)])
+    if group is not None:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    return bool(tensor.item())

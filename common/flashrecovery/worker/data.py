@@ -1,0 +1,293 @@
+"""``recovery.data(loader)``: an iterator over a data source that rolls back with the step.
+
+A survivor keeps the batches of the last few versions and hands them out again; its source is not touched. A
+replacement starts with a fresh source and goes forward to where the dead rank was: a stateful source is loaded with
+its state of one step before (its *anchor*), any other is begun anew in the random state of that epoch's beginning;
+from there batches are skipped. That it gives the same samples is checked, by the digest of the last batch that the
+dead rank had fetched.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from flashrecovery.errors import DataSourceError
+from flashrecovery.worker.data_source import Source, content_digest, content_versions
+from flashrecovery.worker.rng import RngWatch, capture_rng, restore_rng
+
+log = logging.getLogger("flashrecovery")
+
+KEPT_VERSIONS = 3
+_SAY_EVERY_S = 5.0
+
+
+class Position(NamedTuple):
+    """Where a stream stands: the epoch, the batches fetched in it, the batches fetched in all."""
+
+    epoch: int
+    batch: int
+    total: int
+
+
+@dataclass(frozen=True)
+class _Cursor:
+    """A position with what a fresh source needs to get there."""
+
+    position: Position
+    epoch_start: dict[str, Any] = field(default_factory=dict)
+    digest: str = ""
+    """Of the batch that led here; "" at the very beginning."""
+    rng_before: dict[str, Any] | None = None
+    """Random state before that batch was fetched, if fetching it has drawn from it."""
+    anchor: tuple[int, dict[str, Any]] | None = None
+    """Of a stateful source: its state after that many batches (fewer than ``position.batch``) of the epoch."""
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "position": tuple(self.position),
+            "epoch_start": self.epoch_start,
+            "digest": self.digest,
+            "rng_before": self.rng_before,
+            "anchor": self.anchor,
+        }
+
+    @staticmethod
+    def of(state: dict[str, Any]) -> _Cursor:
+        return _Cursor(
+            Position(*state["position"]), state["epoch_start"], state["digest"], state["rng_before"], state["anchor"]
+        )
+
+
+@dataclass
+class _Kept:
+    """A batch that may have to be handed out again."""
+
+    cursor: _Cursor
+    batch: Any
+    versions: tuple[int, ...]
+    rng_after: dict[str, Any] | None
+
+    def intact(self) -> bool:
+        """False if the step body has written into the batch."""
+        return self.versions == content_versions(self.batch) and self.cursor.digest == content_digest(self.batch)
+
+
+class DataStream:
+    """Iterates over ``loader``, epoch after epoch.
+
+    Before each epoch ``set_epoch(epoch)`` is called on the loader's sampler if it has that. A source that can be
+    iterated again begins its next epoch when it is exhausted; a one-shot iterator ends with ``StopIteration``.
+
+    Attributes:
+        position: where the stream stands; a value, cheap to compare.
+        before_fetch: called at the beginning of every ``next``.
+
+    Raises:
+        DataSourceError: ``loader`` is not iterable.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.before_fetch: Callable[[], None] | None = None
+        self._source = Source(loader)
+        self._iterator: Iterator[Any] | None = None
+        self._cursor = _Cursor(Position(0, 0, 0))
+        self._kept: deque[_Kept] = deque()
+        self._replay: deque[_Kept] = deque()
+        self._marks: dict[int, _Cursor] = {}
+        self._sampled: tuple[Position, dict[str, Any]] | None = None
+        """State of a stateful source, and the position at which it was asked for it last."""
+        self._expected: dict[int, str] = {}
+        """Digests of batches that are read for a second time, by ``position.total``."""
+
+    @property
+    def position(self) -> Position:
+        return self._cursor.position
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch, from 0."""
+        return self.position.epoch
+
+    def __len__(self) -> int:
+        """Batches of one epoch. Raises TypeError if the loader does not know."""
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> DataStream:
+        return self
+
+    def __next__(self) -> Any:
+        if self.before_fetch is not None:
+            self.before_fetch()
+        if self._replay:
+            kept = self._replay.popleft()
+            if kept.rng_after is not None:
+                restore_rng(kept.rng_after)
+        else:
+            kept = self._fetch()
+            self._kept.append(kept)
+        self._cursor = kept.cursor
+        return kept.batch
+
+    def _fetch(self) -> _Kept:
+        """The next batch of the source, of its next epoch if this one is exhausted."""
+        epoch, index, total = self.position
+        epoch_start, begun = self._cursor.epoch_start, None
+        watch = RngWatch()
+        if self._iterator is None:
+            self._iterator, begun = self._source.begin(epoch)
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            if self._source.one_shot or index == 0:
+                if index == 0 and not self._source.one_shot:
+                    raise DataSourceError(f"the {self._source.name} gives no batches") from None
+                raise
+            epoch, index = epoch + 1, 0
+            watch = RngWatch()
+            self._iterator, begun = self._source.begin(epoch)
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                raise DataSourceError(f"the {self._source.name} gives no batches in epoch {epoch}") from None
+        drawn = watch.changed()
+        if begun is not None:
+            epoch_start = begun.plain()
+        cursor = _Cursor(
+            Position(epoch, index + 1, total + 1),
+            epoch_start,
+            content_digest(batch),
+            # The first batch of an epoch is fetched in the state of the epoch's start.
+            watch.before() if drawn and begun is None else None,
+            self._anchor(epoch),
+        )
+        if self._expected.pop(cursor.position.total, cursor.digest) != cursor.digest:
+            raise self._other_samples(cursor.position, cursor.digest)
+        return _Kept(cursor, batch, content_versions(batch), capture_rng() if drawn else None)
+
+    # -- versions -----------------------------------------------------------------------------------
+
+    def commit(self, version: int) -> None:
+        """What has been fetched so far belongs to the steps before ``version``. The last call for a version counts."""
+        self._forget_after(version)
+        self._marks[version] = self._cursor_now()
+        for old in sorted(self._marks)[:-KEPT_VERSIONS]:
+            del self._marks[old]
+        oldest = min(c.position.total for c in self._marks.values())
+        while self._kept and self._kept[0].cursor.position.total <= oldest:
+            self._kept.popleft()
+
+    def rollback(self, version: int) -> None:
+        """Hand out again what was fetched after ``version``, random numbers included.
+
+        Raises:
+            DataSourceError: the version is too old; or the step has modified a batch in place and the source cannot be
+                begun anew.
+        """
+        if version not in self._marks:
+            raise DataSourceError(f"the data stream cannot go back to version {version}, only to {sorted(self._marks)}")
+        self._forget_after(version)
+        cursor = self._marks[version]
+        again = deque(k for k in self._kept if k.cursor.position.total > cursor.position.total)
+        if all(k.intact() for k in again):
+            self._replay, self._cursor = again, cursor
+            return
+        if self._source.one_shot:
+            raise DataSourceError(
+                "the step has modified a batch in place, and the data source is a one-shot iterator: it cannot be "
+                "replayed; work on a copy of the batch, or pass a source that can be iterated again"
+            )
+        log.warning("the step has modified a batch in place; the data source is read again for the replay")
+        self._seek(cursor)
+        self._expected = {k.cursor.position.total: k.cursor.digest for k in again}
+
+    def _forget_after(self, version: int) -> None:
+        for newer in [v for v in self._marks if v > version]:
+            del self._marks[newer]
+
+    # -- capture and restore ------------------------------------------------------------------------
+
+    def capture(self) -> dict[str, Any]:
+        """What a replacement needs to bring a fresh source to this position (plain values)."""
+        return self._cursor_now().plain()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Bring a fresh source to a captured position. Leaves the random streams anywhere.
+
+        Raises:
+            DataSourceError: the source ends earlier, or gives other samples than it did.
+        """
+        self._marks.clear()
+        self._seek(_Cursor.of(state))
+
+    def _cursor_now(self) -> _Cursor:
+        cursor = self._cursor
+        if self._iterator is None and not cursor.digest:
+            return _Cursor(cursor.position, {"generators": self._source.generator_states()})
+        if self._iterator is not None and not self._replay and (not self._sampled or self._sampled[0] != self.position):
+            state = self._source.state()
+            self._sampled = None if state is None else (self.position, state)
+        return cursor
+
+    def _anchor(self, epoch: int) -> tuple[int, dict[str, Any]] | None:
+        if self._sampled is None or self._sampled[0].epoch != epoch:
+            return None
+        return self._sampled[0].batch, self._sampled[1]
+
+    def _seek(self, cursor: _Cursor) -> None:
+        self._kept.clear()
+        self._replay.clear()
+        self._iterator, self._sampled = None, None
+        self._expected.clear()
+        self._cursor = cursor
+        epoch, batch, _total = cursor.position
+        if not batch:
+            self._source.restore_generators(cursor.epoch_start)
+            return
+        if cursor.anchor is not None:
+            done, state = cursor.anchor
+            self._source.load(state)
+            self._iterator, _ = self._source.begin(epoch, cursor.epoch_start)
+            if self._skip(done, cursor) == cursor.digest:
+                return
+            # For example: a loader's worker processes draw random numbers, which its state does not contain.
+            log.warning("the state of the %s does not give the same samples; replaying the epoch", self._source.name)
+        self._iterator, _ = self._source.begin(epoch, cursor.epoch_start)
+        found = self._skip(0, cursor)
+        if found != cursor.digest:
+            raise self._other_samples(cursor.position, found)
+
+    def _other_samples(self, position: Position, found: str) -> DataSourceError:
+        return DataSourceError(
+            f"the {self._source.name} gives other samples than before: batch {position.batch - 1} of epoch "
+            f"{position.epoch} now has digest {found}; make its order depend only on seeds and set_epoch(), or use a "
+            "stateful loader (torchdata's StatefulDataLoader), and do not modify batches in place"
+        )
+
+    def _skip(self, done: int, cursor: _Cursor) -> str:
+        """Go forward from ``done`` batches of the epoch to the cursor; returns the digest of the last one."""
+        assert self._iterator is not None
+        count = cursor.position.batch
+        began = said = time.monotonic()
+        done += self._source.skip_indices(self._iterator, count - 1 - done)
+        batch: Any = None
+        while done < count:
+            if done == count - 1 and cursor.rng_before is not None:
+                restore_rng(cursor.rng_before)
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                raise DataSourceError(
+                    f"the {self._source.name} ended after {done} batches of epoch {cursor.position.epoch}; "
+                    f"the failed process had fetched {count}"
+                ) from None
+            done += 1
+            if time.monotonic() - said > _SAY_EVERY_S:
+                said = time.monotonic()
+                log.warning("replaying the data source: %d of %d batches, %.0f s", done, count, said - began)
+        return content_digest(batch)

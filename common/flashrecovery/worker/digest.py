@@ -1,0 +1,81 @@
+"""Digests of tensors and shards: xxh3-128 to compare copies, SHA-256 for digests that people compare.
+
+A digest covers the *values in index order*, so a transposed view and its contiguous copy agree. Bytes on a
+device are read through the host in pieces, because a digest that proves a transfer must look at what really
+lies on the device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import xxhash
+
+from flashrecovery.worker import codec
+from flashrecovery.worker.adapter import ShardSpec
+
+_PIECE = 32 << 20
+"""Bytes copied from a device at a time."""
+
+
+class _Hasher(Protocol):
+    def update(self, data: Any, /) -> None: ...
+    def hexdigest(self) -> str: ...
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """xxh3-128 of the tensor's bytes in index order, hex. Any strided tensor on any device."""
+    return _digest_of(xxhash.xxh3_128(), [tensor])
+
+
+def shard_digest(tensors: Iterable[torch.Tensor], spec: ShardSpec | None = None) -> str:
+    """xxh3-128 of a shard's tensors in the given order; with ``spec`` also of its structure and values. Hex."""
+    return _digest_of(xxhash.xxh3_128(encode_spec(spec) if spec is not None else b""), tensors)
+
+
+def sha256_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes, in the order of the sorted names. Hex."""
+    hasher = hashlib.sha256()
+    for name in sorted(tensors):
+        t = tensors[name]
+        hasher.update(f"{name}\0{t.dtype}\0{tuple(t.shape)}\0".encode())
+        _update(hasher, t)
+    return hasher.hexdigest()
+
+
+def encode_spec(spec: ShardSpec) -> bytes:
+    """A spec as bytes, equal for equal specs with equal key order."""
+    tensors = [(key, t.shape, str(t.dtype)[6:]) for key, t in spec.tensors.items()]
+    return codec.dumps((tensors, dict(spec.values)))
+
+
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as flat uint8, sharing it. Writing to it writes to the tensor."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _digest_of(hasher: _Hasher, tensors: Iterable[torch.Tensor]) -> str:
+    for t in tensors:
+        _update(hasher, t)
+    return hasher.hexdigest()
+
+
+def _update(hasher: _Hasher, tensor: torch.Tensor) -> None:
+    for piece in _host_bytes(tensor):
+        hasher.update(piece)
+
+
+def _host_bytes(tensor: torch.Tensor) -> Iterator[np.ndarray[Any, Any]]:
+    if tensor.numel() == 0:
+        return
+    # A non-contiguous tensor costs one contiguous copy on its own device.
+    flat = byte_view(tensor.detach().contiguous())
+    if flat.device.type == "cpu":
+        yield flat.numpy()
+        return
+    for start in range(0, flat.numel(), _PIECE):
+        yield flat[start : start + _PIECE].cpu().numpy()

@@ -1,0 +1,103 @@
+"""Fault injection inside a worker, for drills and for the project's own tests.
+
+A fault is armed for a phase of a step (or of a recovery) and fires once. Before it fires, it says so to the agent: a
+drill whose fault did not fire has proved nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+
+from flashrecovery import groups
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.worker.adapter import Adapter
+
+ANY_STEP = -1
+
+
+class InjectedFault(RuntimeError):
+    """The exception of a ``raise`` fault."""
+
+
+class Faults:
+    """The armed faults of this worker. ``notify`` tells the agent that one fires."""
+
+    def __init__(self, notify: Callable[[str, str, str], None]) -> None:
+        self._armed: list[pb.Fault] = []
+        self._lock = threading.Lock()
+        self._notify = notify
+
+    def arm(self, fault: pb.Fault) -> None:
+        """From the control thread."""
+        with self._lock:
+            self._armed.append(fault)
+
+    def take(self, phase: str, step: int) -> pb.Fault | None:
+        """The fault that is due at ``phase`` of ``step``, disarmed."""
+        if not self._armed:
+            return None
+        with self._lock:
+            for fault in self._armed:
+                if fault.phase == phase and fault.step in (ANY_STEP, step):
+                    self._armed.remove(fault)
+                    return fault
+        return None
+
+    def hit(self, phase: str, step: int) -> str:
+        """The training thread is at ``phase``. Returns the fault that fired and left the process alive, or ""."""
+        fault = self.take(phase, step)
+        if fault is None:
+            return ""
+        self.fire(fault)
+        return fault.fault
+
+    def begin_step(self, step: int, adapters: Sequence[Adapter]) -> None:
+        """Hand the faults whose phase only a framework can find to its adapter."""
+        if not self._armed:
+            return
+        for adapter in adapters:
+            for phase, arm in adapter.fault_points().items():
+                fault = self.take(phase, step)
+                if fault is not None:
+                    arm(lambda fault=fault: self.fire(fault))  # type: ignore[misc]
+        fault = self.take("grad-sync", step)
+        if fault is not None:
+            self._arm_at_gradient_sync(fault)
+        with self._lock:
+            left = [f.phase for f in self._armed if f.step == step and not f.phase.startswith("recovery:")]
+        known = {p for a in adapters for p in a.fault_points()} | {
+            "data",
+            "optimizer-start",
+            "commit",
+            "between",
+        }
+        for phase in left:
+            if phase not in known:
+                self._notify("fault_impossible", f"phase {phase!r} does not occur in this layout", phase)
+
+    def _arm_at_gradient_sync(self, fault: pb.Fault) -> None:
+        """Fire when the step starts a reduction."""
+
+        def at_operation(group: str, op: str) -> None:
+            if "reduce" in op:
+                groups.set_operation_hook(None)
+                self.fire(fault)
+
+        groups.set_operation_hook(at_operation)
+
+    def fire(self, fault: pb.Fault) -> None:
+        self._notify("fault_fired", f"{fault.fault} at {fault.phase}, step {fault.step}", fault.phase)
+        if fault.fault == "sigkill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.fault == "sigstop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault.fault == "exit":
+            os._exit(3)
+        elif fault.fault == "segv":
+            ctypes.string_at(0)
+        elif fault.fault == "raise":
+            raise InjectedFault(f"injected at {fault.phase}")

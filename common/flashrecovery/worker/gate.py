@@ -1,0 +1,154 @@
+"""Where the training thread and the control thread meet: the step tag, and whether the step has been stopped.
+
+Stopping is done in two moves, because only the controller knows where the others are. ``hold``: no rank begins to
+change its state any more. ``stop(finish_to)``: a rank below that version may still finish its step, since another
+rank has begun to change its state, so every gradient has been synchronised; a rank at that version stops at once. So
+all ranks stop with whole states of one version, unless a dead peer keeps one of them from finishing. The tag changes
+only under the gate's lock, and so do the control thread's moves.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from flashrecovery.errors import StepInterrupted
+from flashrecovery.page import TAG_MUTATING, Page
+
+
+class Gate:
+    """Step tag, generation and stop flag of one worker.
+
+    Attributes:
+        version: the newest committed version of this rank's state.
+        live: the version that the live state has as a whole, -1 while it is torn or empty.
+        generation: the generation that this worker trains in.
+    """
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.lock = threading.Condition()
+        self.version = 0
+        self.live = -1
+        self.generation = 0
+        self._stopped_for = 0
+        self._stopped = False
+        self._finish_to = -1
+        self._held = False
+        self._stepping = False
+        self._done = False
+        self._mutating = False
+        self._step_began = 0
+        self._step_ns = 0
+
+    # -- training thread --------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Tag i: this rank is in forward/backward of step i (no tag if the step has been stopped already)."""
+        with self.lock:
+            if self._stopped:
+                return
+            self._step_began = time.monotonic_ns()
+            self.page.set_tag(self.version)
+
+    def mutate(self) -> None:
+        """Tag -1: the state changes from here on. Waits while held. Raises StepInterrupted if stopped."""
+        with self.lock:
+            while self._held and not self._stopped:
+                self.lock.wait()
+            if self._void():
+                raise StepInterrupted
+            if not self._mutating:
+                self._mutating = True
+                self.live = -1
+                self.page.set_tag(TAG_MUTATING)
+
+    def commit(self) -> bool:
+        """Tag i+1, even when stopped meanwhile: the mutation was complete. Returns whether the rank may go on.
+
+        Raises StepInterrupted if the stop came before the mutation: such a step is void.
+        """
+        with self.lock:
+            if self._void():
+                raise StepInterrupted
+            self._mutating = False
+            self.version += 1
+            self.live = self.version
+            last = time.monotonic_ns() - self._step_began
+            self._step_ns = last if self._step_ns == 0 else (4 * self._step_ns + last) // 5
+            self.page.set_committed(self.version, self._step_ns)
+            return not self._stopped
+
+    def check(self) -> None:
+        """Raises StepInterrupted if the step has been stopped."""
+        if self._void():
+            raise StepInterrupted
+
+    def torn(self) -> None:
+        """The live state is being overwritten."""
+        with self.lock:
+            self._mutating = False
+            self.live = -1
+
+    def resume(self, version: int, generation: int) -> bool:
+        """Continue at ``version``. False if a newer stop has come meanwhile."""
+        with self.lock:
+            self.version = self.live = version
+            self._mutating = False
+            if self._stopped_for > generation:
+                return False
+            self._stopped = self._held = False
+            self._finish_to = -1
+            self._stepping = True
+            self.generation = generation
+            self.page.set_committed(version, self._step_ns)
+            return True
+
+    @property
+    def stopped(self) -> bool:
+        return self._stopped
+
+    def outdated(self, generation: int) -> bool:
+        """True if a newer generation has been announced than ``generation``."""
+        return generation < self._stopped_for
+
+    def leave_step(self, *, done: bool = False) -> None:
+        """The training thread carries out commands now; ``done``: because it has taken all its steps."""
+        with self.lock:
+            self._stepping, self._done = False, done
+
+    def _void(self) -> bool:
+        """The current step must not change anything any more."""
+        return self._stopped and not self._mutating and self.version >= self._finish_to
+
+    # -- control thread ---------------------------------------------------------------------------
+
+    def hold(self) -> tuple[bool, bool, int]:
+        """Let no mutation begin until the stop. Returns whether this rank is in a step or done with all (and not in a
+        recovery), whether it is mutating, and its newest complete version."""
+        with self.lock:
+            self._held = True
+            return self._stepping or self._done, self._mutating, self.version
+
+    def stop(self, generation: int, finish_to: int) -> bool:
+        """Void the current step, unless this rank is below ``finish_to``. Returns whether it may still finish."""
+        with self.lock:
+            self._stopped = True
+            self._stopped_for = max(self._stopped_for, generation)
+            self._finish_to = finish_to
+            self.lock.notify_all()
+            return self.finishing
+
+    def give_up(self) -> None:
+        """No more waiting for this rank to finish its step."""
+        with self.lock:
+            self._finish_to = -1
+
+    @property
+    def finishing(self) -> bool:
+        """The step may go on to its commit."""
+        return self._stepping and (self._mutating or self.version < self._finish_to)
+
+    @property
+    def mutating(self) -> bool:
+        return self._mutating

@@ -1,0 +1,68 @@
+"""Small plain state as shards: the *common* state (equal on all ranks) and the *capsule* (this rank's own).
+
+Both are byte strings per version, kept for the last three versions in this process; the capsule is also in the shared
+page, where it outlives the process.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flashrecovery.worker.adapter import Shard, ShardSpec, TensorSpec
+
+COMMON = "common"
+_KEPT = 3
+
+
+class ObjectShard(Shard):
+    """A byte string per version, transferred like any other shard."""
+
+    def __init__(self, name: str, holders: tuple[int, ...]) -> None:
+        self.name = name
+        self.holders = holders
+        self._versions: dict[int, bytes] = {}
+        self._incoming: torch.Tensor | None = None
+
+    def keep(self, version: int, data: bytes) -> None:
+        """The content at ``version``; the oldest others are dropped, so that three are kept."""
+        self._versions[version] = data
+        for old in sorted(self._versions.keys() - {version})[: 1 - _KEPT]:
+            del self._versions[old]
+
+    def drop_after(self, version: int) -> None:
+        """Forget what belongs to steps that have been undone."""
+        for newer in [v for v in self._versions if v > version]:
+            del self._versions[newer]
+
+    def at(self, version: int) -> bytes | None:
+        return self._versions.get(version)
+
+    def versions(self) -> list[int]:
+        return sorted(self._versions)
+
+    def nbytes(self) -> int:
+        return max((len(d) for d in self._versions.values()), default=0)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        newest = max(self._versions, default=None)
+        return {"bytes": as_tensor(self._versions[newest] if newest is not None else b"")}
+
+    def tensors_at(self, version: int) -> tuple[ShardSpec, list[torch.Tensor]]:
+        """The content at ``version`` in the form of a transfer's source. Raises KeyError if it is not kept."""
+        tensor = as_tensor(self._versions[version])
+        return ShardSpec({"bytes": TensorSpec(tuple(tensor.shape), tensor.dtype)}), [tensor]
+
+    def allocate(self, spec: ShardSpec) -> dict[str, torch.Tensor]:
+        self._incoming = torch.empty(spec.tensors["bytes"].shape, dtype=torch.uint8)
+        return {"bytes": self._incoming}
+
+    def adopt(self, version: int) -> None:
+        """What has been received into ``allocate``'s tensor is the content at ``version``."""
+        if self._incoming is not None:
+            self.keep(version, self._incoming.numpy().tobytes())
+            self._incoming = None
+
+
+def as_tensor(data: bytes) -> torch.Tensor:
+    """A uint8 tensor with a copy of ``data``."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,298 @@
+"""A worker's side of a recovery: the controller's commands, carried out on the training thread between two steps.
+
+``stop``: let go of abandoned operations, stand alone, reset what is half-finished, report what this rank holds.
+``regroup``: new inside for every process group. ``restore``: transfers and local copies, then plain state.
+``resume``: back into the loop. A newer generation voids whatever is under way.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from flashrecovery import groups
+from flashrecovery.errors import DataSourceError, FlashRecoveryError, RegroupError, RestoreError
+from flashrecovery.groups.torch_private import TCPStore
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.redundancy.checkpoint import newest
+from flashrecovery.worker.digest import shard_digest
+from flashrecovery.worker.objects import COMMON, ObjectShard
+from flashrecovery.worker.transfer import ShardSource, exchange
+
+if TYPE_CHECKING:
+    from flashrecovery.worker.session import Session
+
+log = logging.getLogger("flashrecovery")
+
+
+class Recoverer:
+    """Carries out commands for one :class:`Session`."""
+
+    def __init__(self, session: Session) -> None:
+        self._s = session
+        self._fresh = session.connection.detached
+        self._client: tuple[tuple[str, int], TCPStore] | None = None
+
+    # -- waiting for commands ---------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Report this worker's shards at its first step, and wait until it may begin."""
+        s = self._s
+        page = s.connection.page
+        if not s.connection.detached:
+            if not page.write_setup_log(groups.take_setup_log()):
+                s.notice("setup_log_too_large", "a replacement will not see what set-up collectives had returned here")
+            s.seal_start()
+        if s.settings.resume and s.settings.checkpoint.dir is not None:
+            found = newest(s.settings.checkpoint.dir)
+            if found is not None:
+                saved = pb.CheckpointSaved(version=found[0], path=str(found[1]), found=True)
+                s.connection.channel.send(pb.FromWorker(checkpoint=saved))
+        message = pb.Joined(
+            rank=s.rank,
+            generation=s.gate.generation,
+            needs=self._needs(digests=not s.connection.detached),
+            held=self._held(),
+        )
+        if not s.connection.detached:
+            s.gate.live = 0
+        s.connection.channel.send(pb.FromWorker(joined=message))
+        self.run()
+
+    def run(self) -> None:
+        """Carry out commands until the next resume."""
+        self._s.gate.leave_step()
+        while not self._carry_out(self._s.next_command()):
+            pass
+
+    def wait_for_release(self) -> bool:
+        """All steps are done here. True: so they are everywhere. False: a recovery has taken place meanwhile."""
+        s = self._s
+        self.tell_done()
+        while True:
+            command = s.next_command()
+            if command.HasField("release"):
+                return True
+            if self._carry_out(command):
+                return False
+
+    def tell_done(self) -> None:
+        """This rank takes no more steps."""
+        s = self._s
+        s.gate.leave_step(done=True)
+        done = pb.Done(rank=s.rank, generation=s.gate.generation, version=s.gate.version)
+        s.connection.channel.send(pb.FromWorker(done=done))
+
+    def _carry_out(self, command: pb.Command) -> bool:
+        """True after a resume."""
+        s = self._s
+        if s.gate.outdated(command.generation):
+            return False
+        body = command.WhichOneof("body")
+        began = time.monotonic()
+        reply = pb.Reply(serial=command.serial, generation=command.generation, rank=s.rank)
+        resumed = False
+        try:
+            if body == "stop":
+                self._stop(command, reply)
+            elif body == "regroup":
+                self._regroup(command)
+            elif body == "restore":
+                self._restore(command.restore, reply)
+            elif body == "resume":
+                resumed = self._resume(command)
+        except (RuntimeError, FlashRecoveryError) as e:
+            if not (isinstance(e, FlashRecoveryError) or groups.is_communication_error(e)):
+                raise
+            if s.gate.outdated(command.generation):
+                return False  # a newer stop has cut it short
+            log.warning("%s failed: %s: %s", body, type(e).__name__, e)
+            reply.error_type, reply.error = type(e).__name__, str(e)
+            reply.fatal = isinstance(e, FlashRecoveryError) and not isinstance(e, (RegroupError, RestoreError))
+        reply.seconds = time.monotonic() - began
+        s.connection.channel.send(pb.FromWorker(reply=reply))
+        if body == "stop":
+            self._reset()
+        if resumed:
+            assert s.copies is not None
+            s.copies.start(s.gate.version)
+        return resumed
+
+    # -- the commands -----------------------------------------------------------------------------
+
+    def _stop(self, command: pb.Command, reply: pb.Reply) -> None:
+        """Everything that was under way has let go; this is what the rank holds."""
+        s = self._s
+        s.faults.hit("recovery:quiescing", s.gate.version)
+        s.device.settle()
+        assert s.copies is not None
+        s.copies.stop()
+        report = groups.drain(s.settings.timeouts.drain_s)
+        groups.detach_all()
+        if not report.quiet:
+            s.notice("drain_incomplete", str(report))
+        reply.live_version = s.gate.live
+        reply.held.extend(self._held())
+        reply.needs.extend(self._needs(digests=False))
+
+    def _reset(self) -> None:
+        """After the report, while the controller waits for others: drop what is half-finished."""
+        for adapter in self._s.registry.adapters:
+            adapter.reset()
+
+    def _regroup(self, command: pb.Command) -> None:
+        s = self._s
+        s.faults.hit("recovery:regrouping", s.gate.version)
+        message = command.regroup
+        store = self._store(message)
+        groups.attach(store, command.generation, message.deadline_s)
+
+    def _store(self, message: pb.Regroup) -> TCPStore:
+        """One client for all generations: each new connection costs a reverse DNS look-up on both sides."""
+        address = (message.store_host, message.store_port)
+        if self._client is None or self._client[0] != address:
+            timeout = datetime.timedelta(seconds=message.deadline_s)
+            self._client = (
+                address,
+                TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout),
+            )
+        return self._client[1]
+
+    def _restore(self, restore: pb.Restore, reply: pb.Reply) -> None:
+        s = self._s
+        version = restore.version
+        corrupt = s.faults.hit("recovery:restoring", s.gate.version) == "corrupt"
+        if restore.checkpoint:
+            assert s.copies is not None
+            s.gate.torn()
+            s.copies.load_checkpoint(restore.checkpoint, version)
+            self._fresh = True  # the data stands somewhere else, too
+        else:
+            self._take_local(restore, version)
+            self._transfer(restore, version, reply, corrupt)
+        self._plain_state(version)
+        s.faults.hit("recovery:verifying", s.gate.version)
+
+    def _take_local(self, restore: pb.Restore, version: int) -> None:
+        """What this rank, or its page, holds itself at ``version``."""
+        s = self._s
+        assert s.copies is not None
+        for item in restore.local:
+            shard = s.registry.shards[item.shard]
+            if isinstance(shard, ObjectShard):
+                if shard.at(version) is None:
+                    data = s.connection.page.read_capsule(version)
+                    if data is None:
+                        raise RestoreError(f"{item.shard!r} at version {version} is no longer in the page")
+                    shard.keep(version, data)
+            else:
+                s.gate.torn()
+                s.copies.restore_undo(shard, version)
+
+    def _transfer(self, restore: pb.Restore, version: int, reply: pb.Reply, corrupt: bool) -> None:
+        """This rank's part of the transfers."""
+        s = self._s
+        outgoing: dict[int, list[ShardSource]] = {}
+        incoming: dict[int, list[str]] = {}
+        for item in restore.transfers:
+            if item.source == s.rank:
+                outgoing.setdefault(item.dest, []).append(self._source(item, version))
+            else:
+                incoming.setdefault(item.source, []).append(item.shard)
+        if not outgoing and not incoming:
+            return
+        if incoming:
+            s.gate.torn()
+        group = groups.control_group()
+        if group is None:
+            raise RestoreError("no process group to restore over")
+        report = exchange(
+            group,
+            outgoing,
+            incoming,
+            s.registry.shards,
+            corrupt=corrupt,
+        )
+        for name in (n for names in incoming.values() for n in names):
+            shard = s.registry.shards[name]
+            if isinstance(shard, ObjectShard):
+                shard.adopt(version)
+        reply.bytes_sent, reply.bytes_received = report.bytes_sent, report.bytes_received
+        reply.sent_digests.update(report.sent_digests)
+        reply.received_digests.update(report.received_digests)
+
+    def _source(self, item: pb.TransferItem, version: int) -> ShardSource:
+        s = self._s
+        assert s.copies is not None
+        shard = s.registry.shards.get(item.shard)
+        if isinstance(shard, ObjectShard):
+            return ShardSource(item.shard, *shard.tensors_at(version))
+        if item.kind == "live" and shard is not None:
+            return ShardSource(item.shard, shard.spec(), list(shard.tensors().values()))
+        return s.copies.source(item.kind, item.dest, item.shard, version)
+
+    def _plain_state(self, version: int) -> None:
+        """Common state and capsule of ``version``: schedulers, random numbers, data position."""
+        s = self._s
+        registry = s.registry
+        common, capsule = registry.common.at(version), registry.capsule.at(version)
+        if common is None or capsule is None:
+            raise RestoreError(f"the plain state of version {version} is missing on rank {s.rank}")
+        registry.restore_common(common)
+        try:
+            registry.restore_capsule(capsule, version, fresh=self._fresh)
+        except DataSourceError:
+            log.exception("the data source cannot be replayed")
+            raise
+        for shard in (registry.common, registry.capsule):
+            shard.drop_after(version)
+
+    def _resume(self, command: pb.Command) -> bool:
+        s = self._s
+        version = command.resume.version
+        if not s.gate.resume(version, command.generation):
+            return False
+        groups.set_detached(False)
+        s.control.resumed()
+        self._fresh = False
+        if s.connection.detached and s.registry.world_size > 1:
+            s.connection.detached = False
+        assert s.copies is not None
+        s.copies.resumed(command.generation, version)
+        return True
+
+    # -- inventory --------------------------------------------------------------------------------
+
+    def _needs(self, *, digests: bool) -> list[pb.ShardNeed]:
+        needs = []
+        for shard in self._s.registry.shards.values():
+            if isinstance(shard, ObjectShard):
+                needs.append(pb.ShardNeed(name=shard.name, nbytes=shard.nbytes(), replicated=shard.name == COMMON))
+                continue
+            nbytes = sum(t.nbytes for t in shard.spec().tensors.values())
+            replicated = len(shard.holders) > 1
+            digest = shard_digest(list(shard.tensors().values())) if digests and replicated else ""
+            needs.append(pb.ShardNeed(name=shard.name, nbytes=nbytes, digest=digest, replicated=replicated))
+        return needs
+
+    def _held(self) -> list[pb.Held]:
+        """What this rank holds besides its live state."""
+        s = self._s
+        held = []
+        for shard in (s.registry.common, s.registry.capsule):
+            held += [
+                pb.Held(kind="undo", version=v, owner=s.rank, shards=[shard.name], nbytes=[shard.nbytes()])
+                for v in shard.versions()
+                if v != s.gate.live
+            ]
+        if s.connection.detached:
+            capsule = s.registry.capsule.name
+            held += [
+                pb.Held(kind="page", version=v, owner=s.rank, shards=[capsule], nbytes=[0])
+                for v in s.connection.page.capsule_versions()
+            ]
+        if s.copies is not None:
+            held += s.copies.inventory()
+        return held

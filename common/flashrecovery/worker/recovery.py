@@ -1,0 +1,185 @@
+"""The public face inside a training script: ``flashrecovery.init()`` and the object it returns.
+
+Under ``flashrecovery run`` the object is live; under plain ``python`` or ``torchrun`` it is inert: the same script
+trains normally, and says once that recovery is off.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from flashrecovery.config import CONFIG_ENV, Settings
+from flashrecovery.errors import RegistrationError
+from flashrecovery.worker.channel import CHANNEL_ENV
+from flashrecovery.worker.data import DataStream
+
+if TYPE_CHECKING:
+    from flashrecovery.worker.adapter import Adapter
+    from flashrecovery.worker.session import Session
+
+_instance: Recovery | None = None
+
+
+class Step:
+    """One optimizer step, as a context. Its body may be handed out again after a failure."""
+
+    def __init__(self, index: int, session: Session | None) -> None:
+        self.index = index
+        self._session = session
+        self._entered = False
+
+    def __enter__(self) -> Step:
+        if self._entered:
+            raise RegistrationError(
+                f"step {self.index} is entered twice; use `with step:` once for each step handed out"
+            )
+        self._entered = True
+        if self._session is not None:
+            self._session.begin()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> bool:
+        return self._session is not None and self._session.end(exc)
+
+    def __index__(self) -> int:
+        return self.index
+
+    def __repr__(self) -> str:
+        return f"Step({self.index})"
+
+    @property
+    def entered(self) -> bool:
+        return self._entered
+
+
+class Recovery:
+    """Recovery of one training process.
+
+    Args:
+        session: the connection to the agent, None outside ``flashrecovery run``.
+    """
+
+    def __init__(self, session: Session | None) -> None:
+        self._session = session
+        self._registered: list[object] = []
+        self._looping = False
+
+    @property
+    def enabled(self) -> bool:
+        """True under ``flashrecovery run``."""
+        return self._session is not None
+
+    @property
+    def generation(self) -> int:
+        """Number of recoveries so far."""
+        return self._session.gate.generation if self._session is not None else 0
+
+    def register(
+        self, *, model: torch.nn.Module, optimizer: Optimizer | Sequence[Optimizer] = (), **objects: Any
+    ) -> None:
+        """Protect a model with its optimizer(s), and named objects with ``state_dict``/``load_state_dict``
+        (``scheduler=``, ``scaler=``, or any other name).
+
+        Raises:
+            RegistrationError: registered twice, or an object without a state.
+            UnsupportedError: a wrapper or option that cannot be protected.
+        """
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        objects = {name: thing for name, thing in objects.items() if thing is not None}
+        for thing in (model, *optimizers, *objects.values()):
+            if any(known is thing for known in self._registered):
+                raise RegistrationError(f"{type(thing).__name__} is registered already")
+            self._registered.append(thing)
+        if self._session is not None:
+            self._session.registry.register(model, optimizers, objects)
+
+    def register_adapter(self, adapter: Adapter, **objects: Any) -> None:
+        """For frameworks: protect what ``adapter`` describes."""
+        self._registered.append(adapter)
+        if self._session is not None:
+            self._session.registry.register_adapter(adapter, objects)
+
+    def data(self, loader: Iterable[Any]) -> DataStream:
+        """An iterator over ``loader``, epoch after epoch (``set_epoch`` is called on its sampler), that rolls back with
+        the step.
+
+        Raises:
+            DataSourceError: ``loader`` is not iterable.
+        """
+        stream = DataStream(loader)
+        if self._session is not None:
+            self._session.add_stream(stream)
+        return stream
+
+    def steps(self, num_steps: int) -> Iterator[Step]:
+        """Hand out the steps up to ``num_steps`` in total; a step that failed is handed out again.
+
+        Raises:
+            RegistrationError: nothing is registered, or a step was not entered with ``with step:``.
+        """
+        if not self._registered:
+            raise RegistrationError(
+                "no model is registered: call recovery.register(model=..., optimizer=...) before recovery.steps()"
+            )
+        if self._looping:
+            raise RegistrationError("recovery.steps() is running already; one loop at a time")
+        self._looping = True
+        try:
+            if self._session is None:
+                yield from self._plain(num_steps)
+            else:
+                yield from self._protected(self._session, num_steps)
+        finally:
+            self._looping = False
+
+    def _plain(self, num_steps: int) -> Iterator[Step]:
+        for index in range(num_steps):
+            step = Step(index, None)
+            yield step
+            _must_be_entered(step)
+
+    def _protected(self, session: Session, num_steps: int) -> Iterator[Step]:
+        session.open()
+        try:
+            while not session.finished(num_steps):
+                step = Step(session.gate.version, session)
+                yield step
+                _must_be_entered(step)
+        except GeneratorExit:
+            session.leave_early()
+            raise
+
+
+def _must_be_entered(step: Step) -> None:
+    if not step.entered:
+        raise RegistrationError(
+            f"step {step.index} was handed out but not entered; "
+            "write `for step in recovery.steps(n):` and then `with step:`"
+        )
+
+
+def init() -> Recovery:
+    """The recovery object of this process (always the same one). Before or after ``init_process_group``."""
+    global _instance
+    if _instance is None:
+        session = None
+        if CHANNEL_ENV in os.environ:
+            from flashrecovery.worker.bootstrap import connection
+            from flashrecovery.worker.session import Session
+
+            settings = Settings.model_validate(json.loads(os.environ[CONFIG_ENV]))
+            session = Session(connection(), settings)
+        elif os.environ.get("RANK", "0") == "0":
+            print("flashrecovery: recovery is off (not started by `flashrecovery run`)", file=sys.stderr)
+        _instance = Recovery(session)
+    return _instance

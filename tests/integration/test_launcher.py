@@ -1,0 +1,257 @@
+"""``flashrecovery run`` from outside: exit codes, clear errors, clean ends, misbehaving scripts."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs import Job, Layout, RunningJob, check_clean, check_fired, check_recovered, run_job
+
+TINY = Path(__file__).parent.parent / "scripts" / "tiny.py"
+TWO = Layout("two", "tiny.py", nproc=2)
+_END = re.compile(r"end rank=(\d+) version-sum=(\S+) settings=(\S+) rng=(\S+)")
+
+
+def tiny(run_dir: Path, *flags: str, nproc: int = 2, **kwargs: Any) -> Job:
+    kwargs.setdefault("standby", 0)
+    return run_job(run_dir, Layout("tiny", "", nproc=nproc), script=TINY, flags=flags, **kwargs)
+
+
+def ends(job: Job) -> dict[int, tuple[str, str]]:
+    """Rank -> (end state, random number) as printed last."""
+    text = "\n".join(p.read_text() for p in sorted((job.run_dir / "logs").glob("rank*.log")))
+    return {int(m[1]): (m[2], m[4]) for m in _END.finditer(text)}
+
+
+def run_cli(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "flashrecovery.cli.main", *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, **(env or {})},
+    )
+
+
+# -- bad input: refused before any process starts ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["run", "nowhere.py"], ["nowhere.py", "does not exist"]),
+        (["run", "--redundancy", "replcia", str(TINY)], ["redundancy", "replcia", "replica"]),
+        (["run", "--redundancy", "neighbor", str(TINY)], ["redundancy", "world size is 1"]),
+        (["run", "--nproc-per-node", "two", str(TINY)], ["--nproc-per-node", "two", "gpu"]),
+        (["run", "--checkpoint-interval", "soon", str(TINY)], ["--checkpoint-interval", "soon", "auto"]),
+        (["run", "--inject", "rank=0,at=bakward", str(TINY)], ["bakward", "backward"]),
+        (["run", "--inject", "rank=9,at=backward", str(TINY)], ["rank 9", "world"]),
+        (["run", "--nnodes", "2", str(TINY)], ["nnodes", "one node"]),
+        (["run", "--run-dir", "/proc/nowhere", str(TINY)], ["/proc/nowhere", "cannot be written"]),
+        (["run", "--config", "missing.yaml", str(TINY)], ["missing.yaml", "No such file"]),
+    ],
+)
+def test_wrong_options_are_named(args: list[str], expected: list[str]) -> None:
+    done = run_cli(*args)
+    assert done.returncode == 2, done.stderr
+    for text in expected:
+        assert text in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_unknown_config_key_is_named(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("timeouts: {heartbeet_s: 1}\nstandby: many\n")
+    done = run_cli("run", "--config", str(tmp_path / "c.yaml"), str(TINY))
+    assert done.returncode == 2
+    for text in ("timeouts.heartbeet_s", "heartbeat_s", "standby", "many"):
+        assert text in done.stderr
+
+
+def test_port_in_use(tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("", 0))
+        s.listen()
+        port = s.getsockname()[1]
+        done = run_cli("run", "--master-port", str(port), "--run-dir", str(tmp_path / "r"), str(TINY))
+    assert done.returncode == 2 and str(port) in done.stderr
+
+
+def test_run_directory_of_a_live_job_is_refused(tmp_path: Path) -> None:
+    job = RunningJob(tmp_path / "run", TWO, script=TINY, flags=["--steps", "2000"], standby=0)
+    job.wait_for("job_started")
+    done = run_cli("run", "--run-dir", str(tmp_path / "run"), str(TINY))
+    assert done.returncode == 2 and "live job" in done.stderr
+    job.popen.send_signal(signal.SIGTERM)
+    check_clean(job.wait(10))
+
+
+# -- misbehaving scripts ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("raise-before", "no such data set"),
+        ("unregistered", "no model is registered"),
+        ("twice", "registered already"),
+        ("not-iterable", "DataSourceError"),
+        ("not-entered", "with step:"),
+        ("unequal", "not equal on all ranks"),
+    ],
+)
+def test_wrong_use_ends_the_job_with_its_reason(mode: str, expected: str, tmp_path: Path) -> None:
+    job = tiny(tmp_path / "run", "--mode", mode)
+    assert job.code == 1, job.explain()
+    assert expected in job.output, job.explain()
+    check_clean(job)
+
+
+def test_a_step_that_always_fails_ends_the_job(tmp_path: Path) -> None:
+    job = tiny(tmp_path / "run", "--mode", "always-raise", standby=1)
+    assert job.code == 1 and "failed 3 times at step 3" in job.output, job.explain()
+    assert all(e["exception"] == "ValueError" and "bad sample" in e["traceback"] for e in job.of("failure_detected"))
+    check_clean(job)
+
+
+def test_unstable_data_is_refused_and_never_resumed_wrongly(tmp_path: Path) -> None:
+    job = tiny(tmp_path / "run", "--mode", "unstable-data", inject=["rank=1,at=backward,step=4"])
+    assert job.code == 1 and "DataSourceError" in job.output, job.explain()
+    check_clean(job)
+
+
+@pytest.mark.parametrize("mode", ["plain", "swallow", "reduce-after", "random-after"])
+@pytest.mark.parametrize("phase", ["backward", "optimizer", "commit"])
+def test_bitwise_whatever_the_body_does(mode: str, phase: str, tmp_path: Path) -> None:
+    """A body that swallows the error, or goes on communicating or drawing numbers after the optimizer."""
+    reference = tiny(tmp_path / "reference", "--mode", mode)
+    job = tiny(tmp_path / "run", "--mode", mode, inject=[f"rank=1,at={phase},step=4"])
+    assert job.code == 0, job.explain()
+    check_fired(job)
+    assert len(ends(reference)) == 2
+    assert ends(job) == ends(reference), job.explain()
+    if mode in ("reduce-after", "random-after"):
+        assert job.notices("undo_enabled"), job.explain()
+    check_clean(job)
+
+
+def test_break_on_all_ranks_ends_the_job_well(tmp_path: Path) -> None:
+    job = tiny(tmp_path / "run", "--mode", "break")
+    assert job.code == 0 and len(ends(job)) == 2, job.explain()
+    check_clean(job)
+
+
+def test_a_deadlocked_rank_is_found_and_replaced(tmp_path: Path) -> None:
+    reference = tiny(tmp_path / "reference")
+    job = tiny(tmp_path / "run", "--mode", "deadlock", options=["--hang-timeout", "1.5"])
+    assert job.code == 0, job.explain()
+    (failure,) = job.of("failure_detected")
+    assert failure["kind"] == "hang" and failure["rank"] == 1, failure
+    assert "tiny.py" in failure["evidence"]
+    assert ends(job) == ends(reference)
+    check_clean(job)
+
+
+def test_an_exception_between_two_steps_is_a_failure_like_any_other(tmp_path: Path) -> None:
+    reference = tiny(tmp_path / "reference")
+    job = tiny(tmp_path / "run", "--mode", "raise-between")
+    assert job.code == 0, job.explain()
+    (failure,) = job.of("failure_detected")
+    assert failure["exception"] == "ValueError" and failure["rank"] == 1
+    assert ends(job) == ends(reference)
+    check_clean(job)
+
+
+def test_exit_code_of_a_script_is_a_failure(tmp_path: Path) -> None:
+    job = tiny(tmp_path / "run", "--mode", "exit-3")
+    assert job.code == 1 and "after its last step" in job.output, job.explain()
+    check_clean(job)
+
+
+def test_a_replacement_gets_the_set_up_values_of_its_predecessor(tmp_path: Path) -> None:
+    """Rank 0 broadcasts its pid at start; its replacement, with another pid, must see the first one's value."""
+    job = tiny(tmp_path / "run", inject=["rank=0,at=backward,step=4"])
+    assert job.code == 0, job.explain()
+    text = "\n".join(p.read_text() for p in (job.run_dir / "logs").glob("rank*.log"))
+    assert len({m[3] for m in _END.finditer(text)}) == 1, text
+    check_recovered(job)
+
+
+# -- ends -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_everything_within_five_seconds(number: int, tmp_path: Path) -> None:
+    job = RunningJob(tmp_path / "run", TWO, script=TINY, flags=["--steps", "5000"], standby=1)
+    job.wait_for("standby_ready")
+    began = time.monotonic()
+    job.popen.send_signal(number)
+    ended = job.wait(10)
+    assert time.monotonic() - began < 5.0
+    assert ended.code == 1 and signal.Signals(number).name in ended.output, ended.explain()
+    check_clean(ended)
+
+
+def test_a_killed_launcher_takes_its_processes_with_it(tmp_path: Path) -> None:
+    job = RunningJob(tmp_path / "run", TWO, script=TINY, flags=["--steps", "5000"], standby=1)
+    job.wait_for("standby_ready")
+    job.popen.kill()
+    ended = job.wait(10)
+    time.sleep(0.5)
+    check_clean(ended)
+
+
+def test_a_used_standby_is_replenished(tmp_path: Path) -> None:
+    job = RunningJob(tmp_path / "run", TWO, script=TINY, flags=["--steps", "5000"], standby=1)
+    job.wait_for("standby_ready", count=1)
+    before = job.ranks()
+    os.kill(before[1], signal.SIGKILL)
+    job.wait_for("recovery_finished")
+    after = job.ranks()
+    assert after[0] == before[0] and after[1] != before[1]
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if [e for e in job.events() if e["event"] == "standby_ready" and e["generation"] == 1 and e["ready"] == 1]:
+            break
+        time.sleep(0.1)
+    else:
+        raise AssertionError(job.events())
+    job.popen.send_signal(signal.SIGTERM)
+    check_clean(job.wait(10))
+
+
+def test_all_ranks_killed_at_once_is_a_clear_error(tmp_path: Path) -> None:
+    job = RunningJob(tmp_path / "run", TWO, script=TINY, flags=["--steps", "5000"], standby=0)
+    job.wait_for("job_started")
+    time.sleep(1.0)  # well past the first step
+    for pid in job.ranks().values():
+        os.kill(pid, signal.SIGKILL)
+    ended = job.wait(30)
+    assert ended.code == 1 and "no survivor" in ended.output, ended.explain()
+    check_clean(ended)
+
+
+def test_the_same_script_under_python_and_torchrun(tmp_path: Path) -> None:
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    alone = {**env, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, str(TINY)], capture_output=True, text=True, timeout=60, env=alone, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("recovery is off") == 1
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(TINY)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=env, check=False)
+    assert done.returncode == 0 and done.stderr.count("recovery is off") == 1, done.stderr
+    ours = tiny(tmp_path / "run")
+    torchrun = {int(m[1]): (m[2], m[4]) for m in _END.finditer(done.stdout)}
+    assert ends(ours) == torchrun  # recovery changes nothing of a healthy run

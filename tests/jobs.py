@@ -1,0 +1,227 @@
+"""Run real jobs with real faults, and compare their end state bit for bit.
+
+A job is ``flashrecovery run`` in a process of its own, with one of the example scripts. :func:`check_clean` proves
+that it left nothing behind; :func:`check_same` proves that a job with faults ended
+exactly like the same launch without.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+GPT = ROOT / "examples" / "gpt"
+MARKER = "FLASHRECOVERY_TEST_JOB"
+ENVIRONMENT = {"PYTHONFAULTHANDLER": "1", "GLOO_SOCKET_IFNAME": "lo"}
+SMALL = ["--layers=2", "--heads=2", "--width=32", "--context=32", "--batch-size=2", "--log-all", "--digest"]
+
+_DIGEST = re.compile(r"digest rank=(\d+) ([0-9a-f]{64})")
+_LOSS = re.compile(r"step=(\d+) .*loss_hex=(\S+)")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One parallel layout of the example: script, its extra flags, world size."""
+
+    name: str
+    script: str
+    flags: tuple[str, ...] = ()
+    nproc: int = 4
+
+
+DDP = Layout("ddp", "train_ddp.py")
+FSDP = Layout("fsdp", "train_fsdp.py")
+HSDP = Layout("hsdp", "train_fsdp.py", ("--replicate", "2"))
+LAYOUTS = (DDP, FSDP, HSDP)
+
+
+@dataclass
+class Job:
+    """How a job ended. ``losses`` maps (rank, step) to the exact loss as it was printed last."""
+
+    code: int
+    output: str
+    run_dir: Path
+    seconds: float
+    marker: str
+    events: list[dict[str, Any]] = field(default_factory=list)
+    digests: dict[int, str] = field(default_factory=dict)
+    losses: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    def of(self, name: str) -> list[dict[str, Any]]:
+        """The events of one name."""
+        return [e for e in self.events if e["event"] == name]
+
+    def notices(self, kind: str) -> list[dict[str, Any]]:
+        return [e for e in self.of("notice") if e["kind"] == kind]
+
+    def explain(self) -> str:
+        """All there is to know when a test fails."""
+        logs = "\n".join(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted((self.run_dir / "logs").glob("*")))
+        events = "\n".join(json.dumps(e)[:600] for e in self.events)
+        return f"code {self.code} after {self.seconds:.1f} s\n{self.output[-3000:]}\n{events}\n{logs}"
+
+
+class RunningJob:
+    """A job under way."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        layout: Layout,
+        *,
+        steps: int = 8,
+        standby: int = 1,
+        inject: Sequence[str] = (),
+        options: Sequence[str] = (),
+        flags: Sequence[str] = (),
+        config: Mapping[str, Any] | None = None,
+        script: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.run_dir = run_dir
+        self.marker = uuid.uuid4().hex
+        command = [sys.executable, "-m", "flashrecovery.cli.main", "run"]
+        command += ["--nproc-per-node", str(layout.nproc), "--standby", str(standby), "--run-dir", str(run_dir)]
+        if config is not None:
+            path = run_dir.parent / f"{run_dir.name}.yaml"
+            path.write_text(json.dumps(config))
+            command += ["--config", str(path)]
+        for spec in inject:
+            command += ["--inject", spec]
+        command += [*options, str(script or GPT / layout.script)]
+        if script is None:
+            command += [*SMALL, "--steps", str(steps), *layout.flags]
+        command += flags
+        self._began = time.monotonic()
+        self._out = open(run_dir.parent / f"{run_dir.name}.out", "w+")  # noqa: SIM115 - closed in wait()
+        self.popen = subprocess.Popen(
+            command,
+            stdout=self._out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, **ENVIRONMENT, MARKER: self.marker, **(env or {})},
+        )
+
+    def events(self) -> list[dict[str, Any]]:
+        path = self.run_dir / "events.jsonl"
+        if not path.exists():
+            return []
+        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+    def wait_for(self, event: str, timeout_s: float = 60, count: int = 1) -> dict[str, Any]:
+        """The ``count``-th event of this name, as soon as it is there."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            found = [e for e in self.events() if e["event"] == event]
+            if len(found) >= count:
+                return found[count - 1]
+            if self.popen.poll() is not None:
+                break
+            time.sleep(0.02)
+        raise AssertionError(f"no event {event!r}\n{self.wait(1).explain()}")
+
+    def ranks(self) -> dict[int, int]:
+        """Rank -> pid, from the rank table."""
+        table = json.loads((self.run_dir / "ranktable.json").read_text())
+        return {r["rank"]: r["pid"] for r in table["ranks"]}
+
+    def wait(self, timeout_s: float = 120) -> Job:
+        """The end of the job; past the deadline every process dumps its stacks and dies, and the job counts as hung."""
+        try:
+            code = self.popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            for pid in marked_processes(self.marker):
+                _signal(pid, signal.SIGABRT)
+            time.sleep(1.0)
+            for pid in marked_processes(self.marker):
+                _signal(pid, signal.SIGKILL)
+            self.popen.kill()
+            self.popen.wait()
+            code = -1000
+        self._out.seek(0)
+        job = Job(code, self._out.read(), self.run_dir, time.monotonic() - self._began, self.marker, self.events())
+        self._out.close()
+        for log in sorted((self.run_dir / "logs").glob("rank*.log"), key=lambda p: p.stat().st_mtime):
+            rank = int(re.match(r"rank(\d+)\.", log.name).group(1))  # type: ignore[union-attr]
+            text = log.read_text()
+            job.losses.update({(rank, int(m[1])): m[2] for m in _LOSS.finditer(text)})
+            job.digests.update({int(m[1]): m[2] for m in _DIGEST.finditer(text)})
+        return job
+
+
+def run_job(run_dir: Path, layout: Layout, *, timeout_s: float = 120, **kwargs: Any) -> Job:
+    """Start a job and wait for its end."""
+    return RunningJob(run_dir, layout, **kwargs).wait(timeout_s)
+
+
+def check_clean(job: Job) -> None:
+    """Nothing of the job is left."""
+    left = marked_processes(job.marker)
+    if left:
+        time.sleep(0.2)
+        left = marked_processes(job.marker)
+    assert not left, f"processes left behind: {[_cmdline(p) for p in left]}\n{job.explain()}"
+
+
+def check_same(job: Job, reference: Job) -> None:
+    """The job ended exactly like the reference: parameters, optimizer state, RNG of every rank, and every loss."""
+    assert job.code == 0, job.explain()
+    assert len(reference.digests) > 0 and reference.code == 0, reference.explain()
+    assert job.digests == reference.digests, f"end state differs\n{job.explain()}"
+    wrong = {k: (v, reference.losses[k]) for k, v in job.losses.items() if reference.losses[k] != v}
+    assert not wrong, f"losses differ: {wrong}\n{job.explain()}"
+    check_clean(job)
+
+
+def check_fired(job: Job, count: int = 1) -> None:
+    """A fault that did not fire proves nothing."""
+    fired = job.notices("fault_fired")
+    assert len(fired) >= count, f"{len(fired)} of {count} faults fired\n{job.explain()}"
+
+
+def check_recovered(job: Job, victims: Collection[int] = ()) -> None:
+    """The finished recoveries replaced (at least) these ranks. Failures in quick succession may share a recovery."""
+    replaced = {rank for e in job.of("recovery_finished") for rank in e["victims"]}
+    assert replaced and replaced >= set(victims), f"replaced: {replaced}, not {set(victims)}\n{job.explain()}"
+
+
+def marked_processes(marker: str) -> list[int]:
+    """Pids of living processes that carry the job's marker in their environment."""
+    found = []
+    needle = f"{MARKER}={marker}".encode()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                environ = Path(f"/proc/{entry}/environ").read_bytes()
+            except OSError:
+                continue
+            if needle in environ:
+                found.append(int(entry))
+    return found
+
+
+def _cmdline(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return "gone"
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass

@@ -1,0 +1,93 @@
+"""A training script of a few lines for tests of the launcher; `--mode` makes it misbehave in one way."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import flashrecovery
+
+
+class Unstable:
+    """A data source that gives other samples each time the process starts."""
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        while True:
+            yield torch.full((4, 8), float(os.getpid() % 1000))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mode", default="plain")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--sleep", type=float, default=0.02)
+    args = parser.parse_args()
+    mode = args.mode
+    if mode == "raise-before":
+        raise ValueError("no such data set")
+    dist.init_process_group("gloo")
+    recovery = flashrecovery.init()
+    rank = dist.get_rank()
+    torch.manual_seed(rank if mode == "unequal" else 0)
+    inner = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 8))
+    model = inner if mode == "unequal" else DistributedDataParallel(inner)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if mode != "unregistered":
+        recovery.register(model=model, optimizer=optimizer)
+    if mode == "twice":
+        recovery.register(model=model)
+    dataset = [torch.randn(8, generator=torch.Generator().manual_seed(i)) for i in range(64)]
+    loader = torch.utils.data.DataLoader(dataset, batch_size=4, shuffle=True)
+    if mode == "not-iterable":
+        recovery.data(7)  # type: ignore[arg-type]
+    data = recovery.data(Unstable() if mode == "unstable-data" else loader)
+    torch.manual_seed(100 + rank)
+    settings = torch.zeros(1)
+    if rank == 0:
+        settings += os.getpid()  # differs from launch to launch: a replacement must get the first launch's value
+    dist.broadcast(settings, 0)
+    for step in recovery.steps(args.steps):
+        if mode == "not-entered":
+            continue
+        if mode == "raise-between" and rank == 1 and step.index == 3 and recovery.generation == 0:
+            raise ValueError("between two steps")
+        with step:
+            optimizer.zero_grad()
+            x = next(data)
+            if mode == "swallow":
+                try:
+                    model(x).square().mean().backward()
+                except Exception as error:  # noqa: BLE001 - the misbehaviour under test
+                    print(f"swallowed {type(error).__name__}", flush=True)
+            else:
+                loss = model(x).square().mean()
+                loss.backward()
+            if mode == "deadlock" and rank == 1 and step.index == 3 and recovery.generation == 0:
+                while True:
+                    time.sleep(0.1)
+            if mode == "always-raise" and rank == 1 and step.index == 3:
+                raise ValueError("bad sample")
+            time.sleep(args.sleep)
+            optimizer.step()
+            if mode == "reduce-after":
+                dist.all_reduce(torch.ones(1))
+            if mode == "random-after":
+                torch.rand(1)
+        if mode == "break" and step.index == 3:
+            break
+    digest = sum(float(p.double().sum()) for p in model.parameters())
+    end = f"version-sum={digest.hex()} settings={settings.item()} rng={torch.rand(1).item():.9f}"
+    print(f"end rank={rank} {end}", flush=True)
+    dist.destroy_process_group()
+    if mode == "exit-3":
+        sys.exit(3)
+
+
+if __name__ == "__main__":
+    main()

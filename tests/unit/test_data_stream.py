@@ -1,0 +1,292 @@
+"""The data stream: epochs, replay for survivors, going forward in a fresh source for replacements."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from flashrecovery.errors import DataSourceError
+from flashrecovery.worker import codec
+from flashrecovery.worker.data import DataStream, Position
+from flashrecovery.worker.rng import capture_rng, restore_rng
+
+
+class Items(Dataset[torch.Tensor]):
+    def __init__(self, size: int = 11, noise: bool = False) -> None:
+        self.size, self.noise = size, noise
+        self.loaded = 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.loaded += 1
+        item = torch.full((3,), float(index))
+        return item + torch.rand(3) if self.noise else item
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for i in range(11):
+            yield torch.rand(2) + i
+
+
+def generator(count: int = 40) -> Iterator[tuple[torch.Tensor, float]]:
+    for i in range(count):
+        yield torch.randn(2) + i, random.random()
+
+
+class Source:
+    """Makes the same loader again and again, as a script run from the top does."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+
+    def __call__(self) -> Any:
+        return self.make()
+
+
+def own_generator() -> DataLoader[torch.Tensor]:
+    return DataLoader(Items(), 2, shuffle=True, generator=torch.Generator().manual_seed(9))
+
+
+def distributed(workers: int = 0) -> DataLoader[torch.Tensor]:
+    sampler: DistributedSampler[torch.Tensor] = DistributedSampler(Items(), num_replicas=2, rank=1, seed=4)
+    return DataLoader(Items(), 2, sampler=sampler, num_workers=workers)
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "shuffled": lambda: DataLoader(Items(), 2, shuffle=True),
+    "noise": lambda: DataLoader(Items(noise=True), 2, shuffle=True),
+    "workers": lambda: DataLoader(Items(noise=True), 2, shuffle=True, num_workers=2),
+    "own generator": own_generator,
+    "distributed": distributed,
+    "random sampler": lambda: DataLoader(Items(), 2, sampler=RandomSampler(range(11), replacement=True)),
+    "iterable": lambda: DataLoader(Stream(), 2),
+    "generator": generator,
+    "list": lambda: [torch.ones(2) * i for i in range(5)],
+    "stateful": lambda: StatefulDataLoader(Items(noise=True), 2, shuffle=True),
+    "stateful workers": lambda: StatefulDataLoader(Items(noise=True), 2, shuffle=True, num_workers=2),
+    "stateful iterable": lambda: StatefulDataLoader(Stream(), 2),
+}
+FAST = [k for k in LOADERS if "workers" not in k]
+
+
+@dataclass
+class Taken:
+    """One rank's steps: what it saw, and what it would have written to its page."""
+
+    batches: list[Any]
+    capsules: list[bytes]
+    after: list[float]
+
+
+def step(stream: DataStream) -> tuple[Any, float]:
+    """Fetch, then use random numbers as dropout does."""
+    batch = next(stream)
+    return batch, float(torch.rand(1)) + random.random()
+
+
+def reference(make: Callable[[], Any], steps: int) -> Taken:
+    torch.manual_seed(3)
+    random.seed(3)
+    stream = DataStream(make())
+    taken = Taken([], [], [])
+    for version in range(steps + 1):
+        stream.commit(version)
+        taken.capsules.append(codec.dumps({"data": stream.capture(), "rng": capture_rng()}))
+        if version < steps:
+            batch, number = step(stream)
+            taken.batches.append(batch)
+            taken.after.append(number)
+    return taken
+
+
+def equal(a: Any, b: Any) -> bool:
+    return codec.dumps(a) == codec.dumps(b)
+
+
+def comparable(capsule: bytes) -> bytes:
+    """Without the state that stateful loaders give: it is not the same after it has been loaded."""
+    state = codec.loads(capsule)
+    state["data"].pop("anchor")
+    return codec.dumps(state)
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_replacement_gets_the_same_batches(name: str) -> None:
+    steps = 9
+    expected = reference(LOADERS[name], steps)
+    positions = (0, 1, 3, 5, 6, 7) if "workers" not in name else (3, 6)
+    for version in positions:
+        torch.manual_seed(1000)  # the script starts from the top with other numbers drawn
+        random.seed(1000)
+        stream = DataStream(LOADERS[name]())
+        capsule = codec.loads(expected.capsules[version])
+        stream.restore(capsule["data"])
+        restore_rng(capsule["rng"])
+        assert stream.position.total == version
+        for i in range(version, steps):
+            stream.commit(i)
+            assert comparable(codec.dumps({"data": stream.capture(), "rng": capture_rng()})) == comparable(
+                expected.capsules[i]
+            ), i
+            batch, number = step(stream)
+            assert equal(batch, expected.batches[i]), (version, i)
+            assert number == expected.after[i]
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_survivor_gets_the_same_batches_again(name: str) -> None:
+    expected = reference(LOADERS[name], 9)
+    torch.manual_seed(3)
+    random.seed(3)
+    stream = DataStream(LOADERS[name]())
+    states = {}
+    version, rolled = 0, 0
+    while version < 9:
+        stream.commit(version)
+        states[version] = capture_rng()
+        assert equal(stream.capture()["position"], codec.loads(expected.capsules[version])["data"]["position"])
+        batch, number = step(stream)
+        assert equal(batch, expected.batches[version]), version
+        assert number == expected.after[version]
+        version += 1
+        if rolled < 6 and version > 2:
+            stream.commit(version)  # sealed, then the step is interrupted
+            back = rolled % 3
+            rolled += 1
+            version -= back
+            stream.rollback(version)
+            restore_rng(states[version] if version in states else capture_rng())
+
+
+def test_epochs_call_set_epoch_once() -> None:
+    calls: list[int] = []
+
+    class Sampler(DistributedSampler[int]):
+        def set_epoch(self, epoch: int) -> None:
+            calls.append(epoch)
+            super().set_epoch(epoch)
+
+    sampler = Sampler(Items(8), num_replicas=2, rank=0)
+    stream = DataStream(DataLoader(Items(8), 2, sampler=sampler))
+    assert len(stream) == 2
+    for _ in range(5):
+        next(stream)
+    assert calls == [0, 1, 2]
+    assert stream.epoch == 2
+    assert stream.position == Position(2, 1, 5)
+
+
+def test_a_shuffled_plain_loader_is_skipped_without_loading() -> None:
+    expected = reference(LOADERS["shuffled"], 5)
+    loader = LOADERS["shuffled"]()
+    DataStream(loader).restore(codec.loads(expected.capsules[5])["data"])
+    assert loader.dataset.loaded == 2  # the last batch alone, to compare it
+
+
+def test_a_one_shot_iterator_ends() -> None:
+    stream = DataStream(iter([1, 2]))
+    assert list(stream) == [1, 2]
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def test_before_fetch_comes_first_and_may_raise() -> None:
+    stream = DataStream(iter([1, 2]))
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    stream.before_fetch = stop
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    stream.before_fetch = None
+    assert next(stream) == 1
+
+
+def test_versions_are_dropped() -> None:
+    stream = DataStream(list(range(100)))
+    for version in range(50):
+        stream.commit(version)
+        next(stream)
+    assert len(stream._kept) <= 4
+    with pytest.raises(DataSourceError, match=r"version 3, only to \[47, 48, 49\]"):
+        stream.rollback(3)
+
+
+# -- refusals ---------------------------------------------------------------------------------------
+
+
+def test_not_iterable() -> None:
+    with pytest.raises(DataSourceError, match="int"):
+        DataStream(5)  # type: ignore[arg-type]
+
+
+def test_empty() -> None:
+    with pytest.raises(DataSourceError, match="no batches"):
+        next(DataStream([]))
+
+
+def test_another_order_is_refused() -> None:
+    capsule = reference(lambda: DataLoader(Items(), 2, shuffle=True), 4).capsules[4]
+    stream = DataStream(DataLoader(Items(), 2))
+    with pytest.raises(DataSourceError, match=r"other samples.*batch 3 of epoch 0"):
+        stream.restore(codec.loads(capsule)["data"])
+
+
+def test_an_early_end_is_refused() -> None:
+    capsule = reference(generator, 30).capsules[30]
+    with pytest.raises(DataSourceError, match=r"ended after 20 batches.*had fetched 30"):
+        DataStream(generator(20)).restore(codec.loads(capsule)["data"])
+
+
+def test_a_stateful_source_must_be_one_again() -> None:
+    capsule = reference(LOADERS["stateful"], 4).capsules[4]
+    with pytest.raises(DataSourceError, match="was stateful"):
+        DataStream(DataLoader(Items(noise=True), 2, shuffle=True)).restore(codec.loads(capsule)["data"])
+
+
+@pytest.mark.parametrize("name", [n for n in FAST if n not in ("generator", "list")])
+def test_a_batch_that_was_written_into_is_read_again(name: str) -> None:
+    expected = reference(LOADERS[name], 7)
+    torch.manual_seed(3)
+    random.seed(3)
+    stream = DataStream(LOADERS[name]())
+    for version in range(6):
+        stream.commit(version)
+        state = capture_rng()
+        batch, _ = step(stream)
+        batch.mul_(0.5)
+    stream.rollback(5)
+    restore_rng(state)
+    for version in (5, 6):
+        batch, number = step(stream)
+        assert equal(batch, expected.batches[version])
+        assert number == expected.after[version]
+
+
+def test_a_list_whose_items_were_written_into_is_refused() -> None:
+    stream = DataStream(LOADERS["list"]())
+    next(stream)
+    stream.commit(1)
+    next(stream).mul_(0.5)
+    with pytest.raises(DataSourceError, match="other samples"):
+        stream.rollback(1)
+        next(stream)
+
+
+def test_a_generator_whose_batch_was_written_into_is_refused() -> None:
+    stream = DataStream(torch.ones(2) * i for i in range(5))
+    stream.commit(0)
+    next(stream).zero_().add_(7)
+    with pytest.raises(DataSourceError, match="modified a batch in place"):
+        stream.rollback(0)

@@ -1,0 +1,170 @@
+"""``flashrecovery doctor``: what hinders is named with its cure, and only the impossible fails."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from flashrecovery.cli import checks
+from flashrecovery.cli.checks import Finding, Level
+from flashrecovery.cli.doctor import doctor, examine
+
+
+def levels(findings: list[Finding]) -> list[Level]:
+    return [f.level for f in findings]
+
+
+def test_this_machine_can_recover() -> None:
+    """Whatever may warn here, the tests themselves need all that would fail."""
+    findings = list(examine())
+    assert Level.FAIL not in levels(findings)
+    assert {"python", "torch", "backend", "grpc", "/proc", "pidfd", "memfd", "reverse DNS"} <= {
+        f.check for f in findings
+    }
+    for f in findings:
+        assert f.found and f.meaning
+        assert f.advice or f.level is Level.OK
+
+
+@pytest.mark.parametrize(("level", "code"), [(Level.OK, 0), (Level.WARN, 0), (Level.FAIL, 1)])
+def test_exit_code_and_json(monkeypatch: pytest.MonkeyPatch, level: Level, code: int) -> None:
+    found = Finding("x", level, "found [this]", "means that", "do this")
+    monkeypatch.setattr("flashrecovery.cli.doctor.examine", lambda build, nccl: iter([found]))
+    result = CliRunner().invoke(doctor, ["--json"])
+    assert result.exit_code == code
+    assert json.loads(result.output) == [
+        {"check": "x", "level": level.value, "found": "found [this]", "meaning": "means that", "advice": "do this"}
+    ]
+    text = CliRunner().invoke(doctor, []).output
+    assert "found [this]" in text and "-> do this" in text
+
+
+@pytest.mark.parametrize(
+    ("version", "inside"),
+    [("2.13.0", True), ("2.13.0+cpu", True), ("2.13", True), ("2.12.9", False), ("2.14.0a0", False), ("x", False)],
+)
+def test_version_ranges(version: str, inside: bool) -> None:
+    assert checks.in_range(version, (2, 13), (2, 14)) is inside
+
+
+def test_missing_and_unsupported_torch_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in (None, "2.9.0"):
+        monkeypatch.setattr(checks, "version_of", lambda name, v=version: v)
+        (finding,) = checks.torch_version()
+        assert finding.level is Level.FAIL and "torch>=2.13,<2.14" in finding.advice
+    assert not any(f.check in ("backend", "compiler") for f in examine())
+
+
+def test_untested_torch_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "version_of", lambda name: "2.13.99")
+    assert levels(checks.torch_version()) == [Level.WARN]
+
+
+def test_framework_outside_of_its_range_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "version_of", lambda name: "0.3.0" if name == "deepspeed" else None)
+    by_name = {f.check: f for f in checks.frameworks()}
+    assert by_name["deepspeed"].level is Level.WARN and "deepspeed>=0.19,<0.20" in by_name["deepspeed"].advice
+    assert by_name["megatron-core"].level is Level.OK
+
+
+def test_no_compiler_matters_only_while_the_backend_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert levels(checks.compiler(built=True)) == [Level.WARN]
+    (finding,) = checks.compiler(built=False)
+    assert finding.level is Level.FAIL and "apt install" in finding.advice
+
+
+def test_backend_without_compiler_or_cache_fails_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("FLASHRECOVERY_CACHE", str(tmp_path))
+    (unbuilt,) = checks.backend(False, lambda line: None)
+    assert unbuilt.level is Level.WARN and unbuilt.advice == "flashrecovery doctor --build"
+    (failed,) = checks.backend(True, lambda line: None)
+    assert failed.level is Level.FAIL and "no-such-compiler" in failed.found
+
+
+def test_nccl_is_looked_at_only_where_it_matters() -> None:
+    forced = checks.nccl({"TORCH_NCCL_PROPAGATE_ERROR": "1"}, wanted=True)
+    assert any(f.level is Level.WARN and f.found == "TORCH_NCCL_PROPAGATE_ERROR=1" for f in forced)
+    assert not any("ASYNC_ERROR_HANDLING" in f.found for f in forced)  # the launcher sets it
+    if not Path("/dev/nvidiactl").exists():
+        assert levels(checks.nccl({}, wanted=False)) == [Level.OK]
+
+
+def test_slow_reverse_dns_is_noticed_and_does_not_stall_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_GIVE_UP_S", 0.2)
+    monkeypatch.setattr(socket, "getnameinfo", lambda address, flags: time.sleep(1.0))
+    began = time.monotonic()
+    (finding,) = checks.reverse_dns()
+    assert time.monotonic() - began < 1.0
+    assert finding.level is Level.WARN and "over 0.2 s" in finding.found and "RES_OPTIONS" in finding.advice
+
+
+def test_an_address_without_a_name_is_fine_if_the_answer_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nameless(address: object, flags: int) -> None:
+        raise socket.gaierror("no name")
+
+    monkeypatch.setattr(socket, "getnameinfo", nameless)
+    assert levels(checks.reverse_dns()) == [Level.OK]
+
+
+def test_gloo_interface() -> None:
+    assert levels(checks.own_name({"GLOO_SOCKET_IFNAME": "lo"})) == [Level.OK]
+    (finding,) = checks.own_name({"GLOO_SOCKET_IFNAME": "nosuch0"})
+    assert finding.level is Level.FAIL and "lo" in finding.advice
+
+
+def test_host_without_an_address_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> str:
+        raise socket.gaierror("unknown")
+
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    assert levels(checks.own_name({})) == [Level.WARN]
+
+
+@pytest.mark.parametrize(
+    ("soft", "level"), [(100, Level.FAIL), (1024, Level.WARN), (65536, Level.OK), (resource.RLIM_INFINITY, Level.OK)]
+)
+def test_limits(monkeypatch: pytest.MonkeyPatch, soft: int, level: Level) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, soft))
+    findings = checks.limits()
+    assert levels(findings) == [level, level]
+    assert level is Level.OK or {f.advice for f in findings} == {"ulimit -n 4096", "ulimit -u 4096"}
+
+
+@pytest.mark.parametrize(
+    ("text", "level"), [(None, Level.OK), ("1", Level.OK), ("4,2", Level.OK), ("64", Level.WARN), ("all", Level.WARN)]
+)
+def test_threads(text: str | None, level: Level) -> None:
+    environment = {} if text is None else {"OMP_NUM_THREADS": text}
+    assert levels(checks.threads(environment, cpus=8)) == [level]
+
+
+def test_little_memory_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "available_memory", lambda: 1 << 30)
+    assert checks.memory()[0].level is Level.WARN
+
+
+def test_grpc_connects_whatever_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert levels(checks.grpc_loopback()) == [Level.OK]
+
+
+def test_grpc_without_loopback_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    import grpc
+
+    class Never:
+        def result(self, timeout: float) -> None:
+            raise grpc.FutureTimeoutError
+
+    monkeypatch.setattr(grpc, "channel_ready_future", lambda channel: Never())
+    assert levels(checks.grpc_loopback()) == [Level.FAIL]

@@ -1,0 +1,305 @@
+"""The controller's machine against a simulated world: no process, every path, failures at any point."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from flashrecovery import events as ev
+from flashrecovery.config import RunConfig
+from flashrecovery.controller.machine import Machine
+from flashrecovery.controller.outbox import Emit
+from flashrecovery.controller.records import Place
+from flashrecovery.controller.states import RECOVERY_STATES, TRANSITIONS, State, check_transition
+from flashrecovery.errors import ProtocolError
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+
+class World:
+    """Workers that do what they are told, one message at a time, in an order that the test can choose."""
+
+    def __init__(self, size: int, *, steps: int = 3, seed: int | None = None, **config: object) -> None:
+        self.config = RunConfig.model_validate({"nproc_per_node": size, **config})
+        self.machine = Machine(self.config, lambda: ("localhost", 1234))
+        self.steps = steps
+        self.now = 0.0
+        self.random = random.Random(seed) if seed is not None else None
+        self.inbox: list[tuple[int, pb.Command]] = []
+        self.events: list[ev.Event] = []
+        self.version = dict.fromkeys(range(size), -1)
+        self.pids: dict[int, int] = {}
+        self.next_pid = 100
+        self.trace: list[State] = []
+        self.digest_errors = 0
+        self.stops: list[tuple[int, int]] = []
+
+    def launch(self) -> None:
+        self.machine.on_launch(self.now)
+        self.collect()
+
+    def collect(self) -> None:
+        self.trace.append(self.machine.state)
+        for action in self.machine.take_actions():
+            if isinstance(action, Emit):
+                self.events.append(action.event)
+            else:
+                self.inbox.append((action.rank, action.command))
+
+    def of(self, kind: type[ev.Event]) -> list[ev.Event]:
+        return [e for e in self.events if isinstance(e, kind)]
+
+    def run(self, limit: int = 5000) -> State:
+        """Deliver commands until nothing is left to do."""
+        for _ in range(limit):
+            if self.machine.state in (State.FINISHED, State.FAILED):
+                break
+            if not self.step():
+                break
+        return self.machine.state
+
+    def step(self) -> bool:
+        self.now += 0.01
+        if self.inbox:
+            index = self.random.randrange(len(self.inbox)) if self.random else 0
+            # a channel keeps its order: take the first command of that rank
+            rank = self.inbox[index][0]
+            index = next(i for i, (r, _) in enumerate(self.inbox) if r == rank)
+            rank, command = self.inbox.pop(index)
+            self.answer(rank, command)
+        elif not self.train():
+            return False
+        self.machine.on_tick(self.now)
+        self.collect()
+        return True
+
+    def train(self) -> bool:
+        """Everybody commits one step; True if anybody moved."""
+        running = [r for r in self.machine.ranks.values() if r.place is Place.RUNNING]
+        if self.machine.state is not State.RUNNING or not running:
+            return False
+        for record in running:
+            self.version[record.rank] += 1
+        health = [pb.RankHealth(rank=r.rank, pid=r.pid, committed=self.version[r.rank]) for r in running]
+        self.machine.on_heartbeat(pb.Heartbeat(generation=self.machine.generation, ranks=health), self.now)
+        for record in running:
+            if self.version[record.rank] >= self.steps:
+                done = pb.Done(rank=record.rank, generation=self.machine.generation, version=self.version[record.rank])
+                self.machine.on_done(done, self.now)
+        return True
+
+    def kill(self, rank: int, kind: str = "killed") -> None:
+        record = self.machine.ranks[rank]
+        self.inbox = [(r, c) for r, c in self.inbox if r != rank or c.HasField("replace")]
+        if record.pid and record.place is not Place.EMPTY:
+            self.machine.on_failure(
+                pb.Failure(rank=rank, pid=record.pid, kind=kind, evidence="test", failed_at=self.now, step=0), self.now
+            )
+        self.collect()
+
+    def answer(self, rank: int, command: pb.Command) -> None:
+        m = self.machine
+        body = command.WhichOneof("body")
+        if rank < 0:
+            return
+        if body == "replace":
+            self.next_pid += 1
+            old = max(self.version[rank], 0)
+            started = pb.WorkerStarted(rank=rank, generation=command.generation, pid=self.next_pid)
+            if command.replace.detached:
+                started.capsules.extend([old, old + 1])
+            self.pids[rank] = self.next_pid
+            m.on_started(started, "node", "host")
+            self.version[rank] = -1 if command.replace.detached else 0
+            needs = [
+                pb.ShardNeed(name="param/w", nbytes=100, replicated=True),
+                pb.ShardNeed(name="common", nbytes=10, replicated=True),
+                pb.ShardNeed(name=f"capsule@{rank}", nbytes=5),
+            ]
+            m.on_joined(pb.Joined(rank=rank, generation=command.generation, needs=needs), self.now)
+            return
+        reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank)
+        if body == "hold":
+            settled = m.ranks[rank].place is Place.STOPPING and m.state is State.QUIESCING
+            reply.position.CopyFrom(pb.Position(settled=settled, version=self.version[rank]))
+        elif body == "stop":
+            self.stops.append((rank, command.stop.finish_to))
+            reply.live_version = self.version[rank]
+            reply.held.add(
+                kind="page", version=self.version[rank] + 1, owner=rank, shards=[f"capsule@{rank}"], nbytes=[5]
+            )
+        elif body == "restore":
+            for item in command.restore.transfers:
+                if item.source == rank:
+                    reply.sent_digests[item.shard] = "same"
+                else:
+                    reply.received_digests[item.shard] = "other" if self.digest_errors > 0 else "same"
+                    self.digest_errors -= 1
+            self.version[rank] = command.restore.version
+        elif body == "resume":
+            self.version[rank] = command.resume.version
+        elif body == "release":
+            m.on_exited(pb.Exited(rank=rank, pid=self.pids[rank], code=0), self.now)
+            return
+        elif body != "regroup":
+            return
+        m.on_reply(reply, self.now)
+
+
+def test_a_job_without_failure_finishes() -> None:
+    world = World(4)
+    world.launch()
+    assert world.run() is State.FINISHED
+    assert len(world.of(ev.JobFinished)) == 1
+    assert world.machine.generation == 0
+
+
+def test_one_failure_goes_through_every_state_and_is_reported_after_a_new_step() -> None:
+    world = World(4, steps=6)
+    world.launch()
+    while world.version[0] < 2:
+        world.step()
+    world.kill(2)
+    assert world.machine.state is State.QUIESCING
+    assert world.run() is State.FINISHED
+    seen = list(dict.fromkeys(world.trace))
+    assert [s for s in seen if s in RECOVERY_STATES] == [
+        State.QUIESCING,  # REPLACING is passed at once: the replacement was there before the last survivor had stopped
+        State.REGROUPING,
+        State.RESTORING,
+        State.VERIFYING,
+    ]
+    (finished,) = world.of(ev.RecoveryFinished)
+    assert isinstance(finished, ev.RecoveryFinished)
+    assert finished.victims == [2] and finished.resume_step == 2 and finished.generation == 1
+    assert set(finished.phases) == {"detect", "quiesce", "replace", "regroup", "restore", "verify", "redo"}
+
+
+def test_ranks_that_are_behind_finish_first() -> None:
+    """Rank 3 is at version 3 already, rank 2 is changing to it, rank 1 is about to."""
+    world = World(4, steps=6)
+    world.launch()
+    while world.version[0] < 2:
+        world.step()
+    world.kill(0)
+    positions = {1: (False, 2), 2: (True, 2), 3: (False, 3)}
+    for rank, command in [(r, c) for r, c in world.inbox if c.HasField("hold")]:
+        reply = pb.Reply(serial=command.serial, generation=1, rank=rank)
+        mutating, version = positions[rank]
+        reply.position.CopyFrom(pb.Position(settled=True, mutating=mutating, version=version))
+        world.machine.on_reply(reply, world.now)
+    world.inbox = [(r, c) for r, c in world.inbox if not c.HasField("hold")]
+    world.collect()
+    stops = [(r, c.stop.finish_to) for r, c in world.inbox if c.HasField("stop")]
+    assert stops == [(1, 3), (2, 3)]
+    world.version.update({1: 3, 2: 3, 3: 3})
+    assert world.run() is State.FINISHED
+    assert world.stops == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_a_wrong_digest_takes_the_next_source() -> None:
+    world = World(3, steps=4)
+    world.launch()
+    while world.version[0] < 1:
+        world.step()
+    world.digest_errors = 1
+    world.kill(1)
+    assert world.run() is State.FINISHED
+    notices = [e for e in world.of(ev.Notice) if isinstance(e, ev.Notice) and e.kind == "digest_mismatch"]
+    assert len(notices) == 1
+
+
+def test_all_ranks_lost_without_checkpoint_is_a_clear_failure() -> None:
+    world = World(2, steps=6)
+    world.launch()
+    while world.version[0] < 3:
+        world.step()
+    world.kill(0)
+    world.kill(1)
+    assert world.run() is State.FAILED
+    assert "no survivor" in world.machine.failure_reason
+
+
+def test_all_ranks_lost_in_the_first_step_start_again() -> None:
+    world = World(2, steps=6)
+    world.launch()
+    while world.version[0] < 1:
+        world.step()
+    world.kill(0)
+    world.kill(1)
+    assert world.run() is State.FINISHED
+    assert [e for e in world.of(ev.Notice) if isinstance(e, ev.Notice) and e.kind == "start_again"]
+
+
+def test_script_error_before_the_first_step_fails_at_once() -> None:
+    world = World(2)
+    world.launch()
+    message = pb.Failure(rank=0, pid=101, kind="exception", evidence="ValueError: no")
+    message.last_words.exception = "ValueError"
+    world.answer(*next(x for x in world.inbox if x[0] == 0))
+    world.machine.ranks[0].place = Place.STARTING
+    world.machine.on_failure(message, 0.0)
+    assert world.machine.state is State.FAILED and "ValueError" in world.machine.failure_reason
+
+
+def test_a_crash_loop_ends() -> None:
+    world = World(3, steps=50, max_failures_per_step=3)
+    world.launch()
+    while world.version[0] < 1:
+        world.step()
+    for _ in range(3):
+        world.machine.ranks[1].committed = 1
+        world.kill(1)
+        for _ in range(200):
+            if world.machine.state in (State.RUNNING, State.FAILED):
+                break
+            world.step()
+        for r in world.version:
+            world.version[r] = 1
+    assert world.machine.state is State.FAILED
+    assert "3 times" in world.machine.failure_reason
+
+
+def test_missed_deadlines_make_victims() -> None:
+    world = World(3, steps=5)
+    world.launch()
+    while world.version[0] < 1:
+        world.step()
+    world.kill(0)
+    world.inbox = [(r, c) for r, c in world.inbox if r != 2]  # rank 2 never hears the stop
+    while world.inbox:
+        world.step()
+    world.now += 45  # past mutation_grace_s + stop_ack_s
+    world.machine.on_tick(world.now)
+    world.collect()
+    failures = [e for e in world.of(ev.FailureDetected) if isinstance(e, ev.FailureDetected)]
+    assert any(f.rank == 2 and f.kind == "unresponsive" for f in failures)
+    assert world.run() is State.FINISHED
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_failures_in_any_order_never_hang(seed: int) -> None:
+    rng = random.Random(seed)
+    world = World(4, steps=12, seed=seed, max_failures_per_step=1000)
+    world.launch()
+    kills = 0
+    for _ in range(20000):
+        if world.machine.state in (State.FINISHED, State.FAILED):
+            break
+        started = world.machine.state is not State.STARTING
+        alive = [r.rank for r in world.machine.ranks.values() if r.place not in (Place.EMPTY, Place.RELEASED)]
+        if started and kills < 8 and rng.random() < 0.05 and len(alive) == 4:
+            kills += 1
+            world.kill(rng.choice(alive))
+        if not world.step() and world.machine.state not in (State.FINISHED, State.FAILED):
+            raise AssertionError(f"hang in {world.machine.state} with {world.machine.ranks}")
+    assert world.machine.state in (State.FINISHED, State.FAILED)
+    if world.machine.state is State.FAILED:
+        assert "cannot be recovered" in world.machine.failure_reason or "survivor" in world.machine.failure_reason
+
+
+def test_the_table_names_every_state_and_refuses_the_rest() -> None:
+    assert set(TRANSITIONS) == set(State)
+    check_transition(State.RUNNING, State.QUIESCING)
+    with pytest.raises(ProtocolError):
+        check_transition(State.FINISHED, State.RUNNING)

@@ -1,0 +1,57 @@
+"""The shared page: a capsule is held whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from flashrecovery.page import CAPSULE_LIMIT, TAG_NONE, Page
+
+
+@pytest.fixture
+def page():  # type: ignore[no-untyped-def]
+    p = Page.create("test")
+    yield p
+    p.close()
+
+
+def test_two_versions_are_kept_and_the_older_is_replaced(page: Page) -> None:
+    assert page.capsule_versions() == [] and page.tag == TAG_NONE and page.committed == -1
+    for version in range(5):
+        page.write_capsule(version, b"v%d" % version * 100)
+    assert page.capsule_versions() == [3, 4]
+    assert page.read_capsule(4) == b"v4" * 100
+    assert page.read_capsule(2) is None
+
+
+def test_a_capsule_cut_off_while_it_was_written_is_not_held(page: Page) -> None:
+    page.write_capsule(6, b"a" * 1000)
+    page._map[4096 + 500] = 0  # what a process killed in the middle of writing leaves
+    assert page.capsule_versions() == []
+
+
+def test_a_capsule_over_the_limit_is_named(page: Page) -> None:
+    with pytest.raises(ValueError, match="data loader state"):
+        page.write_capsule(1, b"x" * (CAPSULE_LIMIT + 1))
+
+
+def test_tags_are_seen_by_another_process_and_outlive_it(page: Page) -> None:
+    pid = os.fork()
+    if pid == 0:
+        child = Page(page.fd)
+        child.set_tag(7)
+        child.set_committed(8, 5_000_000)
+        child.write_capsule(8, b"rank-only")
+        child.write_setup_log(b"log")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    health = page.health()
+    assert (health.tag, health.committed, health.step_s) == (8, 8, 0.005)
+    assert abs(health.progress_at - time.monotonic()) < 5
+    heir = Page.create("heir")
+    heir.inherit(page)
+    assert heir.read_capsule(8) == b"rank-only" and heir.read_setup_log() == b"log"
+    heir.close()

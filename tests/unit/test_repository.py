@@ -1,0 +1,51 @@
+"""What is generated agrees with what it is generated from, and the launcher stays light."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _script(name: str):  # type: ignore[no-untyped-def]
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_configuration_tables_are_current() -> None:
+    docs = _script("generate_config_docs")
+    text = docs.DOC.read_text()
+    assert docs.render(text) == text, "run scripts/generate_config_docs.py"
+
+
+def test_generated_messages_are_current(tmp_path: Path) -> None:
+    from grpc_tools import protoc
+
+    name = "flashrecovery/proto/flashrecovery"
+    assert protoc.main(["protoc", f"-I{ROOT / 'common'}", f"--python_out={tmp_path}", f"{name}.proto"]) == 0
+    current = (tmp_path / f"{name}_pb2.py").read_text()
+    assert current == (ROOT / "common" / f"{name}_pb2.py").read_text(), "run scripts/generate_proto.py"
+
+
+def test_the_launcher_does_not_import_torch() -> None:
+    code = "import sys, flashrecovery.job, flashrecovery.cli.run; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_core_imports_no_framework() -> None:
+    for path in (ROOT / "common").rglob("*.py"):
+        for line in path.read_text().splitlines():
+            words = line.split()
+            if len(words) > 1 and words[0] in ("import", "from"):
+                assert words[1].split(".")[0] not in ("deepspeed", "megatron"), (path, line)
+
+
+def test_the_controller_never_imports_the_worker() -> None:
+    for path in (ROOT / "common/flashrecovery/controller").rglob("*.py"):
+        assert "flashrecovery.worker" not in path.read_text(), path

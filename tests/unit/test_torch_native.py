@@ -1,0 +1,399 @@
+"""The torch_native adapters in one process: shards, hyper-parameters, buffers, moments, refusals."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, AdamW
+
+from flashrecovery.errors import RegistrationError, RestoreError, StepInterrupted, UnsupportedError
+from flashrecovery.torch_native import DDPAdapter, FSDP2Adapter, PlainAdapter, adapter_for
+from flashrecovery.torch_native.base import TorchAdapter
+from flashrecovery.torch_native.buffers import COMPARED_BYTES
+from flashrecovery.worker import codec
+from flashrecovery.worker.adapter import ShardSpec
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.second = nn.Linear(4, 3)
+        self.tied = nn.Linear(3, 4, bias=False)
+        self.tied.weight = self.first.weight
+        self.register_buffer("mask", torch.ones(2, 2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.first(x)) + self.tied(x)
+        return self.second(hidden)
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.moments: list[str] = []
+        self.interrupt = False
+
+    def sealed(self, *, recheck: bool = False) -> None:
+        self.moments.append("sealed")
+
+    def mutating(self) -> None:
+        if self.interrupt:
+            raise StepInterrupted
+        self.moments.append("mutating")
+
+    def mutated(self) -> None:
+        self.moments.append("mutated")
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def train(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    model(torch.randn(5, 3)).square().sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def content(adapter: TorchAdapter) -> list[Any]:
+    return [(s.name, s.spec(), [t.clone() for t in s.tensors().values()]) for s in adapter.shards()]
+
+
+def copy_into(adapter: TorchAdapter, saved: list[Any]) -> None:
+    for shard, (name, spec, tensors) in zip(adapter.shards(), saved, strict=True):
+        assert shard.name == name
+        for live, tensor in zip(shard.allocate(spec).values(), tensors, strict=True):
+            live.copy_(tensor)
+
+
+def same(a: list[Any], b: list[Any]) -> bool:
+    return all(
+        x[:2] == y[:2] and all(torch.equal(t, u) for t, u in zip(x[2], y[2], strict=True))
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+# -- shards -----------------------------------------------------------------------------------------
+
+
+def test_a_tied_parameter_is_one_shard_and_tensors_are_live() -> None:
+    model = Net()
+    optimizer = Adam(model.parameters())
+    adapter = adapter_for(model, [optimizer])
+    assert [s.name for s in adapter.shards()] == [f"param/{n}" for n, _ in model.named_parameters()]
+    assert all(s.holders == (0,) for s in adapter.shards())
+    first = adapter.shards()[0]
+    assert list(first.tensors()) == ["param"] and first.values() == {}
+    train(model, optimizer)
+    assert list(first.tensors()) == ["param", "state/step", "state/exp_avg", "state/exp_avg_sq"]
+    for tensor in first.tensors().values():
+        tensor.zero_()
+    assert not model.first.weight.any()
+    assert optimizer.state[model.first.weight]["step"] == 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: Adam(p, amsgrad=True),
+        lambda p: AdamW(p, fused=True),
+        lambda p: SGD(p, lr=0.1, momentum=0.9),
+        lambda p: SGD(p, lr=0.1),
+        lambda p: torch.optim.Adagrad(p),
+        lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True),
+        lambda p: torch.optim.ASGD(p),
+        lambda p: torch.optim.NAdam(p),
+        lambda p: torch.optim.Rprop(p),
+    ],
+)
+def test_a_fresh_optimizer_adopts_state_and_loses_it_again(make: Any) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = make(model.parameters())
+    adapter = adapter_for(model, [optimizer])
+    start = content(adapter)
+    train(model, optimizer)
+    train(model, optimizer)
+    later = content(adapter)
+
+    fresh = Net()
+    fresh_optimizer = make(fresh.parameters())
+    fresh_adapter = adapter_for(fresh, [fresh_optimizer])
+    copy_into(fresh_adapter, later)
+    assert same(content(fresh_adapter), later)
+    fresh.load_state_dict({**fresh.state_dict(), **{k: v for k, v in model.state_dict().items() if "norm." in k}})
+    torch.manual_seed(1)
+    train(model, optimizer)
+    torch.manual_seed(1)
+    train(fresh, fresh_optimizer)
+    assert same(content(fresh_adapter), content(adapter))
+
+    copy_into(adapter, start)  # back to version 0: no state
+    assert same(content(adapter), start)
+    assert [list(s.tensors()) for s in adapter.shards()] == [list(t[1].tensors) for t in start]
+
+
+def test_several_optimizers_and_parameters_without_one() -> None:
+    model = Net()
+    optimizers = [Adam(model.first.parameters()), SGD([*model.second.parameters()], lr=0.1, momentum=0.9)]
+    adapter = adapter_for(model, optimizers)
+    train(model, *optimizers)
+    keys = {s.name: list(s.tensors()) for s in adapter.shards()}
+    assert keys["param/second.bias"] == ["param", "state1/momentum_buffer"]
+    assert keys["param/norm.weight"] == ["param"]
+    assert keys["param/first.bias"][1:] == ["state/step", "state/exp_avg", "state/exp_avg_sq"]
+
+
+def test_a_shard_of_another_shape_or_optimizer_is_refused() -> None:
+    model = Net()
+    adapter = adapter_for(model, [])
+    spec = adapter.shards()[0].spec()
+    with pytest.raises(RestoreError, match=r"\(4, 3\).*\(4,\)"):
+        adapter.shards()[0].allocate(adapter.shards()[1].spec())
+    with pytest.raises(RestoreError, match=r"no registered optimizer.*state/exp_avg"):
+        adapter.shards()[0].allocate(ShardSpec({**spec.tensors, "state/exp_avg": spec.tensors["param"]}))
+
+
+# -- hyper-parameters and gradients -----------------------------------------------------------------
+
+
+def test_hyperparameters_come_back_exactly() -> None:
+    model = Net()
+    optimizer = AdamW(model.parameters(), lr=torch.tensor(0.1), betas=(0.8, 0.9))
+    rate = optimizer.param_groups[0]["lr"]
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+    adapter = adapter_for(model, [optimizer])
+    saved = codec.dumps(adapter.capture_common())
+    before = repr(optimizer.param_groups[0])
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    optimizer.param_groups[0].update(betas=(0.5, 0.5), extra=3)
+    adapter.restore_common(codec.loads(saved))
+    assert repr(optimizer.param_groups[0]) == before
+    assert optimizer.param_groups[0]["lr"] is rate
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_are_there_or_not_as_at_the_boundary(set_to_none: bool) -> None:
+    model = Net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    adapter = adapter_for(model, [optimizer])
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    state = adapter.capture_common()
+    model(torch.randn(4, 3)).sum().backward()
+    adapter.reset()
+    adapter.restore_common(state)
+    for parameter in model.parameters():
+        assert parameter.grad is None if set_to_none else not parameter.grad.any()  # type: ignore[union-attr]
+
+
+def test_another_number_of_groups_is_refused() -> None:
+    model = Net()
+    one = adapter_for(model, [SGD(model.parameters(), lr=0.1)])
+    two = adapter_for(
+        model, [SGD([{"params": model.first.parameters()}, {"params": model.second.parameters()}], lr=0.1)]
+    )
+    with pytest.raises(RestoreError, match="1 parameter groups, it has 2"):
+        two.restore_common(one.capture_common())
+
+
+# -- buffers ----------------------------------------------------------------------------------------
+
+
+def test_only_changed_buffers_travel_and_all_come_back() -> None:
+    model = Net()
+    model.register_buffer("large", torch.zeros(COMPARED_BYTES))
+    adapter = adapter_for(model, [])
+    start = codec.dumps(adapter.capture_rank())
+    model(torch.randn(5, 3))
+    first = codec.dumps(adapter.capture_rank())
+    changed = codec.loads(first)["buffers"]["changed"]
+    assert set(changed) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    mean = model.norm.running_mean.clone()
+    model(torch.randn(5, 3))
+    model.large[5] = 1.0
+    model.mask = torch.zeros(3)  # replaced, with another shape
+    later = codec.dumps(adapter.capture_rank())
+    assert {"large", "mask"} <= set(codec.loads(later)["buffers"]["changed"])
+
+    adapter.restore_rank(codec.loads(first))
+    assert torch.equal(model.norm.running_mean, mean)
+    assert not model.large.any() and model.mask.shape == (2, 2)
+    assert codec.dumps(adapter.capture_rank()) == first
+    adapter.restore_rank(codec.loads(later))
+    assert model.large.any() and model.mask.shape == (3,)
+    adapter.restore_rank(codec.loads(start))
+    assert codec.dumps(adapter.capture_rank()) == start
+    assert torch.equal(model.norm.running_mean, torch.zeros(4))
+
+
+def test_a_buffer_with_another_start_value_is_refused() -> None:
+    adapter = adapter_for(Net(), [])
+    other = Net()
+    other.mask.fill_(3)
+    with pytest.raises(RestoreError, match="'mask' starts with other values"):
+        adapter_for(other, []).restore_rank(adapter.capture_rank())
+
+
+# -- moments ----------------------------------------------------------------------------------------
+
+
+def test_moments_of_a_step() -> None:
+    model = Net()
+    optimizers = [SGD(model.first.parameters(), lr=0.1), SGD(model.second.parameters(), lr=0.1)]
+    adapter = adapter_for(model, optimizers)
+    recorder = Recorder()
+    adapter.watch(recorder)
+    with torch.no_grad():
+        model(torch.randn(2, 3))
+    assert recorder.moments == []
+    train(model, *optimizers)
+    assert recorder.moments == ["sealed", "sealed", "mutating", "mutating", "mutated"]
+    recorder.moments.clear()
+    train(model, optimizers[0])  # one optimizer alone: not done, the end of the step says so
+    train(model, *optimizers)
+    assert recorder.moments == ["sealed", "sealed", "mutating", *["sealed"] * 2, "mutating", "mutating", "mutated"]
+
+
+def test_an_interrupt_leaves_the_parameters_alone() -> None:
+    model = Net()
+    optimizer = Adam(model.parameters())
+    adapter = adapter_for(model, [optimizer])
+    recorder = Recorder()
+    adapter.watch(recorder)
+    recorder.interrupt = True
+    before = content(adapter)
+    with pytest.raises(StepInterrupted):
+        train(model, optimizer)
+    assert same(content(adapter), before)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
+@pytest.mark.parametrize("raises", [True, False])
+def test_fault_points_strike_once(phase: str, raises: bool) -> None:
+    model = Net()
+    optimizer = AdamW(model.parameters())
+    adapter = adapter_for(model, [optimizer])
+    adapter.watch(Recorder())
+    struck: list[bool] = []
+
+    def strike() -> None:
+        parameters = list(model.parameters())
+        states = [len(optimizer.state.get(p, {})) for p in parameters]
+        struck.append(any(states) and not all(states))
+        if raises:
+            raise StepInterrupted
+
+    adapter.fault_points()[phase](strike)
+    if raises:
+        with pytest.raises(StepInterrupted):
+            train(model, optimizer)
+        adapter.reset()
+    else:
+        train(model, optimizer)
+    train(model, optimizer)
+    assert len(struck) == 1
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_watching_is_cheap(one_rank: None) -> None:
+    model = DistributedDataParallel(nn.Sequential(*[nn.Linear(8, 8) for _ in range(70)]))
+    optimizer = AdamW(model.parameters())
+    adapter = adapter_for(model, [optimizer])
+    adapter.watch(Recorder())
+    times = []
+    for _ in range(30):
+        began = time.perf_counter()
+        adapter.capture_common()
+        adapter.capture_rank()
+        times.append(time.perf_counter() - began)
+    assert sorted(times)[3] < 2e-3  # about 60 us on an idle machine
+
+
+# -- which adapter ----------------------------------------------------------------------------------
+
+
+def test_the_adapter_fits_the_wrapper(one_rank: None) -> None:
+    ddp = adapter_for(DistributedDataParallel(Net()), [])
+    assert isinstance(ddp, DDPAdapter) and ddp.sync_spans_world()
+    assert ddp.shards()[0].name == "param/first.weight"
+    net = Net()
+    sharded = adapter_for(fully_shard(net), [Adam(net.parameters())])
+    assert isinstance(sharded, FSDP2Adapter) and sharded.sync_spans_world()
+    plain = adapter_for(Net(), [])
+    assert isinstance(plain, PlainAdapter) and not plain.sync_spans_world()
+
+
+def inner_ddp() -> nn.Module:
+    return nn.Sequential(DistributedDataParallel(nn.Linear(2, 2)))
+
+
+def inner_fsdp() -> nn.Module:
+    return nn.Sequential(fully_shard(nn.Linear(2, 2)))
+
+
+def with_hook() -> nn.Module:
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    model.register_comm_hook({"error": 0}, lambda state, bucket: torch.futures.Future())
+    return model
+
+
+def with_builtin_hook() -> nn.Module:
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: nn.DataParallel(nn.Linear(2, 2)), "DataParallel"),
+        (lambda: torch.compile(nn.Linear(2, 2)), "torch.compile"),
+        (inner_ddp, "below the root"),
+        (inner_fsdp, "apply fully_shard to the root"),
+        (lambda: DistributedDataParallel(nn.Linear(2, 2), static_graph=True), "static_graph"),
+        (lambda: DistributedDataParallel(nn.Embedding(3, 2, sparse=True)), "sparse gradients"),
+        (with_hook, r"hook .*its state, a dict"),
+        (with_builtin_hook, "built-in communication hook"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_by_name(one_rank: None, make: Any, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        adapter_for(make(), [])
+
+
+def test_wrong_registrations() -> None:
+    model = Net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RegistrationError, match="list"):
+        adapter_for([], [])  # type: ignore[arg-type]
+    with pytest.raises(RegistrationError, match="twice"):
+        adapter_for(model, [optimizer, optimizer])
+    with pytest.raises(RegistrationError, match="does not belong"):
+        adapter_for(model, [SGD(Net().parameters(), lr=0.1)])
+    with pytest.raises(RegistrationError, match="StepLR"):
+        adapter_for(model, [torch.optim.lr_scheduler.StepLR(optimizer, 3)])  # type: ignore[list-item]
+
+
+def test_state_without_a_place_is_refused_after_the_first_step() -> None:
+    model = Net()
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    adapter = adapter_for(model, [lbfgs])
+    adapter.watch(Recorder())
+    with pytest.raises(UnsupportedError, match="closure"):
+        lbfgs.step(lambda: torch.zeros(1))

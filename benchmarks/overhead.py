@@ -1,0 +1,101 @@
+"""Step time with recovery on (``flashrecovery run``) against off (``torchrun``), the same script, turn by turn.
+
+A step of about 100 ms, most of it a sleep in the place of an accelerator's work, because four ranks share
+this machine's cores: what recovery adds on the host shows in full, what it could take from the device does
+not. DDP has all state replicated and copies nothing; FSDP sends each rank's shards to its neighbour every
+step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import harness
+from peers import ours
+from workload import Job
+
+WARM_UP = 10
+GOALS = {"ddp": 0.005, "fsdp": 0.03}
+
+
+def mean_step(job: Job, recovery: bool, limit_s: float) -> float:
+    """Seconds a step after the warm-up, on rank 0. Raises TimeoutError."""
+    directory = Path(job.directory)
+    launch = harness.Launch(directory / "output.log")
+    if recovery:
+        ours.COLD.start(job, launch)
+    else:
+        launch.start(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *(f"--nproc-per-node={job.world}", str(Path(ours.__file__))),
+            ],
+            **job.to_env(),
+        )
+    deadline = time.monotonic() + limit_s
+    try:
+        while time.monotonic() < deadline:
+            records = [r for r in harness.read_records(directory) if r.rank == 0]
+            # The last step's commit is not logged by the script: the loop hands out no step after it.
+            if len(records) >= job.steps - 1:
+                return (records[-1].t - records[WARM_UP].t) / (len(records) - 1 - WARM_UP)
+            if launch.processes[0].poll() not in (None, 0):
+                break
+            time.sleep(0.1)
+        raise TimeoutError(f"{job.layout}, recovery {'on' if recovery else 'off'}\n{launch.tail()}")
+    finally:
+        launch.stop()
+
+
+def main() -> None:
+    """Measure and judge."""
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--quick", action="store_true", help="3 pairs of 40 steps instead of 10 of 100")
+    flags.add_argument("--layouts", default="ddp,fsdp")
+    flags.add_argument("--sleep-ms", type=float, default=70.0, help="the part of a step that is no work")
+    args = flags.parse_args()
+    pairs, steps = (3, 40) if args.quick else (10, 100)
+    harness.begin()
+    rows = []
+    met = True
+    for layout in args.layouts.split(","):
+        times: dict[bool, list[float]] = {True: [], False: []}
+        for i in range(pairs):
+            # Turn by turn, and every other pair the other way round: the machine drifts.
+            for recovery in (True, False) if i % 2 else (False, True):
+                with harness.job_directory() as directory:
+                    job = Job(
+                        directory=str(directory),
+                        steps=steps,
+                        batch_size=1,
+                        context=64,
+                        step_time_ms=args.sleep_ms,
+                        layout=layout,
+                    )
+                    times[recovery].append(mean_step(job, recovery, limit_s=120))
+            print(f"  {layout} {i + 1}/{pairs}: on {times[True][-1] * 1e3:.2f}, off {times[False][-1] * 1e3:.2f} ms")
+        on, off = statistics.median(times[True]), statistics.median(times[False])
+        extra = on / off - 1
+        goal = GOALS[layout]
+        met = met and extra <= goal
+        rows.append(
+            (
+                layout,
+                harness.spread(times[True], 1e3),
+                harness.spread(times[False], 1e3),
+                f"{extra:+.2%}",
+                f"<= +{goal:.1%}",
+                "met" if extra <= goal else "NOT MET",
+            )
+        )
+    head = ("layout", "on, ms", "off, ms", "difference", "goal", "")
+    harness.table(f"Step time, 4 ranks, {steps - WARM_UP} steps a launch", head, rows)
+    sys.exit(0 if met else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -4,7 +4,10 @@ The agent makes the page (a memfd: it has no name, so nothing can be left behind
 state costs a few aligned 8-byte stores per step; no system call, no lock, nothing on the wire. After the worker's
 death the agent still has the page, and with it the dead rank's capsule: the rank-only state that no peer holds.
 
-A capsule is written to slot ``version % 2``: first the slot is invalidated, then data, length and digest are stored,
+Three capsules are kept. A rank in the backward pass of step i has published version i+1, while a slower rank may still
+be waiting for the last gradients of step i-1: whoever dies, the others may need version i-1, i or i+1 of it.
+
+A capsule is written to slot ``version % 3``: first the slot is invalidated, then data, length and digest are stored,
 then the version. A worker killed in between leaves a slot that does not verify, never a wrong one.
 """
 
@@ -17,23 +20,24 @@ from dataclasses import dataclass
 
 import xxhash
 
-MAGIC = 0x46525047_00000002
+MAGIC = 0x46525047_00000003
 TAG_NONE = -2
 """Tag of a worker that has not begun a step."""
 TAG_MUTATING = -1
 
+CAPSULES_KEPT = 3
 CAPSULE_LIMIT = 16 << 20
 SETUP_LIMIT = 40 << 20
 _HEADER = 4096
-_SLOTS = (_HEADER, _HEADER + CAPSULE_LIMIT)
-_SETUP = _HEADER + 2 * CAPSULE_LIMIT
+_SLOTS = tuple(_HEADER + i * CAPSULE_LIMIT for i in range(CAPSULES_KEPT))
+_SETUP = _HEADER + CAPSULES_KEPT * CAPSULE_LIMIT
 PAGE_BYTES = _SETUP + SETUP_LIMIT
 """Sparse: only what is written takes memory."""
 
 # Indices of the header's 8-byte words.
 _MAGIC, _TAG, _PROGRESS, _TIME_NS, _COMMITTED, _STEP_NS, _PID, _PHASE = range(8)
-_SLOT_WORDS = (16, 24)  # version + 1 (0: empty), length, digest
-_SETUP_WORDS = 32  # length + 1 (0: none), digest
+_SLOT_WORDS = tuple(16 + 8 * i for i in range(CAPSULES_KEPT))  # version + 1 (0: empty), length, digest
+_SETUP_WORDS = 16 + 8 * CAPSULES_KEPT  # length + 1 (0: none), digest
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class Page:
                 f"the rank-only state of this rank takes {len(data):,} bytes; at most {CAPSULE_LIMIT:,} fit "
                 "(data loader state, persistent buffers, extra objects)"
             )
-        slot = version % 2
+        slot = version % CAPSULES_KEPT
         word = _SLOT_WORDS[slot]
         self._words[word] = 0
         self._map[_SLOTS[slot] : _SLOTS[slot] + len(data)] = data
@@ -122,7 +126,7 @@ class Page:
 
     def read_capsule(self, version: int) -> bytes | None:
         """The capsule of ``version`` if the page holds it whole."""
-        slot = version % 2
+        slot = version % CAPSULES_KEPT
         word = _SLOT_WORDS[slot]
         if self._words[word] != version + 1:
             return None

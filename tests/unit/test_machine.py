@@ -209,6 +209,24 @@ def test_a_wrong_digest_takes_the_next_source() -> None:
     assert len(notices) == 1
 
 
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_a_wrong_digest_without_another_source_takes_the_checkpoint(checkpoint: bool) -> None:
+    world = World(2, steps=4)
+    world.launch()
+    while world.version[0] < 2:
+        world.step()
+    if checkpoint:
+        world.machine.on_checkpoint(1, "/checkpoints/1")
+    world.digest_errors = 1
+    world.kill(1)
+    assert world.run() is (State.FINISHED if checkpoint else State.FAILED)
+    if checkpoint:
+        (fallback,) = world.of(ev.FallbackStarted)
+        assert isinstance(fallback, ev.FallbackStarted) and fallback.version == 1
+    else:
+        assert "there is no checkpoint" in world.machine.failure_reason
+
+
 def test_all_ranks_lost_without_checkpoint_is_a_clear_failure() -> None:
     world = World(2, steps=6)
     world.launch()

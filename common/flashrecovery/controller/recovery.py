@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from flashrecovery import events as ev
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.records import Place
-from flashrecovery.controller.restore import decide
+from flashrecovery.controller.restore import Decision, decide
 from flashrecovery.controller.states import State
-from flashrecovery.errors import FlashRecoveryError, JobFailedError
+from flashrecovery.errors import JobFailedError
+from flashrecovery.plan import NoSourceError
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _MAX_RETRIES = 3
@@ -100,20 +101,7 @@ class RecoverySteps(JobState):
         except JobFailedError as e:
             self._nothing_to_go_on_from(str(e), now)
             return
-        self._round, self._restore_from = decision.round, decision.checkpoint
-        if decision.checkpoint:
-            self._to(State.FALLBACK, now)
-            self._emit(
-                ev.FallbackStarted(
-                    generation=self.generation,
-                    version=decision.round.version,
-                    path=decision.checkpoint,
-                    reason=decision.round.reason,
-                )
-            )
-        if self.recovery is not None:
-            self.recovery.resume_step = decision.round.version
-            self.recovery.reason = decision.round.reason
+        self._adopt(decision, now)
         self._to(State.REGROUPING, now)
         host, port = self.store_address()
         limit = self.config.timeouts.regroup_s
@@ -121,6 +109,17 @@ class RecoverySteps(JobState):
             record.place = Place.RECOVERING
             command = pb.Command(regroup=pb.Regroup(store_host=host, store_port=port, deadline_s=limit))
             self._command(record.rank, command, now + 2 * limit, "regroup")
+
+    def _adopt(self, decision: Decision, now: float) -> None:
+        self._round, self._restore_from = decision.round, decision.checkpoint
+        version, reason = decision.round.version, decision.round.reason
+        if decision.checkpoint:
+            self._to(State.FALLBACK, now)
+            self._emit(
+                ev.FallbackStarted(generation=self.generation, version=version, path=decision.checkpoint, reason=reason)
+            )
+        if self.recovery is not None:
+            self.recovery.resume_step, self.recovery.reason = version, reason
 
     def _send_restore(self, now: float) -> None:
         assert self._round is not None
@@ -132,7 +131,7 @@ class RecoverySteps(JobState):
     def _verify(self, now: float) -> None:
         """Every restored shard must have its source's digest; if not, it is taken from the next source."""
         assert self._round is not None
-        wrong = self._round.mismatches() if self.config.verify else []
+        wrong = self._round.mismatches()
         if not wrong:
             if self.recovery is not None:
                 self.recovery.add_round(self._round)
@@ -149,9 +148,11 @@ class RecoverySteps(JobState):
             )
         try:
             self._round = self._round.retry(wrong)
-        except FlashRecoveryError as e:
-            self._fail(str(e))
-            return
+        except NoSourceError as e:
+            if self.checkpoint is None:
+                self._fail(f"{e}; and there is no checkpoint")
+                return
+            self._adopt(Decision.from_checkpoint(self.checkpoint, self.ranks, str(e)), now)
         self._to(State.RESTORING, now)
         self._send_restore(now)
 

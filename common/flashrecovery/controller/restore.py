@@ -78,6 +78,12 @@ class Decision:
     round: RestoreRound
     checkpoint: str = ""
 
+    @staticmethod
+    def from_checkpoint(checkpoint: tuple[int, str], records: Mapping[int, RankRecord], reason: str) -> Decision:
+        """``checkpoint`` is (version, directory)."""
+        version, path = checkpoint
+        return Decision(RestoreRound.from_checkpoint(version, records, reason), path)
+
 
 def decide(records: Mapping[int, RankRecord], checkpoint: tuple[int, str] | None) -> Decision:
     """Which version, from whom? Raises JobFailedError if neither a cut nor a checkpoint exists."""
@@ -87,7 +93,6 @@ def decide(records: Mapping[int, RankRecord], checkpoint: tuple[int, str] | None
     if isinstance(cut, NoCut):
         if checkpoint is None:
             raise JobFailedError(f"the job cannot be recovered: {cut.reason}; and there is no checkpoint")
-        version, path = checkpoint
-        return Decision(RestoreRound.from_checkpoint(version, records, cut.reason), path)
+        return Decision.from_checkpoint(checkpoint, records, cut.reason)
     plan = plan_restore(needs, holdings, cut.version)
     return Decision(RestoreRound(cut.version, cut.reason, plan, tuple(records), needs, holdings))

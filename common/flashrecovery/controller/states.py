@@ -47,11 +47,11 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.QUIESCING: frozenset({State.QUIESCING, State.REPLACING, State.STARTING, State.FAILED}),
     # survivors are quiet; the replacements run the script up to its first step; then the cut is decided
     State.REPLACING: frozenset({State.QUIESCING, State.REGROUPING, State.FALLBACK, State.STARTING, State.FAILED}),
-    State.FALLBACK: frozenset({State.QUIESCING, State.REGROUPING, State.FAILED}),
+    State.FALLBACK: frozenset({State.QUIESCING, State.REGROUPING, State.RESTORING, State.FAILED}),
     State.REGROUPING: frozenset({State.QUIESCING, State.RESTORING, State.FAILED}),
     State.RESTORING: frozenset({State.QUIESCING, State.VERIFYING, State.FAILED}),
-    # digests agree, or the shard is taken from its next source
-    State.VERIFYING: frozenset({State.QUIESCING, State.RESTORING, State.RUNNING, State.FAILED}),
+    # digests agree, or the shard is taken from its next source, or, if it has none left, everything from the checkpoint
+    State.VERIFYING: frozenset({State.QUIESCING, State.RESTORING, State.FALLBACK, State.RUNNING, State.FAILED}),
     State.FINISHED: frozenset(),
     State.FAILED: frozenset(),
 }

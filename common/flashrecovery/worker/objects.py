@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
+from flashrecovery.page import CAPSULES_KEPT
 from flashrecovery.worker.adapter import Shard, ShardSpec, TensorSpec
 
 COMMON = "common"
-_KEPT = 3
 
 
 class ObjectShard(Shard):
@@ -26,7 +26,7 @@ class ObjectShard(Shard):
     def keep(self, version: int, data: bytes) -> None:
         """The content at ``version``; the oldest others are dropped, so that three are kept."""
         self._versions[version] = data
-        for old in sorted(self._versions.keys() - {version})[: 1 - _KEPT]:
+        for old in sorted(self._versions.keys() - {version})[: 1 - CAPSULES_KEPT]:
             del self._versions[old]
 
     def drop_after(self, version: int) -> None:

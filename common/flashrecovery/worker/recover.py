@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import logging
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from flashrecovery import groups
@@ -171,7 +172,8 @@ class Recoverer:
             self._fresh = True  # the data stands somewhere else, too
         else:
             self._take_local(restore, version)
-            self._transfer(restore, version, reply, corrupt)
+            if not self._transfer(restore, version, reply, corrupt):
+                return  # the controller sees the digests, and sends the wrong shards again from other sources
         self._plain_state(version)
         s.faults.hit("recovery:verifying", s.gate.version)
 
@@ -191,8 +193,8 @@ class Recoverer:
                 s.gate.torn()
                 s.copies.restore_undo(shard, version)
 
-    def _transfer(self, restore: pb.Restore, version: int, reply: pb.Reply, corrupt: bool) -> None:
-        """This rank's part of the transfers."""
+    def _transfer(self, restore: pb.Restore, version: int, reply: pb.Reply, corrupt: bool) -> bool:
+        """This rank's part of the transfers. False if something has arrived that is not what was sent."""
         s = self._s
         outgoing: dict[int, list[ShardSource]] = {}
         incoming: dict[int, list[str]] = {}
@@ -202,7 +204,7 @@ class Recoverer:
             else:
                 incoming.setdefault(item.source, []).append(item.shard)
         if not outgoing and not incoming:
-            return
+            return True
         if incoming:
             s.gate.torn()
         group = groups.control_group()
@@ -213,15 +215,23 @@ class Recoverer:
             outgoing,
             incoming,
             s.registry.shards,
-            corrupt=corrupt,
+            corrupt=self._to_corrupt(incoming) if corrupt else frozenset(),
         )
-        for name in (n for names in incoming.values() for n in names):
+        for name in (n for names in incoming.values() for n in names if n not in report.mismatched):
             shard = s.registry.shards[name]
             if isinstance(shard, ObjectShard):
                 shard.adopt(version)
         reply.bytes_sent, reply.bytes_received = report.bytes_sent, report.bytes_received
         reply.sent_digests.update(report.sent_digests)
         reply.received_digests.update(report.received_digests)
+        return not report.mismatched
+
+    def _to_corrupt(self, incoming: Mapping[int, list[str]]) -> frozenset[str]:
+        """For fault injection: one shard of plain bytes and one of tensors, always the same ones."""
+        shards = self._s.registry.shards
+        names = sorted(n for names in incoming.values() for n in names)
+        plain = [n for n in names if isinstance(shards[n], ObjectShard)]
+        return frozenset(plain[:1] + [n for n in names if n not in plain][:1])
 
     def _source(self, item: pb.TransferItem, version: int) -> ShardSource:
         s = self._s

@@ -20,7 +20,7 @@ from __future__ import annotations
 import collections
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -75,13 +75,13 @@ def exchange(
     incoming: Mapping[int, Sequence[str]],
     shards: Mapping[str, Shard],
     *,
-    corrupt: bool = False,
+    corrupt: Set[str] = frozenset(),
 ) -> TransferReport:
     """Send ``outgoing`` (by destination) and receive ``incoming`` (names by source) into ``shards``, all at
     once.
 
     Ranks are ranks of ``group``. A received shard is made room for by its ``allocate`` and filled in place.
-    ``corrupt`` (fault injection) flips one bit of the first received shard before its digest is taken.
+    ``corrupt`` (fault injection) names received shards of which one bit is flipped before the digest is taken.
 
     Raises ProtocolError if a peer offers other shards than expected, and whatever the group's operations
     raise; a shard may then be partly overwritten.
@@ -91,7 +91,6 @@ def exchange(
     lock = threading.Lock()  # frameworks' allocate() and the report are not made for several threads
     digests: dict[str, Future[str]] = {s.name: Future() for sources in outgoing.values() for s in sources}
     unique = {s.name: s for sources in outgoing.values() for s in sources}
-    corruption = [corrupt]
 
     def sender(peer: int, sources: Sequence[ShardSource]) -> None:
         sent = _send(group, peer, sources, digests)
@@ -99,7 +98,7 @@ def exchange(
             report.bytes_sent += sent
 
     def receiver(peer: int, names: Sequence[str]) -> None:
-        _receive(group, peer, names, shards, report, lock, corruption)
+        _receive(group, peer, names, shards, report, lock, corrupt)
 
     # The threads below copy on other streams than the one that has produced the content.
     for device in {t.device for source in unique.values() for t in source.tensors if t.is_cuda}:
@@ -188,7 +187,7 @@ def _receive(
     shards: Mapping[str, Shard],
     report: TransferReport,
     lock: threading.Lock,
-    corruption: list[bool],
+    corrupt: Set[str],
 ) -> None:
     length = torch.zeros(1, dtype=torch.int64)
     group.recv([length], peer, _TAG).wait()
@@ -227,10 +226,9 @@ def _receive(
         settle()
     last.wait()
 
-    with lock:
-        spoil, corruption[0] = corruption[0] and any(t.numel() for t in flat), False
-    if spoil:
-        _flip_a_bit(next(t for t in flat if t.numel()))
+    for name, tensors in zip(names, targets, strict=True):
+        if name in corrupt:
+            _flip_a_bit(next(t for t in tensors if t.numel()))
     raw = trailer.numpy().tobytes()
     for i, (name, spec) in enumerate(zip(names, specs, strict=True)):
         digest = shard_digest(targets[i], spec)

@@ -97,6 +97,7 @@ class Settings(_Model):
         "auto", description="copies of what no peer holds"
     )
     undo: Literal["auto", "always", "never"] = Field("auto", description="own pre-step copy of the state")
+    verify: bool = Field(True, description="compare the digest of every restored shard with its source's")
     checkpoint: CheckpointSettings = Field(CheckpointSettings(), description="fallback checkpoint")
     timeouts: Timeouts = Field(Timeouts(), description="all timeouts")
     resume: bool = Field(False, description="start from the newest fallback checkpoint if there is one")

@@ -32,7 +32,7 @@ async def run_job(config: RunConfig, command: list[str], run_dir: RunDir) -> tup
     log = EventLog(run_dir.events_path)
     outgoing: asyncio.Queue[pb.AgentMessage] = asyncio.Queue()
     agent = Agent(config, command, run_dir, outgoing.put_nowait)
-    service = ControllerService(config, token, log, agent.store_address, str(run_dir.path), agent.confirmed)
+    service = ControllerService(config, token, log, agent.store_address, str(run_dir.path))
     try:
         port = await service.start("127.0.0.1", 0)
         address = f"127.0.0.1:{port}"

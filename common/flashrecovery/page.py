@@ -35,20 +35,22 @@ PAGE_BYTES = _SETUP + SETUP_LIMIT
 """Sparse: only what is written takes memory."""
 
 # Indices of the header's 8-byte words.
-_MAGIC, _TAG, _PROGRESS, _TIME_NS, _COMMITTED, _STEP_NS, _PID, _PHASE = range(8)
+_MAGIC, _TAG, _PROGRESS, _TIME_NS, _COMMITTED, _STEP_NS, _GENERATION = range(7)
 _SLOT_WORDS = tuple(16 + 8 * i for i in range(CAPSULES_KEPT))  # version + 1 (0: empty), length, digest
 _SETUP_WORDS = 16 + 8 * CAPSULES_KEPT  # length + 1 (0: none), digest
 
 
 @dataclass(frozen=True)
 class Health:
-    """One look at a worker's page. ``committed`` is -1 before the first commit; times in seconds."""
+    """One look at a worker's page. ``committed`` is -1 before the first commit of the process, and belongs to
+    ``generation``; times in seconds."""
 
     tag: int
     progress: int
     progress_at: float
     committed: int
     step_s: float
+    generation: int
 
 
 class Page:
@@ -90,6 +92,12 @@ class Page:
         self._words[_STEP_NS] = step_ns
         self.set_tag(version)
 
+    def resume(self, version: int, generation: int, step_ns: int) -> None:
+        """Training goes on from ``version`` in ``generation``."""
+        self._words[_COMMITTED] = -1  # so that no reader takes an old generation's version for the new one's
+        self._words[_GENERATION] = generation
+        self.set_committed(version, step_ns)
+
     def beat(self) -> None:
         """Progress without a new tag."""
         self._words[_PROGRESS] += 1
@@ -105,7 +113,7 @@ class Page:
 
     def health(self) -> Health:
         w = self._words
-        return Health(w[_TAG], w[_PROGRESS], w[_TIME_NS] / 1e9, w[_COMMITTED], w[_STEP_NS] / 1e9)
+        return Health(w[_TAG], w[_PROGRESS], w[_TIME_NS] / 1e9, w[_COMMITTED], w[_STEP_NS] / 1e9, w[_GENERATION])
 
     # -- capsule ----------------------------------------------------------------------------------
 

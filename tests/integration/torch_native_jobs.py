@@ -30,7 +30,7 @@ from flashrecovery.errors import StepInterrupted
 from flashrecovery.torch_native import TorchAdapter, adapter_for
 from flashrecovery.worker import codec
 from flashrecovery.worker.adapter import ShardSpec
-from flashrecovery.worker.rng import capture_rng, restore_rng
+from flashrecovery.worker.rng import RngState, restore_rng
 
 
 class Block(nn.Module):
@@ -200,7 +200,7 @@ class Saved:
         assert adapter is not None
         return Saved(
             {s.name: (s.spec(), {k: t.clone() for k, t in s.tensors().items()}) for s in adapter.shards()},
-            codec.dumps([adapter.capture_common(), adapter.capture_rank(), capture_rng()]),
+            codec.dumps([adapter.capture_common(), adapter.capture_rank(), RngState.now().plain()]),
             copy.deepcopy(trainer.scheduler.state_dict()),
         )
 

@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from flashrecovery.errors import DataSourceError
 from flashrecovery.worker import codec
 from flashrecovery.worker.data import DataStream, Position
-from flashrecovery.worker.rng import capture_rng, restore_rng
+from flashrecovery.worker.rng import RngState, restore_rng
 
 
 class Items(Dataset[torch.Tensor]):
@@ -101,7 +101,7 @@ def reference(make: Callable[[], Any], steps: int) -> Taken:
     taken = Taken([], [], [])
     for version in range(steps + 1):
         stream.commit(version)
-        taken.capsules.append(codec.dumps({"data": stream.capture(), "rng": capture_rng()}))
+        taken.capsules.append(codec.dumps({"data": stream.capture(), "rng": RngState.now().plain()}))
         if version < steps:
             batch, number = step(stream)
             taken.batches.append(batch)
@@ -135,7 +135,7 @@ def test_a_replacement_gets_the_same_batches(name: str) -> None:
         assert stream.position.total == version
         for i in range(version, steps):
             stream.commit(i)
-            assert comparable(codec.dumps({"data": stream.capture(), "rng": capture_rng()})) == comparable(
+            assert comparable(codec.dumps({"data": stream.capture(), "rng": RngState.now().plain()})) == comparable(
                 expected.capsules[i]
             ), i
             batch, number = step(stream)
@@ -153,7 +153,7 @@ def test_a_survivor_gets_the_same_batches_again(name: str) -> None:
     version, rolled = 0, 0
     while version < 9:
         stream.commit(version)
-        states[version] = capture_rng()
+        states[version] = RngState.now().plain()
         assert equal(stream.capture()["position"], codec.loads(expected.capsules[version])["data"]["position"])
         batch, number = step(stream)
         assert equal(batch, expected.batches[version]), version
@@ -165,7 +165,7 @@ def test_a_survivor_gets_the_same_batches_again(name: str) -> None:
             rolled += 1
             version -= back
             stream.rollback(version)
-            restore_rng(states[version] if version in states else capture_rng())
+            restore_rng(states[version] if version in states else RngState.now().plain())
 
 
 def test_epochs_call_set_epoch_once() -> None:
@@ -263,7 +263,7 @@ def test_a_batch_that_was_written_into_is_read_again(name: str) -> None:
     stream = DataStream(LOADERS[name]())
     for version in range(6):
         stream.commit(version)
-        state = capture_rng()
+        state = RngState.now().plain()
         batch, _ = step(stream)
         batch.mul_(0.5)
     stream.rollback(5)

@@ -26,6 +26,7 @@ from flashrecovery.agent.store import StoreServer
 from flashrecovery.agent.watch import DeathWatch
 from flashrecovery.config import RunConfig
 from flashrecovery.events import RunDir
+from flashrecovery.page import Health
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 STORE_HOST = "localhost"
@@ -48,7 +49,7 @@ class Agent:
         self._generation = 0
         self._ranks: dict[int, WorkerProcess] = {}
         self._closing = False
-        self._confirming = False
+        self._resumed_at: int | None = None  # version after which the first new step is awaited
         self._wake = asyncio.Event()
         self._kill_at_replace: set[int] = set()
         self._recovery_faults: dict[int, list[pb.Command]] = {}
@@ -118,7 +119,7 @@ class Agent:
             if body in ("stop", "release"):
                 process.stepping = False
             elif body == "resume":
-                process.stepping, self._confirming = True, True
+                process.stepping, self._resumed_at = True, command.resume.version
                 self._wake.set()
             process.send(pb.ToWorker(command=command))
 
@@ -317,16 +318,18 @@ class Agent:
         while True:
             now = time.monotonic()
             alive = [p for p in self._ranks.values() if not p.dead]
-            fresh = [p.page.committed for p in alive]
-            if now - last >= period or (self._confirming and fresh != committed):
+            fresh = [self._committed(p.page.health()) for p in alive]
+            if now - last >= period or (self._resumed_at is not None and fresh != committed):
                 last, committed = now, fresh
+                if self._resumed_at is not None and all(version > self._resumed_at for version in fresh):
+                    self._resumed_at = None
                 self._heartbeat(alive, now)
                 for process, kind, evidence, late in self._hang.check(alive, now):
                     self._report_failure(process, kind, evidence, late)
                 await self._replenish()
             self._wake.clear()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), _CONFIRM_POLL_S if self._confirming else period)
+                await asyncio.wait_for(self._wake.wait(), period if self._resumed_at is None else _CONFIRM_POLL_S)
 
     def _heartbeat(self, alive: list[WorkerProcess], now: float) -> None:
         ranks = []
@@ -338,16 +341,16 @@ class Agent:
                     tag=health.tag,
                     progress=health.progress,
                     progress_age_s=now - health.progress_at if health.progress_at else 0.0,
-                    committed=health.committed,
+                    committed=self._committed(health),
                     pid=process.pid,
                     step_s=health.step_s,
                 )
             )
         self._send(pb.AgentMessage(heartbeat=pb.Heartbeat(generation=self._generation, ranks=ranks)))
 
-    def confirmed(self) -> None:
-        """The controller has seen a newly committed step: back to the usual pace."""
-        self._confirming = False
+    def _committed(self, health: Health) -> int:
+        """The worker's newest version in this generation, -1 if it has not resumed yet."""
+        return health.committed if health.generation == self._generation else -1
 
     def _report_standbys(self) -> None:
         ready, starting = self._pool.counts()

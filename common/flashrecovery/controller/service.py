@@ -42,14 +42,12 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         log: ev.EventLog,
         store_address: Callable[[], tuple[str, int]],
         run_dir: str,
-        on_confirmed: Callable[[], None],
     ) -> None:
         self.machine = Machine(config, store_address)
         self._config = config
         self._token = token
         self._log = log
         self._run_dir = run_dir
-        self._on_confirmed = on_confirmed
         self._streams: dict[int, asyncio.Queue[pb.Command]] = {}
         self._node_of: dict[int, int] = {}
         self._names: dict[int, tuple[str, str]] = {}
@@ -193,10 +191,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         m = self.machine
         body = message.WhichOneof("body")
         if body == "heartbeat":
-            open_before = m.recovery is not None
             m.on_heartbeat(message.heartbeat, now)
-            if open_before and m.recovery is None:
-                self._on_confirmed()
         elif body == "started":
             name, host = self._names[node]
             m.on_started(message.started, name, host)

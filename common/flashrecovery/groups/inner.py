@@ -45,6 +45,7 @@ def make_inners(
                     timeout,
                     request.ranks,
                     request.name,
+                    native.shared_device,
                     lambda d: native.wrap_device(d, connect_timeout),
                 )
                 inners.devices.extend(devices)

@@ -18,6 +18,7 @@ import datetime
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -189,12 +190,14 @@ def gloo_backend(
     timeout: datetime.timedelta,
     ranks: Sequence[int],
     name: str,
+    share_device: Callable[[str, Callable[[], Any]], Any],
     wrap_device: Callable[[Any], Any],
 ) -> tuple[Any, list[Any]]:
     """A stock gloo backend over wrapped devices, and those devices. Chooses the interfaces as torch does."""
     gloo: Any = dist.ProcessGroupGloo
     interfaces = [i for i in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if i]
-    plain = [gloo.create_device(interface=i) for i in interfaces] or [gloo.create_default_device()]
+    plain = [share_device(i, partial(gloo.create_device, interface=i)) for i in interfaces]
+    plain = plain or [share_device("", gloo.create_default_device)]
     options = gloo._Options()
     options._devices = [wrap_device(d) for d in plain]
     options._threads = 2 * len(plain)

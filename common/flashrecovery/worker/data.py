@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from flashrecovery.errors import DataSourceError
 from flashrecovery.worker.data_source import Source, content_digest, content_versions
-from flashrecovery.worker.rng import RngWatch, capture_rng, restore_rng
+from flashrecovery.worker.rng import RngState, restore_rng
 
 log = logging.getLogger("flashrecovery")
 
@@ -138,7 +138,7 @@ class DataStream:
         """The next batch of the source, of its next epoch if this one is exhausted."""
         epoch, index, total = self.position
         epoch_start, begun = self._cursor.epoch_start, None
-        watch = RngWatch()
+        before = RngState.now()
         if self._iterator is None:
             self._iterator, begun = self._source.begin(epoch)
         try:
@@ -149,13 +149,14 @@ class DataStream:
                     raise DataSourceError(f"the {self._source.name} gives no batches") from None
                 raise
             epoch, index = epoch + 1, 0
-            watch = RngWatch()
+            before = RngState.now()
             self._iterator, begun = self._source.begin(epoch)
             try:
                 batch = next(self._iterator)
             except StopIteration:
                 raise DataSourceError(f"the {self._source.name} gives no batches in epoch {epoch}") from None
-        drawn = watch.changed()
+        after = RngState.now()
+        drawn = after != before
         if begun is not None:
             epoch_start = begun.plain()
         cursor = _Cursor(
@@ -163,12 +164,12 @@ class DataStream:
             epoch_start,
             content_digest(batch),
             # The first batch of an epoch is fetched in the state of the epoch's start.
-            watch.before() if drawn and begun is None else None,
+            before.plain() if drawn and begun is None else None,
             self._anchor(epoch),
         )
         if self._expected.pop(cursor.position.total, cursor.digest) != cursor.digest:
             raise self._other_samples(cursor.position, cursor.digest)
-        return _Kept(cursor, batch, content_versions(batch), capture_rng() if drawn else None)
+        return _Kept(cursor, batch, content_versions(batch), after.plain() if drawn else None)
 
     # -- versions -----------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 
 from flashrecovery.errors import DataSourceError
-from flashrecovery.worker.rng import RngWatch, restore_rng
+from flashrecovery.worker.rng import RngState, restore_rng
 
 _HEAD = 64 << 10
 """Bytes at the beginning and at the end of a large tensor that go into a digest."""
@@ -58,7 +58,7 @@ class Source:
         self.set_epoch(epoch)
         if start is not None:
             self.restore_generators(start)
-        begun = EpochStart(RngWatch(), self.generator_states())
+        begun = EpochStart(RngState.now(), self.generator_states())
         return iter(self.loader), begun
 
     def _generators(self) -> list[torch.Generator]:
@@ -129,14 +129,14 @@ _END = object()
 class EpochStart:
     """The random state in which an epoch began, kept only if beginning it has drawn from it."""
 
-    watch: RngWatch
+    rng: RngState
     generators: list[torch.Tensor]
 
     def plain(self) -> dict[str, Any]:
         """Call it after the first fetch: samplers draw their seed then."""
         state: dict[str, Any] = {"generators": self.generators}
-        if self.watch.changed():
-            state["rng"] = self.watch.before()
+        if RngState.now() != self.rng:
+            state["rng"] = self.rng.plain()
         return state
 
 

@@ -101,7 +101,7 @@ class Gate:
             self._finish_to = -1
             self._stepping = True
             self.generation = generation
-            self.page.set_committed(version, self._step_ns)
+            self.page.resume(version, generation, self._step_ns)
             return True
 
     @property

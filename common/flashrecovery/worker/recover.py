@@ -217,14 +217,15 @@ class Recoverer:
             s.registry.shards,
             corrupt=self._to_corrupt(incoming) if corrupt else frozenset(),
         )
-        for name in (n for names in incoming.values() for n in names if n not in report.mismatched):
+        wrong = report.mismatched if s.settings.verify else []
+        for name in (n for names in incoming.values() for n in names if n not in wrong):
             shard = s.registry.shards[name]
             if isinstance(shard, ObjectShard):
                 shard.adopt(version)
         reply.bytes_sent, reply.bytes_received = report.bytes_sent, report.bytes_received
         reply.sent_digests.update(report.sent_digests)
         reply.received_digests.update(report.received_digests)
-        return not report.mismatched
+        return not wrong
 
     def _to_corrupt(self, incoming: Mapping[int, list[str]]) -> frozenset[str]:
         """For fault injection: one shard of plain bytes and one of tensors, always the same ones."""

@@ -14,7 +14,7 @@ from flashrecovery.worker import codec
 from flashrecovery.worker.adapter import Adapter, Shard
 from flashrecovery.worker.data import DataStream
 from flashrecovery.worker.objects import COMMON, ObjectShard
-from flashrecovery.worker.rng import capture_rng, restore_rng
+from flashrecovery.worker.rng import RngState, restore_rng
 
 AdapterFactory = Callable[[torch.nn.Module, Sequence[Optimizer]], Adapter]
 
@@ -128,11 +128,12 @@ class Registry:
         for name, thing in self.objects.items():
             thing.load_state_dict(state["objects"][name])
 
-    def capture_capsule(self) -> bytes:
-        """State of this rank alone: random number streams, data position, rank-only framework state."""
+    def capture_capsule(self, rng: RngState) -> bytes:
+        """State of this rank alone: random number streams (``rng``, as they stand now), data position, rank-only
+        framework state."""
         return codec.dumps(
             {
-                "rng": capture_rng(),
+                "rng": rng.plain(),
                 "data": [s.capture() for s in self.streams],
                 "adapters": [a.capture_rank() for a in self.adapters],
             }

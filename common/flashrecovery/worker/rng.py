@@ -1,6 +1,8 @@
 """The random number streams of this process: torch (CPU and CUDA), Python's ``random``, numpy's global generator.
 
-Generators that a script makes for itself are its own objects; register them with ``state_dict``/``load_state_dict``.
+They are looked at several times in every step, so a look has to be cheap: each stream's memory as bytes, which are
+compared as they are. Generators that a script makes for itself are its own objects; register them with
+``state_dict``/``load_state_dict``.
 """
 
 from __future__ import annotations
@@ -9,105 +11,90 @@ import array
 import ctypes
 import random
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import xxhash
+
+_WORDS = 624
+"""Words of a Mersenne Twister; its position comes with them."""
 
 
-def capture_rng() -> dict[str, Any]:
-    """The state of every global stream, as plain values and CPU tensors. Restored by :func:`restore_rng`."""
-    return _plain(*_raw())
+class RngState(NamedTuple):
+    """All streams at one moment; two moments are equal if nothing has been drawn in between."""
+
+    torch: bytes
+    python: bytes
+    gauss: float | None
+    numpy: tuple[str, bytes, int, int, float] | None
+    cuda: tuple[bytes, ...]
+
+    @staticmethod
+    def now() -> RngState:
+        """Takes about 10 us."""
+        cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+        return RngState(
+            _bytes(torch.default_generator),
+            *_PYTHON.state(),
+            _NUMPY.state(),
+            tuple(map(_bytes, cuda)),
+        )
+
+    def plain(self) -> dict[str, Any]:
+        """As plain values, for :func:`restore_rng`."""
+        return self._asdict()
 
 
 def restore_rng(state: dict[str, Any]) -> None:
     """Bring every stream back to ``state``. Streams that it does not name stay as they are."""
-    torch.set_rng_state(state["torch"])
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(array.array("I", words)), gauss))
+    torch.default_generator.set_state(_tensor(state["torch"]))
+    random.setstate((3, tuple(array.array("I", state["python"])), state["gauss"]))
     numpy = _numpy_random()
-    if numpy is not None and "numpy" in state:
+    if numpy is not None and state["numpy"] is not None:
         import numpy as np
 
         kind, key, position, has_gauss, cached = state["numpy"]
         _NUMPY.forget()
         numpy.set_state((kind, np.frombuffer(key, dtype=np.uint32).copy(), position, has_gauss, cached))
-    if "cuda" in state:
+    if state["cuda"]:
         if not torch.cuda.is_initialized():
             torch.cuda.init()
         for generator, saved in zip(torch.cuda.default_generators, state["cuda"], strict=True):
-            generator.set_state(saved)
+            generator.set_state(_tensor(saved))
 
 
-def rng_fingerprint() -> int:
-    """A number that changes when any of the streams has been drawn from. Takes about 20 us."""
-    digest = xxhash.xxh3_64(torch.get_rng_state().numpy().data)
-    numpy = _numpy_random()
-    if numpy is not None:
-        _kind, key, position, has_gauss, cached = _NUMPY.state(numpy)
-        digest.update(key)
-        digest.update(f"{position}{has_gauss}{cached}".encode())
-    if torch.cuda.is_initialized():
-        for generator in torch.cuda.default_generators:
-            digest.update(generator.get_state().numpy().data)
-    return digest.intdigest() ^ (hash(random.getstate()) & 0xFFFFFFFFFFFFFFFF)
+def _bytes(generator: torch.Generator) -> bytes:
+    return generator.get_state().numpy().tobytes()
 
 
-class RngWatch:
-    """Tells whether the streams have been drawn from since it was made; cheaper than :func:`capture_rng`."""
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+class _PythonGlobal:
+    """Python's global stream. ``random.getstate()`` makes 625 numbers; CPython has them as 2,500 bytes in one place."""
 
     def __init__(self) -> None:
-        self._raw = _raw()
+        generator: Any = getattr(random, "_inst", None)
+        self._generator = generator
+        self._address = 0
+        if sys.implementation.name == "cpython" and type(generator) is random.Random:
+            header = object.__basicsize__
+            if generator.__sizeof__() >= header + 4 * (_WORDS + 1):
+                self._address = id(generator) + header
+        if self._address and self.state() != self._asked():  # another layout than `int index; uint32_t state[624]`
+            self._address = 0
 
-    def changed(self) -> bool:
-        torch_state, python, numpy, cuda = _raw()
-        old_torch, old_python, old_numpy, old_cuda = self._raw
-        return not (
-            torch.equal(torch_state, old_torch)
-            and python == old_python
-            and _equal_numpy(numpy, old_numpy)
-            and len(cuda) == len(old_cuda)
-            and all(map(torch.equal, cuda, old_cuda))
-        )
+    def state(self) -> tuple[bytes, float | None]:
+        """624 words and the position, and the second of two gaussians if it has not been drawn yet."""
+        if not self._address:
+            return self._asked()
+        memory = ctypes.string_at(self._address, 4 * (_WORDS + 1))
+        return memory[4:] + memory[:4], self._generator.gauss_next
 
-    def before(self) -> dict[str, Any]:
-        """The state at the time this was made, as :func:`capture_rng` gives it."""
-        return _plain(*self._raw)
-
-
-def _raw() -> tuple[torch.Tensor, tuple[Any, ...], tuple[Any, ...] | None, list[torch.Tensor]]:
-    numpy = _numpy_random()
-    return (
-        torch.get_rng_state(),
-        random.getstate(),
-        None if numpy is None else _NUMPY.state(numpy),
-        [g.get_state() for g in torch.cuda.default_generators] if torch.cuda.is_initialized() else [],
-    )
-
-
-def _plain(
-    torch_state: torch.Tensor,
-    python: tuple[Any, ...],
-    numpy: tuple[Any, ...] | None,
-    cuda: list[torch.Tensor],
-) -> dict[str, Any]:
-    version, words, gauss = python
-    state: dict[str, Any] = {
-        "torch": torch_state,
-        "python": (version, array.array("I", words).tobytes(), gauss),
-    }
-    if numpy is not None:
-        kind, key, position, has_gauss, cached = numpy
-        state["numpy"] = (kind, key.tobytes(), int(position), int(has_gauss), float(cached))
-    if cuda:
-        state["cuda"] = cuda
-    return state
-
-
-def _equal_numpy(a: tuple[Any, ...] | None, b: tuple[Any, ...] | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return bool(a[2] == b[2] and a[3:] == b[3:] and (a[1] == b[1]).all())
+    @staticmethod
+    def _asked() -> tuple[bytes, float | None]:
+        _version, words, gauss = random.getstate()
+        return array.array("I", words).tobytes(), gauss
 
 
 class _NumpyGlobal:
@@ -116,19 +103,23 @@ class _NumpyGlobal:
 
     def __init__(self) -> None:
         self._memory = b""
-        self._state: tuple[Any, ...] = ()
+        self._state: tuple[str, bytes, int, int, float] | None = None
 
-    def state(self, numpy: Any) -> tuple[Any, ...]:
-        """As ``numpy.random.get_state()``; not to be changed."""
+    def state(self) -> tuple[str, bytes, int, int, float] | None:
+        """As ``numpy.random.get_state()``, with the key as bytes; None if nothing has imported numpy.random."""
+        numpy = _numpy_random()
+        if numpy is None:
+            return None
         memory = self._look(numpy)
-        if not self._state or not memory or memory != self._memory or self._state[3]:
-            self._state = numpy.get_state()
+        if self._state is None or not memory or memory != self._memory or self._state[3]:
+            kind, key, position, has_gauss, cached = numpy.get_state()
+            self._state = (kind, key.tobytes(), int(position), int(has_gauss), float(cached))
             self._memory = memory
         return self._state
 
     def forget(self) -> None:
         """The stream has been set."""
-        self._state = ()
+        self._state = None
 
     @staticmethod
     def _look(numpy: Any) -> bytes:
@@ -136,12 +127,13 @@ class _NumpyGlobal:
         generator: Any = getattr(numpy.mtrand._rand, "_bit_generator", None)
         if type(generator).__name__ != "MT19937":
             return b""
-        return ctypes.string_at(generator.ctypes.state_address, 625 * 4)
-
-
-_NUMPY = _NumpyGlobal()
+        return ctypes.string_at(generator.ctypes.state_address, 4 * (_WORDS + 1))
 
 
 def _numpy_random() -> Any:
     """``numpy.random`` if something has imported it already."""
     return sys.modules.get("numpy.random")
+
+
+_PYTHON = _PythonGlobal()
+_NUMPY = _NumpyGlobal()

@@ -23,15 +23,18 @@ from flashrecovery.redundancy import checkpoint
 from flashrecovery.worker.channel import Channel
 from flashrecovery.worker.control import Control
 from flashrecovery.worker.copies import Copies
-from flashrecovery.worker.data import DataStream
+from flashrecovery.worker.data import DataStream, Position
 from flashrecovery.worker.device import DeviceClock
 from flashrecovery.worker.faults import Faults
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.recover import Recoverer
 from flashrecovery.worker.registry import Registry
-from flashrecovery.worker.rng import rng_fingerprint
+from flashrecovery.worker.rng import RngState
 
 log = logging.getLogger("flashrecovery")
+
+Drawn = tuple[RngState, list[Position]]
+"""Where the random number streams and the data streams stand."""
 
 
 class Connection:
@@ -69,8 +72,8 @@ class Session:
         self.device = DeviceClock()
         self.copies: Copies | None = None
         self._recoverer: Recoverer | None = None
-        self._written: object = None  # fingerprint of the capsule in the page, of this step
-        self._at_seal: object = None  # fingerprint at the end of the forward pass
+        self._written: Drawn | None = None  # what the capsule in the page says, of this step
+        self._at_seal: Drawn | None = None  # the same at the end of the forward pass
         self._ops_at_mutation = 0
         self._failures_before = 0
         self._hook_fired = False
@@ -189,7 +192,7 @@ class Session:
         self.gate.check()
         self.gate.page.beat()
         self._hook_fired = True
-        now = self._fingerprint()
+        now = self._drawn()
         if recheck and now == self._at_seal:
             return
         self._at_seal = now
@@ -222,21 +225,21 @@ class Session:
     def mutated(self) -> None:
         """Kept for adapters: the optimizers are done; the commit follows at the end of the step."""
 
-    def _seal(self, version: int, fingerprint: object) -> None:
+    def _seal(self, version: int, drawn: Drawn) -> None:
         self.registry.mark_data(version)
-        data = self.registry.capture_capsule()
+        data = self.registry.capture_capsule(drawn[0])
         self.registry.capsule.keep(version, data)
         self.gate.page.write_capsule(version, data)
-        self._written = fingerprint
+        self._written = drawn
 
     def seal_start(self) -> None:
         """Version 0: what the script has set up."""
-        self._seal(0, self._fingerprint())
+        self._seal(0, self._drawn())
         self.registry.common.keep(0, self.registry.capture_common())
 
-    def _fingerprint(self) -> object:
+    def _drawn(self) -> Drawn:
         """Changes whenever random numbers or data are drawn."""
-        return rng_fingerprint(), [s.position for s in self.registry.streams]
+        return RngState.now(), [s.position for s in self.registry.streams]
 
     def _barrier(self) -> None:
         group = groups.control_group()
@@ -252,7 +255,7 @@ class Session:
         if not self.gate.mutating:
             self._refuse_failed_collectives()
         mutated = self.gate.mutating
-        now = self._fingerprint()
+        now = self._drawn()
         if self._written != now:
             self._seal(version + 1, now)
         if mutated:

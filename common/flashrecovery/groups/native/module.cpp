@@ -6,6 +6,8 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include <map>
+
 #include "backend.h"
 #include "store.h"
 
@@ -26,6 +28,18 @@ StopFlag& stopFlag(const StorePtr& store) {
   auto* own = dynamic_cast<AbandonableStore*>(store.get());
   TORCH_CHECK(own, "not an abandonable store");
   return *own->stop();
+}
+
+// The gloo device known by `key`, made by `make` if no group uses one now. Each gloo device runs a thread that wakes up
+// 100 times a second, also when it is idle; one for all groups of a process is enough. Called with the GIL held.
+DevicePtr sharedDevice(const std::string& key, const py::function& make) {
+  static std::map<std::string, std::weak_ptr<gloo::transport::Device>> known;
+  if (auto device = known[key].lock()) return device;
+  auto made = make().cast<DevicePtr>();
+  auto& entry = known[key];
+  if (auto device = entry.lock()) return device;  // another thread has made one while the GIL was free
+  entry = made;
+  return made;
 }
 
 const std::shared_ptr<TransportState>& transport(const DevicePtr& device) {
@@ -84,6 +98,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       NoGil());
 
   // gloo devices
+  m.def("shared_device", &sharedDevice);
   m.def("wrap_device", [](DevicePtr device, Millis connectTimeout) -> DevicePtr {
     return std::make_shared<ManagedDevice>(std::move(device), connectTimeout);
   });

@@ -29,12 +29,6 @@ class Timeouts(_Model):
     heartbeat_s: float = Field(
         0.25, gt=0, le=0.25, description="agent -> controller; the design asks for at least 4 Hz"
     )
-    death_poll_s: float = Field(
-        0.005,
-        gt=0,
-        le=0.05,
-        description="poll of /proc/<pid>/statm; a big process shows there 50 ms..2 s before its pidfd",
-    )
     hang_floor_s: float = Field(
         120.0,
         gt=0,

@@ -1,4 +1,4 @@
-"""The shared-memory page of one worker: step tag, progress, capsule slots, set-up log.
+"""The shared-memory page of one worker: step tag, progress, lifeline, capsule slots, set-up log.
 
 The agent makes the page (a memfd: it has no name, so nothing can be left behind) and the worker inherits it. Steady
 state costs a few aligned 8-byte stores per step; no system call, no lock, nothing on the wire. After the worker's
@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 import xxhash
 
+from flashrecovery.lifeline import Lifeline
+
 MAGIC = 0x46525047_00000003
 TAG_NONE = -2
 """Tag of a worker that has not begun a step."""
@@ -34,7 +36,7 @@ _SETUP = _HEADER + CAPSULES_KEPT * CAPSULE_LIMIT
 PAGE_BYTES = _SETUP + SETUP_LIMIT
 """Sparse: only what is written takes memory."""
 
-# Indices of the header's 8-byte words.
+# Indices of the header's 8-byte words; the lifeline lies behind them.
 _MAGIC, _TAG, _PROGRESS, _TIME_NS, _COMMITTED, _STEP_NS, _GENERATION = range(7)
 _SLOT_WORDS = tuple(16 + 8 * i for i in range(CAPSULES_KEPT))  # version + 1 (0: empty), length, digest
 _SETUP_WORDS = 16 + 8 * CAPSULES_KEPT  # length + 1 (0: none), digest
@@ -70,6 +72,9 @@ class Page:
         os.ftruncate(fd, PAGE_BYTES)
         for index, value in ((_MAGIC, MAGIC), (_TAG, TAG_NONE), (_COMMITTED, -1)):
             os.pwrite(fd, value.to_bytes(8, "little", signed=True), index * 8)
+        lifeline = Lifeline(fd)
+        lifeline.make()
+        lifeline.close()
         return Page(fd)
 
     def close(self) -> None:

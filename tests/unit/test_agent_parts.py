@@ -11,13 +11,18 @@ import time
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from flashrecovery.agent.hang import Answer, judge
-from flashrecovery.agent.procfs import Exit, exit_of, is_stopped
+from flashrecovery.agent.procfs import Exit, exit_of, is_exiting, is_stopped
 from flashrecovery.agent.watch import DeathWatch
+from flashrecovery.lifeline import Lifeline
+from flashrecovery.page import Page
 
 
-def _sleeper(code: str = "import time; time.sleep(60)") -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", f"print('up', flush=True); {code}"], stdout=subprocess.PIPE)
+def _sleeper(code: str = "import time; time.sleep(60)", *fds: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", f"print('up', flush=True); {code}"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=fds)
 
 
 def test_exit_status_is_known_before_the_process_is_reaped() -> None:
@@ -49,25 +54,57 @@ def test_stopped_processes_are_seen() -> None:
     p.wait()
 
 
-def test_death_of_a_process_with_much_memory_is_seen_before_it_is_gone() -> None:
-    async def run() -> tuple[float, bool]:
+HOLD = "from flashrecovery.lifeline import Lifeline; Lifeline({fd}).hold(); "
+
+
+@pytest.mark.parametrize("holds", [True, False], ids=["lifeline", "before it holds its lifeline"])
+def test_death_of_a_process_with_much_memory_is_seen(holds: bool) -> None:
+    async def run() -> tuple[float, float, float]:
         loop = asyncio.get_running_loop()
-        watch = DeathWatch(loop, 0.002)
-        p = _sleeper("b = bytearray(1 << 30); print('full', flush=True); import time; time.sleep(60)")
+        watch = DeathWatch(loop)
+        page = Page.create("test")
+        hold = HOLD.format(fd=page.fd) if holds else ""
+        p = _sleeper(f"{hold}b = bytearray(1 << 30); print('full', flush=True); import time; time.sleep(60)", page.fd)
         assert p.stdout is not None
-        p.stdout.readline(), p.stdout.readline()
         seen: asyncio.Future[float] = loop.create_future()
-        watch.add(p.pid, seen.set_result)
-        await asyncio.sleep(0.05)
+        watch.add(p.pid, page.fd, seen.set_result)
+        await loop.run_in_executor(None, lambda: (p.stdout.readline(), p.stdout.readline()))
+        await asyncio.sleep(0.1)
+        assert not seen.done()
+        killed = time.monotonic()
         p.kill()
         late = await asyncio.wait_for(seen, 10)
-        still_there = p.poll() is None
+        told = time.monotonic() - killed
         p.wait()
+        gone = time.monotonic() - killed
         watch.close()
-        return late, still_there
+        page.close()
+        return late, told, gone
 
-    late, _ = asyncio.run(run())
-    assert 0 <= late < 5
+    late, told, gone = asyncio.run(run())
+    assert 0 <= late <= told <= gone
+    if holds:
+        assert told < gone, "told by the lifeline, while the kernel is still freeing the memory"
+
+
+def test_a_lifeline_outlives_the_objects_of_the_interpreter_and_programs_that_are_replaced() -> None:
+    """A clean exit cuts it, too; exec cuts it although the process lives, which the watch finds out."""
+    for code, exits in (("pass", True), ("import os; os.execvp('sleep', ['sleep', '30'])", False)):
+        page = Page.create("test")
+        lifeline = Lifeline(page.fd)
+        p = _sleeper(HOLD.format(fd=page.fd) + "import time; time.sleep(0.5); " + code, page.fd)
+        deadline = time.monotonic() + 20
+        while not lifeline.held() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert lifeline.held() and not lifeline.cut(0.01)
+        assert lifeline.cut(20)
+        if not exits:
+            assert not is_exiting(p.pid)
+            p.kill()
+        p.wait()
+        assert is_exiting(p.pid)
+        lifeline.close()
+        page.close()
 
 
 def _process(pid: int) -> Any:

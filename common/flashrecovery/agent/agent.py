@@ -54,7 +54,7 @@ class Agent:
         self._kill_at_replace: set[int] = set()
         self._recovery_faults: dict[int, list[pb.Command]] = {}
         self.finished: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        self._watch = DeathWatch(asyncio.get_running_loop(), config.timeouts.death_poll_s)
+        self._watch = DeathWatch(asyncio.get_running_loop())
         self._tail = LogTail()
         self._hang = HangMonitor(config.timeouts)
         self._store = StoreServer(STORE_HOST, config.master_port)
@@ -172,7 +172,7 @@ class Agent:
             process.page.inherit(old.page)
         if standby is None:
             await process.connect(self._on_message)
-            self._watch.add(process.pid, lambda late: self._on_death(process, late))
+            self._watch.add(process.pid, process.page.fd, lambda late: self._on_death(process, late))
         if old is not None:
             if not await old.gone(self._config.timeouts.fence_s):
                 self._report_failure(
@@ -221,7 +221,7 @@ class Agent:
         for _ in range(self._pool.missing()):
             process = self._pool.start_one()
             await process.connect(self._on_message)
-            self._watch.add(process.pid, lambda late, p=process: self._on_death(p, late))  # type: ignore[misc]
+            self._watch.add(process.pid, process.page.fd, lambda late, p=process: self._on_death(p, late))  # type: ignore[misc]
             self._pool.warm(process)
 
     # -- what the processes say and do ------------------------------------------------------------

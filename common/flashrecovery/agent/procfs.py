@@ -10,7 +10,8 @@ import os
 import signal
 from dataclasses import dataclass
 
-_STATE, _EXIT_CODE = 0, 49  # fields after "pid (comm) "
+_STATE, _FLAGS, _EXIT_CODE = 0, 6, 49  # fields after "pid (comm) "
+_PF_EXITING = 0x4
 
 
 class Statm:
@@ -67,6 +68,12 @@ def exit_of(pid: int) -> Exit | None:
     """How the dying process ``pid`` (our own child, not reaped) ended; None if /proc no longer says."""
     fields = _stat(pid)
     return None if fields is None else Exit.from_wait_status(int(fields[_EXIT_CODE]))
+
+
+def is_exiting(pid: int) -> bool:
+    """True once the main thread of ``pid`` has begun to exit, for whatever reason."""
+    fields = _stat(pid)
+    return fields is None or bool(int(fields[_FLAGS]) & _PF_EXITING)
 
 
 def is_stopped(pid: int) -> bool:

@@ -1,74 +1,83 @@
-"""Notice the death of a process within milliseconds, whatever its size.
+"""Notice the death of a process within a millisecond, whatever its size, and without polling.
 
-One thread looks at the open ``/proc/<pid>/statm`` of every watched process each few milliseconds (about 2 us a look);
-pidfd is the second, slower witness for what /proc may miss.
+One thread for each process waits for the end of its lifeline (:mod:`flashrecovery.lifeline`); the pidfd is the second,
+slower witness, for a process that dies before it holds its lifeline.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flashrecovery.agent.procfs import Statm
+from flashrecovery.agent.procfs import is_exiting
+from flashrecovery.lifeline import Lifeline
+
+_UNHELD_S = 0.02
+"""Pace of the look whether a starting process holds its lifeline."""
+_WAIT_S = 1.0
+"""Longest single wait, so that a watch that is closed ends its threads."""
+
+log = logging.getLogger("flashrecovery")
 
 
 @dataclass
 class _Watched:
     pid: int
-    statm: Statm
+    lifeline: Lifeline
     pidfd: int
-    seen_alive: float
     callback: Callable[[float], None]
+    over: threading.Event
 
 
 class DeathWatch:
-    """Calls back on the event loop, once a process, with the seconds between its last sign of life and now."""
+    """Calls back on the event loop, once a process, with the seconds since the kernel told of its death."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, period_s: float) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._period = period_s
         self._watched: dict[int, _Watched] = {}
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="flashrecovery-deathwatch", daemon=True)
-        self._thread.start()
 
-    def add(self, pid: int, callback: Callable[[float], None]) -> None:
-        pidfd = os.pidfd_open(pid)
-        watched = _Watched(pid, Statm(pid), pidfd, time.monotonic(), callback)
-        with self._lock:
-            self._watched[pid] = watched
-        self._loop.add_reader(pidfd, self._dead, watched)
+    def add(self, pid: int, page_fd: int, callback: Callable[[float], None]) -> None:
+        """Watch the child ``pid``, which holds the lifeline in the page ``page_fd``."""
+        watched = _Watched(pid, Lifeline(page_fd), os.pidfd_open(pid), callback, threading.Event())
+        self._watched[pid] = watched
+        self._loop.add_reader(watched.pidfd, self._dead, watched, None)
+        threading.Thread(target=self._wait, args=(watched,), name=f"fr-lifeline-{pid}", daemon=True).start()
 
-    def _run(self) -> None:
-        while not self._stop.wait(self._period):
-            with self._lock:
-                for watched in self._watched.values():
-                    if watched.statm.dead():
-                        self._loop.call_soon_threadsafe(self._dead, watched)
-                    else:
-                        watched.seen_alive = time.monotonic()
+    def _wait(self, watched: _Watched) -> None:
+        lifeline = watched.lifeline
+        while not watched.over.is_set() and not lifeline.held():
+            watched.over.wait(_UNHELD_S)
+        while not watched.over.is_set():
+            if lifeline.cut(_WAIT_S):
+                if is_exiting(watched.pid):
+                    self._tell(watched)
+                else:
+                    log.warning("process %d has replaced its program; its end is seen by its pidfd only", watched.pid)
+                break
+        lifeline.close()
 
-    def _dead(self, watched: _Watched) -> None:
+    def _tell(self, watched: _Watched) -> None:
+        if not watched.over.is_set():
+            self._loop.call_soon_threadsafe(self._dead, watched, time.monotonic())
+
+    def _dead(self, watched: _Watched, since: float | None) -> None:
         """On the loop; the second witness finds nothing left to do."""
-        with self._lock:
-            if self._watched.pop(watched.pid, None) is None:
-                return
-            watched.statm.close()
+        if self._watched.pop(watched.pid, None) is None:
+            return
+        self._forget(watched)
+        watched.callback(0.0 if since is None else time.monotonic() - since)
+
+    def _forget(self, watched: _Watched) -> None:
+        watched.over.set()
         self._loop.remove_reader(watched.pidfd)
         os.close(watched.pidfd)
-        watched.callback(time.monotonic() - watched.seen_alive)
 
     def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
-        with self._lock:
-            left, self._watched = list(self._watched.values()), {}
-        for watched in left:
-            watched.statm.close()
-            self._loop.remove_reader(watched.pidfd)
-            os.close(watched.pidfd)
+        """Nobody is called back any more. Threads end with their process, or after at most a second."""
+        while self._watched:
+            self._forget(self._watched.popitem()[1])

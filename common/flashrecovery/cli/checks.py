@@ -19,6 +19,8 @@ from enum import Enum
 from pathlib import Path
 
 from flashrecovery.errors import FlashRecoveryError
+from flashrecovery.lifeline import Lifeline
+from flashrecovery.page import Page
 
 
 class Level(str, Enum):
@@ -161,18 +163,41 @@ def nccl(environment: Mapping[str, str], wanted: bool) -> list[Finding]:
     ]
 
 
+def _lifeline_works() -> bool:
+    """A thread that holds a lifeline ends, and whoever waits for that is told."""
+    page = Page.create("doctor")
+    lifeline = Lifeline(page.fd)
+    thread = threading.Thread(target=lifeline.hold)
+    thread.start()
+    thread.join()
+    works = lifeline.cut(1.0)
+    page.close()
+    return works
+
+
 # -- operating system -----------------------------------------------------------------------------
 
 
 def kernel() -> list[Finding]:
-    """The three kernel features that detection and the capsule pages are made of."""
+    """The kernel features that detection and the capsule pages are made of."""
     findings = []
     statm = Path(f"/proc/{os.getpid()}/statm")
     readable = statm.exists() and statm.read_text().split()[1:2] != []
     findings.append(
-        Finding("/proc", Level.OK, "readable", "a killed process is seen within milliseconds")
+        Finding("/proc", Level.OK, "readable", "hangs and how a process has ended can be seen")
         if readable
         else Finding("/proc", Level.FAIL, "unreadable", "deaths and hangs cannot be seen", "mount proc on /proc")
+    )
+    findings.append(
+        Finding("lifeline", Level.OK, "works", "a killed process is seen before its memory is freed")
+        if _lifeline_works()
+        else Finding(
+            "lifeline",
+            Level.WARN,
+            "the end of a thread does not free its robust mutex",
+            "the death of a big process is seen late, by its pidfd",
+            "use a kernel with CONFIG_FUTEX, and allow set_robust_list in the container's seccomp profile",
+        )
     )
     try:
         os.close(os.pidfd_open(os.getpid()))

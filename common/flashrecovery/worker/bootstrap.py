@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashrecovery.agent.environment import AGENT_PID_ENV
+from flashrecovery.lifeline import Lifeline
 from flashrecovery.page import Page
 from flashrecovery.process_control import die_with_parent
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -45,6 +46,7 @@ def main() -> None:
     assert channel is not None
     page = Page(int(os.environ[PAGE_ENV]))
     os.set_inheritable(page.fd, False)
+    Lifeline(page.fd).hold()
     _set_module_path(command)
     channel.send(pb.FromWorker(hello=pb.Hello(pid=os.getpid(), standby=standby)))
     assign = _wait_for_assignment(channel)

@@ -4,45 +4,57 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
+
+_PERIOD_S = 0.2
+
+
+@dataclass
+class _Followed:
+    label: str
+    file: BinaryIO | None = None
+    rest: bytes = b""
 
 
 class LogTail:
     """Follows files that training processes write themselves (so nothing is lost when the agent dies)."""
 
-    def __init__(self, period_s: float = 0.1) -> None:
-        self._period = period_s
-        self._files: dict[Path, tuple[str, int, bytes]] = {}
+    def __init__(self) -> None:
+        self._files: dict[Path, _Followed] = {}
         self._task: asyncio.Task[None] | None = None
 
     def follow(self, path: Path, label: str) -> None:
-        self._files.setdefault(path, (label, 0, b""))
+        self._files.setdefault(path, _Followed(label))
         if self._task is None:
             self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
         while True:
             self.flush()
-            await asyncio.sleep(self._period)
+            await asyncio.sleep(_PERIOD_S)
 
     def flush(self) -> None:
         """Print what is new."""
-        for path, (label, offset, rest) in list(self._files.items()):
-            try:
-                with open(path, "rb") as f:
-                    f.seek(offset)
-                    data = f.read()
-            except FileNotFoundError:
-                continue
+        for path, followed in self._files.items():
+            if followed.file is None:
+                try:
+                    followed.file = open(path, "rb")  # noqa: SIM115 - closed in close()
+                except FileNotFoundError:
+                    continue
+            data = followed.file.read()
             if not data:
                 continue
-            *lines, rest = (rest + data).split(b"\n")
+            *lines, followed.rest = (followed.rest + data).split(b"\n")
             for line in lines:
-                print(f"{label} {line.decode(errors='replace')}")
+                print(f"{followed.label} {line.decode(errors='replace')}")
             sys.stdout.flush()
-            self._files[path] = (label, offset + len(data), rest)
 
     def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
         self.flush()
+        for followed in self._files.values():
+            if followed.file is not None:
+                followed.file.close()

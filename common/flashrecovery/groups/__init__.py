@@ -20,6 +20,7 @@ from flashrecovery.groups.registry import (
     groups,
     install,
     main_op,
+    operation_count,
     set_detached,
     set_operation_hook,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "is_communication_error",
     "main_op",
     "nccl_environment_findings",
+    "operation_count",
     "replay_setup_log",
     "set_detached",
     "set_operation_hook",

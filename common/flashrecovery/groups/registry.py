@@ -169,6 +169,12 @@ def set_operation_hook(callback: Callable[[str, str], None] | None) -> None:
         native().set_hook(callback)
 
 
+def operation_count() -> int:
+    """How many operations this process has started so far, on any group."""
+    module = native_build.loaded()
+    return 0 if module is None else int(module.operations())
+
+
 def failure_count() -> int:
     """How many operations have failed or been abandoned in this process so far."""
     module = native_build.loaded()

@@ -23,6 +23,7 @@ from flashrecovery.torch_native.optimizer_state import (
 )
 from flashrecovery.torch_native.shards import ParamRecord, ParamShard
 from flashrecovery.worker.adapter import Adapter, Shard, StepHooks
+from flashrecovery.worker.glance import count_gradients
 
 
 class TorchAdapter(Adapter):
@@ -144,10 +145,11 @@ class TorchAdapter(Adapter):
     def _gradient_presence(self) -> str | list[int]:
         """Which parameters have a ``.grad`` at the boundary. A script that zeroes gradients in place makes optimizers
         treat an unused parameter otherwise than one that never had any."""
-        present = [i for i, r in enumerate(self._records) if r.get().grad is not None]
-        if not present:
-            return "none"
-        return "all" if len(present) == len(self._records) else present
+        parameters = [r.get() for r in self._records]
+        count = count_gradients(parameters)
+        if count in (0, len(parameters)):
+            return "all" if count else "none"
+        return [i for i, p in enumerate(parameters) if p.grad is not None]
 
     def _restore_gradient_presence(self, presence: str | list[int]) -> None:
         wanted = self._presence_indices(presence)

@@ -117,7 +117,12 @@ def capture_hyperparameters(optimizers: Sequence[Optimizer]) -> list[list[dict[s
     """Every param_group's entries except ``params``, copied."""
     return [
         [
-            {k: plain(v, f"{type(o).__name__} option {k!r}") for k, v in group.items() if k != "params"}
+            {
+                # exact types first: this runs in every step
+                k: v if type(v) in _SCALARS else plain(v, f"{type(o).__name__} option {k!r}")
+                for k, v in group.items()
+                if k != "params"
+            }
             for group in o.param_groups
         ]
         for o in optimizers

@@ -148,7 +148,8 @@ def content_digest(batch: Any) -> str:
         if isinstance(leaf, torch.Tensor):
             digest.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
             if leaf.device.type == "cpu" and leaf.layout == torch.strided and leaf.numel():
-                _update(digest, leaf.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+                plain = leaf.detach() if leaf.requires_grad else leaf
+                _update(digest, plain.reshape(-1).view(torch.uint8).numpy())
         elif hasattr(leaf, "__array_interface__"):
             _update(digest, memoryview(leaf.tobytes()))
         elif isinstance(leaf, (bytes, bytearray)):

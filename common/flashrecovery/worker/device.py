@@ -16,10 +16,10 @@ class DeviceClock:
 
     def before_mutation(self) -> None:
         """Everything queued so far, the gradient synchronisation included, has happened."""
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
 
     def settle(self) -> None:
         """Everything queued on the device has happened; called when a stopped step has unwound."""
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()

@@ -1,8 +1,8 @@
 """The random number streams of this process: torch (CPU and CUDA), Python's ``random``, numpy's global generator.
 
-They are looked at several times in every step, so a look has to be cheap: each stream's memory as bytes, which are
-compared as they are. Generators that a script makes for itself are its own objects; register them with
-``state_dict``/``load_state_dict``.
+They are looked at several times in every step, so a look has to be cheap: as long as a glance at their memory shows no
+change, the state is the one that was taken last. Generators that a script makes for itself are its own objects;
+register them with ``state_dict``/``load_state_dict``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flashrecovery.worker.glance import glance_at_random
+
 _WORDS = 624
 """Words of a Mersenne Twister; its position comes with them."""
 
@@ -25,19 +27,13 @@ class RngState(NamedTuple):
     torch: bytes
     python: bytes
     gauss: float | None
-    numpy: tuple[str, bytes, int, int, float] | None
+    numpy: NumpyState | None
     cuda: tuple[bytes, ...]
 
     @staticmethod
     def now() -> RngState:
-        """Takes about 10 us."""
-        cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-        return RngState(
-            _bytes(torch.default_generator),
-            *_PYTHON.state(),
-            _NUMPY.state(),
-            tuple(map(_bytes, cuda)),
-        )
+        """The same object as before if nothing has been drawn."""
+        return _LAST.state()
 
     def plain(self) -> dict[str, Any]:
         """As plain values, for :func:`restore_rng`."""
@@ -46,6 +42,7 @@ class RngState(NamedTuple):
 
 def restore_rng(state: dict[str, Any]) -> None:
     """Bring every stream back to ``state``. Streams that it does not name stay as they are."""
+    _LAST.forget()
     torch.default_generator.set_state(_tensor(state["torch"]))
     random.setstate((3, tuple(array.array("I", state["python"])), state["gauss"]))
     numpy = _numpy_random()
@@ -53,7 +50,6 @@ def restore_rng(state: dict[str, Any]) -> None:
         import numpy as np
 
         kind, key, position, has_gauss, cached = state["numpy"]
-        _NUMPY.forget()
         numpy.set_state((kind, np.frombuffer(key, dtype=np.uint32).copy(), position, has_gauss, cached))
     if state["cuda"]:
         if not torch.cuda.is_initialized():
@@ -71,25 +67,35 @@ def _tensor(data: bytes) -> torch.Tensor:
 
 
 class _PythonGlobal:
-    """Python's global stream. ``random.getstate()`` makes 625 numbers; CPython has them as 2,500 bytes in one place."""
+    """Python's global stream. ``random.getstate()`` makes 625 numbers; CPython has them as 2,500 bytes in one place.
+
+    Attributes:
+        address: of ``int index; uint32_t state[624]``; 0 if this Python has another layout.
+    """
 
     def __init__(self) -> None:
         generator: Any = getattr(random, "_inst", None)
         self._generator = generator
-        self._address = 0
+        self.address = 0
         if sys.implementation.name == "cpython" and type(generator) is random.Random:
             header = object.__basicsize__
             if generator.__sizeof__() >= header + 4 * (_WORDS + 1):
-                self._address = id(generator) + header
-        if self._address and self.state() != self._asked():  # another layout than `int index; uint32_t state[624]`
-            self._address = 0
+                self.address = id(generator) + header
+        if self.address and self.state() != self._asked():
+            self.address = 0
+
+    @property
+    def gauss(self) -> float | None:
+        """The second of two gaussians, if it has not been drawn yet."""
+        value: float | None = self._generator.gauss_next
+        return value
 
     def state(self) -> tuple[bytes, float | None]:
-        """624 words and the position, and the second of two gaussians if it has not been drawn yet."""
-        if not self._address:
+        """624 words and the position, and ``gauss``."""
+        if not self.address:
             return self._asked()
-        memory = ctypes.string_at(self._address, 4 * (_WORDS + 1))
-        return memory[4:] + memory[:4], self._generator.gauss_next
+        memory = ctypes.string_at(self.address, 4 * (_WORDS + 1))
+        return memory[4:] + memory[:4], self.gauss
 
     @staticmethod
     def _asked() -> tuple[bytes, float | None]:
@@ -97,37 +103,89 @@ class _PythonGlobal:
         return array.array("I", words).tobytes(), gauss
 
 
+NumpyState = tuple[str, bytes, int, int, float]
+"""As ``numpy.random.get_state()``, with the key as bytes."""
+
+
 class _NumpyGlobal:
-    """numpy's global stream. ``get_state`` takes 30 us; a look at the generator's memory takes 1 us and tells, in all
-    but one case, that nothing has been drawn: a cached gaussian can be drawn without a change there."""
+    """numpy's global stream."""
 
     def __init__(self) -> None:
-        self._memory = b""
-        self._state: tuple[str, bytes, int, int, float] | None = None
+        self._generator: object = None
+        self._address = 0
 
-    def state(self) -> tuple[str, bytes, int, int, float] | None:
-        """As ``numpy.random.get_state()``, with the key as bytes; None if nothing has imported numpy.random."""
+    @property
+    def address(self) -> int:
+        """Of ``uint32_t key[624]; int pos``; 0 if numpy.random is not loaded or has another kind of generator."""
+        numpy = _numpy_random()
+        generator: Any = None if numpy is None else getattr(numpy.mtrand._rand, "_bit_generator", None)
+        if generator is not self._generator:
+            self._generator = generator
+            known = type(generator).__name__ == "MT19937"
+            self._address = generator.ctypes.state_address if known else 0
+        return self._address
+
+    def state(self) -> NumpyState | None:
+        """None if nothing has imported numpy.random."""
         numpy = _numpy_random()
         if numpy is None:
             return None
-        memory = self._look(numpy)
-        if self._state is None or not memory or memory != self._memory or self._state[3]:
-            kind, key, position, has_gauss, cached = numpy.get_state()
-            self._state = (kind, key.tobytes(), int(position), int(has_gauss), float(cached))
-            self._memory = memory
-        return self._state
+        kind, key, position, has_gauss, cached = numpy.get_state()
+        return kind, key.tobytes(), int(position), int(has_gauss), float(cached)
 
-    def forget(self) -> None:
-        """The stream has been set."""
-        self._state = None
+
+class _Last:
+    """The state that was taken last, and what a glance at the streams showed then."""
+
+    def __init__(self) -> None:
+        self._glance: _Glance | None = None
+        self._state: RngState | None = None
+
+    def state(self) -> RngState:
+        now, then, old = self._look(), self._glance, self._state
+        if now is None or then is None or old is None:
+            cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+            new = RngState(_bytes(torch.default_generator), *_PYTHON.state(), _NUMPY.state(), tuple(map(_bytes, cuda)))
+        else:
+            # numpy's second gaussian is drawn without a change of the memory that is looked at
+            same_numpy = now.numpy == then.numpy and (old.numpy is None or not old.numpy[3])
+            if same_numpy and now == then:
+                return old
+            python, gauss = (old.python, old.gauss) if now.python == then.python else _PYTHON.state()
+            new = RngState(
+                old.torch if now.torch == then.torch else _bytes(torch.default_generator),
+                python,
+                gauss,
+                old.numpy if same_numpy else _NUMPY.state(),
+                now.cuda,
+            )
+        self._glance, self._state = now, new
+        return new
 
     @staticmethod
-    def _look(numpy: Any) -> bytes:
-        """The memory of a Mersenne Twister (624 words and the position); empty for any other generator."""
-        generator: Any = getattr(numpy.mtrand._rand, "_bit_generator", None)
-        if type(generator).__name__ != "MT19937":
-            return b""
-        return ctypes.string_at(generator.ctypes.state_address, 4 * (_WORDS + 1))
+    def _look() -> _Glance | None:
+        """Equal to an earlier look if nothing has been drawn in between; None if that cannot be told."""
+        numpy = _NUMPY.address
+        if not _PYTHON.address or (not numpy and _numpy_random() is not None):
+            return None
+        words = glance_at_random(_PYTHON.address, numpy)
+        if words is None:
+            return None
+        cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+        return _Glance(words[0], (words[1], _PYTHON.gauss), words[2], tuple(map(_bytes, cuda)))
+
+    def forget(self) -> None:
+        """The streams have been set."""
+        self._state = None
+
+
+class _Glance(NamedTuple):
+    """What shows for each stream whether it has been drawn from."""
+
+    torch: bytes
+    python: tuple[bytes, float | None]
+    numpy: bytes
+    cuda: tuple[bytes, ...]
 
 
 def _numpy_random() -> Any:
@@ -137,3 +195,4 @@ def _numpy_random() -> Any:
 
 _PYTHON = _PythonGlobal()
 _NUMPY = _NumpyGlobal()
+_LAST = _Last()

@@ -219,7 +219,7 @@ class Session:
         if self.registry.habits.undo:
             self.copies.enable_undo()
         self.copies.before_mutation(version)
-        self._ops_at_mutation = _operations()
+        self._ops_at_mutation = groups.operation_count()
         self.gate.mutate()
 
     def mutated(self) -> None:
@@ -259,7 +259,7 @@ class Session:
         if self._written != now:
             self._seal(version + 1, now)
         if mutated:
-            self._learn(early=self._at_seal == now, quiet=_operations() == self._ops_at_mutation)
+            self._learn(early=self._at_seal == now, quiet=groups.operation_count() == self._ops_at_mutation)
         self.registry.common.keep(version + 1, self.registry.capture_common())
         go_on = self.gate.commit()
         if not self._told_modules:
@@ -347,10 +347,6 @@ class Session:
                 f"the process group says rank {dist.get_rank()} of {dist.get_world_size()}, the launcher rank "
                 f"{self.rank} of {self.registry.world_size}; use init_process_group() with the launcher's environment"
             )
-
-
-def _operations() -> int:
-    return sum(g.ops_started for g in groups.groups())
 
 
 def _world_size_env() -> int:

@@ -183,6 +183,7 @@ class ManagedBase : public Backend {
     const BackendPtr inner = get(device);
     const uint64_t seq = seq_++;
     ++started_;
+    ++operationCount();
     auto& log = SetupLog::instance();
     if (log.replaying() && inner == local_) {
       const Tensors filled = outputs();

@@ -9,6 +9,7 @@
 #include <map>
 
 #include "backend.h"
+#include "glance.h"
 #include "store.h"
 
 namespace {
@@ -117,6 +118,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("log_replay", [](const py::bytes& bytes) { SetupLog::instance().replay(bytes); });
   m.def("log_stop_replay", [] { SetupLog::instance().stopReplay(); });
 
+  m.def("glance_at_random", [](uintptr_t python, uintptr_t numpy) {
+    const auto parts = glanceAtRandom(python, numpy);
+    return py::make_tuple(py::bytes(parts[0]), py::bytes(parts[1]), py::bytes(parts[2]));
+  });
+  m.def("count_gradients", &countGradients);
+  m.def("operations", [] { return operationCount().load(); });
   m.def("failures", [] { return failureCount().load(); });
   m.def("set_hook", &setHook);
   m.def("bury", [](BackendPtr b) { Graveyard::instance().bury(std::move(b)); }, NoGil());

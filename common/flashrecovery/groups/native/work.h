@@ -21,6 +21,12 @@ inline double monotonicSeconds() {
 }
 
 // Operations that failed or were abandoned, over the life of the process.
+// Operations that this process has started.
+inline std::atomic<uint64_t>& operationCount() {
+  static std::atomic<uint64_t> count{0};
+  return count;
+}
+
 inline std::atomic<uint64_t>& failureCount() {
   static std::atomic<uint64_t> count{0};
   return count;

@@ -89,7 +89,6 @@ class RecoverySteps(JobState):
             stop = pb.Stop(
                 reason=self.last_failure,
                 mutation_grace_s=limit.mutation_grace_s,
-                victims=self.recovery.victims if self.recovery is not None else [],
                 finish_to=newest if record.position.settled else -1,
             )
             self._command(record.rank, pb.Command(stop=stop), now + limit.mutation_grace_s + limit.stop_ack_s, "stop")

@@ -266,6 +266,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                         step = -1 if spec.step is None else spec.step
                         self._deliver(spec.rank, spec.fault, spec.at or "between", step)
                     self._to_arm = []
+                elif isinstance(action.event, ev.RecoveryStarted):
+                    self._schedule.recovered()
             else:
                 self._post(action.rank, action.command)
         if self.machine.state is State.FINISHED:

@@ -40,7 +40,6 @@ class AgentMessage(_message.Message):
     STANDBY_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     NOTICE_FIELD_NUMBER: _builtins.int
-    STOP_REQUEST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def register(self) -> Global___Register: ...
     @_builtins.property
@@ -65,8 +64,6 @@ class AgentMessage(_message.Message):
     def checkpoint(self) -> Global___CheckpointSaved: ...
     @_builtins.property
     def notice(self) -> Global___Notice: ...
-    @_builtins.property
-    def stop_request(self) -> Global___StopRequest: ...
     def __init__(
         self,
         *,
@@ -81,13 +78,12 @@ class AgentMessage(_message.Message):
         standby: Global___StandbyCount | None = ...,
         checkpoint: Global___CheckpointSaved | None = ...,
         notice: Global___Notice | None = ...,
-        stop_request: Global___StopRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "exited", b"exited", "failure", b"failure", "heartbeat", b"heartbeat", "joined", b"joined", "notice", b"notice", "register", b"register", "reply", b"reply", "standby", b"standby", "started", b"started", "stop_request", b"stop_request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "exited", b"exited", "failure", b"failure", "heartbeat", b"heartbeat", "joined", b"joined", "notice", b"notice", "register", b"register", "reply", b"reply", "standby", b"standby", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "exited", b"exited", "failure", b"failure", "heartbeat", b"heartbeat", "joined", b"joined", "notice", b"notice", "register", b"register", "reply", b"reply", "standby", b"standby", "started", b"started", "stop_request", b"stop_request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "exited", b"exited", "failure", b"failure", "heartbeat", b"heartbeat", "joined", b"joined", "notice", b"notice", "register", b"register", "reply", b"reply", "standby", b"standby", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice", "stop_request"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -408,25 +404,6 @@ class Notice(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Notice: _TypeAlias = Notice  # noqa: Y015
-
-@_typing.final
-class StopRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REASON_FIELD_NUMBER: _builtins.int
-    reason: _builtins.str
-    def __init__(
-        self,
-        *,
-        reason: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StopRequest: _TypeAlias = StopRequest  # noqa: Y015
 
 @_typing.final
 class ShardNeed(_message.Message):
@@ -833,24 +810,20 @@ class Stop(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     MUTATION_GRACE_S_FIELD_NUMBER: _builtins.int
-    VICTIMS_FIELD_NUMBER: _builtins.int
     FINISH_TO_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     mutation_grace_s: _builtins.float
     finish_to: _builtins.int
-    @_builtins.property
-    def victims(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
         mutation_grace_s: _builtins.float = ...,
-        victims: _abc.Iterable[_builtins.int] | None = ...,
         finish_to: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_to", b"finish_to", "mutation_grace_s", b"mutation_grace_s", "reason", b"reason", "victims", b"victims"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_to", b"finish_to", "mutation_grace_s", b"mutation_grace_s", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -940,12 +913,10 @@ class Restore(_message.Message):
     LOCAL_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
-    CORRUPT_FOR_TEST_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     checkpoint: _builtins.str
     """directory; set: restore everything from it"""
     deadline_s: _builtins.float
-    corrupt_for_test: _builtins.bool
     @_builtins.property
     def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferItem]:
         """only those that this rank sends or receives"""
@@ -960,11 +931,10 @@ class Restore(_message.Message):
         local: _abc.Iterable[Global___LocalItem] | None = ...,
         checkpoint: _builtins.str = ...,
         deadline_s: _builtins.float = ...,
-        corrupt_for_test: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "corrupt_for_test", b"corrupt_for_test", "deadline_s", b"deadline_s", "local", b"local", "transfers", b"transfers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "deadline_s", b"deadline_s", "local", b"local", "transfers", b"transfers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

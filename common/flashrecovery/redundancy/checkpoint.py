@@ -105,6 +105,10 @@ class CheckpointFallback:
         """
         self._announced = version
 
+    def withdraw(self) -> None:
+        """A recovery has taken place: not every rank knows of what was announced before it."""
+        self._announced = None
+
     def due(self, version: int) -> bool:
         """True if ``version`` is the announced one and no earlier checkpoint is still being written."""
         announced = self._announced

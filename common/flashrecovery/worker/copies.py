@@ -124,6 +124,8 @@ class Copies:
 
     def resumed(self, generation: int, version: int) -> None:
         """All ranks are at ``version``: newer copies are void."""
+        if self.checkpoint is not None:
+            self.checkpoint.withdraw()
         if self._neighbour is not None:
             self._neighbour.reset(generation, version)
         if self._undo is not None:

@@ -92,7 +92,7 @@ class UndoCopy:
         """The live tensors. In the training thread, at a step boundary."""
         tensors = {s.name: s.tensors() for s in self.shards}
         values = {s.name: v for s in self.shards if (v := s.values())}
-        on_device = any(t.is_cuda for ts in tensors.values() for t in ts.values())
+        on_device = torch.cuda.is_initialized() and any(t.is_cuda for ts in tensors.values() for t in ts.values())
         return Capture(tensors, values, torch.cuda.current_stream().record_event() if on_device else None)
 
     def copy(self, version: int, capture: Capture) -> Slot:

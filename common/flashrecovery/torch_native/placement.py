@@ -90,6 +90,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
+def addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Where the memory of each one's :func:`local_tensor` lies."""
+    return [(t._local_tensor if isinstance(t, DTensor) else t).data_ptr() for t in tensors]
+
+
 def like_placed(local: torch.Tensor, template: DTensor) -> DTensor:
     """Wrap ``local`` as a DTensor with the mesh, placements and global shape of ``template``."""
     return DTensor.from_local(

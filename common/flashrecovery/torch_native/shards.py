@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 
 from flashrecovery.errors import RestoreError
 from flashrecovery.torch_native.optimizer_state import layout_of, new_state_tensor, plain
-from flashrecovery.torch_native.placement import local_tensor
+from flashrecovery.torch_native.placement import addresses, local_tensor
 from flashrecovery.worker.adapter import Shard, ShardSpec, TensorSpec
 
 PARAM = "param"
@@ -32,6 +33,24 @@ def constant(parameter: torch.nn.Parameter) -> Callable[[], torch.nn.Parameter]:
     return lambda: parameter
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """A parameter and its optimizer state at one look: the objects, in order, and what was made of them."""
+
+    made_of: list[Any]
+    addresses: list[int]
+    tensors: dict[str, torch.Tensor]
+    values: dict[str, Any]
+
+    def holds(self, objects: list[Any]) -> bool:
+        """Whether the same tensors, with the same memory, are all there is. Plain values may change unseen."""
+        return (
+            len(self.tensors) == len(objects) == len(self.made_of)
+            and all(map(operator.is_, objects, self.made_of))
+            and addresses(objects) == self.addresses
+        )
+
+
 class ParamShard(Shard):
     """A parameter and its optimizer state.
 
@@ -43,6 +62,7 @@ class ParamShard(Shard):
         self.name = record.name
         self.holders = record.holders
         self._record = record
+        self._seen: _Seen | None = None
         parameter = record.get()
         self._optimizers = [
             (_prefix(index), optimizer)
@@ -51,31 +71,37 @@ class ParamShard(Shard):
         ]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        parameter = self._record.get()
-        found = {PARAM: local_tensor(parameter)}
-        for prefix, optimizer in self._optimizers:
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor):
-                    found[prefix + key] = local_tensor(value)
-        return found
+        return dict(self._look().tensors)
 
     def values(self) -> dict[str, Any]:
+        return self._look().values
+
+    def _look(self) -> _Seen:
+        """Asked for in every step: what was found last is still right while it is made of the same objects."""
         parameter = self._record.get()
+        states = [(prefix, optimizer.state.get(parameter, {})) for prefix, optimizer in self._optimizers]
+        made_of = [parameter, *(value for _, state in states for value in state.values())]
+        if not (self._seen is not None and self._seen.holds(made_of)):
+            self._seen = self._find(parameter, states, made_of)
+        return self._seen
+
+    def _find(
+        self, parameter: torch.nn.Parameter, states: Sequence[tuple[str, Mapping[str, Any]]], made_of: list[Any]
+    ) -> _Seen:
+        tensors = {PARAM: local_tensor(parameter)}
         layout: dict[str, str] = {}
         others: dict[str, Any] = {}
-        for prefix, optimizer in self._optimizers:
-            for key, value in optimizer.state.get(parameter, {}).items():
+        for prefix, state in states:
+            for key, value in state.items():
                 what = f"optimizer state {key!r} of {self._record.fqn!r}"
                 if isinstance(value, torch.Tensor):
+                    tensors[prefix + key] = local_tensor(value)
                     layout[prefix + key] = layout_of(parameter, value, what)
                 else:
                     others[prefix + key] = plain(value, what)
-        values: dict[str, Any] = {}
-        if layout:
-            values["layout"] = layout
-        if others:
-            values["plain"] = others
-        return values
+        parts: dict[str, Any] = {"layout": layout, "plain": others}
+        found = [t.data_ptr() for t in tensors.values()]
+        return _Seen(made_of, found, tensors, {name: part for name, part in parts.items() if part})
 
     def allocate(self, spec: ShardSpec) -> dict[str, torch.Tensor]:
         """See :meth:`Shard.allocate`.

@@ -156,6 +156,7 @@ def test_a_corrupted_shard_is_taken_from_its_next_source(tmp_path: Path, referen
     assert job.notices("digest_mismatch"), job.explain()
 
 
+@pytest.mark.timeout(400)  # two jobs of 400 steps and ten recoveries, one after another
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(x, id=x.name, marks=[] if x is DDP else [pytest.mark.grid]) for x in LAYOUTS],

@@ -55,3 +55,10 @@ def test_tags_are_seen_by_another_process_and_outlive_it(page: Page) -> None:
     heir.inherit(page)
     assert heir.read_capsule(8) == b"rank-only" and heir.read_setup_log() == b"log"
     heir.close()
+
+
+def test_a_committed_version_says_which_generation_it_belongs_to(page: Page) -> None:
+    page.set_committed(5, 1_000)
+    assert (page.health().committed, page.health().generation) == (5, 0)
+    page.resume(4, 1, 1_000)
+    assert (page.health().committed, page.health().generation, page.tag) == (4, 1, 4)

@@ -155,7 +155,7 @@ def parse_fault(text: str) -> FaultSpec:
         if not sep:
             raise ConfigError(f"--inject {text!r}: {part!r} is not KEY=VALUE; keys: rank, fault, at, step")
         values[key.strip()] = value.strip()
-    spec: FaultSpec = _validate(FaultSpec, values, f"--inject {text!r}")
+    spec: FaultSpec = validate(FaultSpec, values, f"--inject {text!r}")
     check_phase(spec.at)
     return spec
 
@@ -188,7 +188,7 @@ def load_run_config(file: Path | None, overrides: dict[str, Any]) -> RunConfig:
             values[key] = {**values[key], **value}
         else:
             values[key] = value
-    config: RunConfig = _validate(RunConfig, values, where)
+    config: RunConfig = validate(RunConfig, values, where)
     for spec in config.inject:
         check_phase(spec.at)
         if spec.rank >= config.world_size:
@@ -201,7 +201,8 @@ def load_run_config(file: Path | None, overrides: dict[str, Any]) -> RunConfig:
     return config
 
 
-def _validate(model: type[Any], values: dict[str, Any], where: str) -> Any:
+def validate(model: type[Any], values: dict[str, Any], where: str) -> Any:
+    """An instance of ``model``. Raises ConfigError that names key, value, what is allowed, and ``where`` they stand."""
     try:
         return model.model_validate(values)
     except ValidationError as e:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
-from flashrecovery.config import CONFIG_ENV, Settings
-from flashrecovery.errors import RegistrationError
+from flashrecovery.config import CONFIG_ENV, Settings, validate
+from flashrecovery.errors import ConfigError, RegistrationError
 from flashrecovery.worker.channel import CHANNEL_ENV
 from flashrecovery.worker.data import DataStream
 
@@ -83,6 +83,18 @@ class Recovery:
     def generation(self) -> int:
         """Number of recoveries so far."""
         return self._session.gate.generation if self._session is not None else 0
+
+    def check_settings(self, wanted: Mapping[str, Any]) -> None:
+        """Raises ConfigError if this object was made with other values than ``wanted``."""
+        if self._session is None:
+            return
+        for key, value in wanted.items():
+            made = getattr(self._session.settings, key)
+            if made != value:
+                raise ConfigError(
+                    f"{key} = {value!r}, but recovery was initialised with {made!r} before; "
+                    "set it in one place, or call flashrecovery.init() later"
+                )
 
     def register(
         self, *, model: torch.nn.Module, optimizer: Optimizer | Sequence[Optimizer] = (), **objects: Any
@@ -168,8 +180,15 @@ def _must_be_entered(step: Step) -> None:
         )
 
 
-def init() -> Recovery:
-    """The recovery object of this process (always the same one). Before or after ``init_process_group``."""
+def init(**overrides: Any) -> Recovery:
+    """The recovery object of this process (always the same one). Before or after ``init_process_group``.
+
+    Args:
+        overrides: settings that a framework's own configuration has; they take precedence over the launcher's.
+
+    Raises:
+        ConfigError: a setting is wrong, or another one than the object was made with.
+    """
     global _instance
     if _instance is None:
         session = None
@@ -177,9 +196,11 @@ def init() -> Recovery:
             from flashrecovery.worker.bootstrap import connection
             from flashrecovery.worker.session import Session
 
-            settings = Settings.model_validate(json.loads(os.environ[CONFIG_ENV]))
-            session = Session(connection(), settings)
+            values = json.loads(os.environ[CONFIG_ENV]) | overrides
+            session = Session(connection(), validate(Settings, values, "settings"))
         elif os.environ.get("RANK", "0") == "0":
             print("flashrecovery: recovery is off (not started by `flashrecovery run`)", file=sys.stderr)
         _instance = Recovery(session)
+    else:
+        _instance.check_settings(overrides)
     return _instance

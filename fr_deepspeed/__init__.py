@@ -1,0 +1,39 @@
+"""FlashRecovery for DeepSpeed: a rank's death is survived in place, switched on by one key of the DeepSpeed config.
+
+``{"flash_recovery": {"enabled": true}}`` in the config, and the script started by ``flashrecovery run``::
+
+    engine, *_ = deepspeed.initialize(model=model, config="ds_config.json")
+    data = engine.recovery.data(loader)
+    for step in engine.recovery.steps(num_steps):
+        with step:
+            for _ in range(engine.gradient_accumulation_steps()):
+                loss = engine(next(data))
+                engine.backward(loss)
+                engine.step()
+
+Under ``flashrecovery run`` this package wraps ``deepspeed.initialize`` as soon as deepspeed is imported. An explicit
+``import fr_deepspeed`` does the same, so that ``engine.recovery`` exists under every launcher; without
+``flashrecovery run`` it does nothing but count steps.
+
+=================  =========================================================================================
+:mod:`.hook`       wraps ``deepspeed.initialize``, attaches ``engine.recovery``
+:mod:`.config`     the ``flash_recovery`` block
+:mod:`.support`    which versions and settings are supported; everything else is refused at start, by name
+:mod:`.adapter`    what all stages have in common: the moments of a step, counters, scaler, reset of the engine
+:mod:`.stage0`     ZeRO-0: replicated parameters, fp32 or with fp32 masters
+:mod:`.stage12`    ZeRO-1 and 2: flat partitions
+:mod:`.stage3`     ZeRO-3: per-parameter slices
+=================  =========================================================================================
+"""
+
+from __future__ import annotations
+
+import sys
+
+from flashrecovery.worker.hooks import ImportHooks
+from fr_deepspeed.hook import install
+
+if "deepspeed" in sys.modules:
+    install(sys.modules["deepspeed"])
+else:
+    sys.meta_path.insert(0, ImportHooks({"deepspeed": install}))

@@ -1,0 +1,208 @@
+"""What the adapters for all ZeRO stages have in common.
+
+The moments of a step, for every stage (the order is deepspeed's)::
+
+    forward (each micro-batch)  -> sealed()      the last one comes before the last gradient reduction
+    norm / overflow all-reduce                   spans the world: nobody passes it before all have sealed
+    basic optimizer's pre-hook  -> mutating()    before the first write to a master weight
+    parameter all-gather (ZeRO-1, 2, 3)          a death here tears the step: all go back to their pre-step copies
+    counters, scheduler, end of `with step:`     the core commits
+
+A step that overflows (fp16) mutates no shard: it changes the loss scale and the counters, which are common state.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from flashrecovery import groups
+from flashrecovery.errors import UnsupportedError
+from flashrecovery.torch_native.base import TorchAdapter
+from flashrecovery.torch_native.placement import replicated, world_size
+from flashrecovery.torch_native.shards import ParamRecord, ParamShard, constant
+from flashrecovery.worker.adapter import Shard
+from fr_deepspeed.support import check_engine, check_version
+
+_COUNTERS = (
+    "global_steps",
+    "global_samples",
+    "micro_steps",
+    "skipped_steps",
+    "_step_applied",
+    "_is_gradient_accumulation_boundary",
+)
+_PLAIN = (bool, int, float, type(None))
+
+
+def adapter_for(engine: Any) -> EngineAdapter:
+    """The adapter for the ZeRO stage of ``engine``.
+
+    Raises:
+        UnsupportedError: a version, setting or optimizer wrapper that cannot be protected, by name.
+    """
+    import deepspeed
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    from fr_deepspeed.stage0 import MasterWeightsAdapter, PlainEngineAdapter
+    from fr_deepspeed.stage3 import Stage3Adapter
+    from fr_deepspeed.stage12 import Stage12Adapter
+
+    check_version(deepspeed.__version__)
+    check_engine(engine)
+    kind = type(engine.optimizer)
+    known: dict[type, type[EngineAdapter]] = {
+        FP16_UnfusedOptimizer: MasterWeightsAdapter,
+        DeepSpeedZeroOptimizer: Stage12Adapter,
+        DeepSpeedZeroOptimizer_Stage3: Stage3Adapter,
+    }
+    if kind in known:
+        return known[kind](engine, engine.optimizer.optimizer)
+    if isinstance(engine.optimizer, Optimizer) and engine.optimizer is engine.basic_optimizer:
+        return PlainEngineAdapter(engine, engine.optimizer)
+    raise UnsupportedError(f"flash_recovery does not support: the optimizer wrapper {kind.__name__}")
+
+
+class EngineAdapter(TorchAdapter):
+    """Protects one :class:`DeepSpeedEngine`.
+
+    The records are the tensors that the basic optimizer steps on: parameters, fp32 masters, or this rank's partitions.
+    """
+
+    def __init__(self, engine: Any, optimizer: Optimizer) -> None:
+        self.engine = engine
+        self.basic = optimizer
+        self._param_groups = list(optimizer.param_groups)
+        self._weights = [p for group in optimizer.param_groups for p in group["params"]]
+        self._all_shards: list[Shard] | None = None
+        super().__init__(engine, [optimizer])
+
+    # -- what the stages say ----------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def _optimized(self) -> Sequence[nn.Parameter]:
+        """The module's own parameters that the optimizer trains, in any form."""
+
+    def _extra_shards(self) -> Sequence[Shard]:
+        """Shards besides the records'."""
+        return ()
+
+    @abstractmethod
+    def _reset_optimizer(self) -> None:
+        """Drop what is half-finished in DeepSpeed's optimizer wrapper. No communication."""
+
+    def _derive_weights(self) -> None:
+        """Compute from the restored shards what the module computes with. No communication."""
+
+    # -- shards -----------------------------------------------------------------------------------
+
+    @property
+    def inner(self) -> nn.Module:
+        module: nn.Module = self.engine.module
+        return module
+
+    def shards(self) -> Sequence[Shard]:
+        if self._all_shards is None:
+            records = [self._record_shard(r) for r in self._records]
+            self._all_shards = [*records, *self._extra_shards(), *self._frozen_shards()]
+        return self._all_shards
+
+    def _record_shard(self, record: ParamRecord) -> Shard:
+        return ParamShard(record, self.optimizers)
+
+    def _frozen_shards(self) -> list[Shard]:
+        """Parameters that no optimizer trains. A replacement's script need not initialise them as the first launch."""
+        trained = {id(p) for p in self._optimized}
+        ranks = range(world_size())
+        return [
+            ParamShard(ParamRecord(fqn, *replicated(fqn, ranks), constant(p)), [])
+            for fqn, p in self.inner.named_parameters()
+            if id(p) not in trained
+        ]
+
+    # -- moments of a step ------------------------------------------------------------------------
+
+    def sync_spans_world(self) -> bool:
+        # ZeRO-2 reduces each gradient to its owner only: without a norm or overflow check nothing spans the ranks.
+        optimizer = self.engine.optimizer
+        common = getattr(optimizer, "compute_grad_norm", True) or getattr(optimizer, "check_grad_overflow", True)
+        group = self.engine.data_parallel_group
+        return bool(common) and dist.get_world_size(group) == world_size()
+
+    # -- reset, capture, restore ------------------------------------------------------------------
+
+    def _reset_framework(self) -> None:
+        engine = self.engine
+        for parameter in self.inner.parameters():
+            parameter.grad = None
+        engine._running_engine_backward = engine._running_engine_step = False
+        engine._running_engine_backward_count = 0
+        engine._manual_backward_expected = False
+        engine._unmanaged_backward_count = 0
+        engine.inside_no_sync_ctxt = False
+        engine.losses = None
+        # A timer that was running refuses to be started again.
+        getattr(engine.timers, "timers", {}).clear()
+        # DeepSpeed swaps the groups while it steps on one of them, and does not swap back after an exception.
+        self.basic.param_groups = self._param_groups
+        self._reset_optimizer()
+
+    def capture_common(self) -> dict[str, Any]:
+        engine = self.engine
+        return {
+            **super().capture_common(),
+            "counters": {name: getattr(engine, name) for name in _COUNTERS},
+            "scaler": {k: v for k, v in vars(self._scaler()).items() if isinstance(v, _PLAIN)},
+        }
+
+    def restore_common(self, state: dict[str, Any]) -> None:
+        super().restore_common(state)
+        for name, value in state["counters"].items():
+            setattr(self.engine, name, value)
+        vars(self._scaler()).update(state["scaler"])
+        with torch.no_grad():
+            self._derive_weights()
+
+    def _scaler(self) -> Any:
+        """The object that keeps the loss scale and its counters; something empty where there is none."""
+        optimizer = self.engine.optimizer
+        return getattr(optimizer, "loss_scale_config", None) or getattr(optimizer, "loss_scaler", None) or _NoScaler()
+
+    # -- fault injection --------------------------------------------------------------------------
+
+    def fault_points(self) -> Mapping[str, Callable[[Callable[[], None]], None]]:
+        points = dict(super().fault_points())
+        if self.engine.zero_optimization_stage() > 0:
+            points["param-gather"] = self._before_gather
+        return points
+
+    def _before_gather(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once, when the first all-gather after the next optimizer step begins."""
+
+        def at_operation(_group: str, operation: str) -> None:
+            if "gather" in operation:
+                groups.set_operation_hook(None)
+                callback()
+
+        def stepped(*_: Any) -> None:
+            handle.remove()
+            groups.set_operation_hook(at_operation)
+
+        handle = self.basic.register_step_post_hook(stepped)
+
+    def _middle_parameter(self) -> nn.Parameter:
+        result: nn.Parameter = self._weights[len(self._weights) // 2]
+        return result
+
+
+class _NoScaler:
+    """Stands where an engine has no loss scale."""

@@ -1,0 +1,75 @@
+"""ZeRO-1 and 2: per parameter group one flat fp32 partition a rank, and flat weights that every rank holds.
+
+``single_partition_of_fp32_groups[g]`` (elements of group g, padded, over dp) and its optimizer state exist on one rank
+only: 12 bytes an element for Adam. ``bit16_groups_flat[g]`` is gathered at the end of each step and equal everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import nn
+
+from flashrecovery.torch_native.shards import ParamRecord
+from flashrecovery.worker.adapter import Shard
+from fr_deepspeed.adapter import EngineAdapter
+from fr_deepspeed.partitions import FixedShard, PartitionShard, partition_record, reset_backward_hooks
+
+_NO_MICRO_STEP = -1
+"""``micro_step_id`` between two steps (deepspeed's INITIAL_MICRO_STEP_ID)."""
+
+
+class Stage12Adapter(EngineAdapter):
+    """Protects an engine with ``DeepSpeedZeroOptimizer``."""
+
+    name = "deepspeed-zero12"
+
+    @property
+    def _optimized(self) -> Sequence[nn.Parameter]:
+        return [p for group in self.engine.optimizer.bit16_groups for p in group]
+
+    def _find_parameters(self) -> tuple[ParamRecord, ...]:
+        zero = self.engine.optimizer
+        return tuple(
+            partition_record(f"partition/{g}", partition, zero.real_dp_process_group[g])
+            for g, partition in enumerate(zero.single_partition_of_fp32_groups)
+        )
+
+    def _record_shard(self, record: ParamRecord) -> Shard:
+        return PartitionShard(record, self.basic)
+
+    def _extra_shards(self) -> Sequence[Shard]:
+        zero = self.engine.optimizer
+        return [
+            FixedShard(f"weights/{g}", dist.get_process_group_ranks(zero.real_dp_process_group[g]), flat)
+            for g, flat in enumerate(zero.bit16_groups_flat)
+        ]
+
+    def _reset_optimizer(self) -> None:
+        zero = self.engine.optimizer
+        reset_backward_hooks(zero)
+        zero._release_preflattened_grad_buffers()
+        for bucket in zero.ipg_buckets.values():
+            bucket.clear()
+            bucket.buffer.clear()
+            bucket.reuse_events.clear()
+            bucket.index = 0
+        zero._release_ipg_buffers()
+        zero.extra_large_param_to_reduce.clear()
+        zero.previous_reduced_grads.clear()
+        zero.params_already_reduced[:] = [False] * len(zero.params_already_reduced)
+        for g, group in enumerate(zero.bit16_groups):
+            zero.averaged_gradients[g] = None
+            zero.all_grad_tensors[g] = None
+            for parameter in group:
+                parameter.grad = parameter.grad_accum = None
+        zero.reset_partition_gradient_structures()
+        zero.callback_queued = False
+        zero.micro_step_id = _NO_MICRO_STEP
+        # A roll-back to version 0 makes new state tensors, which DeepSpeed's accessors then have to find.
+        zero._hp_optimizer_states_linked = False
+
+    def _derive_weights(self) -> None:
+        for g in range(len(self.engine.optimizer.bit16_groups)):
+            self.engine.optimizer._update_model_bit16_weights(g)

@@ -1,0 +1,125 @@
+"""ZeRO-3: each rank holds a slice of every parameter; slices are concatenated per sub-group.
+
+``fp32_partitioned_groups_flat[s]`` and its optimizer state exist on one rank only. The 16-bit slices are their rounded
+copies, and whole parameters are gathered when a module needs them: neither is state. After a reset *no* parameter is
+whole, not even a persistent one, which is how a new engine begins: all ranks then gather the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from flashrecovery.torch_native.placement import global_rank
+from flashrecovery.torch_native.shards import ParamRecord
+from flashrecovery.worker.adapter import Shard
+from fr_deepspeed.adapter import EngineAdapter
+from fr_deepspeed.partitions import FixedShard, PartitionShard, partition_record, reset_backward_hooks
+
+_PRIVATE = "_PartitionedParameterCoordinator__"
+"""Prefix of the coordinator's name-mangled attributes."""
+
+
+class Stage3Adapter(EngineAdapter):
+    """Protects an engine with ``DeepSpeedZeroOptimizer_Stage3``."""
+
+    name = "deepspeed-zero3"
+
+    def __init__(self, engine: Any, optimizer: Any) -> None:
+        self._partitions = list(engine.optimizer.fp32_partitioned_groups_flat)
+        super().__init__(engine, optimizer)
+        self._weights = self._partitions
+
+    @property
+    def _optimized(self) -> Sequence[nn.Parameter]:
+        return [p for group in self.engine.optimizer.fp16_groups for p in group]
+
+    def _find_parameters(self) -> tuple[ParamRecord, ...]:
+        group = self.engine.optimizer.dp_process_group
+        return tuple(partition_record(f"partition/{s}", p, group) for s, p in enumerate(self._partitions))
+
+    def _record_shard(self, record: ParamRecord) -> Shard:
+        return PartitionShard(record, self.basic)
+
+    def _frozen_shards(self) -> list[Shard]:
+        trained = {id(p) for p in self._optimized}
+        return [
+            FixedShard(f"param/{fqn}#rank={global_rank()}", (global_rank(),), _slice(p))
+            for fqn, p in self.inner.named_parameters()
+            if id(p) not in trained
+        ]
+
+    # -- reset ------------------------------------------------------------------------------------
+
+    def _reset_optimizer(self) -> None:
+        zero = self.engine.optimizer
+        reset_backward_hooks(zero)
+        for group in self.basic.param_groups:
+            group["params"] = []
+        for bucket in zero.ipg_buckets.values():
+            bucket.clear_params()
+        for ident in zero.params_already_reduced:
+            zero.params_already_reduced[ident] = False
+        zero.averaged_gradients = {}
+        zero.param_reduce_events.clear()
+        zero.micro_step_id = 0
+        zero.inf_or_nan_tracker.zero_()
+        self._release_parameters()
+        self._reset_coordinator(zero.parameter_offload.get_param_coordinator())
+        self._reset_modules()
+
+    def _release_parameters(self) -> None:
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        parameter: Any  # deepspeed adds attributes
+        for parameter in self.inner.parameters():
+            parameter.ds_active_sub_modules.clear()
+            if parameter.ds_status == ZeroParamStatus.INFLIGHT:
+                # Its gather has been abandoned: what has arrived is worth nothing.
+                parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            elif parameter.ds_status == ZeroParamStatus.AVAILABLE:
+                parameter.partition(has_been_updated=False)
+
+    def _reset_coordinator(self, coordinator: Any) -> None:
+        """The recorded trace is dropped everywhere: a replacement has none, and its ranks check a trace together."""
+        from deepspeed.runtime.zero.partitioned_param_coordinator import ZeRoTraceMode
+
+        private = vars(coordinator)
+        private[_PRIVATE + "inflight_param_registry"].data.clear()  # never wait for what has been abandoned
+        private[_PRIVATE + "ongoing_fetch_events"].clear()
+        private[_PRIVATE + "ongoing_fetch_leaf_module_events"].clear()
+        private[_PRIVATE + "active_backward_submodules"].clear()
+        private[_PRIVATE + "trace_mode"] = ZeRoTraceMode.INVALID
+        private[_PRIVATE + "step_id"] = 0
+        private[_PRIVATE + "n_available_params"] = 0
+        coordinator._clear_trace_structures()
+
+    def _reset_modules(self) -> None:
+        from deepspeed.runtime.zero import parameter_offload
+
+        module: Any
+        for module in self.inner.modules():
+            if hasattr(module._parameters, "_in_forward"):
+                module._parameters._in_forward = False
+            for name in ("applied_pre_backward_ref_cnt", "ds_grads_remaining"):
+                if name in vars(module):
+                    setattr(module, name, 0)
+            if "ds_recompute_parameters" in vars(module):
+                module.ds_recompute_parameters.clear()
+        del parameter_offload.FWD_MODULE_STACK[1:]
+
+    # -- restore ----------------------------------------------------------------------------------
+
+    def _derive_weights(self) -> None:
+        for s in range(len(self._partitions)):
+            self.engine.optimizer._reassign_or_swap_out_partitioned_parameters(s)
+
+
+def _slice(parameter: Any) -> torch.Tensor:
+    """This rank's part of a parameter."""
+    result: torch.Tensor = parameter.ds_tensor
+    return result

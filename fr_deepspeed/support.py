@@ -1,0 +1,72 @@
+"""Which DeepSpeed versions and settings can be protected. Everything else is refused at start, with its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from flashrecovery.errors import UnsupportedError
+
+TESTED_VERSIONS = ("0.19.8",)
+"""Every private name of DeepSpeed that this package uses has been looked up in these."""
+
+_UNIQUE_TO_RANK = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam", "MuonWithAuxAdam", "DummyOptim")
+"""Optimizers that keep error feedback of their own, or fold gradients into momentum before the step."""
+
+
+def check_version(version: str) -> None:
+    """Raises UnsupportedError if this package was not tested with ``version``."""
+    if version.partition("+")[0] not in TESTED_VERSIONS:
+        raise UnsupportedError(
+            f"DeepSpeed {version} is not supported; flash_recovery was tested with {', '.join(TESTED_VERSIONS)}"
+        )
+
+
+def check_engine(engine: Any) -> None:
+    """Raises UnsupportedError that lists every setting of ``engine`` that cannot be protected."""
+    found = list(_unsupported(engine))
+    if found:
+        raise UnsupportedError("flash_recovery does not support: " + "; ".join(found))
+
+
+def _unsupported(engine: Any) -> Iterator[str]:
+    kind = type(engine).__name__
+    if kind != "DeepSpeedEngine":
+        yield f"{kind} (only the engine of the three-call loop)"
+        return
+    if engine.basic_optimizer is None:
+        yield "an engine without an optimizer"
+        return
+    name = type(engine.basic_optimizer).__name__
+    if name in _UNIQUE_TO_RANK:
+        yield f"the optimizer {name}"
+    if engine.has_moe_layers:
+        yield "MoE layers"
+    if engine.mpu is not None or engine.autotp_size() > 1:
+        yield "tensor parallelism (mpu, tensor_parallel)"
+    if engine.sequence_parallel_size > 1:
+        yield "sequence parallelism"
+    if not engine.managed_gradient_accumulation():
+        yield "managed_gradient_accumulation = false"
+    if engine.torch_autocast_enabled():
+        yield "torch_autocast"
+    if engine.is_deepcompile_enabled():
+        yield "compile.deepcompile"
+    if engine.data_efficiency_enabled():
+        yield "data_efficiency"
+    yield from _zero_settings(engine)
+
+
+def _zero_settings(engine: Any) -> Iterator[str]:
+    zero = engine._config.zero_config
+    for key, device in (
+        ("offload_param", zero.offload_param),
+        ("offload_optimizer", zero.offload_optimizer),
+    ):
+        if device is not None and device.device != "none":
+            yield f"zero_optimization.{key} to {device.device.value}"
+    for key in ("zenflow", "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+        if getattr(zero, key):
+            yield f"zero_optimization.{key}"
+    if zero.zero_hpz_partition_size > 1:
+        yield "zero_optimization.zero_hpz_partition_size > 1"

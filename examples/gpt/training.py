@@ -10,6 +10,7 @@ import pickle
 import random
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -153,42 +154,50 @@ class StepLog:
         emit(line)
 
 
-def state_digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """SHA-256 over this rank's parameters, buffers, optimizer state and random streams.
-
-    Sharded tensors contribute their local part. Equal digests mean equal bits.
-    """
-    digest = hashlib.sha256()
+def digest(items: Iterable[tuple[str, object]]) -> str:
+    """SHA-256 over named values (tensors by dtype, shape and bytes) and this rank's random streams."""
+    result = hashlib.sha256()
 
     def add(name: str, value: object) -> None:
-        digest.update(name.encode())
+        result.update(name.encode())
         if isinstance(value, DTensor):
             value = value.to_local()
         if isinstance(value, Tensor):
             raw = value.detach().cpu().contiguous()
-            digest.update(f"{raw.dtype}{tuple(raw.shape)}".encode())
-            digest.update(raw.reshape(-1).view(torch.uint8).numpy().tobytes())
+            result.update(f"{raw.dtype}{tuple(raw.shape)}".encode())
+            result.update(raw.reshape(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(value, float):
-            digest.update(value.hex().encode())
+            result.update(value.hex().encode())
         else:
-            digest.update(repr(value).encode())
+            result.update(repr(value).encode())
 
-    named = sorted(model.named_parameters())
-    for name, parameter in named:
-        add(f"param:{name}", parameter)
-    for name, buffer in sorted(model.named_buffers()):
-        add(f"buffer:{name}", buffer)
-    for name, parameter in named:
-        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-            add(f"optimizer:{name}:{key}", value)
-    for i, group in enumerate(optimizer.param_groups):
-        add(f"group:{i}:lr", group["lr"])
+    for name, value in items:
+        add(name, value)
     add("rng:torch", torch.get_rng_state())
     if torch.cuda.is_available():
         add("rng:cuda", torch.cuda.get_rng_state())
     add("rng:python", random.getstate())
     add("rng:numpy", hashlib.sha256(pickle.dumps(np.random.get_state())).hexdigest())
-    return digest.hexdigest()
+    return result.hexdigest()
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, object]]:
+    """This rank's parameters, buffers and optimizer state. Sharded tensors contribute their local part."""
+    named = sorted(model.named_parameters())
+    for name, parameter in named:
+        yield f"param:{name}", parameter
+    for name, buffer in sorted(model.named_buffers()):
+        yield f"buffer:{name}", buffer
+    for name, parameter in named:
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            yield f"optimizer:{name}:{key}", value
+    for i, group in enumerate(optimizer.param_groups):
+        yield f"group:{i}:lr", group["lr"]
+
+
+def state_digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """SHA-256 over this rank's parameters, buffers, optimizer state and random streams. Equal: every bit is."""
+    return digest(_state(model, optimizer))
 
 
 def print_digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

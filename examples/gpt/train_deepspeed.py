@@ -1,0 +1,113 @@
+"""Train a small GPT with DeepSpeed, and keep training when a rank dies::
+
+    flashrecovery run --nproc-per-node 4 --standby 1 examples/gpt/train_deepspeed.py --zero 2
+    torchrun --nproc-per-node 4 examples/gpt/train_deepspeed.py --zero 2        # the same script, without recovery
+
+``--zero 0..3`` takes ``ds_zero<N>.json`` beside this file, ``--config`` any other DeepSpeed config. What switches
+recovery on is ``"flash_recovery": {"enabled": true}`` in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+
+import fr_deepspeed  # noqa: F401 - gives the engine its `recovery` under every launcher
+import training
+
+
+def read_config(args: argparse.Namespace) -> dict[str, Any]:
+    """The DeepSpeed config, with the batch size and learning rate of the flags, and another precision if asked for."""
+    path = args.config or Path(__file__).with_name(f"ds_zero{args.zero}.json")
+    config: dict[str, Any] = json.loads(path.read_text())
+    config["train_micro_batch_size_per_gpu"] = args.batch_size
+    config["optimizer"]["params"]["lr"] = args.lr
+    config["scheduler"]["params"]["warmup_max_lr"] = args.lr
+    if args.precision:
+        config.pop("bf16", None)
+        config.pop("fp16", None)
+    if args.precision in ("bf16", "fp16"):
+        config[args.precision] = {"enabled": True}
+    if args.precision == "fp16":
+        # A first scale that overflows, and a short window: the dynamic scale moves in both directions.
+        config["fp16"] |= {"initial_scale_power": 24, "loss_scale_window": 4, "hysteresis": 1}
+    for text in args.set:
+        path_text, _, value = text.partition("=")
+        *path_keys, last = path_text.split(".")
+        where = config
+        for key in path_keys:
+            where = where.setdefault(key, {})
+        where[last] = json.loads(value)
+    return config
+
+
+def state(engine: Any) -> Iterator[tuple[str, object]]:
+    """This rank's parameters or slices of them, its optimizer's tensors, scheduler, scaler and counters."""
+    for name, parameter in sorted(engine.module.named_parameters()):
+        yield f"param:{name}", getattr(parameter, "ds_tensor", parameter)
+    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    for i, weight in enumerate(weights or engine.optimizer.fp32_partitioned_groups_flat):  # ZeRO-3 empties its groups
+        yield f"weight:{i}", weight
+        for key, value in sorted(optimizer.state[weight].items()):
+            yield f"optimizer:{i}:{key}", value
+    for i, group in enumerate(optimizer.param_groups):
+        yield f"group:{i}:lr", group["lr"]
+    yield "scheduler", engine.lr_scheduler.state_dict()
+    yield "scale", getattr(engine.optimizer, "loss_scale", 1.0)
+    for name in ("global_steps", "micro_steps", "global_samples", "skipped_steps"):
+        yield name, getattr(engine, name)
+
+
+def main() -> None:
+    """Train as the flags say."""
+    flags = training.parser(__doc__)
+    flags.add_argument("--zero", type=int, default=2, choices=range(4), help="ZeRO stage")
+    flags.add_argument("--config", type=Path, help="a DeepSpeed config instead of ds_zero<N>.json")
+    flags.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="another one than the config's")
+    flags.add_argument(
+        "--set", action="append", default=[], metavar="KEY.KEY=JSON", help="another value for a key of the config"
+    )
+    args = flags.parse_args()
+    device = training.start_process_group()
+
+    model = training.build_model(args, device)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=read_config(args))
+    recovery = engine.recovery
+
+    training.seed_rank(args.seed)
+    data = recovery.data(training.build_loader(args))
+    log = training.StepLog(args)
+    micro_batches = engine.gradient_accumulation_steps()
+    for step in recovery.steps(args.steps):
+        with step:
+            total = torch.zeros((), device=device)
+            for _ in range(micro_batches):
+                x, y = next(data)
+                loss = engine(x.to(device), y.to(device))
+                time.sleep(args.step_time / 1e3 / micro_batches)
+                engine.backward(loss)
+                engine.step()
+                total += loss.detach().float()
+            log.step(step.index, total / micro_batches)
+
+    if args.digest:
+        training.emit(f"digest rank={dist.get_rank()} {training.digest(state(engine))}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -15,7 +15,7 @@ DEMO_DIR ?= runs/demo
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test lint format grid soak bench bench-setup clean
+.PHONY: help setup demo test lint format grid deepspeed soak bench bench-setup clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -45,7 +45,7 @@ lint: $(BIN)/.setup-done  ## ruff and mypy (strict)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	MYPYPATH=common:examples/gpt:benchmarks $(BIN)/mypy examples/gpt/*.py benchmarks/*.py benchmarks/peers/*.py
+	MYPYPATH=common:.:examples/gpt:benchmarks $(BIN)/mypy examples/gpt/*.py benchmarks/*.py benchmarks/peers/*.py
 
 format: $(BIN)/.setup-done  ## let ruff format the code
 	$(BIN)/ruff check --fix .
@@ -56,6 +56,10 @@ test: setup lint  ## set up, check the code, run the tests (under 20 minutes)
 
 grid: setup  ## the whole conformance grid (every phase, victim, fault and layout) and all slow tests
 	$(BIN)/python -m pytest -m "grid or slow" --durations=15 $(PYTEST_ARGS)
+
+deepspeed: setup  ## real jobs with DeepSpeed, a representative part (installs the extra)
+	$(PIP) -c constraints.txt --editable '.[test,deepspeed]'
+	$(BIN)/python -m pytest -m deepspeed --durations=15 $(PYTEST_ARGS)
 
 soak: setup  ## 100 kills at random phases and ranks: no hang, no leak, the same bits
 	$(BIN)/python -m pytest -m soak -s $(PYTEST_ARGS)

@@ -28,6 +28,7 @@ from flashrecovery.torch_native.base import TorchAdapter
 from flashrecovery.torch_native.placement import replicated, world_size
 from flashrecovery.torch_native.shards import ParamRecord, ParamShard, constant
 from flashrecovery.worker.adapter import Shard
+from fr_deepspeed.pipeline import reset_schedule
 from fr_deepspeed.support import check_engine, check_version
 
 _COUNTERS = (
@@ -83,7 +84,9 @@ class EngineAdapter(TorchAdapter):
         self._param_groups = list(optimizer.param_groups)
         self._weights = [p for group in optimizer.param_groups for p in group["params"]]
         self._all_shards: list[Shard] | None = None
-        super().__init__(engine, [optimizer])
+        self._ranks = dist.get_process_group_ranks(engine.data_parallel_group)
+        # PipelineEngine calls its module, and is itself never called.
+        super().__init__(engine.module if engine.pipeline_parallelism else engine, [optimizer])
 
     # -- what the stages say ----------------------------------------------------------------------
 
@@ -122,9 +125,8 @@ class EngineAdapter(TorchAdapter):
     def _frozen_shards(self) -> list[Shard]:
         """Parameters that no optimizer trains. A replacement's script need not initialise them as the first launch."""
         trained = {id(p) for p in self._optimized}
-        ranks = range(world_size())
         return [
-            ParamShard(ParamRecord(fqn, *replicated(fqn, ranks), constant(p)), [])
+            ParamShard(ParamRecord(fqn, *replicated(fqn, self._ranks), constant(p)), [])
             for fqn, p in self.inner.named_parameters()
             if id(p) not in trained
         ]
@@ -135,8 +137,7 @@ class EngineAdapter(TorchAdapter):
         # ZeRO-2 reduces each gradient to its owner only: without a norm or overflow check nothing spans the ranks.
         optimizer = self.engine.optimizer
         common = getattr(optimizer, "compute_grad_norm", True) or getattr(optimizer, "check_grad_overflow", True)
-        group = self.engine.data_parallel_group
-        return bool(common) and dist.get_world_size(group) == world_size()
+        return bool(common) and len(self._ranks) == world_size()
 
     # -- reset, capture, restore ------------------------------------------------------------------
 
@@ -154,6 +155,8 @@ class EngineAdapter(TorchAdapter):
         getattr(engine.timers, "timers", {}).clear()
         # DeepSpeed swaps the groups while it steps on one of them, and does not swap back after an exception.
         self.basic.param_groups = self._param_groups
+        if engine.pipeline_parallelism:
+            reset_schedule(engine)
         self._reset_optimizer()
 
     def capture_common(self) -> dict[str, Any]:

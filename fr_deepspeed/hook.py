@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import flashrecovery
-from flashrecovery import Recovery
 from flashrecovery.errors import RegistrationError
 from fr_deepspeed import config as flash_config
+
+if TYPE_CHECKING:
+    from flashrecovery import Recovery
 
 _MARK = "__flashrecovery_wrapped__"
 
@@ -41,8 +42,10 @@ def attach(engine: Any) -> Recovery:
     """
     if "recovery" in vars(engine):
         raise RegistrationError("this engine has its recovery already")
+    from flashrecovery import Recovery, init
+
     block = flash_config.parse(engine.config)
-    recovery = flashrecovery.init(**block.overrides()) if block.enabled else Recovery(None)
+    recovery = init(**block.overrides()) if block.enabled else Recovery(None)
     if recovery.enabled:
         from fr_deepspeed.adapter import adapter_for
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from flashrecovery.errors import RestoreError
-from flashrecovery.torch_native.placement import global_rank, local_tensor
+from flashrecovery.torch_native.placement import global_rank, local_tensor, world_size
 from flashrecovery.torch_native.shards import ParamRecord, ParamShard, constant
 from flashrecovery.worker.adapter import Shard, ShardSpec
 
@@ -46,8 +46,12 @@ class FixedShard(Shard):
 
 
 def partition_record(name: str, partition: torch.Tensor, group: Any) -> ParamRecord:
-    """The record of this rank's partition of something that ``group`` shards: ``<name>#dp=1/4``."""
-    place = f"{name}#dp={dist.get_rank(group)}/{dist.get_world_size(group)}"
+    """The record of this rank's partition of something that ``group`` shards: ``<name>#dp=1/4``, or
+    ``<name>#dp=1/2,group=2`` for a group that is not the world (and whose lowest rank is 2)."""
+    ranks = dist.get_process_group_ranks(group)
+    place = f"{name}#dp={dist.get_rank(group)}/{len(ranks)}"
+    if len(ranks) < world_size():
+        place += f",group={min(ranks)}"
     return ParamRecord(name, place, (global_rank(),), constant(partition))  # type: ignore[arg-type]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from flashrecovery.torch_native.placement import replicated, world_size
+from flashrecovery.torch_native.placement import replicated
 from flashrecovery.torch_native.shards import ParamRecord, constant
 from fr_deepspeed.adapter import EngineAdapter
 
@@ -24,9 +24,8 @@ class PlainEngineAdapter(EngineAdapter):
 
     def _find_parameters(self) -> tuple[ParamRecord, ...]:
         trained = {id(p) for p in self._weights}
-        ranks = range(world_size())
         return tuple(
-            ParamRecord(fqn, *replicated(fqn, ranks), constant(p))
+            ParamRecord(fqn, *replicated(fqn, self._ranks), constant(p))
             for fqn, p in self.inner.named_parameters()
             if id(p) in trained
         )
@@ -55,9 +54,8 @@ class MasterWeightsAdapter(EngineAdapter):
 
     def _find_parameters(self) -> tuple[ParamRecord, ...]:
         names = {id(p): fqn for fqn, p in self.inner.named_parameters()}
-        ranks = range(world_size())
         return tuple(
-            ParamRecord(names[id(low)], *replicated(names[id(low)], ranks), constant(master))
+            ParamRecord(names[id(low)], *replicated(names[id(low)], self._ranks), constant(master))
             for low, master in self._pairs
         )
 

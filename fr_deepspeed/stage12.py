@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch.distributed as dist
 from torch import nn
 
+from flashrecovery.torch_native.placement import world_size
 from flashrecovery.torch_native.shards import ParamRecord
 from flashrecovery.worker.adapter import Shard
 from fr_deepspeed.adapter import EngineAdapter
@@ -41,10 +41,8 @@ class Stage12Adapter(EngineAdapter):
 
     def _extra_shards(self) -> Sequence[Shard]:
         zero = self.engine.optimizer
-        return [
-            FixedShard(f"weights/{g}", dist.get_process_group_ranks(zero.real_dp_process_group[g]), flat)
-            for g, flat in enumerate(zero.bit16_groups_flat)
-        ]
+        suffix = "" if len(self._ranks) == world_size() else f"#group={min(self._ranks)}"
+        return [FixedShard(f"weights/{g}{suffix}", self._ranks, flat) for g, flat in enumerate(zero.bit16_groups_flat)]
 
     def _reset_optimizer(self) -> None:
         zero = self.engine.optimizer

@@ -31,8 +31,8 @@ def check_engine(engine: Any) -> None:
 
 def _unsupported(engine: Any) -> Iterator[str]:
     kind = type(engine).__name__
-    if kind != "DeepSpeedEngine":
-        yield f"{kind} (only the engine of the three-call loop)"
+    if kind not in ("DeepSpeedEngine", "PipelineEngine"):
+        yield f"the engine {kind}"
         return
     if engine.basic_optimizer is None:
         yield "an engine without an optimizer"
@@ -42,7 +42,7 @@ def _unsupported(engine: Any) -> Iterator[str]:
         yield f"the optimizer {name}"
     if engine.has_moe_layers:
         yield "MoE layers"
-    if engine.mpu is not None or engine.autotp_size() > 1:
+    if _model_parallel(engine) or engine.autotp_size() > 1:
         yield "tensor parallelism (mpu, tensor_parallel)"
     if engine.sequence_parallel_size > 1:
         yield "sequence parallelism"
@@ -55,6 +55,12 @@ def _unsupported(engine: Any) -> Iterator[str]:
     if engine.data_efficiency_enabled():
         yield "data_efficiency"
     yield from _zero_settings(engine)
+
+
+def _model_parallel(engine: Any) -> bool:
+    if engine.pipeline_parallelism:  # its grid is the mpu
+        return bool(engine.grid.model_parallel_size > 1)
+    return engine.mpu is not None
 
 
 def _zero_settings(engine: Any) -> Iterator[str]:

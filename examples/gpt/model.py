@@ -30,6 +30,11 @@ class GPTConfig:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout {self.dropout} is outside of [0, 1)")
 
+    @property
+    def padded_vocabulary(self) -> int:
+        """Rows of the embedding."""
+        return (self.vocabulary + 7) // 8 * 8
+
 
 class Attention(nn.Module):
     """Causal multi-head self-attention."""
@@ -76,19 +81,19 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        vocabulary = (config.vocabulary + 7) // 8 * 8
-        self.token = nn.Embedding(vocabulary, config.width)
+        self.token = nn.Embedding(config.padded_vocabulary, config.width)
         self.position = nn.Embedding(config.context, config.width)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, vocabulary, bias=False)
-        self.apply(self._initialize)
+        self.head = nn.Linear(config.width, config.padded_vocabulary, bias=False)
+        self.apply(self.initialize)
         if config.tie_head:
             self.head.weight = self.token.weight
 
     @staticmethod
-    def _initialize(module: nn.Module) -> None:
+    def initialize(module: nn.Module) -> None:
+        """Initial weights of one submodule."""
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -43,7 +44,7 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
         config[args.precision] = {"enabled": True}
     if args.precision == "fp16":
         # A first scale that overflows, and a short window: the dynamic scale moves in both directions.
-        config["fp16"] |= {"initial_scale_power": 24, "loss_scale_window": 4, "hysteresis": 1}
+        config["fp16"] |= {"initial_scale_power": 18, "loss_scale_window": 3, "hysteresis": 1}
     for text in args.set:
         path_text, _, value = text.partition("=")
         *path_keys, last = path_text.split(".")
@@ -72,10 +73,51 @@ def state(engine: Any) -> Iterator[tuple[str, object]]:
         yield name, getattr(engine, name)
 
 
+def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Weight decay for matrices only, as usual for a GPT."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.dim() > 1]},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def build_engine(args: argparse.Namespace, device: torch.device) -> Any:
+    """The engine of the three-call loop, or with ``--pipeline`` that of ``train_batch``."""
+    if args.pipeline > 1:
+        import gpt_pipeline
+
+        torch.manual_seed(args.seed)
+        model = gpt_pipeline.build(training.model_config(args), args.pipeline)
+    else:
+        model = training.build_model(args, device)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameter_groups(model), config=read_config(args))
+    return engine
+
+
+def train_batch(engine: Any, data: Iterator[Any], device: torch.device, pause_s: float) -> Tensor:
+    """One optimizer step; returns its mean loss on this rank (with a pipeline, on all)."""
+    if engine.pipeline_parallelism:
+        mean: Tensor = engine.train_batch(data)
+        return mean
+    micro_batches = engine.gradient_accumulation_steps()
+    total = torch.zeros((), device=device)
+    for _ in range(micro_batches):
+        x, y = next(data)
+        loss = engine(x.to(device), y.to(device))
+        time.sleep(pause_s / micro_batches)
+        engine.backward(loss)
+        engine.step()
+        total += loss.detach().float()
+    mean = total / micro_batches
+    return mean
+
+
 def main() -> None:
     """Train as the flags say."""
     flags = training.parser(__doc__)
     flags.add_argument("--zero", type=int, default=2, choices=range(4), help="ZeRO stage")
+    flags.add_argument("--pipeline", type=int, default=1, metavar="STAGES", help="pipeline stages (ZeRO 0 and 1)")
     flags.add_argument("--config", type=Path, help="a DeepSpeed config instead of ds_zero<N>.json")
     flags.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="another one than the config's")
     flags.add_argument(
@@ -83,26 +125,16 @@ def main() -> None:
     )
     args = flags.parse_args()
     device = training.start_process_group()
-
-    model = training.build_model(args, device)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=read_config(args))
+    engine = build_engine(args, device)
     recovery = engine.recovery
 
     training.seed_rank(args.seed)
-    data = recovery.data(training.build_loader(args))
+    group = engine.data_parallel_group
+    data = recovery.data(training.build_loader(args, dist.get_rank(group), dist.get_world_size(group)))
     log = training.StepLog(args)
-    micro_batches = engine.gradient_accumulation_steps()
     for step in recovery.steps(args.steps):
         with step:
-            total = torch.zeros((), device=device)
-            for _ in range(micro_batches):
-                x, y = next(data)
-                loss = engine(x.to(device), y.to(device))
-                time.sleep(args.step_time / 1e3 / micro_batches)
-                engine.backward(loss)
-                engine.step()
-                total += loss.detach().float()
-            log.step(step.index, total / micro_batches)
+            log.step(step.index, train_batch(engine, data, device, args.step_time / 1e3))
 
     if args.digest:
         training.emit(f"digest rank={dist.get_rank()} {training.digest(state(engine))}")

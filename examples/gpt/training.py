@@ -76,10 +76,9 @@ def start_process_group() -> torch.device:
     return device
 
 
-def build_model(args: argparse.Namespace, device: torch.device) -> GPT:
-    """The same initial weights on every rank."""
-    torch.manual_seed(args.seed)
-    config = GPTConfig(
+def model_config(args: argparse.Namespace) -> GPTConfig:
+    """The sizes that the flags say."""
+    return GPTConfig(
         vocabulary=corpus.VOCABULARY,
         context=args.context,
         layers=args.layers,
@@ -88,16 +87,23 @@ def build_model(args: argparse.Namespace, device: torch.device) -> GPT:
         dropout=args.dropout,
         tie_head=args.tie_head,
     )
-    return GPT(config).to(device)
 
 
-def build_loader(args: argparse.Namespace) -> DataLoader[tuple[Tensor, Tensor]]:
-    """This rank's batches; makes the data set on first use."""
+def build_model(args: argparse.Namespace, device: torch.device) -> GPT:
+    """The same initial weights on every rank."""
+    torch.manual_seed(args.seed)
+    return GPT(model_config(args)).to(device)
+
+
+def build_loader(
+    args: argparse.Namespace, rank: int | None = None, world: int | None = None
+) -> DataLoader[tuple[Tensor, Tensor]]:
+    """This rank's batches, or those of part ``rank`` of ``world``; makes the data set on first use."""
     prefix = corpus.prepare(args.data, args.data_dir, int(args.corpus_mib * 2**20))
     return make_loader(
         BlockDataset(prefix, args.context),
-        rank=dist.get_rank(),
-        world=dist.get_world_size(),
+        rank=dist.get_rank() if rank is None else rank,
+        world=dist.get_world_size() if world is None else world,
         batch_size=args.batch_size,
         seed=args.seed,
         stateful=args.stateful_loader,

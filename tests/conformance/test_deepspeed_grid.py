@@ -1,0 +1,228 @@
+"""The conformance grid with DeepSpeed: whatever fails, wherever, the job ends exactly as if nothing had happened.
+
+Gradient accumulation over two micro-batches, dropout, shuffled data, gradient clipping, a warming-up learning rate.
+Each job has its faults at different steps, on the first, a middle and the last rank. ``-m deepspeed`` is a
+representative part, ``-m grid`` everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashrecovery.config import PHASES
+from tests.jobs import ROOT, SMALL, Job, Layout, check_clean, check_fired, check_recovered, check_same, run_job
+
+pytest.importorskip("deepspeed")
+
+STEPS = 14
+SCRIPT = "train_deepspeed.py"
+FP16_SCRIPT = ROOT / "tests" / "scripts" / "deepspeed_fp16.py"
+VICTIMS = ((0, 3), (2, 6), (3, 9))  # rank, step
+CONFIG = {"timeouts": {"stopped_s": 0.3}}
+TIMEOUT_S = 400  # four processes that import deepspeed on two busy cores, three times
+FAULTS = ("sigkill", "sigstop", "raise")
+OVERFLOWS = (0, 1, 2, 7, 12)
+"""Steps that the fp16 example skips: its first scale is too high, and it grows again and again."""
+
+
+def zero(stage: int, name: str = "", *flags: str) -> Layout:
+    """One layout of the example."""
+    return Layout(f"zero{stage}{name}", SCRIPT, ("--zero", str(stage), *flags))
+
+
+def setting(key: str, value: str) -> tuple[str, str]:
+    """A flag that sets a key of ``zero_optimization``."""
+    return "--set", f"zero_optimization.{key}={value}"
+
+
+FP32 = ("--precision", "fp32")
+ZERO0, ZERO1, ZERO2, ZERO3 = (zero(stage) for stage in range(4))
+ZERO0_FP32 = zero(0, "-fp32", *FP32)
+LAYOUTS = (ZERO0_FP32, ZERO0, ZERO1, ZERO2, ZERO3)
+VARIANTS = (
+    zero(
+        2,
+        "-overlap-round-robin",
+        *setting("overlap_comm", "true"),
+        *setting("round_robin_gradients", "true"),
+        *("--tie-head", "--num-workers", "1"),
+    ),
+    zero(
+        2,
+        "-fp32-no-norm",
+        *FP32,
+        *setting("contiguous_gradients", "false"),
+        *setting("reduce_scatter", "false"),
+        *setting("compute_grad_norm", "false"),
+        *("--set", "gradient_clipping=0"),
+    ),
+    zero(1, "-fp32-overlap", *FP32, *setting("overlap_comm", "true")),
+    zero(
+        3,
+        "-overlap-sub-groups",
+        *setting("overlap_comm", "true"),
+        *setting("sub_group_size", "5000"),
+        *setting("stage3_param_persistence_threshold", "0"),
+        "--tie-head",
+    ),
+    zero(3, "-fp32-all-reduce", *FP32, *setting("reduce_scatter", "false")),
+)
+FP16 = tuple(zero(stage, "-fp16", "--precision", "fp16") for stage in range(4))
+
+Run = Callable[..., Job]
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Job]:
+    """The same launch without a fault, once a layout."""
+    jobs: dict[str, Job] = {}
+
+    def get(layout: Layout) -> Job:
+        if layout.name not in jobs:
+            path = tmp_path_factory.mktemp("reference") / layout.name
+            jobs[layout.name] = _run(path, layout, standby=0)
+            check_clean(jobs[layout.name])
+        return jobs[layout.name]
+
+    return get
+
+
+def _run(run_dir: Path, layout: Layout, **kwargs: Any) -> Job:
+    """Run the example; fp16 through the script that lifts DeepSpeed's refusal of it on CPUs."""
+    if "fp16" in layout.flags:
+        kwargs |= {"script": FP16_SCRIPT, "flags": [*SMALL, "--steps", str(STEPS), *layout.flags]}
+    return run_job(run_dir, layout, steps=STEPS, timeout_s=TIMEOUT_S, **kwargs)
+
+
+def _faults(phase: str, fault: str = "sigkill", victims: Sequence[tuple[int, int]] = VICTIMS) -> list[str]:
+    return [f"rank={rank},fault={fault},at={phase},step={step}" for rank, step in victims]
+
+
+def _phases(layout: Layout) -> tuple[str, ...]:
+    replicated = layout in (ZERO0, ZERO0_FP32)
+    return tuple(p for p in PHASES if p != "param-gather" or not replicated)
+
+
+QUICK = {
+    (ZERO0_FP32, "optimizer", "sigkill"),
+    (ZERO2, "param-gather", "sigkill"),
+    (ZERO3, "forward", "sigkill"),
+}
+
+
+def _grid() -> list[object]:
+    """Every phase and fault of every layout."""
+    cases = []
+    for layout in LAYOUTS:
+        for phase in _phases(layout):
+            for fault in FAULTS:
+                marks = [pytest.mark.grid, *([pytest.mark.deepspeed] if (layout, phase, fault) in QUICK else [])]
+                cases.append(pytest.param(layout, phase, fault, id=f"{layout.name}-{phase}-{fault}", marks=marks))
+    return cases
+
+
+pytestmark = pytest.mark.timeout(3 * TIMEOUT_S)
+
+
+@pytest.mark.parametrize(("layout", "phase", "fault"), _grid())
+def test_fault_in_phase(
+    layout: Layout, phase: str, fault: str, tmp_path: Path, reference: Callable[[Layout], Job]
+) -> None:
+    job = _run(tmp_path / "run", layout, standby=1, inject=_faults(phase, fault), config=CONFIG)
+    check_same(job, reference(layout))
+    check_fired(job, len(VICTIMS))
+    check_recovered(job, [rank for rank, _ in VICTIMS])
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("layout", VARIANTS, ids=lambda layout: layout.name)
+def test_settings(layout: Layout, tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
+    inject = [
+        *_faults("backward", victims=[(0, 3)]),
+        *_faults("optimizer", victims=[(2, 6)]),
+        *_faults("param-gather", victims=[(3, 9)]),
+    ]
+    job = _run(tmp_path / "run", layout, standby=1, inject=inject)
+    check_same(job, reference(layout))
+    check_fired(job, len(inject))
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("layout", FP16, ids=lambda layout: layout.name)
+def test_dynamic_loss_scale(layout: Layout, tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
+    """Deaths in steps that overflow (nothing is mutated but the scale) and in others."""
+    inject = [
+        *_faults("commit", victims=[(0, OVERFLOWS[1])]),
+        *_faults("optimizer", victims=[(2, 4)]),
+        *_faults("backward", victims=[(3, OVERFLOWS[3])]),
+        *_faults("grad-sync", victims=[(1, OVERFLOWS[4])]),
+    ]
+    job = _run(tmp_path / "run", layout, standby=1, inject=inject)
+    check_same(job, reference(layout))
+    check_fired(job, len(inject))
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_first_and_last_step(layout: Layout, tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
+    inject = [*_faults("backward", victims=[(1, 0)]), *_faults("optimizer", victims=[(2, STEPS - 1)])]
+    job = _run(tmp_path / "run", layout, standby=1, inject=inject)
+    check_same(job, reference(layout))
+    check_fired(job, 2)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    ("layout", "victims"),
+    [(ZERO0, (0, 1)), (ZERO2, (0, 2)), (ZERO3, (1, 3))],
+    ids=["zero0-0-1", "zero2-0-2", "zero3-1-3"],
+)
+def test_victims_at_once(
+    layout: Layout, victims: tuple[int, ...], tmp_path: Path, reference: Callable[[Layout], Job]
+) -> None:
+    """Replicas survive any two; partitions survive two that do not hold each other's copies."""
+    inject = _faults("backward", victims=[(rank, 5) for rank in victims])
+    job = _run(tmp_path / "run", layout, standby=1, inject=inject)
+    check_same(job, reference(layout))
+    check_fired(job, len(victims))
+
+
+@pytest.mark.grid
+def test_a_rank_and_its_neighbour_at_once_go_back_to_the_checkpoint(tmp_path: Path) -> None:
+    flags = ["--step-time", "60"]
+    reference = run_job(tmp_path / "reference", ZERO2, steps=60, standby=0, flags=flags, timeout_s=TIMEOUT_S)
+    job = run_job(
+        tmp_path / "run",
+        ZERO2,
+        steps=60,
+        standby=2,
+        flags=flags,
+        timeout_s=TIMEOUT_S,
+        inject=_faults("backward", victims=[(1, 45), (2, 45)]),
+        options=["--checkpoint-dir", str(tmp_path / "ckpt"), "--checkpoint-interval", "0.7"],
+    )
+    check_same(job, reference)
+    check_fired(job, 2)
+    (fallback,) = job.of("fallback_started")
+    assert 0 < fallback["version"] <= 45
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("flash_recovery.redundancy", '"replica"', "shards of rank"),
+        ("flash_recovery.redundency", '"auto"', "did you mean 'redundancy'?"),
+        ("zero_optimization.zero_quantized_gradients", "true", "zero_optimization.zero_quantized_gradients"),
+    ],
+)
+def test_refused_at_start(key: str, value: str, words: str, tmp_path: Path) -> None:
+    layout = zero(1, "-refused", "--set", f"{key}={value}")
+    job = _run(tmp_path / "run", layout, standby=0, options=["--max-restarts", "0"])
+    assert job.code != 0 and not job.losses, job.explain()
+    assert words in job.output, job.explain()
+    check_clean(job)

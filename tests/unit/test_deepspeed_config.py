@@ -1,0 +1,72 @@
+"""The ``flash_recovery`` block of a DeepSpeed config. None of this needs deepspeed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from flashrecovery.errors import ConfigError, UnsupportedError
+from fr_deepspeed.config import FlashRecoveryConfig, parse
+from fr_deepspeed.support import TESTED_VERSIONS, check_version
+
+
+def test_without_the_key_recovery_is_off() -> None:
+    assert parse({"train_batch_size": 8}) == FlashRecoveryConfig()
+    assert not parse({}).enabled
+
+
+def test_only_what_is_given_overrides_the_launcher() -> None:
+    assert parse({"flash_recovery": {"enabled": True}}).overrides() == {}
+    block = {"enabled": True, "redundancy": "neighbor", "verify": False, "hang_timeout_s": "auto"}
+    assert parse({"flash_recovery": block}).overrides() == {"redundancy": "neighbor", "verify": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"flash_recovery": {"enable": True}}, ["'enable'", "did you mean 'enabled'?"]),
+        ({"flash_recovery": {"redundency": "auto"}}, ["'redundency'", "did you mean 'redundancy'?", "verify"]),
+        ({"flash_recovery": {"redundancy": "neighbour"}}, ["redundancy = 'neighbour'", "'neighbor'"]),
+        ({"flash_recovery": True}, ["flash_recovery = True", "mapping"]),
+        ({"flash_recovry": {"enabled": True}}, ["'flash_recovry'", "did you mean 'flash_recovery'?"]),
+        ({"flash_recovery": {"hang_timeout_s": 30}}, ["hang_timeout_s = 30", "timeouts.hang_floor_s"]),
+        ({"flash_recovery": {"checkpoint": {"dir": "/x"}}}, ["checkpoint", "checkpoint.dir"]),
+    ],
+)
+def test_errors_name_the_key_and_what_is_right(config: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(config)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_other_versions_are_refused() -> None:
+    check_version(TESTED_VERSIONS[0])
+    check_version(TESTED_VERSIONS[0] + "+cpu")
+    with pytest.raises(UnsupportedError, match=r"0\.18\.0 .*0\.19\.8"):
+        check_version("0.18.0")
+
+
+def test_importing_the_package_is_light() -> None:
+    code = (
+        "import sys, fr_deepspeed.config, fr_deepspeed.support; sys.exit(bool({'deepspeed', 'torch'} & {*sys.modules}))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_initialize_is_wrapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fr_deepspeed import hook
+
+    attached: list[object] = []
+    monkeypatch.setattr(hook, "attach", attached.append)
+    monkeypatch.setattr(hook, "_without_shared_memory_op", lambda: None)
+    module = ModuleType("deepspeed")
+    engine = SimpleNamespace()
+    module.initialize = lambda *, model: (engine, model)  # type: ignore[attr-defined]
+    hook.install(module)
+    hook.install(module)
+    assert module.initialize(model=7) == (engine, 7)
+    assert attached == [engine]

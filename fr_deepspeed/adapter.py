@@ -59,6 +59,7 @@ def adapter_for(engine: Any) -> EngineAdapter:
 
     check_version(deepspeed.__version__)
     check_engine(engine)
+    _check_groups(engine)
     kind = type(engine.optimizer)
     known: dict[type, type[EngineAdapter]] = {
         FP16_UnfusedOptimizer: MasterWeightsAdapter,
@@ -70,6 +71,20 @@ def adapter_for(engine: Any) -> EngineAdapter:
     if isinstance(engine.optimizer, Optimizer) and engine.optimizer is engine.basic_optimizer:
         return PlainEngineAdapter(engine, engine.optimizer)
     raise UnsupportedError(f"flash_recovery does not support: the optimizer wrapper {kind.__name__}")
+
+
+def _check_groups(engine: Any) -> None:
+    """Hyper-parameters are restored from any rank, so all have to have the same number of groups. Stages need not:
+    DeepSpeed drops a group of which a stage has no parameter. Raises UnsupportedError."""
+    if not engine.pipeline_parallelism:
+        return
+    counts: list[int] = [0] * world_size()
+    dist.all_gather_object(counts, len(engine.basic_optimizer.param_groups))
+    if len(set(counts)) > 1:
+        raise UnsupportedError(
+            f"flash_recovery does not support: pipeline stages with different parameter groups ({counts} on ranks 0 to "
+            f"{len(counts) - 1}); give every stage parameters of each group"
+        )
 
 
 class EngineAdapter(TorchAdapter):

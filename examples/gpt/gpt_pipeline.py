@@ -42,8 +42,12 @@ class Head(nn.Module):
         return logits
 
 
-def _block(config: GPTConfig) -> nn.Module:
-    return Block(config).apply(GPT.initialize)
+class Layer(Block):
+    """A block with its initial weights."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.apply(GPT.initialize)
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -53,6 +57,6 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 def build(config: GPTConfig, stages: int) -> Any:
     """The whole model, of which each rank makes the layers of its stage."""
-    blocks = [LayerSpec(_block, config) for _ in range(config.layers)]
+    blocks = [LayerSpec(Layer, config) for _ in range(config.layers)]
     layers = [LayerSpec(Embedding, config), *blocks, LayerSpec(Head, config)]
     return PipelineModule(layers, num_stages=stages, loss_fn=loss, partition_method="uniform")

@@ -87,6 +87,7 @@ def build_engine(args: argparse.Namespace, device: torch.device) -> Any:
     if args.pipeline > 1:
         import gpt_pipeline
 
+        deepspeed.init_distributed(dist.get_backend())
         torch.manual_seed(args.seed)
         model = gpt_pipeline.build(training.model_config(args), args.pipeline)
     else:

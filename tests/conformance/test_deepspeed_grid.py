@@ -40,6 +40,7 @@ def setting(key: str, value: str) -> tuple[str, str]:
 
 
 FP32 = ("--precision", "fp32")
+PIPELINE = ("--pipeline", "2")  # two stages by two data-parallel ranks
 ZERO0, ZERO1, ZERO2, ZERO3 = (zero(stage) for stage in range(4))
 ZERO0_FP32 = zero(0, "-fp32", *FP32)
 LAYOUTS = (ZERO0_FP32, ZERO0, ZERO1, ZERO2, ZERO3)
@@ -70,6 +71,8 @@ VARIANTS = (
         "--tie-head",
     ),
     zero(3, "-fp32-all-reduce", *FP32, *setting("reduce_scatter", "false")),
+    zero(1, "-pipeline", *PIPELINE),
+    zero(0, "-pipeline-fp32", *PIPELINE, *FP32),
 )
 FP16 = tuple(zero(stage, "-fp16", "--precision", "fp16") for stage in range(4))
 
@@ -141,10 +144,11 @@ def test_fault_in_phase(
 @pytest.mark.grid
 @pytest.mark.parametrize("layout", VARIANTS, ids=lambda layout: layout.name)
 def test_settings(layout: Layout, tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
+    last = "commit" if layout.flags[:2] == ("--zero", "0") else "param-gather"
     inject = [
         *_faults("backward", victims=[(0, 3)]),
         *_faults("optimizer", victims=[(2, 6)]),
-        *_faults("param-gather", victims=[(3, 9)]),
+        *_faults(last, victims=[(3, 9)]),
     ]
     job = _run(tmp_path / "run", layout, standby=1, inject=inject)
     check_same(job, reference(layout))
@@ -226,3 +230,12 @@ def test_refused_at_start(key: str, value: str, words: str, tmp_path: Path) -> N
     assert job.code != 0 and not job.losses, job.explain()
     assert words in job.output, job.explain()
     check_clean(job)
+
+
+@pytest.mark.grid
+def test_switched_off(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
+    """The key is false: the same script trains to the same end, and nobody protects it."""
+    layout = zero(2, "-off", "--set", "flash_recovery.enabled=false")
+    job = _run(tmp_path / "run", layout, standby=0)
+    check_same(job, reference(ZERO2))
+    assert not job.notices("redundancy")

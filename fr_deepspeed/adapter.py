@@ -27,7 +27,7 @@ from flashrecovery.errors import UnsupportedError
 from flashrecovery.torch_native.base import TorchAdapter
 from flashrecovery.torch_native.placement import replicated, world_size
 from flashrecovery.torch_native.shards import ParamRecord, ParamShard, constant
-from flashrecovery.worker.adapter import Shard
+from flashrecovery.worker.adapter import Shard, StepHooks
 from fr_deepspeed.pipeline import reset_schedule
 from fr_deepspeed.support import check_engine, check_version
 
@@ -147,6 +147,10 @@ class EngineAdapter(TorchAdapter):
         ]
 
     # -- moments of a step ------------------------------------------------------------------------
+
+    def watch(self, hooks: StepHooks) -> None:
+        self._param_groups = list(self.basic.param_groups)  # now: loading a checkpoint makes new ones
+        super().watch(hooks)
 
     def sync_spans_world(self) -> bool:
         # ZeRO-2 reduces each gradient to its owner only: without a norm or overflow check nothing spans the ranks.

@@ -49,9 +49,9 @@ class Lifeline:
             _check(_libc.pthread_mutex_consistent(self._mutex))
 
     def held(self) -> bool:
-        """Whether the other process holds it by now."""
+        """Whether the other process holds it by now, or did until it ended."""
         code = _libc.pthread_mutex_trylock(self._mutex)
-        if code == 0:
+        if code in (0, errno.EOWNERDEAD):  # after an owner's death this leaves it cut for ever
             _check(_libc.pthread_mutex_unlock(self._mutex))
         return bool(code)
 

@@ -107,6 +107,15 @@ def test_a_lifeline_outlives_the_objects_of_the_interpreter_and_programs_that_ar
         page.close()
 
 
+def test_a_process_that_ends_before_the_first_look_is_seen_by_its_lifeline() -> None:
+    page = Page.create("test")
+    _sleeper(HOLD.format(fd=page.fd), page.fd).wait()
+    lifeline = Lifeline(page.fd)
+    assert lifeline.held() and lifeline.cut(0.0) and lifeline.cut(0.0)
+    lifeline.close()
+    page.close()
+
+
 def _process(pid: int) -> Any:
     return cast(Any, SimpleNamespace(pid=pid))
 

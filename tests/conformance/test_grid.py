@@ -20,6 +20,8 @@ from tests.jobs import (
     FSDP,
     HSDP,
     LAYOUTS,
+    ROOT,
+    SMALL,
     Job,
     Layout,
     RunningJob,
@@ -154,6 +156,20 @@ def test_a_corrupted_shard_is_taken_from_its_next_source(tmp_path: Path, referen
     job = run_job(tmp_path / "run", DDP, steps=STEPS, inject=inject)
     check_same(job, reference(DDP))
     assert job.notices("digest_mismatch"), job.explain()
+
+
+def test_a_synchronisation_that_only_some_ranks_can_leave(tmp_path: Path, reference: Reference) -> None:
+    """Ranks 1 and 3 have all they need for their step; rank 2 lacks what rank 0 had still to send."""
+    job = run_job(
+        tmp_path / "run",
+        HSDP,
+        steps=STEPS,
+        script=ROOT / "tests" / "scripts" / "hsdp_torn_sync.py",
+        flags=[*SMALL, "--steps", str(STEPS), *HSDP.flags],
+    )
+    check_same(job, reference(HSDP))
+    check_recovered(job, [0])
+    assert job.of("recovery_finished")[0]["resume_step"] == 4
 
 
 @pytest.mark.timeout(400)  # two jobs of 400 steps and ten recoveries, one after another

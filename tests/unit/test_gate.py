@@ -68,3 +68,12 @@ def test_an_outdated_resume_does_not_start_the_rank(gate: Gate) -> None:
     assert gate.resume(0, 2) is False and gate.stopped
     assert gate.resume(0, 3) is True and not gate.stopped
     assert gate.outdated(2) and not gate.outdated(3)
+
+
+def test_the_barrier_before_the_mutation_is_known(gate: Gate) -> None:
+    gate.begin()
+    assert not gate.waits_in_barrier
+    with pytest.raises(ValueError), gate.in_barrier():
+        assert gate.waits_in_barrier
+        raise ValueError
+    assert not gate.waits_in_barrier

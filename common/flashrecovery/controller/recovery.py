@@ -74,7 +74,8 @@ class RecoverySteps(JobState):
     def _stop_survivors(self, now: float) -> None:
         """Once every survivor is held: first those that may finish their step stop, then the others.
 
-        Whoever has reached a version has synchronised its gradients with all others, so these can reach it, too. The
+        Whoever has reached a version has synchronised its gradients with all others, so these can reach it, too (unless
+        the dead rank still had to send them something; where that matters, a barrier comes before the mutation). The
         others wait meanwhile, because closing their connections could cut off what they had sent.
         """
         waiting = self.outbox.waiting_for()

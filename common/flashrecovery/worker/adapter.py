@@ -110,7 +110,8 @@ class Adapter(ABC):
     @abstractmethod
     def sync_spans_world(self) -> bool:
         """True if leaving the last gradient synchronisation implies that every rank of the world has sealed.
-        Otherwise the core adds a barrier of its own before the optimizer step."""
+        Otherwise the core adds a barrier of its own before the optimizer step, and also where shards differ between the
+        ranks and no rank keeps its pre-step state."""
 
     @abstractmethod
     def reset(self) -> None:

@@ -88,6 +88,8 @@ class Control:
     def _stop(self, command: pb.Command) -> None:
         """Free the training thread; a step that others have finished may finish (paper section III-E)."""
         if self._gate.stop(command.generation, command.stop.finish_to):
+            if self._gate.waits_in_barrier:
+                groups.abandon(command.stop.reason)  # the dead rank will never let it through
             self._let_finish(command.stop.mutation_grace_s)
         self._gate.give_up()
         groups.abandon(command.stop.reason)

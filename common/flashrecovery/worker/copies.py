@@ -52,7 +52,7 @@ class Copies:
         self._neighbour: NeighbourCopies | None = None
         self._undo: UndoCopy | None = None
         self._undo_allowed = settings.undo != "never"
-        if registry.world_size > 1 and settings.redundancy != "none" and _anywhere(bool(unique)):
+        if registry.world_size > 1 and settings.redundancy != "none" and anywhere(bool(unique)):
             group = groups.create_control_group(NEIGHBOUR_GROUP)
             assert group is not None
             self._neighbour = NeighbourCopies(group, registry.rank, registry.world_size, registry.tensor_shards())
@@ -152,6 +152,11 @@ class Copies:
         """This rank's own pre-step copy; neighbour copies include one."""
         return self._undo if self._neighbour is None else self._neighbour.undo
 
+    @property
+    def keeps_undo(self) -> bool:
+        """Whether this rank can always go back one version."""
+        return self._own_copy is not None
+
     def inventory(self) -> list[pb.Held]:
         """What is held whole."""
         held = []
@@ -189,7 +194,7 @@ class Copies:
         raise RestoreError(f"no {kind} of {shard!r} here")
 
 
-def _anywhere(flag: bool) -> bool:
+def anywhere(flag: bool) -> bool:
     """Whether ``flag`` is set on any rank; a collective (a replacement gets the recorded answer)."""
     group = groups.control_group()
     tensor = torch.tensor([int(flag)])

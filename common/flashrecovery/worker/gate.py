@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from flashrecovery.errors import StepInterrupted
 from flashrecovery.page import TAG_MUTATING, Page
@@ -38,6 +40,7 @@ class Gate:
         self._stepping = False
         self._done = False
         self._mutating = False
+        self._in_barrier = False
         self._step_began = 0
         self._step_ns = 0
 
@@ -62,6 +65,15 @@ class Gate:
                 self._mutating = True
                 self.live = -1
                 self.page.set_tag(TAG_MUTATING)
+
+    @contextmanager
+    def in_barrier(self) -> Iterator[None]:
+        """This rank waits in the barrier before its mutation."""
+        self._in_barrier = True
+        try:
+            yield
+        finally:
+            self._in_barrier = False
 
     def commit(self) -> bool:
         """Tag i+1, even when stopped meanwhile: the mutation was complete. Returns whether the rank may go on.
@@ -148,6 +160,11 @@ class Gate:
     def finishing(self) -> bool:
         """The step may go on to its commit."""
         return self._stepping and (self._mutating or self.version < self._finish_to)
+
+    @property
+    def waits_in_barrier(self) -> bool:
+        """For a rank that may finish its step: the barrier has served its purpose, somebody has passed it."""
+        return self._in_barrier
 
     @property
     def mutating(self) -> bool:

@@ -11,18 +11,19 @@ import atexit
 import logging
 import sys
 import time
+from collections.abc import Callable
 
 import torch.distributed as dist
 
 from flashrecovery import groups
 from flashrecovery.config import Settings
-from flashrecovery.errors import JobFailedError, StepInterrupted
+from flashrecovery.errors import JobFailedError, RegistrationError, StepInterrupted
 from flashrecovery.page import Page
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy import checkpoint
 from flashrecovery.worker.channel import Channel
 from flashrecovery.worker.control import Control
-from flashrecovery.worker.copies import Copies
+from flashrecovery.worker.copies import Copies, anywhere
 from flashrecovery.worker.data import DataStream, Position
 from flashrecovery.worker.device import DeviceClock
 from flashrecovery.worker.faults import Faults
@@ -38,7 +39,8 @@ Drawn = tuple[RngState, list[Position]]
 
 
 class Connection:
-    """What the bootstrap has set up before the script runs."""
+    """What the bootstrap has set up before the script runs. ``at_script_end``: it calls these when the script has ended
+    well."""
 
     def __init__(self, channel: Channel, page: Page, rank: int, generation: int, detached: bool) -> None:
         self.channel = channel
@@ -46,6 +48,7 @@ class Connection:
         self.rank = rank
         self.generation = generation
         self.detached = detached
+        self.at_script_end: list[Callable[[], None]] = []
 
 
 class Session:
@@ -85,37 +88,48 @@ class Session:
     # -- the loop ---------------------------------------------------------------------------------
 
     def add_stream(self, stream: DataStream) -> None:
+        """Raises RegistrationError after the first step: a replacement could not find its place in it."""
+        if self._recoverer is not None:
+            raise RegistrationError("recovery.data() after the first step; call it before, once for each data source")
         stream.before_fetch = self._at_data
         self.registry.streams.append(stream)
 
-    def open(self) -> None:
-        """First step asked for: say what there is, and wait for the word to begin."""
+    def open(self, num_steps: int | None) -> None:
+        """First step asked for: say what there is, and wait for the word to begin. ``num_steps``: None where the
+        script's end is the end of the steps."""
         if self._recoverer is not None:
             raise JobFailedError("recovery.steps() can be run through only once in a process")
         self.registry.close()
         self._check_world()
-        self._explicit_barrier = self.registry.world_size > 1 and not all(
-            a.sync_spans_world() for a in self.registry.adapters
-        )
         self.copies = Copies(self.registry, self.settings, self._checkpoint_published, self._checkpoint_failed)
+        self._explicit_barrier = self._needs_barrier(self.copies)
         self._recoverer = Recoverer(self)
         for adapter in self.registry.adapters:
             adapter.watch(self)
         if self.rank == 0 and not self.connection.detached:
             self.notice("redundancy", self.copies.describe())
-        self._recoverer.join()
+        self._recoverer.join(num_steps)
 
     def finished(self, num_steps: int) -> bool:
         """True when all steps are committed on all ranks (waits for the others, and recovers if one of them fails)."""
         assert self._recoverer is not None
         while True:
             if self.gate.stopped:
-                self._recoverer.run()
+                self.recover()
             elif self.gate.version < num_steps:
                 return False
             elif self._recoverer.wait_for_release():
                 self._close()
                 return True
+
+    def recover(self) -> None:
+        """Carry out the controller's commands, outside a step, until the next resume."""
+        assert self._recoverer is not None
+        self._recoverer.run()
+
+    def at_script_end(self, callback: Callable[[], None]) -> None:
+        """Call it when the script has come to its end, not when it fails."""
+        self.connection.at_script_end.append(callback)
 
     def leave_early(self) -> None:
         """The loop has been left, by ``break`` or by an exception (the generator cannot tell which).
@@ -143,7 +157,6 @@ class Session:
 
     def end(self, error: BaseException | None) -> bool:
         """Commit, or recover. Returns True if ``error`` was only the sign of a stop."""
-        assert self._recoverer is not None
         if error is None:
             try:
                 self._commit()
@@ -158,7 +171,7 @@ class Session:
             self._failing = True
             return False
         self._failing = True
-        self._recoverer.run()
+        self.recover()
         self._failing = False
         return True
 
@@ -241,10 +254,33 @@ class Session:
         """Changes whenever random numbers or data are drawn."""
         return RngState.now(), [s.position for s in self.registry.streams]
 
+    def _needs_barrier(self, copies: Copies) -> bool:
+        """Whether the gradient synchronisation is not enough before the first mutation. A collective.
+
+        Who leaves it knows that all ranks have sealed, not that all can leave it: what the dead rank still had to send
+        to one of them is lost. That rank then stays a version behind, which is harmless only if whoever is ahead has
+        all of its shards, or can go back.
+        """
+        registry = self.registry
+        everywhere = all(len(s.holders) == registry.world_size for s in registry.tensor_shards())
+        apart = anywhere(not everywhere) and not copies.keeps_undo
+        return registry.world_size > 1 and (apart or not all(a.sync_spans_world() for a in registry.adapters))
+
     def _barrier(self) -> None:
+        """Nobody passes it before all have come. If a peer dies in it and another rank has passed it, so may this one.
+
+        Raises what says that the step is void.
+        """
         group = groups.control_group()
-        if group is not None:
-            group.barrier().wait()
+        if group is None:
+            return
+        try:
+            with self.gate.in_barrier():
+                group.barrier().wait()
+        except RuntimeError as e:
+            if not self._is_stop(e):
+                raise
+            self.gate.check()
 
     def _commit(self) -> None:
         """Tag i+1: everything of version i+1 is in place."""
@@ -252,9 +288,12 @@ class Session:
         version = self.gate.version
         self.faults.hit("commit", version)
         self.gate.check()
-        if not self.gate.mutating:
-            self._refuse_failed_collectives()
         mutated = self.gate.mutating
+        if not mutated:
+            # Nothing in such a step says that all ranks have come this far, with the copies of its version.
+            self._refuse_failed_collectives()
+            self.copies.wait()
+            self._barrier()
         now = self._drawn()
         if self._written != now:
             self._seal(version + 1, now)

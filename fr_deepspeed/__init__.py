@@ -20,6 +20,7 @@ Under ``flashrecovery run`` this package wraps ``deepspeed.initialize`` as soon 
 :mod:`.config`     the ``flash_recovery`` block
 :mod:`.support`    which versions and settings are supported; everything else is refused at start, by name
 :mod:`.adapter`    what all stages have in common: the moments of a step, counters, scaler, reset of the engine
+:mod:`.calls`      the pipeline engine's ``train_batch`` and ``eval_batch``, protected in the script's own loop
 :mod:`.stage0`     ZeRO-0: replicated parameters, fp32 or with fp32 masters
 :mod:`.stage12`    ZeRO-1 and 2: flat partitions
 :mod:`.stage3`     ZeRO-3: per-parameter slices

@@ -28,7 +28,7 @@ from flashrecovery.torch_native.base import TorchAdapter
 from flashrecovery.torch_native.placement import replicated, world_size
 from flashrecovery.torch_native.shards import ParamRecord, ParamShard, constant
 from flashrecovery.worker.adapter import Shard, StepHooks
-from fr_deepspeed.pipeline import reset_schedule
+from fr_deepspeed.pipeline import loss_of, reset_schedule
 from fr_deepspeed.support import check_engine, check_version
 
 _COUNTERS = (
@@ -184,6 +184,7 @@ class EngineAdapter(TorchAdapter):
             **super().capture_common(),
             "counters": {name: getattr(engine, name) for name in _COUNTERS},
             "scaler": {k: v for k, v in vars(self._scaler()).items() if isinstance(v, _PLAIN)},
+            "loss": loss_of(engine) if engine.pipeline_parallelism else None,
         }
 
     def restore_common(self, state: dict[str, Any]) -> None:
@@ -191,6 +192,8 @@ class EngineAdapter(TorchAdapter):
         for name, value in state["counters"].items():
             setattr(self.engine, name, value)
         vars(self._scaler()).update(state["scaler"])
+        if state["loss"] is not None:
+            self.engine.agg_train_loss = torch.tensor(state["loss"], device=self.engine.device)
         with torch.no_grad():
             self._derive_weights()
 

@@ -50,6 +50,10 @@ def attach(engine: Any) -> Recovery:
         from fr_deepspeed.adapter import adapter_for
 
         recovery.register_adapter(adapter_for(engine), **_objects(engine))
+        if engine.pipeline_parallelism:
+            from fr_deepspeed.calls import ProtectedCalls
+
+            ProtectedCalls(engine, recovery)
     else:
         recovery.register(model=engine)
     engine.recovery = recovery

@@ -23,3 +23,8 @@ def reset_schedule(engine: Any) -> None:
     engine.fwd_outputs = []
     engine.total_loss = engine.total_additional_losses = None
     engine._force_grad_boundary = False
+
+
+def loss_of(engine: Any) -> float | None:
+    """What the newest ``train_batch`` has returned on every rank, float32; None before the first."""
+    return None if engine.agg_train_loss is None else float(engine.agg_train_loss)

@@ -108,6 +108,8 @@ def test_run_directory_of_a_live_job_is_refused(tmp_path: Path) -> None:
         ("not-iterable", "DataSourceError"),
         ("not-entered", "with step:"),
         ("unequal", "not equal on all ranks"),
+        ("uneven-steps", "needs the same number on every rank, but there is steps(8) on rank 0; steps(9) on rank 1"),
+        ("late-data", "recovery.data() after the first step"),
     ],
 )
 def test_wrong_use_ends_the_job_with_its_reason(mode: str, expected: str, tmp_path: Path) -> None:
@@ -130,7 +132,7 @@ def test_unstable_data_is_refused_and_never_resumed_wrongly(tmp_path: Path) -> N
     check_clean(job)
 
 
-@pytest.mark.parametrize("mode", ["plain", "swallow", "reduce-after", "random-after"])
+@pytest.mark.parametrize("mode", ["plain", "swallow", "reduce-after", "random-after", "idle-steps", "calls"])
 @pytest.mark.parametrize("phase", ["backward", "optimizer", "commit"])
 def test_bitwise_whatever_the_body_does(mode: str, phase: str, tmp_path: Path) -> None:
     """A body that swallows the error, or goes on communicating or drawing numbers after the optimizer."""

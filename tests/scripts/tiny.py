@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,36 @@ class Unstable:
     def __iter__(self):  # type: ignore[no-untyped-def]
         while True:
             yield torch.full((4, 8), float(os.getpid() % 1000))
+
+
+def own_loop(
+    steps: int,
+    recovery: flashrecovery.Recovery,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Iterator[torch.Tensor],
+) -> None:
+    """The script's own loop, with an evaluation now and then, in which each step is one protected call."""
+
+    def train() -> float:
+        optimizer.zero_grad()
+        loss = model(next(data)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return float(loss)
+
+    def evaluate() -> float:
+        with torch.no_grad():
+            total = model(torch.rand(4, 8)).square().mean()
+        dist.all_reduce(total)
+        return float(total)
+
+    for step in range(steps):
+        loss = recovery.call("train", train, skipped=lambda: float("nan"))
+        torch.rand(step % 3)  # a replacement draws this again
+        if step % 3 == 2:
+            recovery.call("evaluate", evaluate, skipped=lambda: float("nan"))
+        print(f"call {step}: {loss.hex()}", flush=True)
 
 
 def main() -> None:
@@ -52,7 +83,12 @@ def main() -> None:
     if rank == 0:
         settings += os.getpid()  # differs from launch to launch: a replacement must get the first launch's value
     dist.broadcast(settings, 0)
-    for step in recovery.steps(args.steps):
+    if mode == "calls":
+        own_loop(args.steps, recovery, model, optimizer, data)
+    more = int(mode == "uneven-steps" and rank == 1)
+    for step in recovery.steps(args.steps + more) if mode != "calls" else ():
+        if mode == "late-data" and step.index == 2:
+            recovery.data(loader)
         if mode == "not-entered":
             continue
         if mode == "raise-between" and rank == 1 and step.index == 3 and recovery.generation == 0:
@@ -60,6 +96,9 @@ def main() -> None:
         with step:
             optimizer.zero_grad()
             x = next(data)
+            if mode == "idle-steps" and step.index % 2:
+                torch.rand(1)
+                continue
             if mode == "swallow":
                 try:
                     model(x).square().mean().backward()

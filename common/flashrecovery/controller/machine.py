@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from flashrecovery import events as ev
 from flashrecovery.controller.history import Recovery
-from flashrecovery.controller.records import Place, RankRecord, unequal_claims
+from flashrecovery.controller.records import Place, RankRecord, unequal_claims, unequal_steps
 from flashrecovery.controller.recovery import RecoverySteps
 from flashrecovery.controller.restore import RestoreRound
 from flashrecovery.controller.states import RECOVERY_STATES, State
@@ -57,6 +57,8 @@ class Machine(RecoverySteps):
             self._fail(
                 f"rank {record.rank}: the replacement registered other state than the process it replaces: {odd}"
             )
+        elif self.state is not State.STARTING and unequal_steps(self.ranks.values()):
+            self._fail(unequal_steps(self.ranks.values()))
         elif self.state is State.STARTING:
             self._try_start(now)
         else:
@@ -194,6 +196,10 @@ class Machine(RecoverySteps):
     def _try_start(self, now: float) -> None:
         """STARTING is over when every rank has come to its first step."""
         if any(r.place is not Place.JOINED for r in self.ranks.values()):
+            return
+        uneven = unequal_steps(self.ranks.values())
+        if uneven:
+            self._fail(uneven)
             return
         wrong = unequal_claims(self.ranks.values())
         if wrong:

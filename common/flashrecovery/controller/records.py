@@ -32,7 +32,8 @@ def capsule_name(rank: int) -> str:
 
 @dataclass
 class RankRecord:
-    """One place in the world and the process in it. ``live`` is -1 when the process holds no whole version."""
+    """One place in the world and the process in it. ``live`` is -1 when the process holds no whole version, ``steps``
+    when the script's end is the end of its steps."""
 
     rank: int
     place: Place = Place.EMPTY
@@ -40,6 +41,7 @@ class RankRecord:
     node: str = ""
     host: str = ""
     joined_generation: int = 0
+    steps: int = -1
     from_standby: bool = False
     needs: dict[str, int] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
@@ -62,6 +64,7 @@ class RankRecord:
 
     def joined(self, message: pb.Joined) -> None:
         self.place = Place.JOINED
+        self.steps = message.steps
         self.needs = {n.name: n.nbytes for n in message.needs}
         self.digests = {n.name: n.digest for n in message.needs if n.digest}
         self.take_inventory(-1, message.held)
@@ -88,6 +91,20 @@ class RankRecord:
 
     def need_list(self) -> list[Need]:
         return [Need(self.rank, n, b) for n, b in self.needs.items()]
+
+
+def unequal_steps(records: Iterable[RankRecord]) -> str:
+    """Ranks that will not take equally many steps, in words; "" if all agree. The others would wait for ever."""
+    by_count: dict[int, list[int]] = {}
+    for record in records:
+        by_count.setdefault(record.steps, []).append(record.rank)
+    if len(by_count) == 1:
+        return ""
+    said = "; ".join(
+        f"{'no steps() but single calls' if n < 0 else f'steps({n})'} on rank{'s' * (len(r) > 1)} {str(r)[1:-1]}"
+        for n, r in sorted(by_count.items())
+    )
+    return f"recovery.steps() needs the same number on every rank, but there is {said}"
 
 
 def unequal_claims(records: Iterable[RankRecord]) -> list[str]:

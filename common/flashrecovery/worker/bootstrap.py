@@ -131,10 +131,16 @@ def _run_script(command: list[str], channel: Channel) -> int:
     target, args = (command[1], command[2:]) if is_module else (command[0], command[1:])
     sys.argv = [target, *args]
     try:
-        if is_module:
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(target, run_name="__main__")
+        try:
+            if is_module:
+                runpy.run_module(target, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(target, run_name="__main__")
+        except SystemExit as e:
+            if e.code not in (None, 0):
+                raise
+        for callback in connection().at_script_end:
+            callback()
     except SystemExit as e:
         if e.code is None or e.code == 0:
             return 0

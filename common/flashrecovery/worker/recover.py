@@ -38,7 +38,7 @@ class Recoverer:
 
     # -- waiting for commands ---------------------------------------------------------------------
 
-    def join(self) -> None:
+    def join(self, num_steps: int | None) -> None:
         """Report this worker's shards at its first step, and wait until it may begin."""
         s = self._s
         page = s.connection.page
@@ -56,6 +56,7 @@ class Recoverer:
             generation=s.gate.generation,
             needs=self._needs(digests=not s.connection.detached),
             held=self._held(),
+            steps=-1 if num_steps is None else num_steps,
         )
         if not s.connection.detached:
             s.gate.live = 0

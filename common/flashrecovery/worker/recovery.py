@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -23,7 +23,10 @@ from flashrecovery.worker.data import DataStream
 
 if TYPE_CHECKING:
     from flashrecovery.worker.adapter import Adapter
+    from flashrecovery.worker.calls import Calls
     from flashrecovery.worker.session import Session
+
+T = TypeVar("T")
 
 _instance: Recovery | None = None
 
@@ -73,6 +76,8 @@ class Recovery:
         self._session = session
         self._registered: list[object] = []
         self._looping = False
+        self._looped = False
+        self._calls: Calls | None = None
 
     @property
     def enabled(self) -> bool:
@@ -145,7 +150,9 @@ class Recovery:
             )
         if self._looping:
             raise RegistrationError("recovery.steps() is running already; one loop at a time")
-        self._looping = True
+        if self._calls is not None:
+            raise RegistrationError("steps have been taken outside of recovery.steps() already; use one or the other")
+        self._looping = self._looped = True
         try:
             if self._session is None:
                 yield from self._plain(num_steps)
@@ -154,6 +161,17 @@ class Recovery:
         finally:
             self._looping = False
 
+    def call(self, kind: str, body: Callable[[], T], *, skipped: Callable[[], T]) -> T:
+        """For frameworks in which a step is one call: ``body()``, protected; see :mod:`flashrecovery.worker.calls`.
+        Where ``steps()`` is used, and without recovery, it is just called."""
+        if self._session is None or self._looped:
+            return body()
+        if self._calls is None:
+            from flashrecovery.worker.calls import Calls
+
+            self._calls = Calls(self._session)
+        return self._calls.run(kind, body, skipped)
+
     def _plain(self, num_steps: int) -> Iterator[Step]:
         for index in range(num_steps):
             step = Step(index, None)
@@ -161,7 +179,7 @@ class Recovery:
             _must_be_entered(step)
 
     def _protected(self, session: Session, num_steps: int) -> Iterator[Step]:
-        session.open()
+        session.open(num_steps)
         try:
             while not session.finished(num_steps):
                 step = Step(session.gate.version, session)

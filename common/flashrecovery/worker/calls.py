@@ -1,0 +1,115 @@
+"""For frameworks in which a step is one call (``engine.train_batch(data)``): the step transaction inside that call.
+
+The script has a loop of its own, and does not hand its steps out. So that it needs no change:
+
+* a call that fails is made again, and so are earlier ones that the recovery has undone (the script has their results
+  already, and they have the same bits the second time);
+* in a replacement the script begins at its first line: its calls up to the restored version are *skipped*;
+* the script's end is the end of the loop: the process stays until all ranks have come there, and takes part in
+  recoveries until then.
+
+Every such call is one version, also one that changes nothing (an evaluation, a checkpoint): whoever is replaced then
+knows which calls the others have behind them. Random numbers that the script draws between two calls are drawn again
+by a replacement, and a survivor begins a repeated call in the random state in which it had begun it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from flashrecovery.errors import RegistrationError
+from flashrecovery.worker.rng import RngState, restore_rng
+
+if TYPE_CHECKING:
+    from flashrecovery.worker.session import Session
+
+T = TypeVar("T")
+
+_KEPT = 3
+"""Versions whose own call is kept; a recovery in place never goes back further."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    body: Callable[[], Any]
+    rng: RngState | None
+    """The random state in which it begins; None for a call of this kind at another time."""
+
+
+class Calls:
+    """The calls of one process, in order. ``session``: of ``flashrecovery run``."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._kinds: list[str] = []
+        self._recent: dict[int, _Call] = {}
+        self._newest: dict[str, _Call] = {}
+        self._skipped_to = 0
+        self._restored: RngState | None = None
+
+    def run(self, kind: str, body: Callable[[], T], skipped: Callable[[], T]) -> T:
+        """Make one call, until it is committed.
+
+        Args:
+            kind: what is called. After a fallback to a checkpoint, which goes back far, a step is repeated by the
+                newest call of its kind.
+            body: the call. May be made several times.
+            skipped: what to return in a replacement for a call that the dead process had behind it. It must take from
+                the script's iterators what ``body`` would, unless they are ``recovery.data()`` streams.
+        """
+        number = len(self._kinds)
+        if number == 0:
+            self._begin()
+        self._kinds.append(kind)
+        self._newest[kind] = _Call(body, None)
+        if number < self._skipped_to:
+            result = skipped()
+            if number == self._skipped_to - 1:
+                self._set_rng(self._restored)  # the skipped part of the script has drawn random numbers
+            return result
+        self._recent[number] = _Call(body, RngState.now())
+        self._recent.pop(number - _KEPT, None)
+        made: T = self._until(number + 1)
+        return made
+
+    @staticmethod
+    def _set_rng(state: RngState | None) -> None:
+        if state is not None and state != RngState.now():
+            restore_rng(state.plain())
+
+    def _begin(self) -> None:
+        session = self._session
+        session.at_script_end(self._finish)
+        session.open(None)
+        self._skipped_to = session.gate.version
+        self._restored = RngState.now()
+
+    def _until(self, version: int) -> Any:
+        """Make calls until ``version`` is committed; returns the result of the last one."""
+        from flashrecovery.worker.recovery import Step
+
+        gate, result = self._session.gate, None
+        while gate.stopped or gate.version < version:
+            if gate.stopped:
+                self._session.recover()
+                continue
+            call = self._call(gate.version)
+            self._set_rng(call.rng)
+            with Step(gate.version, self._session):
+                result = call.body()
+        return result
+
+    def _call(self, version: int) -> _Call:
+        if version in self._recent:
+            return self._recent[version]
+        if version >= len(self._kinds):
+            raise RegistrationError(f"call {version} of {len(self._kinds)} is to be repeated")
+        return self._newest[self._kinds[version]]
+
+    def _finish(self) -> None:
+        """The script has come to its end."""
+        total = len(self._kinds)
+        while not self._session.finished(total):
+            self._until(total)

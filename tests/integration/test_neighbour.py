@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from flashrecovery.errors import ProtocolError, RestoreError, StepInterrupted
+from flashrecovery.redundancy import shared_memory
 from flashrecovery.redundancy.neighbor import NeighbourCopies
 from flashrecovery.worker.adapter import Shard, ShardSpec
 from tests.ranks import results, run_ranks
@@ -84,11 +86,18 @@ def check(copies: NeighbourCopies, owner: int, version: int, world: int, numel: 
     assert capsule.numpy().tobytes() == capsule_of(owner, version)
 
 
+def on_hosts(apart: bool, rank: int) -> None:
+    """Let the ranks take each other for processes of other hosts, so that copies are sent."""
+    if apart:
+        shared_memory.host_id = lambda: rank
+
+
 def capsule_of(rank: int, version: int) -> bytes:
     return f"{rank}:{version}".encode() * (version % 3)
 
 
-def _steady(rank: int, world: int, shift: int) -> int:
+def _steady(rank: int, world: int, shift: int, apart: bool) -> int:
+    on_hosts(apart, rank)
     destination = (lambda r: (r + shift) % world) if shift > 1 else None
     mine = shards_of(rank, world)
     copies = NeighbourCopies(dist.group.WORLD, rank, world, mine, destination=destination)
@@ -108,10 +117,12 @@ def _steady(rank: int, world: int, shift: int) -> int:
         if version >= 3:
             assert copies.nbytes() == memory  # reused
         memory = copies.nbytes()
+        dist.barrier()  # an owner that goes on overwrites its older version, which its neighbour only looks at
         copies.before_mutation()
         for shard in mine:
             shard.advance(version + 1)
     assert copies.undo.versions() == [4, 5]
+    assert all((s.nbytes > 0) is apart for s in copies._slots)
     with pytest.raises(RestoreError, match=f"at version 3; it holds versions \\[4, 5\\] of rank {owner}"):
         copies.source(owner, f"w#{owner}", 3)
     assert "survives" in copies.describe() and f"to rank {copies.destination}" in copies.describe()
@@ -120,13 +131,18 @@ def _steady(rank: int, world: int, shift: int) -> int:
     return memory
 
 
+APART = pytest.mark.parametrize("apart", [False, True], ids=["one-host", "apart"])
+
+
+@APART
 @pytest.mark.parametrize(("world", "shift"), [(2, 1), (3, 1), (4, 2)])
-def test_two_versions_are_held_exactly(tmp_path: Path, world: int, shift: int) -> None:
-    results(run_ranks(_steady, world, tmp_path, shift))
+def test_two_versions_are_held_exactly(tmp_path: Path, world: int, shift: int, apart: bool) -> None:
+    results(run_ranks(_steady, world, tmp_path, shift, apart))
 
 
-def _overlap(rank: int, world: int) -> tuple[float, float]:
+def _overlap(rank: int, world: int, apart: bool) -> tuple[float, float]:
     """Commit returns at once; a mutation right after ``before_mutation`` does not reach the copy."""
+    on_hosts(apart, rank)
     numel = 4 << 20
     mine = shards_of(rank, world, numel)
     copies = NeighbourCopies(dist.group.WORLD, rank, world, mine)
@@ -146,12 +162,14 @@ def _overlap(rank: int, world: int) -> tuple[float, float]:
     return committed, waited
 
 
-def test_a_mutation_after_the_snapshot_does_not_reach_the_copies(tmp_path: Path) -> None:
-    results(run_ranks(_overlap, 2, tmp_path))
+@APART
+def test_a_mutation_after_the_snapshot_does_not_reach_the_copies(tmp_path: Path, apart: bool) -> None:
+    results(run_ranks(_overlap, 2, tmp_path, apart))
 
 
-def _again(rank: int, world: int) -> None:
+def _again(rank: int, world: int, apart: bool) -> None:
     """After a recovery to 4 all commit 4 again: the whole copies of 4 are never given up for it."""
+    on_hosts(apart, rank)
     mine = shards_of(rank, world)
     copies = NeighbourCopies(dist.group.WORLD, rank, world, mine)
     for version in range(6):
@@ -175,7 +193,7 @@ def _again(rank: int, world: int) -> None:
         *before,
         *(s.buffer.data_ptr() for s in copies._slots),
     ]
-    assert sorted(s.version for s in copies._slots) == [4, 4]
+    assert sorted(s.version for s in copies._slots) == ([4, 4] if apart else [-1, 4])
     for shard in mine:
         shard.advance(5)
     copies.commit(5, capsule_of(rank, 5))
@@ -185,8 +203,9 @@ def _again(rank: int, world: int) -> None:
     copies.close()
 
 
-def test_the_same_version_again_after_a_recovery(tmp_path: Path) -> None:
-    results(run_ranks(_again, 3, tmp_path))
+@APART
+def test_the_same_version_again_after_a_recovery(tmp_path: Path, apart: bool) -> None:
+    results(run_ranks(_again, 3, tmp_path, apart))
 
 
 def _disagree(rank: int, world: int) -> str:
@@ -222,3 +241,34 @@ def _close_at_once(rank: int, world: int) -> bool:
 
 def test_closing_lets_the_last_exchange_end_on_all_ranks(tmp_path: Path) -> None:
     assert results(run_ranks(_close_at_once, 3, tmp_path)) == [True] * 3
+
+
+def _torn(rank: int, world: int) -> list[int]:
+    """Rank 0 begins to overwrite version 0, and dies: its neighbour may not take that memory for version 0."""
+    mine = shards_of(rank, world)
+    copies = NeighbourCopies(dist.group.WORLD, rank, world, mine)
+    for version in range(2):
+        copies.commit(version, capsule_of(rank, version))
+        copies.wait()
+        copies.before_mutation()
+        for shard in mine:
+            shard.advance(version + 1)
+    assert sorted({h.version for h in copies.holdings()}) == [0, 1]
+    dist.barrier()
+    if rank == 0:
+        oldest = min(copies.undo._slots, key=lambda s: s.version)
+        oldest.version = -1
+        oldest.buffer.zero_()
+        dist.barrier()
+        os._exit(0)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.5)  # rank 0 is gone; its memory is not
+        assert sorted({h.version for h in copies.holdings()}) == [1]
+        check(copies, 0, 1, world)
+    return sorted({h.version for h in copies.holdings()})
+
+
+def test_the_memory_of_a_dead_owner_says_what_is_whole_in_it(tmp_path: Path) -> None:
+    found = run_ranks(_torn, 3, tmp_path)
+    assert [r.value for r in found[1:]] == [[1], [0, 1]]

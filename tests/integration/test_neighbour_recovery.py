@@ -13,8 +13,10 @@ import os
 import queue
 import random
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,12 +29,15 @@ import torch.distributed as dist
 from flashrecovery import groups
 from flashrecovery.errors import StepInterrupted
 from flashrecovery.plan import Cut, Holding, Kind, Need, NoCut, newest_cut, plan_restore
+from flashrecovery.redundancy import shared_memory
 from flashrecovery.redundancy.neighbor import NeighbourCopies
 from flashrecovery.worker.objects import ObjectShard
 from flashrecovery.worker.transfer import ShardSource, exchange
 from tests.integration.test_neighbour import capsule_of, shards_of
 
 WORLD = 4
+WHOLE = 2
+"""A version at which every rank has copies; before the first ones are whole nothing can be survived."""
 NUMEL = 1 << 19
 
 
@@ -52,6 +57,8 @@ class Rank:
         self.live = -1 if self.fresh else 0
         self.target = 1 << 60
         self.stopped = threading.Event()
+        self.stops = 0
+        self.asked = False
         self.inbox: queue.Queue[tuple[Any, ...]] = queue.Queue()
         threading.Thread(target=self.listen, daemon=True).start()
 
@@ -61,10 +68,14 @@ class Rank:
     def listen(self) -> None:
         while True:
             message = self.pipe.recv()
+            if message[0] == "whole?":
+                self.asked = True
+                continue
             if message[0] == "target":
                 self.target = message[1]
                 continue
             if message[0] == "stop":
+                self.stops += 1
                 self.stopped.set()
                 groups.abandon("stop")
             self.inbox.put(message)
@@ -77,6 +88,9 @@ class Rank:
         while self.live < self.target:
             try:
                 self.step()
+                if self.asked and self.live >= WHOLE:
+                    self.asked = False
+                    self.pipe.send(("whole",))
             except (RuntimeError, StepInterrupted):
                 assert self.stopped.wait(20), "a step failed, but no stop came"
                 self.recover()
@@ -104,6 +118,7 @@ class Rank:
         self.commit()
 
     def recover(self) -> None:
+        stops = self.stops
         self.copies.halt(10.0)
         assert groups.drain(5.0).quiet
         groups.detach_all()
@@ -129,6 +144,8 @@ class Rank:
         self.pipe.send(("restored", report.bytes_received))
         self.inbox_until("resume")
         self.stopped.clear()
+        if self.stops > stops:
+            self.stopped.set()  # the next one has come already
         groups.set_detached(False)
         self.live = version
         self.copies.reset(generation, version)
@@ -166,7 +183,9 @@ class Rank:
         assert self.capsule.at(version) == capsule_of(self.rank, version)
 
 
-def _rank_main(rank: int, pipe: Any, folder: Path, generation: int) -> None:
+def _rank_main(rank: int, pipe: Any, folder: Path, generation: int, apart: bool) -> None:
+    if apart:
+        shared_memory.host_id = lambda: rank  # copies are sent, as between hosts
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
@@ -174,6 +193,8 @@ def _rank_main(rank: int, pipe: Any, folder: Path, generation: int) -> None:
         pipe.recv()  # stay until all have ended
     except EOFError:
         pass
+    except BaseException:  # noqa: BLE001 - shown, then the parent sees the pipe closed
+        traceback.print_exc(file=sys.__stderr__)
     finally:
         os._exit(0)
 
@@ -181,8 +202,9 @@ def _rank_main(rank: int, pipe: Any, folder: Path, generation: int) -> None:
 class Job:
     """The parent's side: processes, pipes, and a recovery in the controller's words."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, apart: bool) -> None:
         self.folder = folder
+        self.apart = apart
         self.context = multiprocessing.get_context("fork")
         self.processes: dict[int, Any] = {}
         self.pipes: dict[int, Any] = {}
@@ -192,10 +214,17 @@ class Job:
 
     def start(self, rank: int) -> None:
         mine, theirs = self.context.Pipe()
-        process = self.context.Process(target=_rank_main, args=(rank, theirs, self.folder, self.generation))
+        process = self.context.Process(target=_rank_main, args=(rank, theirs, self.folder, self.generation, self.apart))
         process.start()
         theirs.close()
         self.processes[rank], self.pipes[rank] = process, mine
+
+    def wait_whole(self) -> None:
+        """Until all copies are whole: every rank has taken a step, which waits for them."""
+        for pipe in self.pipes.values():
+            pipe.send(("whole?",))
+        for rank in range(WORLD):
+            self.receive(rank, "whole")
 
     def kill(self, victims: list[int]) -> None:
         for rank in victims:
@@ -247,8 +276,8 @@ class Job:
 
 
 @contextmanager
-def job(folder: Path) -> Iterator[Job]:
-    running = Job(folder)
+def job(folder: Path, apart: bool = False) -> Iterator[Job]:
+    running = Job(folder, apart)
     try:
         yield running
     finally:
@@ -260,6 +289,7 @@ def _backend() -> None:
     groups.build()
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["one-host", "apart"])
 @pytest.mark.parametrize(
     ("series", "longest_s"),
     [
@@ -269,13 +299,16 @@ def _backend() -> None:
     ],
 )
 def test_kills_at_random_moments_are_survived_exactly(
-    tmp_path: Path, series: list[list[int]], longest_s: float
+    tmp_path: Path, series: list[list[int]], longest_s: float, apart: bool
 ) -> None:
     chance = random.Random(len(series))
-    with job(tmp_path) as running:
-        time.sleep(0.5)
-        last = 0
+    with job(tmp_path, apart) as running:
+        last, before = 0, list[int]()
         for victims in series:
+            if victims != before:
+                # The loss of a rank whose own copies are not whole again is not survived.
+                running.wait_whole()
+            before = victims
             time.sleep(chance.uniform(0, longest_s))
             running.kill(victims)
             cut = running.recover(victims)
@@ -290,7 +323,7 @@ def test_kills_at_random_moments_are_survived_exactly(
 
 def test_two_neighbours_at_once_are_not_survived_and_it_says_so(tmp_path: Path) -> None:
     with job(tmp_path) as running:
-        time.sleep(1.0)
+        running.wait_whole()
         running.kill([1, 2])
         cut = running.recover([1, 2])
         assert isinstance(cut, NoCut)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import xxhash
 
+from flashrecovery.redundancy.shared_memory import SharedMemory
 from flashrecovery.worker import codec
 from flashrecovery.worker.adapter import ShardSpec, TensorSpec
 
@@ -87,27 +88,78 @@ class Layout:
 
 
 class Slot:
-    """One version of the shards of a layout. ``version`` is -1 while the content is not whole."""
+    """One version of the shards of a layout.
+
+    The memory is this process's own, or shared with another process (``shared``), and then either made here or
+    :meth:`adopt`-ed from the process that fills it.
+    """
 
     def __init__(self) -> None:
-        self.version = -1
         self.layout = Layout()
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self.values: dict[str, dict[str, Any]] = {}
         self.capsule = b""
         self.views: list[torch.Tensor] = []
+        self.shared: SharedMemory | None = None
+        self._adopted = False
+        self._version = -1
 
-    def shape(self, layout: Layout, *, pin: bool) -> None:
-        """Make room for ``layout``; the content is then undefined. Memory is kept if it fits exactly."""
+    @property
+    def version(self) -> int:
+        """-1 while the content is not whole, also because the process that fills it has begun to overwrite it."""
+        if self._adopted and self.shared is not None and self.shared.version != self._version:
+            return -1
+        return self._version
+
+    @version.setter
+    def version(self, value: int) -> None:
+        self._version = value
+        if self.shared is not None and not self._adopted:
+            self.shared.version = value
+
+    def shape(self, layout: Layout, *, pin: bool, share: bool = False) -> None:
+        """Make room for ``layout``; the content is then undefined. Memory is kept if it fits exactly.
+
+        ``pin``: page-locked memory. ``share``: memory that another process can map.
+        """
         self.version = -1
-        if layout is self.layout or (layout.ident == self.layout.ident and layout.entries == self.layout.entries):
+        if not self._adopted and self._is(layout):
             return
         self.views = []
-        if self.buffer.numel() != layout.nbytes:
-            self.buffer = torch.empty(0, dtype=torch.uint8)  # free the old memory first
-            self.buffer = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=pin and layout.nbytes > 0)
+        if self._adopted or self.buffer.numel() != layout.nbytes:
+            self._free()
+            if share and layout.nbytes > 0:
+                self.shared = SharedMemory.create(layout.nbytes)
+                self.shared.version = -1
+                self.buffer = self.shared.content
+            else:
+                self.buffer = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=pin and layout.nbytes > 0)
         self.layout = layout
         self.views = layout.views(self.buffer)
+
+    def adopt(self, memory: SharedMemory, layout: Layout) -> None:
+        """Show what another process has at the beginning of ``memory``."""
+        if self.shared is memory and self._is(layout):
+            return
+        self._free()
+        self.shared, self._adopted = memory, True
+        self.buffer = memory.content[: layout.nbytes]
+        self.layout = layout
+        self.views = layout.views(self.buffer)
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory that this slot takes itself, bytes."""
+        return 0 if self._adopted else self.buffer.numel()
+
+    def _is(self, layout: Layout) -> bool:
+        return layout is self.layout or (layout.ident == self.layout.ident and layout.entries == self.layout.entries)
+
+    def _free(self) -> None:
+        self.version = -1
+        self.views = []
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.shared, self._adopted = None, False
 
     def content(self, shard: str) -> tuple[ShardSpec, list[torch.Tensor]]:
         """Spec and tensors of one shard, sharing this slot's memory."""

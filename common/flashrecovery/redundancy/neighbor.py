@@ -11,23 +11,28 @@ Until then version i-1 is still held everywhere: by its owner (undo) and by the 
 
 One exchange, on a process group of its own, to the destination and from the source at once::
 
-    frame (64 bytes: generation, version, layout, sizes)  header (capsule, small values, the layout if new)
+    frame (generation, version, layout, sizes, address)  header (capsule, small values, the layout if new)
     tensors
 
-The tensors are one contiguous range of the undo buffer and arrive in one contiguous range: no packing.
+The tensors are one contiguous range of the undo buffer and arrive in one contiguous range: no packing. On one host they
+do not travel at all: the neighbour maps the undo buffer (:mod:`.shared_memory`), whose memory outlives its owner, and a
+word in it tells whether the owner had begun to overwrite it. A buffer that the neighbour has not mapped yet is offered
+with the frame, and the neighbour's answer says whether the tensors must follow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from enum import IntEnum
 
 import torch
 import torch.distributed as dist
 
 from flashrecovery.errors import ProtocolError, RestoreError, StepInterrupted
 from flashrecovery.redundancy.background import Background
-from flashrecovery.redundancy.flat import Layout, Slot, slot_for_next
+from flashrecovery.redundancy.flat import Layout, Slot
+from flashrecovery.redundancy.shared_memory import Address, SharedMemory
 from flashrecovery.redundancy.undo import Capture, UndoCopy
 from flashrecovery.worker import codec
 from flashrecovery.worker.adapter import Shard, ShardSpec, TensorSpec
@@ -35,7 +40,16 @@ from flashrecovery.worker.transfer import ShardSource
 
 _MAGIC = 0x46524E43
 _TAG = 0x4E43
+_ANSWER_TAG = 0x4E41
 _MESSAGE_BYTES = 64 << 20
+
+
+class _Memory(IntEnum):
+    """How the tensors get to the neighbour."""
+
+    SENT = 0
+    OFFERED = 1
+    MAPPED = 2
 
 
 @dataclass(frozen=True)
@@ -85,11 +99,12 @@ class NeighbourCopies:
         self._capsule_name = capsule_name
         self._generation = generation
         # Unique shards first: what is sent is then one range of the undo buffer.
-        self.undo = UndoCopy([*self._unique, *(s for s in shards if s.holders != (rank,))])
+        self.undo = UndoCopy([*self._unique, *(s for s in shards if s.holders != (rank,))], share=True)
         self._slots = (Slot(), Slot())
         self._background = Background("flashrecovery-neighbour")
         self._halted = False
         self._sent_layout: int | None = None
+        self._mapped_there: dict[int, bool] = {}  # inodes of own buffers that the neighbour was offered: mapped it?
         self._wire_layout: tuple[Layout, Layout] | None = None
         self._received_layout = Layout()
 
@@ -142,6 +157,7 @@ class NeighbourCopies:
         self._generation = generation
         self._halted = False
         self._sent_layout = None
+        self._mapped_there.clear()
         self._background.clear_error()
         self.undo.reset(version)
         for slot in self._slots:
@@ -195,12 +211,12 @@ class NeighbourCopies:
         return (
             f"neighbour copies: {sent / 1e6:.1f} MB a step from rank {self._rank} to rank {self.destination}; "
             f"host memory 2 x {own / 1e6:.1f} MB for the own last two versions + 2 x {sent / 1e6:.1f} MB for rank "
-            f"{self.source_rank}'s; survives {survives}"
+            f"{self.source_rank}'s (on one host both share one memory, and nothing is sent); survives {survives}"
         )
 
     def nbytes(self) -> int:
         """Host memory taken now, bytes."""
-        return self.undo.nbytes() + sum(s.buffer.numel() for s in self._slots)
+        return self.undo.nbytes() + sum(s.nbytes for s in self._slots)
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """The job is over, on every rank: let the last exchange end, then end the thread and free the memory.
@@ -226,21 +242,44 @@ class NeighbourCopies:
         values = {name: v for name, v in own.values.items() if name in self._unique_names}
         new_layout = layout.encoded if layout.ident != self._sent_layout else None
         header = _bytes(codec.dumps((capsule, values, new_layout)))
-        frame = torch.tensor(
-            [_MAGIC, self._generation, version, layout.ident, layout.nbytes, header.numel(), 0, 0],
-            dtype=torch.int64,
-        )
-        theirs = torch.zeros(8, dtype=torch.int64)
+        memory, address = self._offer(own)
+        sizes = (layout.ident, layout.nbytes, header.numel())
+        frame = torch.tensor([_MAGIC, self._generation, version, *sizes, memory, *astuple(address)], dtype=torch.int64)
+        theirs = torch.zeros_like(frame)
         sends = [self._send(frame), self._send(header)]
-        sends += [self._send(part) for part in _parts(own.buffer[: layout.nbytes])]
+        if memory is _Memory.SENT:
+            sends += [self._send(part) for part in _parts(own.buffer[: layout.nbytes])]
         self._wait(self._recv(theirs))
-        self._receive(version, theirs.tolist())
+        slot, follows = self._receive_header(version, theirs.tolist(), sends)
+        if memory is _Memory.OFFERED and not self._accepted(address):
+            sends += [self._send(part) for part in _parts(own.buffer[: layout.nbytes])]
+        if follows:
+            for work in [self._recv(part) for part in _parts(slot.buffer)]:
+                self._wait(work)
+        slot.version = version
         for work in sends:
             self._wait(work)
         self._sent_layout = layout.ident
 
-    def _receive(self, version: int, frame: list[int]) -> None:
-        magic, generation, their_version, ident, nbytes, header_nbytes, _, _ = frame
+    def _offer(self, own: Slot) -> tuple[_Memory, Address]:
+        """How the tensors of this version get to the neighbour."""
+        if own.shared is None or self._mapped_there.get(own.shared.address.inode) is False:
+            return _Memory.SENT, Address(0, 0, 0, 0, 0)
+        known = own.shared.address.inode in self._mapped_there
+        return _Memory.MAPPED if known else _Memory.OFFERED, own.shared.address
+
+    def _accepted(self, address: Address) -> bool:
+        """The neighbour's answer to an offer."""
+        answer = torch.zeros(1, dtype=torch.int64)
+        self._check()
+        self._wait(self._group.recv([answer], self.destination, _ANSWER_TAG))
+        self._mapped_there[address.inode] = bool(answer.item())
+        return self._mapped_there[address.inode]
+
+    def _receive_header(self, version: int, frame: list[int], sends: list[dist.Work | None]) -> tuple[Slot, bool]:
+        """The slot for this version with all but its tensors, and whether these will be sent. Answers an offer; a send
+        ends when it is received, so nothing waits for that here."""
+        magic, generation, their_version, ident, nbytes, header_nbytes, memory = frame[:7]
         if (magic, generation, their_version) != (_MAGIC, self._generation, version):
             raise ProtocolError(
                 f"rank {self.source_rank} sends version {their_version} of generation {generation}, but version "
@@ -254,13 +293,30 @@ class NeighbourCopies:
         layout = self._received_layout
         if (layout.ident, layout.nbytes) != (ident, nbytes):
             raise ProtocolError(f"rank {self.source_rank} sends copies of a layout that it has not announced")
-        slot = slot_for_next(self._slots)
-        slot.shape(layout, pin=False)
-        for work in [self._recv(part) for part in _parts(slot.buffer)]:
-            self._wait(work)
+        slot, mapped = self._slot_for(Address(*frame[7:]), layout, _Memory(memory))
+        if memory == _Memory.OFFERED:
+            sends.append(self._group.send([torch.tensor([int(mapped)])], self.source_rank, _ANSWER_TAG))
         slot.capsule = capsule
         slot.values = values
-        slot.version = version
+        return slot, not mapped
+
+    def _slot_for(self, address: Address, layout: Layout, memory: _Memory) -> tuple[Slot, bool]:
+        """The slot to hold the next version, and whether it shows the owner's memory."""
+        known = next((s for s in self._slots if s.shared is not None and s.shared.address.inode == address.inode), None)
+        # Of two that are equally old, the one that shows a dead owner's memory: the other one will be filled again.
+        slot = known or min(
+            self._slots, key=lambda s: (s.version, s.shared is not None and s.shared.address.pid == address.pid)
+        )
+        mapped = slot.shared if known else None
+        if memory is _Memory.OFFERED and mapped is None:
+            mapped = SharedMemory.open(address)
+        if memory is _Memory.MAPPED and mapped is None:
+            raise ProtocolError(f"rank {self.source_rank} has copies in memory that it has not offered")
+        if mapped is None:
+            slot.shape(layout, pin=False)
+        else:
+            slot.adopt(mapped, layout)
+        return slot, mapped is not None
 
     def _layout_on_the_wire(self, full: Layout) -> Layout:
         """The part of the undo copy's layout that is sent: its first shards."""

@@ -35,10 +35,12 @@ class Capture:
 
 
 class UndoCopy:
-    """Two versions of the given shards. Memory is allocated once and reused; twice the shards' bytes."""
+    """Two versions of the given shards. Memory is allocated once and reused; twice the shards' bytes. ``share``: in
+    memory that other processes can map (not with CUDA, whose copies go to page-locked memory)."""
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
+    def __init__(self, shards: Sequence[Shard], *, share: bool = False) -> None:
         self.shards = list(shards)
+        self._share = share
         self._slots = (Slot(), Slot())
         self._layout = Layout()
         self._last: list[torch.Tensor] = []
@@ -109,7 +111,8 @@ class UndoCopy:
             if not (same or self._layout.matches(capture.tensors)):
                 self._layout = Layout.of(capture.tensors)
             self._last = live
-            slot.shape(self._layout, pin=capture.ready is not None)
+            pin = capture.ready is not None
+            slot.shape(self._layout, pin=pin, share=self._share and not pin)
             event = self._copy_tensors(slot.views, live, capture.ready)
             slot.values = {name: dict(v) for name, v in capture.values.items()}
         finally:
@@ -179,7 +182,7 @@ class UndoCopy:
 
     def nbytes(self) -> int:
         """Host memory taken now, bytes."""
-        return sum(s.buffer.numel() for s in self._slots)
+        return sum(s.nbytes for s in self._slots)
 
     def close(self) -> None:
         """End the thread and free the memory."""

@@ -1,0 +1,65 @@
+"""Memory that another process can map and that outlives its maker."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import torch
+
+from flashrecovery.redundancy.flat import Layout, Slot
+from flashrecovery.redundancy.shared_memory import Address, SharedMemory
+
+MAKER = """
+import sys, time, dataclasses
+from flashrecovery.redundancy.shared_memory import SharedMemory
+memory = SharedMemory.create(1000)
+memory.content[:] = 7
+memory.version = 3
+print(*dataclasses.astuple(memory.address), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_content_and_version_outlive_the_process_that_made_them() -> None:
+    maker = subprocess.Popen([sys.executable, "-c", MAKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert maker.stdout is not None
+    address = Address(*map(int, maker.stdout.readline().split()))
+    memory = SharedMemory.open(address)
+    maker.kill()
+    maker.communicate()
+    assert memory is not None and memory.version == 3
+    assert memory.content.shape == (1000,) and bool((memory.content == 7).all())
+    assert SharedMemory.open(address) is None, "its maker is gone"
+
+
+def test_what_is_not_the_memory_that_was_meant_is_not_opened() -> None:
+    memory = SharedMemory.create(100)
+    assert SharedMemory.open(memory.address) is not None
+    for change in ({"inode": memory.address.inode + 1}, {"size": 7}, {"host": 1}, {"fd": 999_999}):
+        assert SharedMemory.open(dataclasses.replace(memory.address, **change)) is None
+
+
+def test_an_adopted_slot_follows_its_owner() -> None:
+    owner, reader = Slot(), Slot()
+    layout = Layout.of({"w": {"x": torch.arange(8.0)}})
+    owner.shape(layout, pin=False, share=True)
+    owner.views[0].copy_(torch.arange(8.0))
+    owner.version = 5
+    assert owner.shared is not None
+    memory = SharedMemory.open(owner.shared.address)
+    assert memory is not None
+    reader.adopt(memory, layout)
+    reader.version = 5
+    assert reader.version == 5 and reader.nbytes == 0
+    assert torch.equal(reader.content("w")[1][0], torch.arange(8.0))
+    reader.version = -1
+    assert owner.version == 5, "a reader never writes"
+    reader.version = 5
+    owner.version = -1
+    assert reader.version == -1
+    owner.version = 7
+    assert reader.version == -1, "it holds 7 only when its owner has said so"
+    reader.shape(layout, pin=False)
+    assert reader.shared is None and reader.nbytes == layout.nbytes

@@ -7,6 +7,7 @@ or value is a :class:`ConfigError` that names the key, the value and what is all
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -168,6 +169,15 @@ def check_phase(phase: str | None) -> None:
         raise ConfigError(f"phase {phase!r} is unknown{hint} Allowed: {', '.join(PHASES + RECOVERY_PHASES)}")
 
 
+def overlaid(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` with ``overrides`` on top, also inside of blocks (checkpoint, timeouts)."""
+    result = dict(values)
+    for key, value in overrides.items():
+        below = result.get(key)
+        result[key] = {**below, **value} if isinstance(value, dict) and isinstance(below, dict) else value
+    return result
+
+
 def load_run_config(file: Path | None, overrides: dict[str, Any]) -> RunConfig:
     """The YAML ``file`` (may be None) overlaid with command-line ``overrides``. Raises ConfigError."""
     values: dict[str, Any] = {}
@@ -183,12 +193,7 @@ def load_run_config(file: Path | None, overrides: dict[str, Any]) -> RunConfig:
         if loaded is not None and not isinstance(loaded, dict):
             raise ConfigError(f"--config {file}: a mapping of keys is needed, not {type(loaded).__name__}")
         values = dict(loaded or {})
-    for key, value in overrides.items():
-        if isinstance(value, dict) and isinstance(values.get(key), dict):
-            values[key] = {**values[key], **value}
-        else:
-            values[key] = value
-    config: RunConfig = validate(RunConfig, values, where)
+    config: RunConfig = validate(RunConfig, overlaid(values, overrides), where)
     for spec in config.inject:
         check_phase(spec.at)
         if spec.rank >= config.world_size:

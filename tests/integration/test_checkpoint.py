@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from flashrecovery.errors import ConfigError, RestoreError
 from flashrecovery.redundancy.checkpoint import CheckpointFallback, Published, load, newest, writer_of
+from flashrecovery.worker.adapter import CheckpointFormat
 from tests.integration.test_neighbour import Owned, capsule_of, shards_of
 from tests.ranks import die, results, run_ranks
 
@@ -210,3 +212,52 @@ def _slow(rank: int, world: int, folder: Path) -> bool:
 
 def test_training_waits_for_the_snapshot_only(tmp_path: Path) -> None:
     assert results(run_ranks(_slow, 1, tmp_path, tmp_path / "c", group=False)) == [True]
+
+
+class Plain(CheckpointFormat):
+    """One file a rank. ``damage`` is added to what is loaded."""
+
+    name = "plain"
+
+    def __init__(self, mine: list[Owned], rank: int, damage: float = 0.0) -> None:
+        self.mine, self.rank, self.damage = mine, rank, damage
+
+    def capture(
+        self, directory: Path, tag: str, copy: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Callable[[Path], None]:
+        state = {s.name: ({k: copy(t) for k, t in s.live.items()}, s.extra) for s in self.mine}
+        for s in self.mine:
+            assert all(copy(t) is state[s.name][0][k] for k, t in s.live.items() if t.numel()), "copied once"
+        return lambda path: torch.save(state, path / f"rank{self.rank}.pt")
+
+    def load(self, directory: Path, tag: str) -> None:
+        for name, (tensors, extra) in torch.load(directory / tag / f"rank{self.rank}.pt").items():
+            shard = next(s for s in self.mine if s.name == name)
+            shard.live, shard.extra = {k: t + self.damage for k, t in tensors.items()}, extra
+
+
+def _save_plain(rank: int, world: int, folder: Path) -> None:
+    mine = shards(rank, world)
+    advance(mine, 4)
+    fallback = CheckpointFallback(folder, rank=rank, world=world, form=Plain(mine, rank))
+    fallback.commit(4, mine, capsule=capsule_of(rank, 4), common=COMMON, generation=0)
+    advance(mine, 5)
+    assert fallback.wait(30) and fallback.close(5)
+
+
+def test_a_frameworks_own_format_takes_the_place_of_the_tensors(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    results(run_ranks(_save_plain, WORLD, tmp_path, folder, group=False))
+    found = newest(folder)
+    assert found is not None
+    assert sorted(p.name for p in found[1].glob("*.pt")) == [f"rank{r}.pt" for r in range(WORLD)]
+    for rank in range(WORLD):
+        mine = shards(rank)
+        state = load(found[1], mine, rank=rank, world=WORLD, form=Plain(mine, rank))
+        assert state.capsule == capsule_of(rank, 4)
+        assert all(torch.equal(s.live[k], v) for s in mine for k, v in s.expected(4).items())
+    mine = shards(0)
+    with pytest.raises(RestoreError, match="digests"):
+        load(found[1], mine, rank=0, world=WORLD, form=Plain(mine, 0, damage=1.0))
+    with pytest.raises(RestoreError, match="format 'plain'"):
+        load(found[1], mine, rank=0, world=WORLD)

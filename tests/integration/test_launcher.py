@@ -147,6 +147,17 @@ def test_bitwise_whatever_the_body_does(mode: str, phase: str, tmp_path: Path) -
     check_clean(job)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_dies_in_the_last_call_while_the_other_destroys_its_groups(rank: int, tmp_path: Path) -> None:
+    """Eight steps and two evaluations, then the end of the script: the survivor waits there with its groups alive."""
+    reference = tiny(tmp_path / "reference", "--mode", "calls")
+    job = tiny(tmp_path / "run", "--mode", "calls", inject=[f"rank={rank},at=commit,step=9"])
+    assert job.code == 0, job.explain()
+    check_fired(job)
+    assert ends(job) == ends(reference), job.explain()
+    check_clean(job)
+
+
 def test_break_on_all_ranks_ends_the_job_well(tmp_path: Path) -> None:
     job = tiny(tmp_path / "run", "--mode", "break")
     assert job.code == 0 and len(ends(job)) == 2, job.explain()

@@ -240,6 +240,8 @@ class Agent:
                 return
             if body == "done":
                 process.stepping = False
+            elif body == "joined" and message.joined.hang_floor_s:
+                self._hang.floor_s = message.joined.hang_floor_s
             self._send(pb.AgentMessage(**{body: getattr(message, body)}))
         elif body in ("checkpoint", "notice"):
             if body == "notice" and message.notice.kind == "fault_fired":

@@ -33,17 +33,19 @@ class Answer:
 
 
 class HangMonitor:
-    """Called with every heartbeat; asks suspects once and judges after ``ping_s``."""
+    """Called with every heartbeat; asks suspects once and judges after ``ping_s``. ``floor_s``: no progress for less
+    than this is never a hang."""
 
     def __init__(self, limits: Timeouts) -> None:
         self._limits = limits
+        self.floor_s = limits.hang_floor_s
         self._stopped_since: dict[int, float] = {}
         self._asked_at: float | None = None
         self._answers: dict[int, Answer] = {}
 
     def threshold(self, step_s: float) -> float:
         """Seconds without progress that make a suspect."""
-        return max(self._limits.hang_floor_s, self._limits.hang_factor * step_s)
+        return max(self.floor_s, self._limits.hang_factor * step_s)
 
     def check(self, processes: list[WorkerProcess], now: float) -> Iterator[Finding]:
         """The processes that have to be replaced."""

@@ -21,6 +21,8 @@ from pathlib import Path
 from flashrecovery.errors import FlashRecoveryError
 from flashrecovery.lifeline import Lifeline
 from flashrecovery.page import Page
+from flashrecovery.patches import ENTRY_POINTS, PatchTable
+from flashrecovery.versions import in_range, range_text, version_of
 
 
 class Level(str, Enum):
@@ -55,24 +57,6 @@ def python() -> list[Finding]:
     return [Finding("python", Level.OK, found, "supported")]
 
 
-def version_of(distribution: str) -> str | None:
-    """The installed version, or None."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def in_range(version: str, low: tuple[int, ...], high: tuple[int, ...]) -> bool:
-    """``low <= version < high``, by the leading numbers of ``version``."""
-    numbers = []
-    for part in version.split("+")[0].split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return low <= tuple(numbers) < high
-
-
 def torch_version() -> list[Finding]:
     version = version_of("torch")
     low, high = (".".join(map(str, v)) for v in _TORCH)
@@ -94,7 +78,7 @@ def frameworks() -> list[Finding]:
     findings = []
     for name, (low, high) in _OPTIONAL.items():
         version = version_of(name)
-        wanted = f">={'.'.join(map(str, low))},<{'.'.join(map(str, high))}"
+        wanted = range_text(low, high)
         if version is None:
             findings.append(Finding(name, Level.OK, "not installed", "optional"))
         elif in_range(version, low, high):
@@ -106,9 +90,20 @@ def frameworks() -> list[Finding]:
 
 
 def patches() -> list[Finding]:
-    """Changes to frameworks that installed packages bring along."""
-    names = sorted(e.name for e in importlib.metadata.entry_points(group="flashrecovery.patches"))
-    return [Finding("patches", Level.OK, ", ".join(names) or "none", "changes that adapters make in a framework")]
+    """Changes that adapters make inside their frameworks at run time."""
+    findings = []
+    for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda e: e.name):
+        try:
+            table: PatchTable = entry.load()
+        except (ImportError, AttributeError) as e:
+            found, advice = f"{entry.value}: {type(e).__name__}: {e}", "reinstall flashrecovery"
+            findings.append(Finding("patches", Level.WARN, found, "a table of patches cannot be loaded", advice))
+            continue
+        for patch in table.patches:
+            when = "applied at import" if table.wanted(patch) else "not for the installed version"
+            found = f"{table.distribution}{range_text(patch.low, patch.high)}: {patch.name}, {when}"
+            findings.append(Finding("patches", Level.OK, found, patch.reason))
+    return findings or [Finding("patches", Level.OK, "none", "changes that adapters make in a framework")]
 
 
 # -- process groups -------------------------------------------------------------------------------

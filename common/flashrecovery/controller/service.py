@@ -7,7 +7,7 @@ import hmac
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import grpc
 
@@ -54,9 +54,9 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._standbys = (0, 0)
         self._to_arm: list[FaultSpec] = []
         self._started = time.monotonic()
-        self._schedule = CheckpointSchedule(
-            config.checkpoint.interval_s, config.checkpoint.failures_per_day, now=self._started
-        )
+        self._interval_s = config.checkpoint.interval_s
+        self._schedule = self._new_schedule(self._started)
+        self._checkpoints = config.checkpoint.dir is not None
         self._server: grpc.aio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
         self.closed = asyncio.Event()
@@ -196,6 +196,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             name, host = self._names[node]
             m.on_started(message.started, name, host)
         elif body == "joined":
+            self._adopt_settings(message.joined, now)
             m.on_joined(message.joined, now)
         elif body == "failure":
             m.on_failure(message.failure, now)
@@ -245,9 +246,22 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             self._announce_checkpoint(now)
             self._act()
 
+    def _new_schedule(self, now: float) -> CheckpointSchedule:
+        return CheckpointSchedule(self._interval_s, self._config.checkpoint.failures_per_day, now=now)
+
+    def _adopt_settings(self, joined: pb.Joined, now: float) -> None:
+        """A framework's configuration may ask for checkpoints; rank 0's counts."""
+        if joined.rank != 0:
+            return
+        self._checkpoints = joined.checkpoints
+        interval_s: float | Literal["auto"] = joined.checkpoint_interval_s or "auto"
+        if interval_s != self._interval_s:
+            self._interval_s = interval_s
+            self._schedule = self._new_schedule(now)
+
     def _announce_checkpoint(self, now: float) -> None:
         """Tell every rank which version to save, far enough ahead that all hear it in time."""
-        if self._config.checkpoint.dir is None or self.machine.state is not State.RUNNING:
+        if not self._checkpoints or self.machine.state is not State.RUNNING:
             return
         records = self.machine.ranks.values()
         version = self._schedule.announce(max(r.committed for r in records), max(r.step_s for r in records), now=now)

@@ -25,6 +25,7 @@ from flashrecovery.groups.registry import (
     set_operation_hook,
 )
 from flashrecovery.groups.setup_log import replay_setup_log, start_setup_log, take_setup_log
+from flashrecovery.groups.torch_private import before_destruction
 
 __all__ = [
     "AttachReport",
@@ -34,6 +35,7 @@ __all__ = [
     "OpInfo",
     "abandon",
     "attach",
+    "before_destruction",
     "build",
     "control_group",
     "create_control_group",

@@ -4,6 +4,7 @@ Tested with the versions in :data:`TESTED_TORCH`. What is used, and why:
 
 * ``distributed_c10d._new_process_group_helper`` is wrapped: it is the one function through which every group, by
   ``init_process_group``, ``new_group`` or a device mesh, is made.
+* ``destroy_process_group`` is wrapped: a script that comes to it takes no more steps (:func:`before_destruction`).
 * Our backend is a plug-in of type CUSTOM. It must not claim to be of type GLOO: C++ code of DDP's logger casts such
   a backend to ``ProcessGroupGloo``. ``_world.pg_map`` and ``_world.pg_backend_config`` are put right afterwards, so
   that ``dist.get_backend`` and everything that asks it sees the backend the user named.
@@ -16,9 +17,10 @@ from __future__ import annotations
 
 import datetime
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any, cast
 
 import torch
@@ -62,6 +64,7 @@ Listener = Callable[[GroupRequest, Any], None]
 
 _original: Callable[..., Any] | None = None
 _current: GroupRequest | None = None
+_before_destruction: list[Callable[[], None]] = []
 
 
 def installed() -> bool:
@@ -136,6 +139,7 @@ def wrap_group_creation(create: Creator, created: Listener, wrap_store: Callable
         return pg, prefix_store
 
     c10d._new_process_group_helper = helper
+    _wrap_destruction()
 
 
 def _refuse_unsupported(kinds: dict[str, str]) -> None:
@@ -163,6 +167,25 @@ def make_unlisted_group(name: str, size: int, rank: int, ranks: Sequence[int], s
     del c10d._world.pg_names[pg]  # their number goes into the names of groups made with hashed names
     c10d._world.pg_group_ranks[pg] = {r: i for i, r in enumerate(ranks or range(size))}
     return pg
+
+
+def before_destruction(callback: Callable[[], None]) -> None:
+    """Call ``callback`` before the script destroys all groups at its end; not if it does so because it is failing."""
+    _before_destruction.append(callback)
+
+
+def _wrap_destruction() -> None:
+    original = c10d.destroy_process_group
+
+    @wraps(original)
+    def destroy_process_group(group: Any = None) -> None:
+        if group in (None, dist.GroupMember.WORLD) and sys.exc_info()[0] is None:
+            for callback in _before_destruction:
+                callback()
+        original(group)
+
+    c10d.destroy_process_group = destroy_process_group
+    dist.destroy_process_group = destroy_process_group
 
 
 def default_store() -> Store:

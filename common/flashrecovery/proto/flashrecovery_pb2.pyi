@@ -477,9 +477,21 @@ class Joined(_message.Message):
     NEEDS_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    HANG_FLOOR_S_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_INTERVAL_S_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     generation: _builtins.int
     steps: _builtins.int
+    """-1: the script's end is the end of its steps"""
+    hang_floor_s: _builtins.float
+    """Settings that a framework's own configuration may have changed, of concern to the agent and the controller:
+    0: as launched
+    """
+    checkpoints: _builtins.bool
+    """this worker has a directory for them"""
+    checkpoint_interval_s: _builtins.float
+    """0: auto"""
     @_builtins.property
     def needs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardNeed]: ...
     @_builtins.property
@@ -492,10 +504,13 @@ class Joined(_message.Message):
         needs: _abc.Iterable[Global___ShardNeed] | None = ...,
         held: _abc.Iterable[Global___Held] | None = ...,
         steps: _builtins.int = ...,
+        hang_floor_s: _builtins.float = ...,
+        checkpoints: _builtins.bool = ...,
+        checkpoint_interval_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "held", b"held", "needs", b"needs", "rank", b"rank", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "generation", b"generation", "hang_floor_s", b"hang_floor_s", "held", b"held", "needs", b"needs", "rank", b"rank", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

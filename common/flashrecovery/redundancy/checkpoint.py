@@ -11,6 +11,9 @@ The published directory is one ordinary DCP checkpoint. Keys: ``rank<r>/<shard>/
 r holds, ``shared/<shard>/<tensor>`` for replicated shards, written once by one of their holders (spread over
 the holders by name), and ``manifest/<r>``: structure, small values and digests of what rank r wrote, its
 capsule, the common state. The directory must be on storage that all ranks share.
+
+A framework's own format (:class:`~flashrecovery.worker.adapter.CheckpointFormat`) takes the place of the tensors; the
+manifests with their digests stay, so that a load is verified like any other.
 """
 
 from __future__ import annotations
@@ -31,11 +34,11 @@ from flashrecovery.errors import ConfigError, FlashRecoveryError, ProtocolError,
 from flashrecovery.redundancy.background import Background
 from flashrecovery.redundancy.dcp import join_parts, read_into, read_whole, write_part
 from flashrecovery.worker import codec
-from flashrecovery.worker.adapter import Shard, ShardSpec
+from flashrecovery.worker.adapter import CheckpointFormat, Shard, ShardSpec
 from flashrecovery.worker.digest import encode_spec, shard_digest
 from flashrecovery.worker.transfer import decode_spec
 
-FORMAT = 1
+FORMAT = 2
 _LATEST = "latest"
 _DONE = "done-{}"
 _UNREADABLE = (OSError, RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError)
@@ -68,9 +71,9 @@ class CheckpointFallback:
     thread.
 
     Args: directory: where checkpoints go; made if it does not exist. rank, world: this rank and the world
-        size. keep: published checkpoints to keep, >= 1. on_published: called on the one rank that published.
-        on_error: called with what writing has raised (disk full, ...); training goes on, this checkpoint is
-        lost.
+        size. keep: published checkpoints to keep, >= 1. form: the framework's own, None for the core's.
+        on_published: called on the one rank that published. on_error: called with what writing has raised (disk
+        full, ...); training goes on, this checkpoint is lost.
 
     Raises ConfigError if the directory cannot be written.
     """
@@ -82,11 +85,13 @@ class CheckpointFallback:
         rank: int,
         world: int,
         keep: int = 2,
+        form: CheckpointFormat | None = None,
         on_published: Callable[[Published], None] | None = None,
         on_error: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.directory = Path(directory)
         self._rank, self._world, self._keep = rank, world, keep
+        self._form = form
         self._on_published = on_published
         self._on_error = on_error
         self._background = Background("flashrecovery-checkpoint")
@@ -126,13 +131,15 @@ class CheckpointFallback:
         began = time.monotonic()
         mine = [s for s in shards if writer_of(s) == self._rank]
         specs = {s.name: s.spec() for s in mine}
-        tensors = {tensor_key(s, key): _host_copy(t) for s in mine for key, t in s.tensors().items()}
+        copy = HostCopies()
+        tensors = {tensor_key(s, key): copy(t) for s in mine for key, t in s.tensors().items()}
+        write = None if self._form is None else self._form.capture(self.directory, _name(version), copy)
         k0_s = time.monotonic() - began
         owned = [(s.name, len(s.holders) > 1, specs[s.name]) for s in mine]
 
         def job() -> None:
             try:
-                self._write(version, generation, owned, tensors, capsule, common, began, k0_s)
+                self._write(version, generation, owned, tensors, write, capsule, common, began, k0_s)
             except (OSError, RuntimeError, FlashRecoveryError) as e:
                 if self._on_error is None:
                     raise
@@ -162,6 +169,7 @@ class CheckpointFallback:
         generation: int,
         owned: list[tuple[str, bool, ShardSpec]],
         tensors: dict[str, torch.Tensor],
+        write: Callable[[Path], None] | None,
         capsule: bytes,
         common: bytes,
         began: float,
@@ -172,13 +180,17 @@ class CheckpointFallback:
             prefix = _prefix(name, shared, self._rank)
             digest = shard_digest([tensors[f"{prefix}{key}"] for key in spec.tensors], spec)
             entries[name] = (shared, encode_spec(spec), digest)
-        manifest = codec.dumps((FORMAT, version, self._world, entries, capsule, common))
+        form = "" if self._form is None else self._form.name
+        manifest = codec.dumps((FORMAT, version, self._world, entries, capsule, common, form))
         pending = self.directory / f".pending-{version}.{generation}"
         part = pending / f"part-{self._rank}"
         try:
             if part.exists():  # of the same generation and version: cannot be, unless the file system is slow
                 shutil.rmtree(part)
             part.mkdir(parents=True)
+            if write is not None:
+                write(pending)
+                tensors = {}
             write_part({**tensors, _manifest_key(self._rank): _as_tensor(manifest)}, part)
             _write_durably(pending / _DONE.format(self._rank), b"")
             complete = all((pending / _DONE.format(r)).exists() for r in range(self._world))
@@ -231,23 +243,41 @@ def newest(directory: Path) -> tuple[int, Path] | None:
     return None if version is None else (version, directory / _name(version))
 
 
-def load(path: Path, shards: Sequence[Shard], *, rank: int, world: int) -> PlainState:
-    """Write a checkpoint into the live shards of this rank. No collective: each rank reads for itself.
+def load(
+    path: Path, shards: Sequence[Shard], *, rank: int, world: int, form: CheckpointFormat | None = None
+) -> PlainState:
+    """Write a checkpoint into the live shards of this rank. Each rank reads for itself, without a collective unless
+    ``form`` has some.
 
     Raises RestoreError if the checkpoint is not whole, was written by another world, by another model (the
-    shards that differ are named), or does not have its digests.
+    shards that differ are named), in another format, or does not have its digests.
     """
     path = Path(path)
     manifests = _read_manifests(path, sorted({rank, *map(writer_of, shards)}), world)
-    _, version, _, _, capsule, common = manifests[rank]
+    _, version, _, _, capsule, common, written_as = manifests[rank]
+    if written_as != ("" if form is None else form.name):
+        raise RestoreError(
+            f"checkpoint {path} has the format {written_as or 'of the core'!r}, which this job does not use"
+        )
     entries: dict[str, tuple[int, bool, bytes, str]] = {}
     for writer, manifest in manifests.items():
         for name, (shared, spec, digest) in manifest[3].items():
             if shared or writer == rank:
                 entries[name] = (writer, shared, spec, digest)
     _check_names(path, {s.name for s in shards}, entries, rank)
+    live = _read_tensors(path, shards, entries) if form is None else _load_as(form, path, shards)
+    wrong = [name for name, (spec, tensors) in live.items() if shard_digest(tensors, spec) != entries[name][3]]
+    if wrong:
+        raise RestoreError(f"checkpoint {path}: {_some(wrong)} do not have the digests they were written with")
+    return PlainState(version, capsule, common)
+
+
+_Live = dict[str, tuple[ShardSpec, list[torch.Tensor]]]
+
+
+def _read_tensors(path: Path, shards: Sequence[Shard], entries: Mapping[str, tuple[int, bool, bytes, str]]) -> _Live:
     wanted: dict[str, torch.Tensor] = {}
-    live: dict[str, tuple[ShardSpec, list[torch.Tensor]]] = {}
+    live: _Live = {}
     for shard in shards:
         writer, shared, encoded, _ = entries[shard.name]
         spec = decode_spec(encoded)
@@ -259,10 +289,12 @@ def load(path: Path, shards: Sequence[Shard], *, rank: int, world: int) -> Plain
         read_into(wanted, path)
     except _UNREADABLE as e:
         raise RestoreError(f"checkpoint {path} cannot be read: {e}") from e
-    wrong = [name for name, (spec, tensors) in live.items() if shard_digest(tensors, spec) != entries[name][3]]
-    if wrong:
-        raise RestoreError(f"checkpoint {path}: {_some(wrong)} do not have the digests they were written with")
-    return PlainState(version, capsule, common)
+    return live
+
+
+def _load_as(form: CheckpointFormat, path: Path, shards: Sequence[Shard]) -> _Live:
+    form.load(path.parent, path.name)
+    return {s.name: (s.spec(), [t.detach() for t in s.tensors().values()]) for s in shards}
 
 
 def writer_of(shard: Shard) -> int:
@@ -342,9 +374,19 @@ def _write_durably(path: Path, data: bytes) -> None:
         os.close(folder)
 
 
-def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    detached = tensor.detach()
-    return detached.clone(memory_format=torch.contiguous_format) if detached.device.type == "cpu" else detached.cpu()
+class HostCopies:
+    """Copies tensors to host memory, the same tensor only once."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach()
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() == 0 or key not in self._made:
+            on_host = tensor.device.type == "cpu"
+            self._made[key] = tensor.clone(memory_format=torch.contiguous_format) if on_host else tensor.cpu()
+        return self._made[key]
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:

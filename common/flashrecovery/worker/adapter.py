@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -80,6 +81,39 @@ class Shard(ABC):
         return ShardSpec({k: TensorSpec(tuple(t.shape), t.dtype) for k, t in self.tensors().items()}, self.values())
 
 
+class CheckpointFormat(ABC):
+    """A framework's own checkpoint format, in which the fallback checkpoints are then written, for its users' tools.
+
+    Attributes:
+        name: of the format; a checkpoint is only loaded by the format that wrote it.
+    """
+
+    name: str
+
+    @abstractmethod
+    def capture(
+        self, directory: Path, tag: str, copy: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Callable[[Path], None]:
+        """This rank's part of the live state, at a step boundary, without communication.
+
+        Args:
+            directory, tag: the checkpoint will be found in ``directory/tag``.
+            copy: gives the copy in host memory of a live tensor.
+
+        Returns:
+            What writes the part into a directory, which will be moved there when all ranks have done so. Another thread
+            calls it. What it has written is durable when it returns.
+        """
+
+    @abstractmethod
+    def load(self, directory: Path, tag: str) -> None:
+        """Make ``directory/tag`` the live state. All ranks call it at the same time, with groups that work.
+
+        Raises:
+            RestoreError: it cannot be read.
+        """
+
+
 class StepHooks(Protocol):
     """What the core gives to an adapter to report the moments of a step. All are idempotent within a step."""
 
@@ -132,6 +166,10 @@ class Adapter(ABC):
 
     def restore_rank(self, state: dict[str, Any]) -> None:  # noqa: B027 - optional
         """Adopt what ``capture_rank`` returned on this rank."""
+
+    def checkpoint_format(self) -> CheckpointFormat | None:
+        """The framework's own format; None: the core's. Only asked where this is the job's only adapter."""
+        return None
 
     def fault_points(self) -> Mapping[str, Callable[[Callable[[], None]], None]]:
         """For fault injection: phase name -> function that arms a one-shot callback at that phase of this step

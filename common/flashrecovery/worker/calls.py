@@ -5,20 +5,22 @@ The script has a loop of its own, and does not hand its steps out. So that it ne
 * a call that fails is made again, and so are earlier ones that the recovery has undone (the script has their results
   already, and they have the same bits the second time);
 * in a replacement the script begins at its first line: its calls up to the restored version are *skipped*;
-* the script's end is the end of the loop: the process stays until all ranks have come there, and takes part in
-  recoveries until then.
+* the script's end, or its ``destroy_process_group()``, is the end of the loop: the process stays until all ranks have
+  come there, and takes part in recoveries until then.
 
 Every such call is one version, also one that changes nothing (an evaluation, a checkpoint): whoever is replaced then
 knows which calls the others have behind them. Random numbers that the script draws between two calls are drawn again
-by a replacement, and a survivor begins a repeated call in the random state in which it had begun it.
+by a replacement, and a survivor begins a repeated call in the random state in which it had begun it. What else the
+script's loop keeps and the calls read or change (averages, counters, a history) is a :class:`LoopState`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from flashrecovery import groups
 from flashrecovery.errors import RegistrationError
 from flashrecovery.worker.rng import RngState, restore_rng
 
@@ -31,11 +33,27 @@ _KEPT = 3
 """Versions whose own call is kept; a recovery in place never goes back further."""
 
 
+class LoopState(Protocol):
+    """State of the script's own loop that calls read and change."""
+
+    def save(self) -> Any:
+        """A copy of it, as a call begins. It stays in this process."""
+
+    def load(self, saved: Any) -> None:
+        """Go back to what :meth:`save` gave, before a call that is made again."""
+
+    def resume(self) -> None:
+        """In a replacement: adopt what the dead process had when its last finished call ended. To bring that here is
+        the owner's part, for example an adapter's ``capture_rank`` and ``restore_rank``."""
+
+
 @dataclass(frozen=True)
 class _Call:
     body: Callable[[], Any]
     rng: RngState | None
     """The random state in which it begins; None for a call of this kind at another time."""
+    loop: LoopState | None
+    saved: Any
 
 
 class Calls:
@@ -48,8 +66,9 @@ class Calls:
         self._newest: dict[str, _Call] = {}
         self._skipped_to = 0
         self._restored: RngState | None = None
+        self._finished = False
 
-    def run(self, kind: str, body: Callable[[], T], skipped: Callable[[], T]) -> T:
+    def run(self, kind: str, body: Callable[[], T], skipped: Callable[[], T], loop: LoopState | None = None) -> T:
         """Make one call, until it is committed.
 
         Args:
@@ -58,18 +77,23 @@ class Calls:
             body: the call. May be made several times.
             skipped: what to return in a replacement for a call that the dead process had behind it. It must take from
                 the script's iterators what ``body`` would, unless they are ``recovery.data()`` streams.
+            loop: what the body reads and changes outside of the registered state.
         """
         number = len(self._kinds)
         if number == 0:
             self._begin()
         self._kinds.append(kind)
-        self._newest[kind] = _Call(body, None)
+        saved = None if loop is None else loop.save()
+        self._newest[kind] = _Call(body, None, loop, saved)
         if number < self._skipped_to:
+            last = number == self._skipped_to - 1
+            if last and loop is not None:
+                loop.resume()
             result = skipped()
-            if number == self._skipped_to - 1:
+            if last:
                 self._set_rng(self._restored)  # the skipped part of the script has drawn random numbers
             return result
-        self._recent[number] = _Call(body, RngState.now())
+        self._recent[number] = _Call(body, RngState.now(), loop, saved)
         self._recent.pop(number - _KEPT, None)
         made: T = self._until(number + 1)
         return made
@@ -82,6 +106,7 @@ class Calls:
     def _begin(self) -> None:
         session = self._session
         session.at_script_end(self._finish)
+        groups.before_destruction(self._finish)
         session.open(None)
         self._skipped_to = session.gate.version
         self._restored = RngState.now()
@@ -90,13 +115,17 @@ class Calls:
         """Make calls until ``version`` is committed; returns the result of the last one."""
         from flashrecovery.worker.recovery import Step
 
-        gate, result = self._session.gate, None
+        gate, result, again = self._session.gate, None, False
         while gate.stopped or gate.version < version:
             if gate.stopped:
                 self._session.recover()
+                again = True
                 continue
             call = self._call(gate.version)
             self._set_rng(call.rng)
+            if again and call.loop is not None:
+                call.loop.load(call.saved)
+            again = True
             with Step(gate.version, self._session):
                 result = call.body()
         return result
@@ -111,5 +140,7 @@ class Calls:
     def _finish(self) -> None:
         """The script has come to its end."""
         total = len(self._kinds)
-        while not self._session.finished(total):
-            self._until(total)
+        while not self._finished:
+            self._finished = self._session.finished(total)
+            if not self._finished:
+                self._until(total)

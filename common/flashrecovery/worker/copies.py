@@ -39,10 +39,15 @@ class Copies:
         on_published: Callable[[checkpoint.Published], None],
         on_error: Callable[[BaseException], None],
     ) -> None:
-        """Raises UnsupportedError if ``redundancy: replica`` is asked for and a shard has no replica, ConfigError if
-        the checkpoint directory cannot be written."""
+        """Raises UnsupportedError if copies are asked for where there is one rank only, or ``redundancy: replica``
+        where a shard has no replica, ConfigError if the checkpoint directory cannot be written."""
         self._registry = registry
         self._limits = settings.timeouts
+        if registry.world_size == 1 and settings.redundancy in ("replica", "neighbor"):
+            raise UnsupportedError(
+                f"redundancy = {settings.redundancy!r}: a world of one rank has nobody to hold a copy; "
+                "allowed here: auto, none"
+            )
         unique = registry.unique_shards()
         if unique and settings.redundancy == "replica":
             raise UnsupportedError(
@@ -65,6 +70,7 @@ class Copies:
                 rank=registry.rank,
                 world=registry.world_size,
                 keep=settings.checkpoint.keep,
+                form=registry.checkpoint_format(),
                 on_published=on_published,
                 on_error=on_error,
             )
@@ -134,7 +140,13 @@ class Copies:
     def load_checkpoint(self, path: str, version: int) -> None:
         """Everything of this rank from a checkpoint. Raises RestoreError if it is damaged or of another job."""
         registry = self._registry
-        plain = checkpoint.load(Path(path), registry.tensor_shards(), rank=registry.rank, world=registry.world_size)
+        plain = checkpoint.load(
+            Path(path),
+            registry.tensor_shards(),
+            rank=registry.rank,
+            world=registry.world_size,
+            form=registry.checkpoint_format(),
+        )
         registry.capsule.keep(version, plain.capsule)
         registry.common.keep(version, plain.common)
 

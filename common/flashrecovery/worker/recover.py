@@ -11,7 +11,7 @@ import datetime
 import logging
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from flashrecovery import groups
 from flashrecovery.errors import DataSourceError, FlashRecoveryError, RegroupError, RestoreError
@@ -57,6 +57,9 @@ class Recoverer:
             needs=self._needs(digests=not s.connection.detached),
             held=self._held(),
             steps=-1 if num_steps is None else num_steps,
+            hang_floor_s=s.settings.timeouts.hang_floor_s,
+            checkpoints=s.settings.checkpoint.dir is not None,
+            checkpoint_interval_s=_seconds(s.settings.checkpoint.interval_s),
         )
         if not s.connection.detached:
             s.gate.live = 0
@@ -308,3 +311,7 @@ class Recoverer:
         if s.copies is not None:
             held += s.copies.inventory()
         return held
+
+
+def _seconds(interval: float | Literal["auto"]) -> float:
+    return 0.0 if interval == "auto" else interval

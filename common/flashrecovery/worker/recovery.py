@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from flashrecovery.config import CONFIG_ENV, Settings, validate
+from flashrecovery.config import CONFIG_ENV, Settings, overlaid, validate
 from flashrecovery.errors import ConfigError, RegistrationError
 from flashrecovery.worker.channel import CHANNEL_ENV
 from flashrecovery.worker.data import DataStream
 
 if TYPE_CHECKING:
     from flashrecovery.worker.adapter import Adapter
-    from flashrecovery.worker.calls import Calls
+    from flashrecovery.worker.calls import Calls, LoopState
     from flashrecovery.worker.session import Session
 
 T = TypeVar("T")
@@ -93,8 +93,11 @@ class Recovery:
         """Raises ConfigError if this object was made with other values than ``wanted``."""
         if self._session is None:
             return
+        settings = self._session.settings.model_dump()
         for key, value in wanted.items():
-            made = getattr(self._session.settings, key)
+            made = settings[key]
+            if isinstance(value, Mapping):
+                made = {name: made[name] for name in value}
             if made != value:
                 raise ConfigError(
                     f"{key} = {value!r}, but recovery was initialised with {made!r} before; "
@@ -161,7 +164,7 @@ class Recovery:
         finally:
             self._looping = False
 
-    def call(self, kind: str, body: Callable[[], T], *, skipped: Callable[[], T]) -> T:
+    def call(self, kind: str, body: Callable[[], T], *, skipped: Callable[[], T], loop: LoopState | None = None) -> T:
         """For frameworks in which a step is one call: ``body()``, protected; see :mod:`flashrecovery.worker.calls`.
         Where ``steps()`` is used, and without recovery, it is just called."""
         if self._session is None or self._looped:
@@ -170,7 +173,7 @@ class Recovery:
             from flashrecovery.worker.calls import Calls
 
             self._calls = Calls(self._session)
-        return self._calls.run(kind, body, skipped)
+        return self._calls.run(kind, body, skipped, loop)
 
     def _plain(self, num_steps: int) -> Iterator[Step]:
         for index in range(num_steps):
@@ -214,7 +217,7 @@ def init(**overrides: Any) -> Recovery:
             from flashrecovery.worker.bootstrap import connection
             from flashrecovery.worker.session import Session
 
-            values = json.loads(os.environ[CONFIG_ENV]) | overrides
+            values = overlaid(json.loads(os.environ[CONFIG_ENV]), overrides)
             session = Session(connection(), validate(Settings, values, "settings"))
         elif os.environ.get("RANK", "0") == "0":
             print("flashrecovery: recovery is off (not started by `flashrecovery run`)", file=sys.stderr)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from flashrecovery.errors import RegistrationError
 from flashrecovery.worker import codec
-from flashrecovery.worker.adapter import Adapter, Shard
+from flashrecovery.worker.adapter import Adapter, CheckpointFormat, Shard
 from flashrecovery.worker.data import DataStream
 from flashrecovery.worker.objects import COMMON, ObjectShard
 from flashrecovery.worker.rng import RngState, restore_rng
@@ -107,6 +107,10 @@ class Registry:
 
     def tensor_shards(self) -> list[Shard]:
         return [s for s in self.shards.values() if not isinstance(s, ObjectShard)]
+
+    def checkpoint_format(self) -> CheckpointFormat | None:
+        """The framework's own format for fallback checkpoints; None for the core's."""
+        return self.adapters[0].checkpoint_format() if len(self.adapters) == 1 else None
 
     # -- plain state ------------------------------------------------------------------------------
 

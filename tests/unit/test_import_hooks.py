@@ -1,0 +1,45 @@
+"""A hook runs when its module is imported, whoever has asked for the module before."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from flashrecovery.worker.hooks import ImportHooks
+
+NAME = "module_with_a_hook"
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ModuleType]]:
+    (tmp_path / f"{NAME}.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found: list[ModuleType] = []
+    finder = ImportHooks({NAME: found.append})
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    yield found
+    sys.modules.pop(NAME, None)
+
+
+def test_the_hook_sees_the_whole_module_once(calls: list[ModuleType]) -> None:
+    module = importlib.import_module(NAME)
+    importlib.import_module(NAME)
+    assert calls == [module] and module.value == 1
+
+
+def test_asking_whether_a_module_exists_does_not_spend_its_hook(calls: list[ModuleType]) -> None:
+    """As transformers does with deepspeed."""
+    assert importlib.util.find_spec(NAME) is not None
+    assert importlib.util.find_spec(NAME) is not None
+    assert not calls
+    assert importlib.import_module(NAME) in calls
+
+
+def test_other_modules_are_left_alone(calls: list[ModuleType]) -> None:
+    assert importlib.util.find_spec("no_such_module_at_all") is None
+    assert not calls

@@ -22,13 +22,13 @@ from peers import Peer
 from workload import Job
 
 
-def start(job: Job, launch: Launch, standby: int) -> None:
+def start(job: Job, launch: Launch, standby: int, script: str = __file__) -> None:
     """``flashrecovery run`` with so many standbys."""
     launch.start(
         [
             *(sys.executable, "-m", "flashrecovery.cli.main", "run"),
             *("--nproc-per-node", str(job.world), "--standby", str(standby)),
-            *("--run-dir", str(Path(job.directory) / "run"), __file__),
+            *("--run-dir", str(Path(job.directory) / "run"), script),
         ],
         **job.to_env(),
     )

@@ -20,12 +20,12 @@ from peers import Peer
 from workload import Job
 
 
-def start(job: Job, launch: Launch) -> None:
+def start(job: Job, launch: Launch, script: str = __file__) -> None:
     """One agent with all workers."""
     launch.start(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *(f"--nproc-per-node={job.world}", "--max-restarts=3", __file__),
+            *(f"--nproc-per-node={job.world}", "--max-restarts=3", script),
         ],
         # Without this the restarted gloo workers read the dead workers' addresses from the agent's store.
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",

@@ -18,9 +18,15 @@ Under ``flashrecovery run`` this package wraps ``deepspeed.initialize`` as soon 
 =================  =========================================================================================
 :mod:`.hook`       wraps ``deepspeed.initialize``, attaches ``engine.recovery``
 :mod:`.config`     the ``flash_recovery`` block
+:mod:`.patches`    what is changed inside DeepSpeed at run time
 :mod:`.support`    which versions and settings are supported; everything else is refused at start, by name
 :mod:`.adapter`    what all stages have in common: the moments of a step, counters, scaler, reset of the engine
 :mod:`.calls`      the pipeline engine's ``train_batch`` and ``eval_batch``, protected in the script's own loop
+:mod:`.checkpoint` the fallback checkpoint in DeepSpeed's own format
+:mod:`.pipeline`   the pipeline engine's schedule
+:mod:`.experts`    mixture of experts: who holds what
+:mod:`.offload`    the optimizer on the CPU
+:mod:`.activation` activation checkpointing: buffers, tracked random streams
 :mod:`.stage0`     ZeRO-0: replicated parameters, fp32 or with fp32 masters
 :mod:`.stage12`    ZeRO-1 and 2: flat partitions
 :mod:`.stage3`     ZeRO-3: per-parameter slices
@@ -32,7 +38,9 @@ from __future__ import annotations
 import sys
 
 from flashrecovery.worker.hooks import ImportHooks
-from fr_deepspeed.hook import install
+from fr_deepspeed.hook import attach, install
+
+__all__ = ["attach"]
 
 if "deepspeed" in sys.modules:
     install(sys.modules["deepspeed"])

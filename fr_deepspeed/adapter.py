@@ -27,8 +27,12 @@ from flashrecovery.errors import UnsupportedError
 from flashrecovery.torch_native.base import TorchAdapter
 from flashrecovery.torch_native.placement import replicated, world_size
 from flashrecovery.torch_native.shards import ParamRecord, ParamShard, constant
-from flashrecovery.worker.adapter import Shard, StepHooks
-from fr_deepspeed.pipeline import loss_of, reset_schedule
+from flashrecovery.worker.adapter import CheckpointFormat, Shard, StepHooks
+from fr_deepspeed.activation import capture_tracker, reset_checkpointing, restore_tracker
+from fr_deepspeed.checkpoint import EngineCheckpoint
+from fr_deepspeed.experts import ranks_of, reset_experts
+from fr_deepspeed.offload import offloads
+from fr_deepspeed.pipeline import capture_pipeline, reset_schedule, restore_pipeline
 from fr_deepspeed.support import check_engine, check_version
 
 _COUNTERS = (
@@ -141,7 +145,7 @@ class EngineAdapter(TorchAdapter):
         """Parameters that no optimizer trains. A replacement's script need not initialise them as the first launch."""
         trained = {id(p) for p in self._optimized}
         return [
-            ParamShard(ParamRecord(fqn, *replicated(fqn, self._ranks), constant(p)), [])
+            ParamShard(ParamRecord(fqn, *replicated(fqn, ranks_of(self.engine, p)), constant(p)), [])
             for fqn, p in self.inner.named_parameters()
             if id(p) not in trained
         ]
@@ -176,7 +180,18 @@ class EngineAdapter(TorchAdapter):
         self.basic.param_groups = self._param_groups
         if engine.pipeline_parallelism:
             reset_schedule(engine)
+        reset_experts(engine)
+        reset_checkpointing()
         self._reset_optimizer()
+
+    def _drop_gradients(self) -> None:
+        if not offloads(self.engine):
+            super()._drop_gradients()
+            return
+        for record in self._records:
+            gradient = record.get().grad
+            assert gradient is not None  # made with the engine
+            gradient.zero_()
 
     def capture_common(self) -> dict[str, Any]:
         engine = self.engine
@@ -184,7 +199,9 @@ class EngineAdapter(TorchAdapter):
             **super().capture_common(),
             "counters": {name: getattr(engine, name) for name in _COUNTERS},
             "scaler": {k: v for k, v in vars(self._scaler()).items() if isinstance(v, _PLAIN)},
-            "loss": loss_of(engine) if engine.pipeline_parallelism else None,
+            # DeepSpeed's schedulers do not keep it in their state, and refuse to say it before their first step.
+            "last_lr": getattr(engine.lr_scheduler, "_last_lr", None),
+            "pipeline": capture_pipeline(engine) if engine.pipeline_parallelism else {},
         }
 
     def restore_common(self, state: dict[str, Any]) -> None:
@@ -192,15 +209,32 @@ class EngineAdapter(TorchAdapter):
         for name, value in state["counters"].items():
             setattr(self.engine, name, value)
         vars(self._scaler()).update(state["scaler"])
-        if state["loss"] is not None:
-            self.engine.agg_train_loss = torch.tensor(state["loss"], device=self.engine.device)
+        if state["last_lr"] is not None:
+            self.engine.lr_scheduler._last_lr = list(state["last_lr"])
+        if state["pipeline"]:
+            restore_pipeline(self.engine, state["pipeline"])
         with torch.no_grad():
             self._derive_weights()
+
+    def capture_rank(self) -> dict[str, Any]:
+        return {**super().capture_rank(), "rng_tracker": capture_tracker()}
+
+    def restore_rank(self, state: dict[str, Any]) -> None:
+        super().restore_rank(state)
+        restore_tracker(state["rng_tracker"])
 
     def _scaler(self) -> Any:
         """The object that keeps the loss scale and its counters; something empty where there is none."""
         optimizer = self.engine.optimizer
         return getattr(optimizer, "loss_scale_config", None) or getattr(optimizer, "loss_scaler", None) or _NoScaler()
+
+    # -- fallback checkpoint ----------------------------------------------------------------------
+
+    def checkpoint_format(self) -> CheckpointFormat:
+        return EngineCheckpoint(self.engine, self._checkpoint_loaded)
+
+    def _checkpoint_loaded(self) -> None:
+        self._param_groups = list(self.basic.param_groups)
 
     # -- fault injection --------------------------------------------------------------------------
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from flashrecovery.config import validate
 from flashrecovery.errors import ConfigError
@@ -14,6 +15,15 @@ from flashrecovery.errors import ConfigError
 KEY = "flash_recovery"
 _OVERRIDES = ("redundancy", "undo", "verify")
 """Keys that are settings of a worker and have their names there."""
+
+
+class CheckpointBlock(BaseModel):
+    """Where and how often."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dir: Path = Field(description="directory that every rank can read and write")
+    interval_s: Annotated[float, Field(gt=0)] | Literal["auto"] = Field("auto", description="seconds between two")
 
 
 class FlashRecoveryConfig(BaseModel):
@@ -27,28 +37,19 @@ class FlashRecoveryConfig(BaseModel):
     )
     undo: Literal["auto", "always", "never"] = Field("auto", description="own pre-step copy of the state")
     verify: bool = Field(True, description="compare the digest of every restored shard with its source's")
-    hang_timeout_s: float | Literal["auto"] = Field("auto", description="belongs to the launcher")
-    checkpoint: Mapping[str, Any] | None = Field(None, description="belongs to the launcher")
-
-    @field_validator("hang_timeout_s")
-    @classmethod
-    def _no_timeout(cls, value: float | str) -> float | str:
-        if value != "auto":
-            raise ValueError(
-                "the agent, not the worker, detects hangs: set timeouts.hang_floor_s in `flashrecovery run --config`"
-            )
-        return value
-
-    @field_validator("checkpoint")
-    @classmethod
-    def _no_checkpoint(cls, value: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        if value is not None:
-            raise ValueError("the controller decides when to save: set checkpoint.dir in `flashrecovery run --config`")
-        return value
+    hang_timeout_s: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+        "auto", description="seconds without progress after which a rank counts as hung"
+    )
+    checkpoint: CheckpointBlock | None = Field(None, description="the fallback, used where no copy is left")
 
     def overrides(self) -> dict[str, Any]:
         """The worker's settings that this block sets."""
-        return {name: getattr(self, name) for name in _OVERRIDES if name in self.model_fields_set}
+        result = {name: getattr(self, name) for name in _OVERRIDES if name in self.model_fields_set}
+        if self.hang_timeout_s != "auto":
+            result["timeouts"] = {"hang_floor_s": self.hang_timeout_s}
+        if self.checkpoint is not None:
+            result["checkpoint"] = self.checkpoint.model_dump(exclude_unset=True)
+        return result
 
 
 def parse(config: Mapping[str, Any]) -> FlashRecoveryConfig:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from flashrecovery.torch_native.placement import replicated
 from flashrecovery.torch_native.shards import ParamRecord, constant
 from fr_deepspeed.adapter import EngineAdapter
+from fr_deepspeed.experts import ranks_of
 
 
 class PlainEngineAdapter(EngineAdapter):
@@ -25,7 +26,7 @@ class PlainEngineAdapter(EngineAdapter):
     def _find_parameters(self) -> tuple[ParamRecord, ...]:
         trained = {id(p) for p in self._weights}
         return tuple(
-            ParamRecord(fqn, *replicated(fqn, self._ranks), constant(p))
+            ParamRecord(fqn, *replicated(fqn, ranks_of(self.engine, p)), constant(p))
             for fqn, p in self.inner.named_parameters()
             if id(p) in trained
         )
@@ -55,7 +56,7 @@ class MasterWeightsAdapter(EngineAdapter):
     def _find_parameters(self) -> tuple[ParamRecord, ...]:
         names = {id(p): fqn for fqn, p in self.inner.named_parameters()}
         return tuple(
-            ParamRecord(names[id(low)], *replicated(names[id(low)], self._ranks), constant(master))
+            ParamRecord(names[id(low)], *replicated(names[id(low)], ranks_of(self.engine, low)), constant(master))
             for low, master in self._pairs
         )
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch.distributed as dist
 from torch import nn
 
 from flashrecovery.torch_native.placement import world_size
 from flashrecovery.torch_native.shards import ParamRecord
 from flashrecovery.worker.adapter import Shard
 from fr_deepspeed.adapter import EngineAdapter
+from fr_deepspeed.offload import check_gradients, reset_accumulation
 from fr_deepspeed.partitions import FixedShard, PartitionShard, partition_record, reset_backward_hooks
 
 _NO_MICRO_STEP = -1
@@ -41,12 +43,24 @@ class Stage12Adapter(EngineAdapter):
 
     def _extra_shards(self) -> Sequence[Shard]:
         zero = self.engine.optimizer
-        suffix = "" if len(self._ranks) == world_size() else f"#group={min(self._ranks)}"
-        return [FixedShard(f"weights/{g}{suffix}", self._ranks, flat) for g, flat in enumerate(zero.bit16_groups_flat)]
+        shards = []
+        for g, flat in enumerate(zero.bit16_groups_flat):
+            # Of experts: not all data-parallel ranks.
+            ranks = dist.get_process_group_ranks(zero.real_dp_process_group[g])
+            suffix = "" if len(ranks) == world_size() else f"#group={min(ranks)}"
+            shards.append(FixedShard(f"weights/{g}{suffix}", ranks, flat))
+        return shards
+
+    def _gradients_ready(self) -> None:
+        zero = self.engine.optimizer
+        if zero.cpu_offload:
+            check_gradients(zero, [p for group in zero.params_in_partition for p in group])
 
     def _reset_optimizer(self) -> None:
         zero = self.engine.optimizer
         reset_backward_hooks(zero)
+        if zero.cpu_offload:
+            reset_accumulation(zero)
         zero._release_preflattened_grad_buffers()
         for bucket in zero.ipg_buckets.values():
             bucket.clear()

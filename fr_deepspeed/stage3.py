@@ -7,6 +7,7 @@ whole, not even a persistent one, which is how a new engine begins: all ranks th
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from flashrecovery.torch_native.placement import global_rank
 from flashrecovery.torch_native.shards import ParamRecord
 from flashrecovery.worker.adapter import Shard
 from fr_deepspeed.adapter import EngineAdapter
+from fr_deepspeed.offload import check_gradients
 from fr_deepspeed.partitions import FixedShard, PartitionShard, partition_record, reset_backward_hooks
 
 _PRIVATE = "_PartitionedParameterCoordinator__"
@@ -52,6 +54,11 @@ class Stage3Adapter(EngineAdapter):
             if id(p) not in trained
         ]
 
+    def _gradients_ready(self) -> None:
+        zero = self.engine.optimizer
+        if zero.offload_optimizer:
+            check_gradients(zero, [p for p in self._optimized if _holds_something(zero, p)])
+
     # -- reset ------------------------------------------------------------------------------------
 
     def _reset_optimizer(self) -> None:
@@ -67,6 +74,9 @@ class Stage3Adapter(EngineAdapter):
         zero.param_reduce_events.clear()
         zero.micro_step_id = 0
         zero.inf_or_nan_tracker.zero_()
+        zero._offload_boundary_param_ids = set()
+        if zero.offload_optimizer:
+            zero.norm_for_param_grads = {}
         self._release_parameters()
         self._reset_coordinator(zero.parameter_offload.get_param_coordinator())
         self._reset_modules()
@@ -97,6 +107,9 @@ class Stage3Adapter(EngineAdapter):
         private[_PRIVATE + "step_id"] = 0
         private[_PRIVATE + "n_available_params"] = 0
         coordinator._clear_trace_structures()
+        # What a module releases is remembered for ever, by its step in whichever trace there was at the time.
+        remembered = getattr(type(coordinator), _PRIVATE + "params_to_release")
+        inspect.getclosurevars(remembered).nonlocals["func"].cache_clear()  # below a decorator
 
     def _reset_modules(self) -> None:
         from deepspeed.runtime.zero import parameter_offload
@@ -117,6 +130,11 @@ class Stage3Adapter(EngineAdapter):
     def _derive_weights(self) -> None:
         for s in range(len(self._partitions)):
             self.engine.optimizer._reassign_or_swap_out_partitioned_parameters(s)
+
+
+def _holds_something(zero: Any, parameter: Any) -> bool:
+    """False if this rank's slice of a parameter is padding alone."""
+    return bool(parameter.partition_numel() * zero._get_param_partition_rank(parameter) < parameter.ds_numel)
 
 
 def _slice(parameter: Any) -> torch.Tensor:

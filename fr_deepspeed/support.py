@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from flashrecovery.errors import UnsupportedError
+from fr_deepspeed import experts, offload
 
 TESTED_VERSIONS = ("0.19.8",)
 """Every private name of DeepSpeed that this package uses has been looked up in these."""
@@ -40,8 +41,7 @@ def _unsupported(engine: Any) -> Iterator[str]:
     name = type(engine.basic_optimizer).__name__
     if name in _UNIQUE_TO_RANK:
         yield f"the optimizer {name}"
-    if engine.has_moe_layers:
-        yield "MoE layers"
+    yield from experts.unsupported(engine)
     if _model_parallel(engine) or engine.autotp_size() > 1:
         yield "tensor parallelism (mpu, tensor_parallel)"
     if engine.sequence_parallel_size > 1:
@@ -65,12 +65,10 @@ def _model_parallel(engine: Any) -> bool:
 
 def _zero_settings(engine: Any) -> Iterator[str]:
     zero = engine._config.zero_config
-    for key, device in (
-        ("offload_param", zero.offload_param),
-        ("offload_optimizer", zero.offload_optimizer),
-    ):
-        if device is not None and device.device != "none":
-            yield f"zero_optimization.{key} to {device.device.value}"
+    device = offload.device_of(zero.offload_param)
+    if device != "none":
+        yield f"zero_optimization.offload_param to {device}"
+    yield from offload.unsupported(engine)
     for key in ("zenflow", "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
         if getattr(zero, key):
             yield f"zero_optimization.{key}"

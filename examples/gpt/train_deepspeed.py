@@ -3,7 +3,8 @@
     flashrecovery run --nproc-per-node 4 --standby 1 examples/gpt/train_deepspeed.py --zero 2
     torchrun --nproc-per-node 4 examples/gpt/train_deepspeed.py --zero 2        # the same script, without recovery
 
-``--zero 0..3`` takes ``ds_zero<N>.json`` beside this file, ``--config`` any other DeepSpeed config. What switches
+``--zero 0..3`` takes ``ds_zero<N>.json`` beside this file, ``--moe`` and ``--pipeline`` take ``ds_moe.json`` and
+``ds_pipeline.json`` (with another ZeRO stage if asked for), ``--config`` any other DeepSpeed config. What switches
 recovery on is ``"flash_recovery": {"enabled": true}`` in it.
 """
 
@@ -32,8 +33,11 @@ import training
 
 def read_config(args: argparse.Namespace) -> dict[str, Any]:
     """The DeepSpeed config, with the batch size and learning rate of the flags, and another precision if asked for."""
-    path = args.config or Path(__file__).with_name(f"ds_zero{args.zero}.json")
+    kind = "moe" if args.moe else "pipeline" if args.pipeline > 1 else f"zero{2 if args.zero is None else args.zero}"
+    path = args.config or Path(__file__).with_name(f"ds_{kind}.json")
     config: dict[str, Any] = json.loads(path.read_text())
+    if args.zero is not None:
+        config["zero_optimization"]["stage"] = args.zero
     config["train_micro_batch_size_per_gpu"] = args.batch_size
     config["optimizer"]["params"]["lr"] = args.lr
     config["scheduler"]["params"]["warmup_max_lr"] = args.lr
@@ -90,9 +94,16 @@ def build_engine(args: argparse.Namespace, device: torch.device) -> Any:
         deepspeed.init_distributed(dist.get_backend())
         torch.manual_seed(args.seed)
         model = gpt_pipeline.build(training.model_config(args), args.pipeline)
+    elif args.moe:
+        import gpt_moe
+
+        model = gpt_moe.build(training.model_config(args), args.moe, args.expert_parallel, args.seed).to(device)
     else:
         model = training.build_model(args, device)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameter_groups(model), config=read_config(args))
+    groups = parameter_groups(model)
+    if args.moe:
+        groups = gpt_moe.parameter_groups(groups)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=read_config(args))
     return engine
 
 
@@ -114,17 +125,24 @@ def train_batch(engine: Any, data: Iterator[Any], device: torch.device, pause_s:
     return mean
 
 
-def main() -> None:
-    """Train as the flags say."""
-    flags = training.parser(__doc__)
-    flags.add_argument("--zero", type=int, default=2, choices=range(4), help="ZeRO stage")
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The flags of all GPT examples, and those of this one."""
+    flags = training.parser(description)
+    flags.add_argument("--zero", type=int, choices=range(4), help="ZeRO stage; None: the config's, or 2")
     flags.add_argument("--pipeline", type=int, default=1, metavar="STAGES", help="pipeline stages (ZeRO 0 and 1)")
+    flags.add_argument("--moe", type=int, default=0, metavar="EXPERTS", help="experts a layer (ZeRO 0 to 2); 0: none")
+    flags.add_argument("--expert-parallel", type=int, default=2, metavar="RANKS", help="ranks that share the experts")
     flags.add_argument("--config", type=Path, help="a DeepSpeed config instead of ds_zero<N>.json")
     flags.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="another one than the config's")
     flags.add_argument(
         "--set", action="append", default=[], metavar="KEY.KEY=JSON", help="another value for a key of the config"
     )
-    args = flags.parse_args()
+    return flags
+
+
+def main() -> None:
+    """Train as the flags say."""
+    args = parser(__doc__).parse_args()
     device = training.start_process_group()
     engine = build_engine(args, device)
     recovery = engine.recovery

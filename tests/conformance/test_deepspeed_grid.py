@@ -7,6 +7,7 @@ representative part, ``-m grid`` everything.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ pytest.importorskip("deepspeed")
 STEPS = 14
 SCRIPT = "train_deepspeed.py"
 FP16_SCRIPT = ROOT / "tests" / "scripts" / "deepspeed_fp16.py"
+NO_RESET_SCRIPT = ROOT / "tests" / "scripts" / "deepspeed_no_reset.py"
 VICTIMS = ((0, 3), (2, 6), (3, 9))  # rank, step
 CONFIG = {"timeouts": {"stopped_s": 0.3}}
 TIMEOUT_S = 400  # four processes that import deepspeed on two busy cores, three times
@@ -39,11 +41,14 @@ def setting(key: str, value: str) -> tuple[str, str]:
     return "--set", f"zero_optimization.{key}={value}"
 
 
+OFFLOAD = setting("offload_optimizer", '{"device": "cpu"}')
 FP32 = ("--precision", "fp32")
 PIPELINE = ("--pipeline", "2")  # two stages by two data-parallel ranks
 ZERO0, ZERO1, ZERO2, ZERO3 = (zero(stage) for stage in range(4))
 ZERO0_FP32 = zero(0, "-fp32", *FP32)
-LAYOUTS = (ZERO0_FP32, ZERO0, ZERO1, ZERO2, ZERO3)
+EXPERTS = ("--moe", "4")  # of each layer, shared by two ranks, with two replicas
+MOE0, MOE1, MOE2 = (zero(stage, "-moe", *EXPERTS) for stage in range(3))
+LAYOUTS = (ZERO0_FP32, ZERO0, ZERO1, ZERO2, ZERO3, MOE0, MOE1, MOE2)
 VARIANTS = (
     zero(
         2,
@@ -71,6 +76,11 @@ VARIANTS = (
         "--tie-head",
     ),
     zero(3, "-fp32-all-reduce", *FP32, *setting("reduce_scatter", "false")),
+    zero(1, "-offload", *OFFLOAD),
+    zero(2, "-offload-overlap", *OFFLOAD, *setting("overlap_comm", "true")),
+    zero(3, "-offload", *OFFLOAD, *setting("sub_group_size", "5000")),
+    zero(0, "-moe-fp32", *EXPERTS, *FP32),
+    zero(2, "-moe-one-replica", "--moe", "4", "--expert-parallel", "4"),
     zero(1, "-pipeline", *PIPELINE),
     zero(0, "-pipeline-fp32", *PIPELINE, *FP32),
 )
@@ -106,14 +116,18 @@ def _faults(phase: str, fault: str = "sigkill", victims: Sequence[tuple[int, int
 
 
 def _phases(layout: Layout) -> tuple[str, ...]:
-    replicated = layout in (ZERO0, ZERO0_FP32)
-    return tuple(p for p in PHASES if p != "param-gather" or not replicated)
+    return tuple(p for p in PHASES if p != "param-gather" or not _replicated(layout))
+
+
+def _replicated(layout: Layout) -> bool:
+    return layout.flags[:2] == ("--zero", "0")
 
 
 QUICK = {
     (ZERO0_FP32, "optimizer", "sigkill"),
     (ZERO2, "param-gather", "sigkill"),
     (ZERO3, "forward", "sigkill"),
+    (MOE1, "backward", "sigkill"),
 }
 
 
@@ -144,7 +158,7 @@ def test_fault_in_phase(
 @pytest.mark.grid
 @pytest.mark.parametrize("layout", VARIANTS, ids=lambda layout: layout.name)
 def test_settings(layout: Layout, tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
-    last = "commit" if layout.flags[:2] == ("--zero", "0") else "param-gather"
+    last = "commit" if _replicated(layout) else "param-gather"
     inject = [
         *_faults("backward", victims=[(0, 3)]),
         *_faults("optimizer", victims=[(2, 6)]),
@@ -195,24 +209,44 @@ def test_victims_at_once(
     check_fired(job, len(victims))
 
 
-@pytest.mark.grid
-def test_a_rank_and_its_neighbour_at_once_go_back_to_the_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(x, id=x.name, marks=[pytest.mark.grid, *([pytest.mark.deepspeed] if x is ZERO2 else [])])
+        for x in (ZERO1, ZERO2, ZERO3, zero(3, "-fp32", *FP32), zero(1, "-pipeline", *PIPELINE))
+    ],
+)
+def test_a_rank_and_its_neighbour_at_once_go_back_to_the_checkpoint(layout: Layout, tmp_path: Path) -> None:
+    checkpoint = json.dumps({"dir": str(tmp_path / "ckpt"), "interval_s": 0.7})
     flags = ["--step-time", "60"]
-    reference = run_job(tmp_path / "reference", ZERO2, steps=60, standby=0, flags=flags, timeout_s=TIMEOUT_S)
+    reference = run_job(tmp_path / "reference", layout, steps=60, standby=0, flags=flags, timeout_s=TIMEOUT_S)
     job = run_job(
         tmp_path / "run",
-        ZERO2,
+        layout,
         steps=60,
         standby=2,
-        flags=flags,
+        flags=[*flags, "--set", f"flash_recovery.checkpoint={checkpoint}"],
         timeout_s=TIMEOUT_S,
         inject=_faults("backward", victims=[(1, 45), (2, 45)]),
-        options=["--checkpoint-dir", str(tmp_path / "ckpt"), "--checkpoint-interval", "0.7"],
     )
     check_same(job, reference)
     check_fired(job, 2)
     (fallback,) = job.of("fallback_started")
     assert 0 < fallback["version"] <= 45
+    _check_readable(tmp_path / "ckpt", layout)
+
+
+def _check_readable(directory: Path, layout: Layout) -> None:
+    """DeepSpeed's own tool makes whole fp32 weights of the newest checkpoint."""
+    tag = (directory / "latest").read_text()
+    assert list((directory / tag).glob("*model_states.pt"))
+    if "--pipeline" in layout.flags:
+        return
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    weights = get_fp32_state_dict_from_zero_checkpoint(str(directory), tag)
+    assert sum(w.numel() for w in weights.values()) > 10_000
+    assert all(bool(w.isfinite().all()) for w in weights.values())
 
 
 @pytest.mark.grid
@@ -221,6 +255,7 @@ def test_a_rank_and_its_neighbour_at_once_go_back_to_the_checkpoint(tmp_path: Pa
     [
         ("flash_recovery.redundancy", '"replica"', "shards of rank"),
         ("flash_recovery.redundency", '"auto"', "did you mean 'redundancy'?"),
+        ("zero_optimization.offload_param", '{"device": "cpu"}', "zero_optimization.offload_param to cpu"),
         ("zero_optimization.zero_quantized_gradients", "true", "zero_optimization.zero_quantized_gradients"),
     ],
 )
@@ -229,6 +264,25 @@ def test_refused_at_start(key: str, value: str, words: str, tmp_path: Path) -> N
     job = _run(tmp_path / "run", layout, standby=0, options=["--max-restarts", "0"])
     assert job.code != 0 and not job.losses, job.explain()
     assert words in job.output, job.explain()
+    check_clean(job)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("layout", [ZERO1, ZERO2, ZERO3], ids=lambda layout: layout.name)
+def test_without_the_reset_it_fails(layout: Layout, tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
+    """The negative control: the same fault without ``EngineAdapter._reset_framework`` has another end."""
+    job = run_job(
+        tmp_path / "run",
+        layout,
+        standby=1,
+        script=NO_RESET_SCRIPT,
+        flags=[*SMALL, "--steps", str(STEPS), *layout.flags],
+        inject=_faults("backward", victims=[(2, 6)]),
+        options=["--hang-timeout", "15"],
+        timeout_s=TIMEOUT_S,
+    )
+    check_fired(job)
+    assert job.code != 0 or job.digests != reference(layout).digests, job.explain()
     check_clean(job)
 
 

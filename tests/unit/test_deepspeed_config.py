@@ -1,10 +1,10 @@
-"""The ``flash_recovery`` block of a DeepSpeed config. None of this needs deepspeed."""
+"""The ``flash_recovery`` block of a DeepSpeed config. Only the last test needs deepspeed."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from types import ModuleType, SimpleNamespace
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +22,11 @@ def test_only_what_is_given_overrides_the_launcher() -> None:
     assert parse({"flash_recovery": {"enabled": True}}).overrides() == {}
     block = {"enabled": True, "redundancy": "neighbor", "verify": False, "hang_timeout_s": "auto"}
     assert parse({"flash_recovery": block}).overrides() == {"redundancy": "neighbor", "verify": False}
+    block = {"hang_timeout_s": 30, "checkpoint": {"dir": "/x", "interval_s": "auto"}}
+    assert parse({"flash_recovery": block}).overrides() == {
+        "timeouts": {"hang_floor_s": 30},
+        "checkpoint": {"dir": Path("/x"), "interval_s": "auto"},
+    }
 
 
 @pytest.mark.parametrize(
@@ -32,8 +37,10 @@ def test_only_what_is_given_overrides_the_launcher() -> None:
         ({"flash_recovery": {"redundancy": "neighbour"}}, ["redundancy = 'neighbour'", "'neighbor'"]),
         ({"flash_recovery": True}, ["flash_recovery = True", "mapping"]),
         ({"flash_recovry": {"enabled": True}}, ["'flash_recovry'", "did you mean 'flash_recovery'?"]),
-        ({"flash_recovery": {"hang_timeout_s": 30}}, ["hang_timeout_s = 30", "timeouts.hang_floor_s"]),
-        ({"flash_recovery": {"checkpoint": {"dir": "/x"}}}, ["checkpoint", "checkpoint.dir"]),
+        ({"flash_recovery": {"hang_timeout_s": 0}}, ["hang_timeout_s", "= 0"]),
+        ({"flash_recovery": {"hang_timeout_s": "soon"}}, ["hang_timeout_s", "'soon'", "'auto'"]),
+        ({"flash_recovery": {"checkpoint": {"interval_s": 30}}}, ["checkpoint.dir", "required"]),
+        ({"flash_recovery": {"checkpoint": {"directory": "/x"}}}, ["checkpoint", "'directory'"]),
     ],
 )
 def test_errors_name_the_key_and_what_is_right(config: dict[str, object], words: list[str]) -> None:
@@ -55,18 +62,3 @@ def test_importing_the_package_is_light() -> None:
         "import sys, fr_deepspeed.config, fr_deepspeed.support; sys.exit(bool({'deepspeed', 'torch'} & {*sys.modules}))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_initialize_is_wrapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fr_deepspeed import hook
-
-    attached: list[object] = []
-    monkeypatch.setattr(hook, "attach", attached.append)
-    monkeypatch.setattr(hook, "_without_shared_memory_op", lambda: None)
-    module = ModuleType("deepspeed")
-    engine = SimpleNamespace()
-    module.initialize = lambda *, model: (engine, model)  # type: ignore[attr-defined]
-    hook.install(module)
-    hook.install(module)
-    assert module.initialize(model=7) == (engine, 7)
-    assert attached == [engine]

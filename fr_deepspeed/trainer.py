@@ -1,0 +1,307 @@
+"""The Hugging Face ``Trainer`` with a DeepSpeed config that enables ``flash_recovery``::
+
+    trainer = Trainer(model, TrainingArguments(..., deepspeed="ds_config.json"), train_dataset=...)
+    fr_deepspeed.trainer.protect(trainer)
+    trainer.train()
+
+The Trainer keeps its own loop, so every part of it that communicates becomes one call of the core
+(:mod:`flashrecovery.worker.calls`):
+
+=====================  ================================================================================
+``train:<n>``          fetching ``n`` micro-batches, counting their items, and all ``n`` training steps
+``log:<flags>``        logging, evaluation and saving after a step or an epoch
+``flops``, ``save``,   counting operations at the end; ``evaluate()`` and ``save_model()`` of the script
+``evaluate``
+=====================  ================================================================================
+
+The Trainer fetches all micro-batches of an optimizer step before it trains on the first. So the whole step is made in
+``get_batch_samples``, and its ``training_step`` then hands out the losses one by one: the same operations in the same
+order, only the callbacks of a step see it when it is over. What the loop itself keeps (averages, history, flags) is
+in :mod:`.trainer_state`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from flashrecovery import Recovery, init
+from flashrecovery.errors import DataSourceError, RegistrationError, UnsupportedError
+from fr_deepspeed import config as flash_config
+from fr_deepspeed.trainer_state import LoopAdapter, TrainerLoop
+
+TESTED = {"transformers": "5.23.0", "accelerate": "1.15.0"}
+"""Methods of the Trainer that are not public, and the order of its loop, have been looked up in these."""
+
+
+def protect(trainer: Any) -> None:
+    """Let ``trainer`` survive the death of a rank. Call it once, before ``trainer.train()``.
+
+    Changes nothing unless the DeepSpeed config enables ``flash_recovery`` and ``flashrecovery run`` started the script.
+
+    Raises:
+        ConfigError: the ``flash_recovery`` block is wrong.
+        RegistrationError: the Trainer has no DeepSpeed config, or has made its engine already, or is protected already.
+        UnsupportedError: a version or a training argument that cannot be protected, by name.
+    """
+    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    if plugin is None:
+        raise RegistrationError("protect(trainer) needs TrainingArguments(deepspeed=...)")
+    if isinstance(vars(trainer).get("training_step"), _Step):
+        raise RegistrationError("this trainer is protected already")
+    block = flash_config.parse(plugin.deepspeed_config)
+    if not (block.enabled and init(**block.overrides()).enabled):
+        return
+    if trainer.deepspeed is not None:
+        raise RegistrationError(
+            "protect(trainer) comes too late: the trainer has made its engine; call it before train()"
+        )
+    _check_versions()
+    _check_arguments(trainer)
+    _Protected(trainer)
+
+
+def _check_versions() -> None:
+    for name, tested in TESTED.items():
+        found = importlib.metadata.version(name)
+        if found != tested:
+            raise UnsupportedError(f"{name} {found} is not supported; the Trainer was tested with {name} {tested}")
+
+
+def _check_arguments(trainer: Any) -> None:
+    args = trainer.args
+    found = [
+        name
+        for name, wrong in (
+            ("auto_find_batch_size", args.auto_find_batch_size),
+            ("load_best_model_at_end", args.load_best_model_at_end),
+            ("include_num_input_tokens_seen", args.include_num_input_tokens_seen not in ("no", False)),
+            ("push_to_hub", args.push_to_hub),
+            ("a train_dataset without a length", not hasattr(trainer.train_dataset, "__len__")),
+        )
+        if wrong
+    ]
+    if found:
+        raise UnsupportedError("flash_recovery does not support, with the Trainer: " + "; ".join(found))
+
+
+class _Step:
+    """Stands in for ``training_step``: hands out the losses of the micro-batches that have been trained on."""
+
+    def __init__(self, loop: TrainerLoop) -> None:
+        self._loop = loop
+
+    def __call__(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        return self._loop.step.next_loss()
+
+
+class _Protected:
+    """Replaces methods of one Trainer."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._loop = TrainerLoop(trainer)
+        self._recovery: Recovery | None = None
+        self._source: _Loader | None = None
+        self._within = False
+        self._train: Callable[..., Any] = trainer.train
+        self._loader: Callable[..., Any] = trainer.get_train_dataloader
+        self._samples: Callable[..., Any] = trainer.get_batch_samples
+        self._training_step: Callable[..., Any] = trainer.training_step
+        self._operations: Callable[..., Any] = trainer.floating_point_ops
+        self._log: Callable[..., Any] = trainer._maybe_log_save_evaluate
+        self._count: Callable[..., Any] = trainer.store_flos
+        self._evaluate: Callable[..., Any] = trainer.evaluate
+        self._save: Callable[..., Any] = trainer.save_model
+        self._backward: Callable[..., Any] = trainer.accelerator.backward
+        trainer.train = self.train
+        trainer.get_train_dataloader = self.get_train_dataloader
+        trainer.get_batch_samples = self.get_batch_samples
+        trainer.training_step = _Step(self._loop)
+        trainer.floating_point_ops = lambda inputs: self._loop.step.next_operations()
+        trainer._maybe_log_save_evaluate = self.maybe_log_save_evaluate
+        trainer.store_flos = self.store_flos
+        trainer.evaluate = self.evaluate
+        trainer.save_model = self.save_model
+        trainer.accelerator.backward = self.backward
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    def _call(self, kind: str, body: Callable[[], Any], skipped: Callable[[], Any]) -> Any:
+        """One call of the core; ``body`` alone within another one, and before there is an engine."""
+        if self._within or self._trainer.deepspeed is None:
+            return body()
+        if self._recovery is None:
+            self._recovery = self._open(self._trainer.deepspeed)
+        loaders = self._trainer.accelerator.gradient_state
+        active = list(loaders.dataloader_references)
+
+        def made() -> Any:
+            if not kind.startswith("train"):
+                loaders.dataloader_references = list(active)  # an interrupted evaluation has left its own there
+            self._within = True
+            try:
+                return body()
+            finally:
+                self._within = False
+
+        return self._recovery.call(kind, made, skipped=skipped, loop=self._loop)
+
+    def _open(self, engine: Any) -> Recovery:
+        """The engine is there, and the loop is about to begin."""
+        recovery: Recovery = engine.recovery
+        scheduler = self._loop.take_scheduler(engine)
+        self._loop.adapter = LoopAdapter(self._loop, engine)
+        recovery.register_adapter(self._loop.adapter, **scheduler)
+        assert self._source is not None
+        self._source.stream = recovery.data(_Epochs(self._source.loader))
+        return recovery
+
+    def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
+        """As the Trainer's, from the beginning."""
+        if resume_from_checkpoint not in (None, False):
+            raise UnsupportedError(
+                f"resume_from_checkpoint = {resume_from_checkpoint!r}: not supported with flash_recovery; "
+                "resume with `flashrecovery run --resume`"
+            )
+        return self._train(resume_from_checkpoint=None, **kwargs)
+
+    def get_train_dataloader(self) -> Any:
+        self._source = _Loader(self._loader())
+        return self._source
+
+    def get_batch_samples(self, epoch: Any, num_batches: int, device: Any) -> Any:
+        """The optimizer step. Returns what the Trainer goes over, micro-batch by micro-batch."""
+        trainer, step = self._trainer, self._loop.step
+        fetched = epoch.fetched
+        epoch.fetched += num_batches
+
+        def body() -> Any:
+            step.begin()
+            epoch.check(fetched)
+            batches, items = self._samples(epoch, num_batches, device)
+            trainer.current_gradient_accumulation_steps = len(batches)
+            for i, inputs in enumerate(batches):
+                step.operations.append(float(self._operations(inputs)))
+                trainer.accelerator.gradient_state._set_sync_gradients(i == len(batches) - 1)
+                step.finish(i, self._training_step(trainer.deepspeed, inputs, items))
+            return batches, items
+
+        def skipped() -> Any:
+            return [{}] * num_batches, None
+
+        result = self._call(f"train:{num_batches}", body, skipped)
+        step.rewind(num_batches, trainer.args.device)
+        return result
+
+    def backward(self, loss: Any, **kwargs: Any) -> Any:
+        """The loss is known, and the gradients' synchronisation has not begun: the capsule can contain the loss."""
+        if self._within and self._loop.adapter is not None:
+            self._loop.step.losses.append(loss.detach())
+            if self._trainer.accelerator.gradient_state.sync_gradients:
+                self._loop.adapter.sealed()
+        return self._backward(loss, **kwargs)
+
+    def maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Logging, evaluation and saving, as far as the flags say."""
+        trainer = self._trainer
+        control, state = trainer.control, trainer.state
+        log = control.should_log and state.global_step > trainer._globalstep_last_logged
+        flags = "".join(str(int(f)) for f in (log, control.should_evaluate, control.should_save))
+        if "1" not in flags:
+            return self._log(*args, **kwargs)
+
+        def skipped() -> None:
+            trainer.control.should_log = trainer.control.should_evaluate = trainer.control.should_save = False
+            if log:
+                trainer._globalstep_last_logged = state.global_step
+
+        return self._call(f"log:{flags}", lambda: self._log(*args, **kwargs), skipped)
+
+    def store_flos(self) -> None:
+        self._call("flops", self._count, lambda: None)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's. In a replacement, an evaluation that others have behind them returns the newest metrics."""
+
+        def body() -> Any:
+            self._loop.metrics = self._evaluate(*args, **kwargs)
+            return self._loop.metrics
+
+        return self._call("evaluate", body, lambda: dict(self._loop.metrics))
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        self._call("save", lambda: self._save(*args, **kwargs), lambda: None)
+
+
+# -- data -----------------------------------------------------------------------------------------
+
+
+class _Epochs:
+    """The Trainer's loader as a source for the core. Its state is the epoch, and how many batches have been taken."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self.sampler = loader
+        """What ``set_epoch`` is called on."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+class _Loader:
+    """What the Trainer goes over, epoch after epoch: the stream that rolls back with the step.
+
+    Raises:
+        UnsupportedError: a loader in which ranks communicate.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        from accelerate.data_loader import DataLoaderShard
+
+        if not isinstance(loader, DataLoaderShard) or loader.rng_types:
+            raise UnsupportedError(
+                f"flash_recovery does not support, with the Trainer: a {type(loader).__name__} in which ranks "
+                "communicate; leave dispatch_batches = False and use_seedable_sampler = True in accelerator_config"
+            )
+        self.loader = loader
+        self.stream: Iterable[Any] = ()
+
+    def __iter__(self) -> _Epoch:
+        return _Epoch(self)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The stream does it."""
+
+
+class _Epoch:
+    """An iterator over one epoch, which ends when the Trainer has what it wants. ``fetched``: batches so far."""
+
+    def __init__(self, source: _Loader) -> None:
+        self._source = source
+        self.fetched = 0
+
+    def check(self, fetched: int) -> None:
+        """Raises DataSourceError if the Trainer has left the last epoch before its end."""
+        position = self._source.stream.position  # type: ignore[attr-defined]
+        if position.batch % len(self._source) != fetched:
+            raise DataSourceError(
+                f"the Trainer is at batch {fetched} of an epoch, its data at batch {position.batch} of epoch "
+                f"{position.epoch}; ending an epoch early (control.should_epoch_stop) is not supported"
+            )
+
+    def __iter__(self) -> _Epoch:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._source.stream)  # type: ignore[call-overload]

@@ -1,0 +1,189 @@
+"""What the Trainer's own loop keeps between two calls, and how it gets into a replacement.
+
+It is saved when a call begins, for a survivor that has to make the call again, and it is part of the capsule, for a
+replacement whose loop has only skipped: when its last skipped call returns, all is as it was in the dead process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flashrecovery.errors import UnsupportedError
+from flashrecovery.worker import codec
+from flashrecovery.worker.adapter import Adapter, Shard, StepHooks
+
+_COUNTERS = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos")
+
+
+class StepResults:
+    """The losses and operation counts of one optimizer step's micro-batches."""
+
+    def __init__(self) -> None:
+        self.losses: list[torch.Tensor] = []
+        self.operations: list[float] = []
+        self._given = [0, 0]
+
+    def begin(self) -> None:
+        """A step, maybe for the second time."""
+        self.losses, self.operations = [], []
+
+    def finish(self, index: int, loss: torch.Tensor) -> None:
+        """``training_step`` has returned ``loss`` for this micro-batch."""
+        self.losses[index:] = [loss]
+
+    def rewind(self, count: int, device: torch.device) -> None:
+        """The loop goes over the ``count`` micro-batches now. A skipped step has none: nobody looks at its losses."""
+        if len(self.losses) != count:
+            self.losses = [torch.zeros((), device=device) for _ in range(count)]
+            self.operations = [0.0] * count
+        self.losses = [loss.to(device) for loss in self.losses]
+        self._given = [0, 0]
+
+    def next_loss(self) -> torch.Tensor:
+        self._given[0] += 1
+        return self.losses[self._given[0] - 1]
+
+    def next_operations(self) -> float:
+        self._given[1] += 1
+        return self.operations[self._given[1] - 1]
+
+
+class TrainerLoop:
+    """A :class:`flashrecovery.worker.calls.LoopState`. ``metrics``: of the newest ``evaluate()`` of the script."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.step = StepResults()
+        self.metrics: dict[str, Any] = {}
+        self.adapter: LoopAdapter | None = None
+        self._restored: dict[str, Any] | None = None
+        self._history: tuple[int, int, bytes] | None = None
+
+    # -- LoopState --------------------------------------------------------------------------------
+
+    def save(self) -> dict[str, Any]:
+        trainer, state = self._trainer, self._trainer.state
+        names = [f.name for f in dataclasses.fields(state) if f.name != "log_history"]
+        return {
+            "state": codec.dumps({name: getattr(state, name) for name in names}),
+            "history": self._encoded_history(state.log_history),
+            "control": dict(vars(trainer.control)),
+            "loss": trainer._tr_loss.detach().cpu().clone(),
+            "counters": {name: getattr(trainer, name) for name in _COUNTERS},
+            "callbacks": [codec.dumps(vars_of(c)) for c in self._callbacks()],
+            "losses": [loss.cpu() for loss in self.step.losses],
+            "operations": list(self.step.operations),
+            "metrics": dict(self.metrics),
+        }
+
+    def load(self, saved: dict[str, Any]) -> None:
+        trainer, state = self._trainer, self._trainer.state
+        for name, value in codec.loads(saved["state"]).items():
+            setattr(state, name, value)
+        state.log_history = codec.loads(saved["history"])
+        vars(trainer.control).update(saved["control"])
+        trainer._tr_loss.copy_(saved["loss"])  # the loop holds this very tensor
+        for name, value in saved["counters"].items():
+            setattr(trainer, name, value)
+        for callback, attributes in zip(self._callbacks(), saved["callbacks"], strict=True):
+            vars(callback).update(codec.loads(attributes))
+        self.step.losses = list(saved["losses"])
+        self.step.operations = list(saved["operations"])
+        self.metrics = dict(saved["metrics"])
+
+    def resume(self) -> None:
+        if self._restored is not None:
+            self.load(self._restored)
+
+    # -- of a replacement -------------------------------------------------------------------------
+
+    def restored(self, state: dict[str, Any]) -> None:
+        """This is what the loop had at the restored version."""
+        self._restored = state
+
+    def _encoded_history(self, history: list[dict[str, Any]]) -> bytes:
+        """It only grows, and is long: encoded again when it has grown."""
+        if self._history is None or self._history[:2] != (id(history), len(history)):
+            self._history = (id(history), len(history), codec.dumps(history))
+        return self._history[2]
+
+    def _callbacks(self) -> list[Any]:
+        """Callbacks that say what their state is."""
+        from transformers.trainer_callback import ExportableState
+
+        return [c for c in self._trainer.callback_handler.callbacks if isinstance(c, ExportableState)]
+
+    # -- the scheduler ----------------------------------------------------------------------------
+
+    def take_scheduler(self, engine: Any) -> dict[str, Any]:
+        """A scheduler that the Trainer would step itself is given to the engine, so that it is stepped within the step.
+        Returns what has to be registered for it.
+
+        Raises:
+            UnsupportedError: a scheduler that is stepped with a metric.
+        """
+        from accelerate.utils import DeepSpeedSchedulerWrapper
+
+        trainer = self._trainer
+        scheduler = trainer.lr_scheduler
+        if isinstance(scheduler, DeepSpeedSchedulerWrapper):
+            return {}
+        if not isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+            raise UnsupportedError(
+                f"flash_recovery does not support, with the Trainer: the scheduler {type(scheduler).__name__}"
+            )
+        engine.lr_scheduler = scheduler
+        trainer.lr_scheduler = DeepSpeedSchedulerWrapper(scheduler, [trainer.optimizer])
+        trainer.callback_handler.lr_scheduler = trainer.lr_scheduler
+        return {"lr_scheduler": scheduler}
+
+
+def vars_of(callback: Any) -> dict[str, Any]:
+    """The attributes that a callback exports."""
+    attributes: dict[str, Any] = callback.state()["attributes"]
+    return attributes
+
+
+class LoopAdapter(Adapter):
+    """Has no shard: carries the loop's state in the capsule, and the gradient norm that the loop logs."""
+
+    name = "trainer-loop"
+
+    def __init__(self, loop: TrainerLoop, engine: Any) -> None:
+        self._loop = loop
+        self._engine = engine
+        self._hooks: StepHooks | None = None
+
+    def watch(self, hooks: StepHooks) -> None:
+        self._hooks = hooks
+
+    def sealed(self) -> None:
+        """The loss of the last micro-batch is known."""
+        assert self._hooks is not None
+        self._hooks.sealed()
+
+    def shards(self) -> Sequence[Shard]:
+        return ()
+
+    def sync_spans_world(self) -> bool:
+        return True  # the engine's adapter says what is so
+
+    def reset(self) -> None:
+        """Nothing is half-finished: see :meth:`TrainerLoop.load`."""
+
+    def capture_common(self) -> dict[str, Any]:
+        norm = self._engine.get_global_grad_norm()
+        return {"grad_norm": float(norm) if norm is not None else None}
+
+    def restore_common(self, state: dict[str, Any]) -> None:
+        self._engine._global_grad_norm = state["grad_norm"]
+
+    def capture_rank(self) -> dict[str, Any]:
+        return self._loop.save()
+
+    def restore_rank(self, state: dict[str, Any]) -> None:
+        self._loop.restored(state)

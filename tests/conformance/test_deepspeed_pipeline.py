@@ -1,0 +1,141 @@
+"""DeepSpeed's pipeline engine: tied weights, activation checkpointing, and scripts with a loop of their own.
+
+Two stages, alone and by two data-parallel ranks. The scripts of the own loop call ``train_batch`` and ``eval_batch``
+without ``recovery.steps()``; each call is a version of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import ROOT, SMALL, Job, Layout, check_clean, check_fired, check_recovered, check_same, run_job
+
+pytest.importorskip("deepspeed")
+
+STEPS = 10
+TIMEOUT_S = 400
+CONFIG = {"timeouts": {"stopped_s": 0.3}}
+EXAMPLE = "train_deepspeed.py"
+OWN_LOOP = ROOT / "tests" / "scripts" / "deepspeed_own_loop.py"
+
+TIED = ("--pipeline", "2", "--tie-head", "--num-workers", "1")
+RECOMPUTED = ("--set", "pipeline.activation_checkpoint_interval=1")
+NOT_REENTRANT = (*RECOMPUTED, "--set", "pipeline.use_reentrant=false")
+LAYOUTS = (
+    Layout("tied-pp2", EXAMPLE, ("--zero", "1", *TIED), nproc=2),
+    Layout("tied-recomputed-pp2-dp2", EXAMPLE, ("--zero", "1", *TIED, *RECOMPUTED)),
+    Layout("tied-not-reentrant-fp32", EXAMPLE, ("--zero", "0", "--precision", "fp32", *TIED, *NOT_REENTRANT)),
+)
+TRACKER = Layout("own-loop-tracker", EXAMPLE, (*TIED, *RECOMPUTED, "--mode", "tracker"))
+TRACKER_PP2 = Layout("own-loop-pp2", EXAMPLE, (*TIED, *RECOMPUTED, "--mode", "tracker"), nproc=2)
+EVALUATIONS = (3, 7, 11)
+"""Calls of the own loop that are an ``eval_batch``: one after every third step."""
+CALLS = STEPS + len(EVALUATIONS)
+
+Reference = Callable[[Layout], Job]
+pytestmark = [pytest.mark.timeout(3 * TIMEOUT_S), pytest.mark.grid]
+
+
+def run(run_dir: Path, layout: Layout, inject: Sequence[str] = (), options: Sequence[str] = ()) -> Job:
+    """The example, or the own loop for layouts with a mode."""
+    own = "--mode" in layout.flags
+    return run_job(
+        run_dir,
+        layout,
+        steps=STEPS,
+        standby=1 if inject else 0,
+        inject=inject,
+        options=options,
+        config=CONFIG,
+        script=OWN_LOOP if own else None,
+        flags=[*SMALL, "--steps", str(STEPS), *layout.flags] if own else [],
+        timeout_s=TIMEOUT_S,
+    )
+
+
+def faults(*items: tuple[int, str, int], fault: str = "sigkill") -> list[str]:
+    """Of (rank, phase, step) each."""
+    return [f"rank={rank},fault={fault},at={phase},step={step}" for rank, phase, step in items]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """The same launch without a fault, once a layout."""
+    jobs: dict[str, Job] = {}
+
+    def get(layout: Layout) -> Job:
+        if layout.name not in jobs:
+            jobs[layout.name] = run(tmp_path_factory.mktemp("reference") / layout.name, layout)
+            check_clean(jobs[layout.name])
+        return jobs[layout.name]
+
+    return get
+
+
+def check(job: Job, reference: Job, inject: Sequence[str]) -> None:
+    check_same(job, reference)
+    check_fired(job, len(inject))
+    check_recovered(job, [int(i.partition(",")[0].removeprefix("rank=")) for i in inject])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_tied_weights(layout: Layout, tmp_path: Path, reference: Reference) -> None:
+    inject = faults((0, "backward", 2), (1, "grad-sync", 4))
+    if layout.nproc > 2:
+        inject += faults((2, "optimizer", 6), (3, "forward", STEPS - 1))
+    check(run(tmp_path / "run", layout, inject), reference(layout), inject)
+
+
+@pytest.mark.parametrize(
+    ("layout", "inject"),
+    [
+        pytest.param(
+            TRACKER,
+            faults((3, "forward", 3), (1, "backward", 5), (2, "param-gather", 6), (0, "commit", CALLS - 1)),
+            id="sigkill",
+            marks=pytest.mark.deepspeed,
+        ),
+        pytest.param(
+            TRACKER,
+            faults((0, "between", 7), (2, "optimizer", 9), (3, "forward", 11), (1, "commit", 12)),
+            id="sigkill-other-phases",
+        ),
+        pytest.param(TRACKER, faults((1, "forward", 7), (2, "backward", 8), fault="sigstop"), id="sigstop"),
+        pytest.param(TRACKER, faults((3, "backward", 2), (0, "forward", 3), fault="raise"), id="raise"),
+        pytest.param(TRACKER_PP2, faults((1, "forward", 3), (0, "backward", CALLS - 1)), id="pp2"),
+    ],
+)
+def test_own_loop(layout: Layout, inject: list[str], tmp_path: Path, reference: Reference) -> None:
+    """Deaths in training steps and in evaluations, of the first rank, and in the last call."""
+    check(run(tmp_path / "run", layout, inject), reference(layout), inject)
+
+
+def test_own_loop_that_saves_and_gives_its_data_to_initialize(tmp_path: Path) -> None:
+    """The save is call 6, between two steps and after an evaluation; the job dies in it, and in its neighbours."""
+    jobs = []
+    inject = faults((2, "commit", 5), (0, "between", 6), (1, "commit", 6), (3, "backward", 9))
+    for name in ("reference", "run"):
+        flags = (*TIED, "--mode", "training-data", "--save", str(tmp_path / f"{name}-saved"))
+        jobs.append(run(tmp_path / name, Layout(name, EXAMPLE, flags), inject if name == "run" else ()))
+    check(jobs[1], jobs[0], inject)
+    files = [sorted(p.name for p in (tmp_path / f"{name}-saved").rglob("*.pt")) for name in ("reference", "run")]
+    assert files[0] and files[0] == files[1]
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("no-data", "train_batch() without a data iterator on rank 0, stage 0 of 2"),
+        ("other-data", "train_batch() was given another data iterator than before"),
+        ("eval-first", "train_batch() was given its data after another call of the engine"),
+    ],
+)
+def test_refused(mode: str, words: str, tmp_path: Path) -> None:
+    layout = Layout(mode, EXAMPLE, (*TIED, "--mode", mode), nproc=2)
+    job = run(tmp_path / "run", layout, options=["--max-restarts", "0"])
+    assert job.code != 0 and not job.digests, job.explain()
+    assert words in job.output, job.explain()
+    check_clean(job)

@@ -1,0 +1,94 @@
+"""The Hugging Face Trainer with DeepSpeed: kills in its steps, its evaluations, its checkpoints and between them.
+
+Its calls, as the versions of the job count them: two steps and a log, an evaluation every fifth step, a checkpoint
+every eighth. 0 1 steps, 2 log, 3 4 steps, 5 log, 6 step, 7 evaluation, 8 step, 9 log, 10 11 steps, 12 log and save,
+13 14 steps, 15 log and evaluation, ... The digest covers engine, random streams, and the Trainer's state and history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs import Job, Layout, check_clean, check_fired, check_recovered, check_same, run_job
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+STEPS = 20
+TIMEOUT_S = 500
+SCRIPT = "train_hf.py"
+EVALUATION, CHECKPOINT, END = 7, 12, 32  # END: the count of operations after the last step
+
+pytestmark = pytest.mark.timeout(3 * TIMEOUT_S)
+Reference = Callable[[Layout], Job]
+
+
+def hf(stage: int, name: str = "", *flags: str) -> Layout:
+    return Layout(f"hf-zero{stage}{name}", SCRIPT, ("--zero", str(stage), *flags))
+
+
+ZERO2 = hf(2)
+LAYOUTS = (hf(0), hf(1, "-own-optimizer", "--own-optimizer"), ZERO2, hf(3))
+
+
+def _run(path: Path, layout: Layout, **kwargs: Any) -> Job:
+    flags = ["--output", str(path.parent / f"{path.name}-output")]
+    return run_job(path, layout, steps=STEPS, flags=flags, timeout_s=TIMEOUT_S, **kwargs)
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """The same launch without a fault, once a layout."""
+    jobs: dict[str, Job] = {}
+
+    def get(layout: Layout) -> Job:
+        if layout.name not in jobs:
+            path = tmp_path_factory.mktemp("reference") / layout.name
+            jobs[layout.name] = _run(path, layout, standby=0)
+            check_clean(jobs[layout.name])
+        return jobs[layout.name]
+
+    return get
+
+
+def _faults(*faults: tuple[int, str, int]) -> list[str]:
+    return [f"rank={rank},fault=sigkill,at={phase},step={step}" for rank, phase, step in faults]
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(x, marks=[pytest.mark.deepspeed] if x is ZERO2 else []) for x in LAYOUTS],
+    ids=lambda x: x.name,
+)
+def test_deaths_in_steps(layout: Layout, tmp_path: Path, reference: Reference) -> None:
+    """In the second of two micro-batches too, and at the beginning of a log."""
+    faults = [(0, "backward", 4), (2, "optimizer", 10), (3, "between", 15), (1, "grad-sync", 23)]
+    if layout.flags[1] != "0":
+        faults[1] = (2, "param-gather", 10)
+    job = _run(tmp_path / "run", layout, inject=_faults(*faults))
+    check_same(job, reference(layout))
+    check_fired(job, 4)
+    check_recovered(job, [0, 1, 2, 3])
+
+
+@pytest.mark.grid
+def test_deaths_in_evaluation_checkpoint_and_at_both_ends(tmp_path: Path, reference: Reference) -> None:
+    faults = [(3, "backward", 0), (1, "forward", EVALUATION), (2, "commit", CHECKPOINT), (0, "commit", END)]
+    job = _run(tmp_path / "run", ZERO2, inject=_faults(*faults))
+    check_same(job, reference(ZERO2))
+    check_fired(job, 4)
+    check_recovered(job, [0, 1, 2, 3])
+
+
+@pytest.mark.grid
+def test_protection_changes_no_bit(tmp_path: Path, reference: Reference) -> None:
+    """With the key false the Trainer is not touched; its losses, history and state are the same."""
+    job = _run(tmp_path / "run", hf(2, "-off", "--switched-off"), standby=0)
+    check_same(job, reference(ZERO2))
+    assert not job.notices("redundancy")

@@ -1,0 +1,121 @@
+"""Calls that are steps: what is made again, what is skipped, and what becomes of the state of the script's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from flashrecovery.worker.calls import Calls
+
+
+class FakeSession:
+    """Commits each step; an exception in a body goes back to version ``back_to`` (by default, that of the step)."""
+
+    def __init__(self, version: int = 0) -> None:
+        self.gate = SimpleNamespace(version=version, stopped=False)
+        self.back_to: int | None = None
+
+    def at_script_end(self, callback: Callable[[], None]) -> None: ...
+
+    def open(self, num_steps: int | None) -> None: ...
+
+    def begin(self) -> None: ...
+
+    def end(self, error: BaseException | None) -> bool:
+        if error is None:
+            self.gate.version += 1
+        elif self.back_to is not None:
+            self.gate.version, self.back_to = self.back_to, None
+        return True
+
+
+class Total:
+    """A loop's average: the script adds to it between the calls, and one kind of call takes it away."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self.reported: list[int] = []
+        self.resumed = 0
+
+    def save(self) -> Any:
+        return self.value, list(self.reported)
+
+    def load(self, saved: Any) -> None:
+        self.value, self.reported = saved[0], list(saved[1])
+
+    def resume(self) -> None:
+        self.resumed += 1
+        self.value, self.reported = 30, [11]
+
+
+class Script:
+    """Trains, adds the result to the total, and reports it in every second round. ``fails``: calls that fail once."""
+
+    def __init__(self, session: FakeSession, fails: dict[str, int | None]) -> None:
+        self.session = session
+        self.calls = Calls(session)  # type: ignore[arg-type]
+        self.total = Total()
+        self.fails = fails
+        self.made: list[str] = []
+
+    def _body(self, name: str, result: Callable[[], int]) -> Callable[[], int]:
+        def body() -> int:
+            self.made.append(name)
+            value = result()
+            if name in self.fails:
+                self.session.back_to = self.fails.pop(name)
+                raise RuntimeError("a peer has died")
+            return value
+
+        return body
+
+    def _report(self) -> int:
+        self.total.reported.append(self.total.value)
+        self.total.value = 0
+        return 0
+
+    def run(self, rounds: int) -> None:
+        for i in range(rounds):
+            train = self._body(f"train{i}", lambda i=i: 10 + i)  # type: ignore[misc]
+            result = self.calls.run("train", train, lambda: 7, self.total)
+            self.total.value += result
+            if i % 2:
+                self.calls.run("report", self._body(f"report{i}", self._report), lambda: 0, self.total)
+
+
+def test_a_call_that_fails_begins_again_with_the_loop_as_it_was() -> None:
+    script = Script(FakeSession(), {"report1": None, "train2": None})
+    script.run(4)
+    assert script.total.reported == [21, 25] and script.total.value == 0
+    assert script.made == ["train0", "train1", "report1", "report1", "train2", "train2", "train3", "report3"]
+
+
+def test_an_earlier_call_is_repeated_with_its_own_loop_state() -> None:
+    """The report is undone with the step that failed after it: it reports the same once more, and nothing twice."""
+    script = Script(FakeSession(), {"train2": 2})
+    script.run(4)
+    assert script.made[:6] == ["train0", "train1", "report1", "train2", "report1", "train2"]
+    assert script.total.reported == [21, 25] and script.total.value == 0
+
+
+def test_a_replacement_resumes_after_its_last_skipped_call() -> None:
+    script = Script(FakeSession(version=4), {})
+    script.run(4)
+    assert script.made == ["train3", "report3"]
+    assert script.total.resumed == 1
+    # What the dead process had when the fourth call returned (30 and [11]), and what the loop adds after it.
+    assert script.total.reported == [11, 30 + 7 + 13]
+
+
+def test_without_a_loop_state_nothing_else_changes() -> None:
+    session = FakeSession()
+    calls = Calls(session)  # type: ignore[arg-type]
+    failures = [RuntimeError()]
+
+    def body() -> int:
+        if failures:
+            raise failures.pop()
+        return 5
+
+    assert calls.run("train", body, lambda: 0) == 5 and session.gate.version == 1

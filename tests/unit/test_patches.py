@@ -1,0 +1,67 @@
+"""Changes to frameworks: made in the versions they are for, once, removable, and told of by the doctor."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flashrecovery import patches
+from flashrecovery.cli import checks
+from flashrecovery.patches import Patch, PatchTable
+
+
+def _patch(name: str, target: dict[str, int], low: tuple[int, ...], high: tuple[int, ...]) -> Patch:
+    def apply() -> Callable[[], None]:
+        target[name] = target.get(name, 0) + 1
+        return lambda: target.update({name: target[name] - 1})
+
+    return Patch(name, low, high, f"because of {name}", apply)
+
+
+@pytest.fixture
+def target() -> dict[str, int]:
+    return {}
+
+
+@pytest.fixture
+def table(target: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> PatchTable:
+    monkeypatch.setattr(patches, "version_of", lambda name: "1.4.2+cpu")
+    return PatchTable("framework", [_patch("old", target, (1, 0), (1, 4)), _patch("new", target, (1, 4), (1, 5))])
+
+
+def test_a_patch_is_made_once_in_its_versions_and_taken_back(table: PatchTable, target: dict[str, int]) -> None:
+    table.apply()
+    table.apply()
+    assert target == {"new": 1} and table.applied == ("new",)
+    table.remove()
+    assert target == {"new": 0} and table.applied == ()
+    table.apply()
+    assert target == {"new": 1}
+
+
+def test_nothing_is_patched_in_a_framework_that_is_not_there(
+    table: PatchTable, target: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patches, "version_of", lambda name: None)
+    table.apply()
+    assert target == {}
+
+
+def test_the_doctor_lists_name_versions_and_reason(table: PatchTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load() -> Any:
+        raise ImportError("no module named x")
+
+    entries = [
+        SimpleNamespace(name="a", value="x:TABLE", load=load),
+        SimpleNamespace(name="b", value="y:TABLE", load=lambda: table),
+    ]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: entries)
+    broken, old, new = checks.patches()
+    assert broken.level is checks.Level.WARN and "x:TABLE" in broken.found and "no module named x" in broken.found
+    assert old.found == "framework>=1.0,<1.4: old, not for the installed version"
+    assert new.found == "framework>=1.4,<1.5: new, applied at import"
+    assert new.meaning == "because of new"

@@ -138,6 +138,29 @@ class RunningJob:
         table = json.loads((self.run_dir / "ranktable.json").read_text())
         return {r["rank"]: r["pid"] for r in table["ranks"]}
 
+    def newest_step(self) -> int:
+        """The newest step that rank 0's logs show; -1 before the first."""
+        newest = -1
+        for log in (self.run_dir / "logs").glob("rank0.*.log"):
+            for line in log.read_text().splitlines()[-3:]:
+                if "step=" in line:
+                    newest = max(newest, int(line.split("step=")[1].split()[0]))
+        return newest
+
+    def wait_for_step(self, step: int, timeout_s: float = 60) -> None:
+        """Until rank 0 has finished ``step``."""
+        deadline = time.monotonic() + timeout_s
+        while self.newest_step() < step:
+            if time.monotonic() > deadline or self.popen.poll() is not None:
+                raise AssertionError(f"step {step} has not come\n{self.wait(1).explain()}")
+            time.sleep(0.02)
+
+    def kill(self, *ranks: int) -> None:
+        """SIGKILL to all of them at once."""
+        table = self.ranks()
+        for rank in ranks:
+            os.kill(table[rank], signal.SIGKILL)
+
     def wait(self, timeout_s: float = 120) -> Job:
         """The end of the job; past the deadline every process dumps its stacks and dies, and the job counts as hung."""
         try:

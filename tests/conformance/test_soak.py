@@ -42,16 +42,6 @@ class Usage:
         return Usage(p.num_fds(), p.num_threads(), p.memory_info().rss / 2**20)
 
 
-def committed(job: RunningJob) -> int:
-    """The newest step that rank 0's log shows."""
-    newest = -1
-    for log in (job.run_dir / "logs").glob("rank0.*.log"):
-        for line in log.read_text().splitlines()[-3:]:
-            if "step=" in line:
-                newest = max(newest, int(line.split("step=")[1].split()[0]))
-    return newest
-
-
 def watched_kill(job: RunningJob, number: int, rank: int, fault: str, phase: str) -> float:
     """Arm one fault a few steps ahead and wait until the job has recovered; returns total_s."""
     args = ["--run-dir", str(job.run_dir), "--rank", str(rank), "--fault", fault, "--at", phase]
@@ -91,7 +81,7 @@ def test_soak(layout: Layout, kills: int, tmp_path: Path) -> None:
         fault, phase = rng.choice(FAULTS), rng.choice(phases)
         times.append(watched_kill(job, number, rank, fault, phase))
         print(
-            f"kill {number + 1}/{kills}: {fault} rank {rank} at {phase}: {times[-1]:.2f} s, step {committed(job)}",
+            f"kill {number + 1}/{kills}: {fault} rank {rank} at {phase}: {times[-1]:.2f} s, step {job.newest_step()}",
             flush=True,
         )
         time.sleep(0.1)

@@ -6,11 +6,11 @@ import signal
 import time
 from pathlib import Path
 
-from tests.jobs import FSDP, RunningJob, check_clean, check_fired, check_same, run_job
+from tests.jobs import FSDP, RunningJob, check_clean, check_same, run_job
 
 FLAGS = ["--step-time", "60"]
 STEPS = 60
-NEIGHBOURS = ["rank=1,at=backward,step=45", "rank=2,at=backward,step=45"]  # rank 2 has the copy of rank 1
+NEIGHBOURS = (1, 2)  # rank 2 has the copy of rank 1
 
 
 def _options(directory: Path) -> list[str]:
@@ -19,24 +19,22 @@ def _options(directory: Path) -> list[str]:
 
 def test_a_rank_and_its_neighbour_at_once_go_back_to_the_checkpoint(tmp_path: Path) -> None:
     reference = run_job(tmp_path / "reference", FSDP, steps=STEPS, standby=0, flags=FLAGS)
-    job = run_job(
-        tmp_path / "run",
-        FSDP,
-        steps=STEPS,
-        standby=2,
-        flags=FLAGS,
-        inject=NEIGHBOURS,
-        options=_options(tmp_path / "ckpt"),
-    )
+    options = _options(tmp_path / "ckpt")
+    running = RunningJob(tmp_path / "run", FSDP, steps=STEPS, standby=2, flags=FLAGS, options=options)
+    saved = running.wait_for("checkpoint_saved")
+    running.kill(*NEIGHBOURS)
+    job = running.wait()
     check_same(job, reference)
-    check_fired(job, 2)
+    assert {e["rank"] for e in job.of("failure_detected")} == set(NEIGHBOURS)
     (fallback,) = job.of("fallback_started")
-    assert 0 < fallback["version"] <= 45
-    assert job.of("checkpoint_saved")
+    assert saved["version"] <= fallback["version"] < STEPS
 
 
 def test_without_a_checkpoint_the_lost_shards_are_named(tmp_path: Path) -> None:
-    job = run_job(tmp_path / "run", FSDP, steps=STEPS, standby=0, flags=FLAGS, inject=NEIGHBOURS)
+    running = RunningJob(tmp_path / "run", FSDP, steps=STEPS, standby=0, flags=FLAGS)
+    running.wait_for_step(5)
+    running.kill(*NEIGHBOURS)
+    job = running.wait()
     assert job.code == 1, job.explain()
     assert "cannot be recovered" in job.output and "#" in job.output and "no checkpoint" in job.output, job.explain()
     check_clean(job)

@@ -172,7 +172,7 @@ def test_a_synchronisation_that_only_some_ranks_can_leave(tmp_path: Path, refere
     assert job.of("recovery_finished")[0]["resume_step"] == 4
 
 
-@pytest.mark.timeout(400)  # two jobs of 400 steps and ten recoveries, one after another
+@pytest.mark.timeout(400)  # two jobs of 200 steps and ten recoveries, one after another
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(x, id=x.name, marks=[] if x is DDP else [pytest.mark.grid]) for x in LAYOUTS],
@@ -180,7 +180,7 @@ def test_a_synchronisation_that_only_some_ranks_can_leave(tmp_path: Path, refere
 def test_ten_failures_in_a_row(layout: Layout, tmp_path: Path) -> None:
     """``kill -9`` from outside, ten times, whatever the ranks are doing."""
     flags = ["--step-time", "40"]
-    steps = 400
+    steps = 200
     ref = run_job(tmp_path / "reference", layout, steps=steps, standby=0, flags=flags, timeout_s=170)
     running = RunningJob(tmp_path / "run", layout, steps=steps, standby=2, flags=flags)
     running.wait_for("job_started")

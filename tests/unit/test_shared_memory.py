@@ -59,6 +59,9 @@ def test_an_adopted_slot_follows_its_owner() -> None:
     reader.version = 5
     owner.version = -1
     assert reader.version == -1
+    reader.drop_after(4)
+    owner.version = 5
+    assert reader.version == -1, "the owner's second version 5 has not been exchanged yet"
     owner.version = 7
     assert reader.version == -1, "it holds 7 only when its owner has said so"
     reader.shape(layout, pin=False)

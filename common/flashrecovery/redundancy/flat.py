@@ -117,6 +117,15 @@ class Slot:
         if self.shared is not None and not self._adopted:
             self.shared.version = value
 
+    def drop_after(self, version: int) -> None:
+        """Forget a newer content: it belongs to steps that have been undone.
+
+        Also where its owner has dropped it already: it will write that version again, which is not held before it has
+        been exchanged again.
+        """
+        if self._version > version:
+            self.version = -1
+
     def shape(self, layout: Layout, *, pin: bool, share: bool = False) -> None:
         """Make room for ``layout``; the content is then undefined. Memory is kept if it fits exactly.
 

@@ -161,8 +161,7 @@ class NeighbourCopies:
         self._background.clear_error()
         self.undo.reset(version)
         for slot in self._slots:
-            if slot.version > version:
-                slot.version = -1
+            slot.drop_after(version)
 
     @property
     def error(self) -> BaseException | None:

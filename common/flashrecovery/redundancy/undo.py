@@ -166,8 +166,7 @@ class UndoCopy:
     def drop_after(self, version: int) -> None:
         """Forget versions that belong to steps which have been undone."""
         for slot in self._slots:
-            if slot.version > version:
-                slot.version = -1
+            slot.drop_after(version)
 
     def reset(self, version: int) -> None:
         """After a recovery to ``version``: no error, no newer copies. No copy may be under way (see

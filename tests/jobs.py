@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -188,6 +188,22 @@ class RunningJob:
 def run_job(run_dir: Path, layout: Layout, *, timeout_s: float = 120, **kwargs: Any) -> Job:
     """Start a job and wait for its end."""
     return RunningJob(run_dir, layout, **kwargs).wait(timeout_s)
+
+
+class References:
+    """The same launches without a fault, each made once. ``folder``: gives a new directory; ``launch``: runs a layout
+    in the given run directory."""
+
+    def __init__(self, folder: Callable[[], Path], launch: Callable[[Path, Layout], Job]) -> None:
+        self._folder = folder
+        self._launch = launch
+        self._jobs: dict[str, Job] = {}
+
+    def __call__(self, layout: Layout) -> Job:
+        if layout.name not in self._jobs:
+            self._jobs[layout.name] = self._launch(self._folder() / layout.name, layout)
+            check_clean(self._jobs[layout.name])
+        return self._jobs[layout.name]
 
 
 def check_clean(job: Job) -> None:

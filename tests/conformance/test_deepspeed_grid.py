@@ -20,6 +20,7 @@ from tests.jobs import (
     SMALL,
     Job,
     Layout,
+    References,
     RunningJob,
     check_clean,
     check_fired,
@@ -103,16 +104,7 @@ Run = Callable[..., Job]
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Job]:
     """The same launch without a fault, once a layout."""
-    jobs: dict[str, Job] = {}
-
-    def get(layout: Layout) -> Job:
-        if layout.name not in jobs:
-            path = tmp_path_factory.mktemp("reference") / layout.name
-            jobs[layout.name] = _run(path, layout, standby=0)
-            check_clean(jobs[layout.name])
-        return jobs[layout.name]
-
-    return get
+    return References(lambda: tmp_path_factory.mktemp("reference"), lambda path, layout: _run(path, layout, standby=0))
 
 
 def _run(run_dir: Path, layout: Layout, **kwargs: Any) -> Job:

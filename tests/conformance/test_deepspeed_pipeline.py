@@ -11,7 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import ROOT, SMALL, Job, Layout, check_clean, check_fired, check_recovered, check_same, run_job
+from tests.jobs import (
+    ROOT,
+    SMALL,
+    Job,
+    Layout,
+    References,
+    check_clean,
+    check_fired,
+    check_recovered,
+    check_same,
+    run_job,
+)
 
 pytest.importorskip("deepspeed")
 
@@ -64,15 +75,7 @@ def faults(*items: tuple[int, str, int], fault: str = "sigkill") -> list[str]:
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """The same launch without a fault, once a layout."""
-    jobs: dict[str, Job] = {}
-
-    def get(layout: Layout) -> Job:
-        if layout.name not in jobs:
-            jobs[layout.name] = run(tmp_path_factory.mktemp("reference") / layout.name, layout)
-            check_clean(jobs[layout.name])
-        return jobs[layout.name]
-
-    return get
+    return References(lambda: tmp_path_factory.mktemp("reference"), run)
 
 
 def check(job: Job, reference: Job, inject: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import Job, Layout, check_clean, check_fired, check_recovered, check_same, run_job
+from tests.jobs import Job, Layout, References, check_fired, check_recovered, check_same, run_job
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")
@@ -44,16 +44,7 @@ def _run(path: Path, layout: Layout, **kwargs: Any) -> Job:
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """The same launch without a fault, once a layout."""
-    jobs: dict[str, Job] = {}
-
-    def get(layout: Layout) -> Job:
-        if layout.name not in jobs:
-            path = tmp_path_factory.mktemp("reference") / layout.name
-            jobs[layout.name] = _run(path, layout, standby=0)
-            check_clean(jobs[layout.name])
-        return jobs[layout.name]
-
-    return get
+    return References(lambda: tmp_path_factory.mktemp("reference"), lambda path, layout: _run(path, layout, standby=0))
 
 
 def _faults(*faults: tuple[int, str, int]) -> list[str]:

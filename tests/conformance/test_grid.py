@@ -24,8 +24,8 @@ from tests.jobs import (
     SMALL,
     Job,
     Layout,
+    References,
     RunningJob,
-    check_clean,
     check_fired,
     check_recovered,
     check_same,
@@ -42,16 +42,9 @@ Reference = Callable[[Layout], Job]
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """The same launch without a fault, once a layout."""
-    jobs: dict[str, Job] = {}
-
-    def get(layout: Layout) -> Job:
-        if layout.name not in jobs:
-            path = tmp_path_factory.mktemp("reference") / layout.name
-            jobs[layout.name] = run_job(path, layout, steps=STEPS, standby=0)
-            check_clean(jobs[layout.name])
-        return jobs[layout.name]
-
-    return get
+    return References(
+        lambda: tmp_path_factory.mktemp("reference"), lambda path, layout: run_job(path, layout, steps=STEPS, standby=0)
+    )
 
 
 def _phases(layout: Layout) -> tuple[str, ...]:

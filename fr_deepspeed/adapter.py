@@ -26,7 +26,7 @@ from flashrecovery import groups
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.torch_native.base import TorchAdapter
 from flashrecovery.torch_native.placement import replicated, world_size
-from flashrecovery.torch_native.shards import ParamRecord, ParamShard, constant
+from flashrecovery.torch_native.shards import ParamRecord, ParamShard, constant, owners_of
 from flashrecovery.worker.adapter import CheckpointFormat, Shard, StepHooks
 from fr_deepspeed.activation import capture_tracker, reset_checkpointing, restore_tracker
 from fr_deepspeed.checkpoint import EngineCheckpoint
@@ -139,13 +139,13 @@ class EngineAdapter(TorchAdapter):
         return self._all_shards
 
     def _record_shard(self, record: ParamRecord) -> Shard:
-        return ParamShard(record, self.optimizers)
+        return ParamShard(record, owners_of(record.get(), self.optimizers))
 
     def _frozen_shards(self) -> list[Shard]:
         """Parameters that no optimizer trains. A replacement's script need not initialise them as the first launch."""
         trained = {id(p) for p in self._optimized}
         return [
-            ParamShard(ParamRecord(fqn, *replicated(fqn, ranks_of(self.engine, p)), constant(p)), [])
+            ParamShard(ParamRecord(fqn, *replicated(fqn, ranks_of(self.engine, p)), constant(p)), {})
             for fqn, p in self.inner.named_parameters()
             if id(p) not in trained
         ]

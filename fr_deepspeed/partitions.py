@@ -7,23 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer
 
 from flashrecovery.errors import RestoreError
 from flashrecovery.torch_native.placement import global_rank, local_tensor, world_size
-from flashrecovery.torch_native.shards import ParamRecord, ParamShard, constant
+from flashrecovery.torch_native.shards import ParamRecord, constant
 from flashrecovery.worker.adapter import Shard, ShardSpec
-
-
-class PartitionShard(ParamShard):
-    """An fp32 partition, flat, with its optimizer state.
-
-    ZeRO-3 puts a partition into the optimizer's groups only while it steps on it, so the optimizer is given here.
-    """
-
-    def __init__(self, record: ParamRecord, optimizer: Optimizer) -> None:
-        super().__init__(record, [])
-        self._optimizers = [("state/", optimizer)]
 
 
 class FixedShard(Shard):

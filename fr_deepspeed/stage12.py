@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from flashrecovery.torch_native.placement import world_size
-from flashrecovery.torch_native.shards import ParamRecord
+from flashrecovery.torch_native.shards import ParamRecord, ParamShard
 from flashrecovery.worker.adapter import Shard
 from fr_deepspeed.adapter import EngineAdapter
 from fr_deepspeed.offload import check_gradients, reset_accumulation
-from fr_deepspeed.partitions import FixedShard, PartitionShard, partition_record, reset_backward_hooks
+from fr_deepspeed.partitions import FixedShard, partition_record, reset_backward_hooks
 
 _NO_MICRO_STEP = -1
 """``micro_step_id`` between two steps (deepspeed's INITIAL_MICRO_STEP_ID)."""
@@ -39,7 +39,7 @@ class Stage12Adapter(EngineAdapter):
         )
 
     def _record_shard(self, record: ParamRecord) -> Shard:
-        return PartitionShard(record, self.basic)
+        return ParamShard(record, {0: self.basic})
 
     def _extra_shards(self) -> Sequence[Shard]:
         zero = self.engine.optimizer

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from flashrecovery.errors import UnsupportedError
 from flashrecovery.torch_native.placement import global_rank
-from flashrecovery.torch_native.shards import ParamRecord
+from flashrecovery.torch_native.shards import ParamRecord, ParamShard
 from flashrecovery.worker.adapter import Shard
 from fr_deepspeed.adapter import EngineAdapter
-from fr_deepspeed.offload import check_gradients
-from fr_deepspeed.partitions import FixedShard, PartitionShard, partition_record, reset_backward_hooks
+from fr_deepspeed.partitions import FixedShard, partition_record, reset_backward_hooks
 
 _PRIVATE = "_PartitionedParameterCoordinator__"
 """Prefix of the coordinator's name-mangled attributes."""
@@ -32,6 +32,8 @@ class Stage3Adapter(EngineAdapter):
 
     def __init__(self, engine: Any, optimizer: Any) -> None:
         self._partitions = list(engine.optimizer.fp32_partitioned_groups_flat)
+        self._reduced: set[int] | None = None
+        """The set in which DeepSpeed notes whose gradients it has reduced, until its step drops it."""
         super().__init__(engine, optimizer)
         self._weights = self._partitions
 
@@ -44,7 +46,7 @@ class Stage3Adapter(EngineAdapter):
         return tuple(partition_record(f"partition/{s}", p, group) for s, p in enumerate(self._partitions))
 
     def _record_shard(self, record: ParamRecord) -> Shard:
-        return PartitionShard(record, self.basic)
+        return ParamShard(record, {0: self.basic})  # which has it in its groups only while it steps on it
 
     def _frozen_shards(self) -> list[Shard]:
         trained = {id(p) for p in self._optimized}
@@ -54,10 +56,41 @@ class Stage3Adapter(EngineAdapter):
             if id(p) not in trained
         ]
 
+    # -- gradients --------------------------------------------------------------------------------
+
+    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self._hooks is not None and torch.is_grad_enabled():
+            self._expect_gradients()
+        super()._after_forward(module, inputs, output)
+
+    def _expect_gradients(self) -> None:
+        """Before the backward pass of each micro-batch."""
+        zero, engine = self.engine.optimizer, self.engine
+        if zero._offload_boundary_param_ids is not self._reduced:
+            self._reduced = zero._offload_boundary_param_ids = set()
+        elif engine.micro_steps % engine.gradient_accumulation_steps():
+            self._check_gradients()
+
     def _gradients_ready(self) -> None:
+        if self._reduced is not None:
+            self._check_gradients()
+            self._reduced = None
+
+    def _check_gradients(self) -> None:
+        """The first micro-batch overwrites the gradients of the last step, later ones add to them: of a parameter that
+        had no gradient in the first, DeepSpeed would use the *last* step's again, which a replacement does not have.
+
+        Raises UnsupportedError with its name.
+        """
+        assert self._reduced is not None
         zero = self.engine.optimizer
-        if zero.offload_optimizer:
-            check_gradients(zero, [p for p in self._optimized if _holds_something(zero, p)])
+        for parameter in self._optimized:
+            if parameter.ds_id not in self._reduced and _holds_something(zero, parameter):  # type: ignore[attr-defined]
+                raise UnsupportedError(
+                    "flash_recovery does not support: ZeRO-3 where a parameter "
+                    f"({zero.param_names[parameter]}) has no gradient in the first micro-batch of a step; freeze it "
+                    "(requires_grad = False)"
+                )
 
     # -- reset ------------------------------------------------------------------------------------
 
@@ -74,7 +107,7 @@ class Stage3Adapter(EngineAdapter):
         zero.param_reduce_events.clear()
         zero.micro_step_id = 0
         zero.inf_or_nan_tracker.zero_()
-        zero._offload_boundary_param_ids = set()
+        zero._offload_boundary_param_ids, self._reduced = set(), None
         if zero.offload_optimizer:
             zero.norm_for_param_grads = {}
         self._release_parameters()
@@ -93,6 +126,8 @@ class Stage3Adapter(EngineAdapter):
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
             elif parameter.ds_status == ZeroParamStatus.AVAILABLE:
                 parameter.partition(has_been_updated=False)
+            # hpZ's second copy, of the weights as they were: made again in the next forward pass, never a source.
+            parameter.ds_secondary_tensor = None
 
     def _reset_coordinator(self, coordinator: Any) -> None:
         """The recorded trace is dropped everywhere: a replacement has none, and its ranks check a trace together."""

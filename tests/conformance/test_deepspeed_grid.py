@@ -1,14 +1,14 @@
 """The conformance grid with DeepSpeed: whatever fails, wherever, the job ends exactly as if nothing had happened.
 
 Gradient accumulation over two micro-batches, dropout, shuffled data, gradient clipping, a warming-up learning rate.
-Each job has its faults at different steps, on the first, a middle and the last rank. ``-m deepspeed`` is a
-representative part, ``-m grid`` everything.
+A job of :func:`test_every_phase` has one fault in each phase, every second step; three jobs, between which the victims
+rotate, are the whole product of phases and victims of one layout.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,13 @@ from tests.jobs import (
 
 pytest.importorskip("deepspeed")
 
-STEPS = 14
+STEPS = 20
 SCRIPT = "train_deepspeed.py"
 FP16_SCRIPT = ROOT / "tests" / "scripts" / "deepspeed_fp16.py"
 NO_RESET_SCRIPT = ROOT / "tests" / "scripts" / "deepspeed_no_reset.py"
-VICTIMS = ((0, 3), (2, 6), (3, 9))  # rank, step
+VICTIMS = (0, 2, 3)  # the first, a middle and the last rank
 CONFIG = {"timeouts": {"stopped_s": 0.3}}
 TIMEOUT_S = 400  # four processes that import deepspeed on two busy cores, three times
-FAULTS = ("sigkill", "sigstop", "raise")
 OVERFLOWS = (0, 1, 2, 7, 12)
 """Steps that the fp16 example skips: its first scale is too high, and it grows again and again."""
 
@@ -58,9 +57,11 @@ FP32 = ("--precision", "fp32")
 PIPELINE = ("--pipeline", "2")  # two stages by two data-parallel ranks
 ZERO0, ZERO1, ZERO2, ZERO3 = (zero(stage) for stage in range(4))
 ZERO0_FP32 = zero(0, "-fp32", *FP32)
+PIPELINE1 = zero(1, "-pipeline", *PIPELINE)
 EXPERTS = ("--moe", "4")  # of each layer, shared by two ranks, with two replicas
 MOE0, MOE1, MOE2 = (zero(stage, "-moe", *EXPERTS) for stage in range(3))
-LAYOUTS = (ZERO0_FP32, ZERO0, ZERO1, ZERO2, ZERO3, MOE0, MOE1, MOE2)
+OFFLOAD2 = zero(2, "-offload-overlap", *OFFLOAD, *setting("overlap_comm", "true"))
+LAYOUTS = (ZERO0_FP32, ZERO0, ZERO1, ZERO2, ZERO3, PIPELINE1, MOE0, MOE1, MOE2)
 VARIANTS = (
     zero(
         2,
@@ -89,11 +90,11 @@ VARIANTS = (
     ),
     zero(3, "-fp32-all-reduce", *FP32, *setting("reduce_scatter", "false")),
     zero(1, "-offload", *OFFLOAD),
-    zero(2, "-offload-overlap", *OFFLOAD, *setting("overlap_comm", "true")),
+    OFFLOAD2,
     zero(3, "-offload", *OFFLOAD, *setting("sub_group_size", "5000")),
     zero(0, "-moe-fp32", *EXPERTS, *FP32),
     zero(2, "-moe-one-replica", "--moe", "4", "--expert-parallel", "4"),
-    zero(1, "-pipeline", *PIPELINE),
+    zero(3, "-hpz", *setting("zero_hpz_partition_size", "2"), *setting("stage3_param_persistence_threshold", "0")),
     zero(0, "-pipeline-fp32", *PIPELINE, *FP32),
 )
 FP16 = tuple(zero(stage, "-fp16", "--precision", "fp16") for stage in range(4))
@@ -114,59 +115,55 @@ def _run(run_dir: Path, layout: Layout, **kwargs: Any) -> Job:
     return run_job(run_dir, layout, steps=STEPS, timeout_s=TIMEOUT_S, **kwargs)
 
 
-def _faults(phase: str, fault: str = "sigkill", victims: Sequence[tuple[int, int]] = VICTIMS) -> list[str]:
-    return [f"rank={rank},fault={fault},at={phase},step={step}" for rank, step in victims]
-
-
-def _phases(layout: Layout) -> tuple[str, ...]:
-    return tuple(p for p in PHASES if p != "param-gather" or not _replicated(layout))
+def _faults(*faults: tuple[int, str, int], fault: str = "sigkill") -> list[str]:
+    """Of (rank, phase, step) each."""
+    return [f"rank={rank},fault={fault},at={phase},step={step}" for rank, phase, step in faults]
 
 
 def _replicated(layout: Layout) -> bool:
     return layout.flags[:2] == ("--zero", "0")
 
 
-QUICK = {
-    (ZERO0_FP32, "optimizer", "sigkill"),
-    (ZERO2, "param-gather", "sigkill"),
-    (ZERO3, "forward", "sigkill"),
-    (MOE1, "backward", "sigkill"),
-}
+def _phases(layout: Layout) -> list[str]:
+    return [p for p in PHASES if p != "param-gather" or not _replicated(layout)]
 
 
-def _grid() -> list[object]:
-    """Every phase and fault of every layout."""
-    cases = []
+QUICK = {(ZERO2, 0), (ZERO3, 1)}
+"""Layouts and rotations that the fast suite contains."""
+
+
+def _grid() -> Iterator[object]:
     for layout in LAYOUTS:
-        for phase in _phases(layout):
-            for fault in FAULTS:
-                marks = [pytest.mark.grid, *([pytest.mark.deepspeed] if (layout, phase, fault) in QUICK else [])]
-                cases.append(pytest.param(layout, phase, fault, id=f"{layout.name}-{phase}-{fault}", marks=marks))
-    return cases
+        for rotation in range(len(VICTIMS)):
+            marks = () if (layout, rotation) in QUICK else (pytest.mark.grid,)
+            yield pytest.param(layout, "sigkill", rotation, id=f"{layout.name}-sigkill-{rotation}", marks=marks)
+    for layout in (ZERO1, ZERO2, ZERO3, PIPELINE1):
+        for fault in ("sigstop", "raise"):
+            yield pytest.param(layout, fault, 0, id=f"{layout.name}-{fault}", marks=pytest.mark.grid)
 
 
-pytestmark = pytest.mark.timeout(3 * TIMEOUT_S)
+pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(3 * TIMEOUT_S)]
 
 
-@pytest.mark.parametrize(("layout", "phase", "fault"), _grid())
-def test_fault_in_phase(
-    layout: Layout, phase: str, fault: str, tmp_path: Path, reference: Callable[[Layout], Job]
+@pytest.mark.parametrize(("layout", "fault", "rotation"), _grid())
+def test_every_phase(
+    layout: Layout, fault: str, rotation: int, tmp_path: Path, reference: Callable[[Layout], Job]
 ) -> None:
-    job = _run(tmp_path / "run", layout, standby=1, inject=_faults(phase, fault), config=CONFIG)
+    phases = _phases(layout)
+    victims = [VICTIMS[(i + rotation) % len(VICTIMS)] for i in range(len(phases))]
+    steps = range(2, 2 * len(phases) + 2, 2)
+    inject = _faults(*zip(victims, phases, steps, strict=True), fault=fault)
+    job = _run(tmp_path / "run", layout, standby=1, inject=inject, config=CONFIG)
     check_same(job, reference(layout))
-    check_fired(job, len(VICTIMS))
-    check_recovered(job, [rank for rank, _ in VICTIMS])
+    check_fired(job, len(phases))
+    check_recovered(job, VICTIMS)
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("layout", VARIANTS, ids=lambda layout: layout.name)
 def test_settings(layout: Layout, tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
     last = "commit" if _replicated(layout) else "param-gather"
-    inject = [
-        *_faults("backward", victims=[(0, 3)]),
-        *_faults("optimizer", victims=[(2, 6)]),
-        *_faults(last, victims=[(3, 9)]),
-    ]
+    inject = _faults((0, "backward", 3), (2, "optimizer", 6), (3, last, 9))
     job = _run(tmp_path / "run", layout, standby=1, inject=inject)
     check_same(job, reference(layout))
     check_fired(job, len(inject))
@@ -176,12 +173,8 @@ def test_settings(layout: Layout, tmp_path: Path, reference: Callable[[Layout], 
 @pytest.mark.parametrize("layout", FP16, ids=lambda layout: layout.name)
 def test_dynamic_loss_scale(layout: Layout, tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
     """Deaths in steps that overflow (nothing is mutated but the scale) and in others."""
-    inject = [
-        *_faults("commit", victims=[(0, OVERFLOWS[1])]),
-        *_faults("optimizer", victims=[(2, 4)]),
-        *_faults("backward", victims=[(3, OVERFLOWS[3])]),
-        *_faults("grad-sync", victims=[(1, OVERFLOWS[4])]),
-    ]
+    first, second, third = OVERFLOWS[1], OVERFLOWS[3], OVERFLOWS[4]
+    inject = _faults((0, "commit", first), (2, "optimizer", 4), (3, "backward", second), (1, "grad-sync", third))
     job = _run(tmp_path / "run", layout, standby=1, inject=inject)
     check_same(job, reference(layout))
     check_fired(job, len(inject))
@@ -190,7 +183,7 @@ def test_dynamic_loss_scale(layout: Layout, tmp_path: Path, reference: Callable[
 @pytest.mark.grid
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_first_and_last_step(layout: Layout, tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
-    inject = [*_faults("backward", victims=[(1, 0)]), *_faults("optimizer", victims=[(2, STEPS - 1)])]
+    inject = _faults((1, "backward", 0), (2, "optimizer", STEPS - 1))
     job = _run(tmp_path / "run", layout, standby=1, inject=inject)
     check_same(job, reference(layout))
     check_fired(job, 2)
@@ -206,7 +199,7 @@ def test_victims_at_once(
     layout: Layout, victims: tuple[int, ...], tmp_path: Path, reference: Callable[[Layout], Job]
 ) -> None:
     """Replicas survive any two; partitions survive two that do not hold each other's copies."""
-    inject = _faults("backward", victims=[(rank, 5) for rank in victims])
+    inject = _faults(*((rank, "backward", 5) for rank in victims))
     job = _run(tmp_path / "run", layout, standby=1, inject=inject)
     check_same(job, reference(layout))
     check_fired(job, len(victims))
@@ -215,8 +208,8 @@ def test_victims_at_once(
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(x, id=x.name, marks=[pytest.mark.grid, *([pytest.mark.deepspeed] if x is ZERO2 else [])])
-        for x in (ZERO1, ZERO2, ZERO3, zero(3, "-fp32", *FP32), zero(1, "-pipeline", *PIPELINE))
+        pytest.param(x, id=x.name, marks=() if x is ZERO2 else (pytest.mark.grid,))
+        for x in (ZERO1, ZERO2, ZERO3, zero(3, "-fp32", *FP32), PIPELINE1, MOE1, OFFLOAD2)
     ],
 )
 def test_a_rank_and_its_neighbour_at_once_go_back_to_the_checkpoint(layout: Layout, tmp_path: Path) -> None:
@@ -248,6 +241,17 @@ def _check_readable(directory: Path, layout: Layout) -> None:
 
 
 @pytest.mark.grid
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("layout", [ZERO2, ZERO3], ids=lambda layout: layout.name)
+def test_ten_failures_in_a_row(layout: Layout, tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
+    inject = _faults(*((step % 4, "backward" if step % 2 else "optimizer", step) for step in range(3, 13)))
+    job = _run(tmp_path / "run", layout, standby=2, inject=inject)
+    check_same(job, reference(layout))
+    check_fired(job, 10)
+    assert len(job.of("recovery_finished")) == 10, job.explain()
+
+
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
@@ -275,7 +279,7 @@ def test_without_the_reset_it_fails(layout: Layout, tmp_path: Path, reference: C
         standby=1,
         script=NO_RESET_SCRIPT,
         flags=[*SMALL, "--steps", str(STEPS), *layout.flags],
-        inject=_faults("backward", victims=[(2, 6)]),
+        inject=_faults((2, "backward", 6)),
         options=["--hang-timeout", "15"],
         timeout_s=TIMEOUT_S,
     )

@@ -47,7 +47,7 @@ EVALUATIONS = (3, 7, 11)
 CALLS = STEPS + len(EVALUATIONS)
 
 Reference = Callable[[Layout], Job]
-pytestmark = [pytest.mark.timeout(3 * TIMEOUT_S), pytest.mark.grid]
+pytestmark = [pytest.mark.timeout(3 * TIMEOUT_S), pytest.mark.deepspeed]
 
 
 def run(run_dir: Path, layout: Layout, inject: Sequence[str] = (), options: Sequence[str] = ()) -> Job:
@@ -72,6 +72,11 @@ def faults(*items: tuple[int, str, int], fault: str = "sigkill") -> list[str]:
     return [f"rank={rank},fault={fault},at={phase},step={step}" for rank, phase, step in items]
 
 
+def in_grid(name: str, *values: object) -> object:
+    """A case that is not part of the fast suite."""
+    return pytest.param(*values, id=name, marks=pytest.mark.grid)
+
+
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """The same launch without a fault, once a layout."""
@@ -84,6 +89,7 @@ def check(job: Job, reference: Job, inject: Sequence[str]) -> None:
     check_recovered(job, [int(i.partition(",")[0].removeprefix("rank=")) for i in inject])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_tied_weights(layout: Layout, tmp_path: Path, reference: Reference) -> None:
     inject = faults((0, "backward", 2), (1, "grad-sync", 4))
@@ -99,16 +105,15 @@ def test_tied_weights(layout: Layout, tmp_path: Path, reference: Reference) -> N
             TRACKER,
             faults((3, "forward", 3), (1, "backward", 5), (2, "param-gather", 6), (0, "commit", CALLS - 1)),
             id="sigkill",
-            marks=pytest.mark.deepspeed,
         ),
-        pytest.param(
+        in_grid(
+            "sigkill-other-phases",
             TRACKER,
             faults((0, "between", 7), (2, "optimizer", 9), (3, "forward", 11), (1, "commit", 12)),
-            id="sigkill-other-phases",
         ),
-        pytest.param(TRACKER, faults((1, "forward", 7), (2, "backward", 8), fault="sigstop"), id="sigstop"),
-        pytest.param(TRACKER, faults((3, "backward", 2), (0, "forward", 3), fault="raise"), id="raise"),
-        pytest.param(TRACKER_PP2, faults((1, "forward", 3), (0, "backward", CALLS - 1)), id="pp2"),
+        in_grid("sigstop", TRACKER, faults((1, "forward", 7), (2, "backward", 8), fault="sigstop")),
+        in_grid("raise", TRACKER, faults((3, "backward", 2), (0, "forward", 3), fault="raise")),
+        in_grid("pp2", TRACKER_PP2, faults((1, "forward", 3), (0, "backward", CALLS - 1))),
     ],
 )
 def test_own_loop(layout: Layout, inject: list[str], tmp_path: Path, reference: Reference) -> None:
@@ -116,6 +121,7 @@ def test_own_loop(layout: Layout, inject: list[str], tmp_path: Path, reference: 
     check(run(tmp_path / "run", layout, inject), reference(layout), inject)
 
 
+@pytest.mark.grid
 def test_own_loop_that_saves_and_gives_its_data_to_initialize(tmp_path: Path) -> None:
     """The save is call 6, between two steps and after an evaluation; the job dies in it, and in its neighbours."""
     jobs = []
@@ -128,6 +134,7 @@ def test_own_loop_that_saves_and_gives_its_data_to_initialize(tmp_path: Path) ->
     assert files[0] and files[0] == files[1]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("mode", "words"),
     [

@@ -24,7 +24,7 @@ TIMEOUT_S = 500
 SCRIPT = "train_hf.py"
 EVALUATION, CHECKPOINT, END = 7, 12, 32  # END: the count of operations after the last step
 
-pytestmark = pytest.mark.timeout(3 * TIMEOUT_S)
+pytestmark = [pytest.mark.grid, pytest.mark.deepspeed, pytest.mark.timeout(3 * TIMEOUT_S)]
 Reference = Callable[[Layout], Job]
 
 
@@ -51,12 +51,7 @@ def _faults(*faults: tuple[int, str, int]) -> list[str]:
     return [f"rank={rank},fault=sigkill,at={phase},step={step}" for rank, phase, step in faults]
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(x, marks=[pytest.mark.deepspeed] if x is ZERO2 else []) for x in LAYOUTS],
-    ids=lambda x: x.name,
-)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.name)
 def test_deaths_in_steps(layout: Layout, tmp_path: Path, reference: Reference) -> None:
     """In the second of two micro-batches too, and at the beginning of a log."""
     faults = [(0, "backward", 4), (2, "optimizer", 10), (3, "between", 15), (1, "grad-sync", 23)]
@@ -68,7 +63,6 @@ def test_deaths_in_steps(layout: Layout, tmp_path: Path, reference: Reference) -
     check_recovered(job, [0, 1, 2, 3])
 
 
-@pytest.mark.grid
 def test_deaths_in_evaluation_checkpoint_and_at_both_ends(tmp_path: Path, reference: Reference) -> None:
     faults = [(3, "backward", 0), (1, "forward", EVALUATION), (2, "commit", CHECKPOINT), (0, "commit", END)]
     job = _run(tmp_path / "run", ZERO2, inject=_faults(*faults))
@@ -77,7 +71,6 @@ def test_deaths_in_evaluation_checkpoint_and_at_both_ends(tmp_path: Path, refere
     check_recovered(job, [0, 1, 2, 3])
 
 
-@pytest.mark.grid
 def test_protection_changes_no_bit(tmp_path: Path, reference: Reference) -> None:
     """With the key false the Trainer is not touched; its losses, history and state are the same."""
     job = _run(tmp_path / "run", hf(2, "-off", "--switched-off"), standby=0)

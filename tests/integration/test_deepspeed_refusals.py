@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import Layout, check_clean, run_job
+from tests.jobs import ROOT, Layout, check_clean, check_fired, check_same, run_job
 
 pytest.importorskip("deepspeed")
 
-pytestmark = [pytest.mark.grid, pytest.mark.timeout(400)]
+UNUSED_SCRIPT = ROOT / "tests" / "scripts" / "deepspeed_unused.py"
+pytestmark = [pytest.mark.deepspeed, pytest.mark.grid, pytest.mark.timeout(400)]
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,25 @@ def test_refused_at_start(nproc: int, setting: str, words: list[str], tmp_path: 
     for word in words:
         assert word in job.output, job.explain()
     check_clean(job)
+
+
+def test_zero3_refuses_a_parameter_without_a_gradient(tmp_path: Path) -> None:
+    """In the first micro-batch of step 3: DeepSpeed would add its gradient to that of step 2."""
+    layout = Layout("unused", "", nproc=2)
+    options = ["--max-restarts", "0"]
+    job = run_job(
+        tmp_path / "run", layout, standby=0, script=UNUSED_SCRIPT, flags=["3"], options=options, timeout_s=200
+    )
+    assert job.code != 0 and not job.digests, job.explain()
+    assert "(rare.weight) has no gradient in the first micro-batch of a step" in job.output, job.explain()
+    check_clean(job)
+
+
+def test_zero2_recovers_with_a_parameter_without_a_gradient(tmp_path: Path) -> None:
+    layout = Layout("unused", "", nproc=2)
+    jobs = [
+        run_job(tmp_path / name, layout, standby=0, script=UNUSED_SCRIPT, flags=["2"], inject=inject, timeout_s=200)
+        for name, inject in (("reference", []), ("run", ["rank=1,at=backward,step=3", "rank=0,at=optimizer,step=4"]))
+    ]
+    check_same(jobs[1], jobs[0])
+    check_fired(jobs[1], 2)

@@ -20,7 +20,7 @@ pytest.importorskip("deepspeed")
 (PATCH,) = sorted((ROOT / "patches" / "deepspeed").glob("0001-*.patch"))
 SCRIPT = ROOT / "tests" / "scripts" / "deepspeed_attach.py"
 TIMEOUT_S = 400
-pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(2 * TIMEOUT_S)]
+pytestmark = [pytest.mark.deepspeed, pytest.mark.grid, pytest.mark.timeout(2 * TIMEOUT_S)]
 
 
 @pytest.fixture(scope="session")

@@ -132,17 +132,19 @@ def test_unstable_data_is_refused_and_never_resumed_wrongly(tmp_path: Path) -> N
     check_clean(job)
 
 
-@pytest.mark.parametrize("mode", ["plain", "swallow", "reduce-after", "random-after", "idle-steps", "calls"])
+@pytest.mark.parametrize(
+    "mode", ["plain", "swallow", "reduce-after", "evaluate-after", "random-after", "idle-steps", "calls"]
+)
 @pytest.mark.parametrize("phase", ["backward", "optimizer", "commit"])
 def test_bitwise_whatever_the_body_does(mode: str, phase: str, tmp_path: Path) -> None:
-    """A body that swallows the error, or goes on communicating or drawing numbers after the optimizer."""
+    """A body that swallows the error, or goes on communicating, evaluating or drawing numbers after the optimizer."""
     reference = tiny(tmp_path / "reference", "--mode", mode)
     job = tiny(tmp_path / "run", "--mode", mode, inject=[f"rank=1,at={phase},step=4"])
     assert job.code == 0, job.explain()
     check_fired(job)
     assert len(ends(reference)) == 2
     assert ends(job) == ends(reference), job.explain()
-    if mode in ("reduce-after", "random-after"):
+    if mode in ("reduce-after", "evaluate-after", "random-after"):
         assert job.notices("undo_enabled"), job.explain()
     check_clean(job)
 

@@ -116,6 +116,11 @@ def main() -> None:
             optimizer.step()
             if mode == "reduce-after":
                 dist.all_reduce(torch.ones(1))
+            if mode == "evaluate-after":
+                model.eval()
+                with torch.no_grad():
+                    dist.all_reduce(model(torch.ones(4, 8)).mean())
+                model.train()
             if mode == "random-after":
                 torch.rand(1)
         if mode == "break" and step.index == 3:

@@ -18,6 +18,7 @@ from flashrecovery.errors import RegistrationError, RestoreError, StepInterrupte
 from flashrecovery.torch_native import DDPAdapter, FSDP2Adapter, PlainAdapter, adapter_for
 from flashrecovery.torch_native.base import TorchAdapter
 from flashrecovery.torch_native.buffers import COMPARED_BYTES
+from flashrecovery.torch_native.modes import ModeTracker
 from flashrecovery.worker import codec
 from flashrecovery.worker.adapter import ShardSpec
 
@@ -248,6 +249,18 @@ def test_a_buffer_with_another_start_value_is_refused() -> None:
     other.mask.fill_(3)
     with pytest.raises(RestoreError, match="'mask' starts with other values"):
         adapter_for(other, []).restore_rank(adapter.capture_rank())
+
+
+def test_the_mode_of_every_module_comes_back() -> None:
+    model = Net()
+    model.norm.eval()
+    adapter = adapter_for(model, [])
+    state = codec.loads(codec.dumps(adapter.capture_rank()))
+    model.eval()
+    adapter.restore_rank(state)
+    assert model.training and model.first.training and not model.norm.training
+    with pytest.raises(RestoreError, match="modules"):
+        ModeTracker(nn.Linear(1, 1)).restore(state["modes"])
 
 
 # -- moments ----------------------------------------------------------------------------------------

@@ -15,13 +15,14 @@ from torch.utils.hooks import RemovableHandle
 from flashrecovery.errors import RegistrationError, RestoreError, UnsupportedError
 from flashrecovery.torch_native import faults
 from flashrecovery.torch_native.buffers import BufferTracker
+from flashrecovery.torch_native.modes import ModeTracker
 from flashrecovery.torch_native.optimizer_state import (
     capture_hyperparameters,
     check_optimizers,
     check_state,
     restore_hyperparameters,
 )
-from flashrecovery.torch_native.shards import ParamRecord, ParamShard
+from flashrecovery.torch_native.shards import ParamRecord, ParamShard, owners_of
 from flashrecovery.worker.adapter import Adapter, Shard, StepHooks
 from flashrecovery.worker.glance import count_gradients
 
@@ -44,6 +45,7 @@ class TorchAdapter(Adapter):
         self._parameters_checked = False
         check_optimizers(self.optimizers, [r.get() for r in self._records])
         self._buffers = BufferTracker(self.inner)
+        self._modes = ModeTracker(self.root)
         self._shards: tuple[ParamShard, ...] | None = None
         self._hooks: StepHooks | None = None
         self._handles: list[RemovableHandle] = []
@@ -71,7 +73,7 @@ class TorchAdapter(Adapter):
 
     def shards(self) -> Sequence[Shard]:
         if self._shards is None:
-            self._shards = tuple(ParamShard(r, self.optimizers) for r in self._records)
+            self._shards = tuple(ParamShard(r, owners_of(r.get(), self.optimizers)) for r in self._records)
         return self._shards
 
     # -- moments of a step ----------------------------------------------------------------------
@@ -173,10 +175,11 @@ class TorchAdapter(Adapter):
         return set(presence)
 
     def capture_rank(self) -> dict[str, Any]:
-        return {"buffers": self._buffers.capture()}
+        return {"buffers": self._buffers.capture(), "modes": self._modes.capture()}
 
     def restore_rank(self, state: dict[str, Any]) -> None:
         self._buffers.restore(state["buffers"])
+        self._modes.restore(state["modes"])
 
     # -- fault injection ------------------------------------------------------------------------
 

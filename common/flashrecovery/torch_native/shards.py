@@ -33,6 +33,15 @@ def constant(parameter: torch.nn.Parameter) -> Callable[[], torch.nn.Parameter]:
     return lambda: parameter
 
 
+def owners_of(parameter: torch.nn.Parameter, optimizers: Sequence[Optimizer]) -> dict[int, Optimizer]:
+    """The optimizers that have ``parameter`` in a group, by their place in ``optimizers``."""
+    return {
+        number: optimizer
+        for number, optimizer in enumerate(optimizers)
+        if any(parameter is p for group in optimizer.param_groups for p in group["params"])
+    }
+
+
 @dataclass(frozen=True)
 class _Seen:
     """A parameter and its optimizer state at one look: the objects, in order, and what was made of them."""
@@ -56,19 +65,17 @@ class ParamShard(Shard):
 
     Tensors are keyed ``param``, ``state/<key>``, and ``state<n>/<key>`` for the n-th optimizer if n > 0. Their
     layouts, and state that is not a tensor, are in :meth:`values`.
+
+    Args:
+        optimizers: those that keep state of the parameter, by their number (see :func:`owners_of`).
     """
 
-    def __init__(self, record: ParamRecord, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, record: ParamRecord, optimizers: Mapping[int, Optimizer]) -> None:
         self.name = record.name
         self.holders = record.holders
         self._record = record
         self._seen: _Seen | None = None
-        parameter = record.get()
-        self._optimizers = [
-            (_prefix(index), optimizer)
-            for index, optimizer in enumerate(optimizers)
-            if any(parameter is p for group in optimizer.param_groups for p in group["params"])
-        ]
+        self._optimizers = [(_prefix(number), optimizer) for number, optimizer in optimizers.items()]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return dict(self._look().tensors)

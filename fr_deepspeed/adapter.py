@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from flashrecovery import groups
 from flashrecovery.errors import UnsupportedError
+from flashrecovery.torch_native import faults
 from flashrecovery.torch_native.base import TorchAdapter
 from flashrecovery.torch_native.placement import replicated, world_size
 from flashrecovery.torch_native.shards import ParamRecord, ParamShard, constant, owners_of
@@ -241,22 +241,8 @@ class EngineAdapter(TorchAdapter):
     def fault_points(self) -> Mapping[str, Callable[[Callable[[], None]], None]]:
         points = dict(super().fault_points())
         if self.engine.zero_optimization_stage() > 0:
-            points["param-gather"] = self._before_gather
+            points["param-gather"] = lambda callback: faults.before_gather_operation(self.basic, callback)
         return points
-
-    def _before_gather(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once, when the first all-gather after the next optimizer step begins."""
-
-        def at_operation(_group: str, operation: str) -> None:
-            if "gather" in operation:
-                groups.set_operation_hook(None)
-                callback()
-
-        def stepped(*_: Any) -> None:
-            handle.remove()
-            groups.set_operation_hook(at_operation)
-
-        handle = self.basic.register_step_post_hook(stepped)
 
     def _middle_parameter(self) -> nn.Parameter:
         result: nn.Parameter = self._weights[len(self._weights) // 2]

@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from flashrecovery.errors import RestoreError
-from flashrecovery.torch_native.placement import global_rank, local_tensor, world_size
+from flashrecovery.torch_native.placement import global_rank, world_size
 from flashrecovery.torch_native.shards import ParamRecord, constant
-from flashrecovery.worker.adapter import Shard, ShardSpec
-
-
-class FixedShard(Shard):
-    """One tensor that exists from the start and keeps its shape. ``holders``: global ranks."""
-
-    def __init__(self, name: str, holders: Sequence[int], tensor: torch.Tensor) -> None:
-        self.name = name
-        self.holders = tuple(sorted(holders))
-        self._tensor = tensor
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {"data": local_tensor(self._tensor)}
-
-    def allocate(self, spec: ShardSpec) -> dict[str, torch.Tensor]:
-        """Raises RestoreError if the source's tensor has another shape or dtype."""
-        mine = self.spec().tensors
-        if dict(spec.tensors) != mine:
-            raise RestoreError(f"{self.name}: this rank has {mine}, the source has {dict(spec.tensors)}")
-        return self.tensors()
 
 
 def partition_record(name: str, partition: torch.Tensor, group: Any) -> ParamRecord:

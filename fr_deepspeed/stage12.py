@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from flashrecovery.torch_native.placement import world_size
-from flashrecovery.torch_native.shards import ParamRecord, ParamShard
+from flashrecovery.torch_native.shards import FixedShard, ParamRecord, ParamShard
 from flashrecovery.worker.adapter import Shard
 from fr_deepspeed.adapter import EngineAdapter
 from fr_deepspeed.offload import check_gradients, reset_accumulation
-from fr_deepspeed.partitions import FixedShard, partition_record, reset_backward_hooks
+from fr_deepspeed.partitions import partition_record, reset_backward_hooks
 
 _NO_MICRO_STEP = -1
 """``micro_step_id`` between two steps (deepspeed's INITIAL_MICRO_STEP_ID)."""

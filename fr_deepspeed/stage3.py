@@ -16,10 +16,10 @@ from torch import nn
 
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.torch_native.placement import global_rank
-from flashrecovery.torch_native.shards import ParamRecord, ParamShard
+from flashrecovery.torch_native.shards import FixedShard, ParamRecord, ParamShard
 from flashrecovery.worker.adapter import Shard
 from fr_deepspeed.adapter import EngineAdapter
-from fr_deepspeed.partitions import FixedShard, partition_record, reset_backward_hooks
+from fr_deepspeed.partitions import partition_record, reset_backward_hooks
 
 _PRIVATE = "_PartitionedParameterCoordinator__"
 """Prefix of the coordinator's name-mangled attributes."""

@@ -59,6 +59,10 @@ class TorchAdapter(Adapter):
         """The user's module, whose names are the parameters' names."""
         return self.root
 
+    def entry_modules(self) -> Sequence[nn.Module]:
+        """What the script calls: the end of a forward pass of any of them seals the step."""
+        return (self.root,)
+
     @abstractmethod
     def _find_parameters(self) -> tuple[ParamRecord, ...]:
         """Every parameter once (tied ones under their first name), equal order on all ranks."""
@@ -82,7 +86,8 @@ class TorchAdapter(Adapter):
         if self._hooks is not None:
             raise RegistrationError("this model is watched already")
         self._hooks = hooks
-        self._handles.append(self.root.register_forward_hook(self._after_forward))
+        for module in self.entry_modules():
+            self._handles.append(module.register_forward_hook(self._after_forward))
         for optimizer in self.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_optimizer))
             self._handles.append(optimizer.register_step_post_hook(self._after_optimizer))

@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from flashrecovery import groups
+
 Callback = Callable[[], None]
 
 
@@ -42,6 +44,21 @@ def before_gather(module: nn.Module, callback: Callback) -> None:
         callback()
 
     handles.append(module.register_forward_pre_hook(strike, prepend=True))
+
+
+def before_gather_operation(optimizer: Optimizer, callback: Callback) -> None:
+    """Call ``callback`` once, when the first all-gather after the next step of ``optimizer`` begins."""
+
+    def at_operation(_group: str, operation: str) -> None:
+        if "gather" in operation:
+            groups.set_operation_hook(None)
+            callback()
+
+    def stepped(*_: Any) -> None:
+        handle.remove()
+        groups.set_operation_hook(at_operation)
+
+    handle = optimizer.register_step_post_hook(stepped)
 
 
 def in_backward(root: nn.Module, callback: Callback) -> None:

@@ -1,4 +1,5 @@
-"""One shard per parameter: the parameter's local piece together with the optimizer state that belongs to it."""
+"""One shard per parameter: the parameter's local piece together with the optimizer state that belongs to it; and shards
+of one tensor without any."""
 
 from __future__ import annotations
 
@@ -58,6 +59,25 @@ class _Seen:
             and all(map(operator.is_, objects, self.made_of))
             and addresses(objects) == self.addresses
         )
+
+
+class FixedShard(Shard):
+    """One tensor that exists from the start and keeps its shape. ``holders``: global ranks."""
+
+    def __init__(self, name: str, holders: Sequence[int], tensor: torch.Tensor) -> None:
+        self.name = name
+        self.holders = tuple(sorted(holders))
+        self._tensor = tensor
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"data": local_tensor(self._tensor)}
+
+    def allocate(self, spec: ShardSpec) -> dict[str, torch.Tensor]:
+        """Raises RestoreError if the source's tensor has another shape or dtype."""
+        mine = self.spec().tensors
+        if dict(spec.tensors) != mine:
+            raise RestoreError(f"{self.name}: this rank has {mine}, the source has {dict(spec.tensors)}")
+        return self.tensors()
 
 
 class ParamShard(Shard):

@@ -1,0 +1,220 @@
+"""A GPT of megatron-core: its flags, groups, model chunks, optimizer and scheduler. Knows nothing of recovery."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+import corpus
+import training
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The flags of all GPT examples, and Megatron's for the layout."""
+    p = training.parser(description)
+    p.add_argument("--micro-batches", type=int, default=2, help="batches a step, one after another")
+    layout = p.add_argument_group("layout", "named as in Megatron-LM")
+    layout.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N")
+    layout.add_argument("--sequence-parallel", action="store_true")
+    layout.add_argument("--pipeline-model-parallel-size", type=int, default=1, metavar="N")
+    layout.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, metavar="N")
+    layout.add_argument("--context-parallel-size", type=int, default=1, metavar="N")
+    layout.add_argument("--expert-model-parallel-size", type=int, default=1, metavar="N")
+    layout.add_argument("--num-experts", type=int, metavar="N")
+    layout.add_argument("--moe-token-dispatcher-type", choices=("allgather", "alltoall"), default="allgather")
+    layout.add_argument("--use-distributed-optimizer", action="store_true")
+    layout.add_argument("--num-distributed-optimizer-instances", type=int, default=1, metavar="N")
+    layout.add_argument("--overlap-grad-reduce", action="store_true")
+    layout.add_argument("--overlap-param-gather", action="store_true")
+    layout.add_argument("--ddp-bucket-size", type=int, metavar="ELEMENTS")
+    precision = layout.add_mutually_exclusive_group()
+    precision.add_argument("--bf16", action="store_true")
+    precision.add_argument("--fp16", action="store_true")
+    return p
+
+
+def start_groups(args: argparse.Namespace) -> None:
+    """All of Megatron's process groups."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.num_virtual_stages_per_pipeline_rank,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+    )
+
+
+def dtype(args: argparse.Namespace) -> torch.dtype:
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+
+
+def model_config(args: argparse.Namespace) -> TransformerConfig:
+    """The sizes and the layout that the flags say; no fused kernels, which need a GPU or Transformer Engine."""
+    cuda = torch.cuda.is_available()
+    experts: dict[str, Any] = {}
+    if args.num_experts:
+        experts = {
+            "num_moe_experts": args.num_experts,
+            "moe_router_topk": 2,
+            "moe_token_dispatcher_type": args.moe_token_dispatcher_type,
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": 0.01,
+            "moe_grouped_gemm": False,
+            "add_bias_linear": False,
+        }
+    return TransformerConfig(
+        num_layers=args.layers,
+        hidden_size=args.width,
+        num_attention_heads=args.heads,
+        ffn_hidden_size=4 * args.width,
+        hidden_dropout=args.dropout,
+        attention_dropout=args.dropout,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.num_virtual_stages_per_pipeline_rank,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        params_dtype=dtype(args),
+        pipeline_dtype=dtype(args),
+        autocast_dtype=dtype(args),
+        bf16=args.bf16,
+        fp16=args.fp16,
+        use_cpu_initialization=not cuda,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        attention_softmax_in_fp32=True,
+        batch_p2p_comm=True,
+        overlap_p2p_comm=False,
+        **experts,
+    )
+
+
+def build_chunks(args: argparse.Namespace, config: TransformerConfig) -> list[DistributedDataParallel]:
+    """This rank's part of the model: one chunk, or one for each virtual pipeline stage."""
+    seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()  # as Megatron-LM
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    stages = args.num_virtual_stages_per_pipeline_rank
+    models = [_model(args, config, stage if stages else None) for stage in range(stages or 1)]
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=args.overlap_grad_reduce,
+        overlap_param_gather=args.overlap_param_gather,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+        bucket_size=args.ddp_bucket_size,
+        check_for_nan_in_grad=False,
+    )
+    chunks = [DistributedDataParallel(config, ddp, model, disable_bucketing=i > 0) for i, model in enumerate(models)]
+    config.finalize_model_grads_func = finalize_model_grads
+    if args.overlap_grad_reduce:
+        config.no_sync_func = [chunk.no_sync for chunk in chunks] if stages else chunks[0].no_sync
+    return chunks
+
+
+def _model(args: argparse.Namespace, config: TransformerConfig, virtual_stage: int | None) -> torch.nn.Module:
+    one_stage = {"ignore_virtual": virtual_stage is None, "vp_stage": virtual_stage}
+    model: torch.nn.Module = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(num_experts=args.num_experts, moe_grouped_gemm=False),
+        vocab_size=-(-corpus.VOCABULARY // 128) * 128,
+        max_sequence_length=args.context,
+        pre_process=parallel_state.is_pipeline_first_stage(**one_stage),
+        post_process=parallel_state.is_pipeline_last_stage(**one_stage),
+        share_embeddings_and_output_weights=args.tie_head,
+        position_embedding_type="rope",
+        vp_stage=virtual_stage,
+    )
+    model.model_type = ModelType.encoder_or_decoder
+    for parameter in model.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    if torch.cuda.is_available():
+        model.cuda(torch.cuda.current_device())
+    return Float16Module(config, model) if args.bf16 or args.fp16 else model
+
+
+def build_optimizer(
+    args: argparse.Namespace, config: TransformerConfig, chunks: list[DistributedDataParallel]
+) -> tuple[Any, OptimizerParamScheduler]:
+    """Adam with clipping, a warm-up over the first tenth of the steps, then a cosine."""
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=args.lr,
+        min_lr=args.lr / 10,
+        weight_decay=0.01,
+        clip_grad=1.0,
+        bf16=args.bf16,
+        fp16=args.fp16,
+        params_dtype=dtype(args),
+        initial_loss_scale=2.0**16,
+        loss_scale_window=3,
+        hysteresis=1,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        overlap_param_gather=args.overlap_param_gather,
+    )
+    optimizer = get_megatron_optimizer(settings, chunks)
+    config.grad_scale_func = optimizer.scale_loss
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=args.lr,
+        min_lr=args.lr / 10,
+        lr_warmup_steps=max(1, min(100, args.steps // 10)),
+        lr_decay_steps=max(2, args.steps),
+        lr_decay_style="cosine",
+        start_wd=0.01,
+        end_wd=0.01,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    return optimizer, scheduler
+
+
+def state(chunks: list[DistributedDataParallel], optimizer: Any, scheduler: Any) -> Iterator[tuple[str, object]]:
+    """All that this rank holds: parameters, what is stepped on and its state, scaler, tracked random streams."""
+    for i, chunk in enumerate(chunks):
+        for name, parameter in chunk.named_parameters():
+            yield f"param:{i}:{name}", parameter
+        for name, buffer in chunk.named_buffers():
+            yield f"buffer:{i}:{name}", buffer
+    for i, inner in enumerate(optimizer.chained_optimizers):
+        if inner.is_stub_optimizer:
+            continue
+        for j, group in enumerate(inner.optimizer.param_groups):
+            yield f"group:{i}:{j}:lr", group["lr"]
+            for k, weight in enumerate(group["params"]):
+                yield f"weight:{i}:{j}:{k}", weight
+                for key, value in sorted(inner.optimizer.state[weight].items()):
+                    yield f"optimizer:{i}:{j}:{k}:{key}", value
+        if getattr(inner, "grad_scaler", None) is not None:
+            for key, value in sorted(inner.grad_scaler.state_dict().items()):
+                yield f"scaler:{i}:{key}", value
+    yield "scheduler", scheduler.num_steps
+    for name, stream in sorted(tensor_parallel.get_cuda_rng_tracker().get_states().items()):
+        yield f"rng:{name}", stream

@@ -1,0 +1,135 @@
+"""megatron-core on the contract of the recovery core: all parallel layouts, with and without the distributed optimizer.
+
+The moments of a step (the order is Megatron's)::
+
+    forward of each micro-batch, each chunk  -> sealed()     the last one comes before the last gradient reduction
+    gradient reduction over dp_cp, expt_dp
+    grad-norm all-reduce over tp x pp (with the distributed optimizer: the instance)
+    basic optimizer's pre-hook               -> mutating()
+    all-gather of the parameters (distributed optimizer without overlap_param_gather)
+    scheduler, end of the step               the core commits
+
+Who has left the gradient reduction knows that its data-parallel peers have sealed; who has left the grad-norm
+all-reduce knows it of the peers of *those*, which together are the world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from flashrecovery.torch_native import faults
+from flashrecovery.torch_native.base import TorchAdapter
+from flashrecovery.torch_native.placement import replicated
+from flashrecovery.torch_native.shards import ParamRecord, ParamShard, constant, owners_of
+from flashrecovery.worker.adapter import Shard
+from fr_megatron.buckets import reset_buckets
+from fr_megatron.optimizers import (
+    Names,
+    inner_optimizers,
+    is_distributed,
+    pairs,
+    record,
+    scalers,
+    torch_optimizers,
+    weights,
+)
+from fr_megatron.random import capture_tracker, restore_tracker
+
+
+class MegatronAdapter(TorchAdapter):
+    """Protects the model chunks of this rank (several with a virtual pipeline) and their optimizer.
+
+    Args:
+        chunks: each in ``megatron.core.distributed.DistributedDataParallel``.
+        optimizer: of ``get_megatron_optimizer``.
+        scheduler: an ``OptimizerParamScheduler``, or None.
+    """
+
+    name = "megatron"
+
+    def __init__(self, chunks: Sequence[Any], optimizer: Any, scheduler: Any = None) -> None:
+        self._chunks = list(chunks)
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._inner = inner_optimizers(optimizer)
+        self._names = Names(chunks)
+        self._all_shards: list[Shard] | None = None
+        super().__init__(nn.ModuleList(chunks), torch_optimizers(optimizer))
+
+    # -- shards -----------------------------------------------------------------------------------
+
+    def entry_modules(self) -> Sequence[nn.Module]:
+        return self._chunks
+
+    def _find_parameters(self) -> tuple[ParamRecord, ...]:
+        return tuple(record(pair, self._names) for inner in self._inner for pair in pairs(inner))
+
+    def shards(self) -> Sequence[Shard]:
+        if self._all_shards is None:
+            stepped = [ParamShard(r, owners_of(r.get(), self.optimizers)) for r in self._records]
+            self._all_shards = [*stepped, *weights(self._chunks), *self._frozen()]
+        return self._all_shards
+
+    def _frozen(self) -> list[Shard]:
+        """Parameters that no optimizer trains. A replacement's script need not initialise them as the first launch."""
+        return [
+            ParamShard(ParamRecord(fqn, *replicated(fqn, where.replicas), constant(p)), {})
+            for p in self.root.parameters()
+            if not p.requires_grad
+            for fqn, where in [self._names[p]]
+        ]
+
+    # -- moments of a step ------------------------------------------------------------------------
+
+    def sync_spans_world(self) -> bool:
+        return True
+
+    # -- reset, capture, restore ------------------------------------------------------------------
+
+    def _reset_framework(self) -> None:
+        from megatron.core import parallel_state
+
+        reset_buckets(self._chunks, self._inner)
+        if parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None:
+            parallel_state.set_virtual_pipeline_model_parallel_rank(0)
+
+    def _gradient_presence(self) -> str:
+        return "none"  # every step begins with zero_grad_buffer() and zero_grad()
+
+    def capture_common(self) -> dict[str, Any]:
+        return {
+            **super().capture_common(),
+            "scalers": {i: scaler.state_dict() for i, scaler in scalers(self._optimizer).items()},
+            # Not its load_state_dict(), which steps: the groups' learning rates are restored as they were.
+            "scheduler": None if self._scheduler is None else self._scheduler.num_steps,
+        }
+
+    def restore_common(self, state: dict[str, Any]) -> None:
+        super().restore_common(state)
+        for i, scaler in scalers(self._optimizer).items():
+            scaler.load_state_dict(state["scalers"][i])
+        if self._scheduler is not None:
+            self._scheduler.num_steps = state["scheduler"]
+        with torch.no_grad():
+            for inner in self._inner:
+                if hasattr(inner, "_copy_main_params_to_model_params"):
+                    inner._copy_main_params_to_model_params()
+
+    def capture_rank(self) -> dict[str, Any]:
+        return {**super().capture_rank(), "rng_tracker": capture_tracker()}
+
+    def restore_rank(self, state: dict[str, Any]) -> None:
+        super().restore_rank(state)
+        restore_tracker(state["rng_tracker"])
+
+    # -- fault injection --------------------------------------------------------------------------
+
+    def fault_points(self) -> Mapping[str, Callable[[Callable[[], None]], None]]:
+        points = dict(super().fault_points())
+        if any(is_distributed(inner) for inner in self._inner):
+            points["param-gather"] = lambda callback: faults.before_gather_operation(self.optimizers[0], callback)
+        return points

@@ -1,0 +1,35 @@
+"""Megatron's DistributedDataParallel: what an interrupted step leaves half-finished in its buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+
+def bucket_groups(chunks: Sequence[Any], inner_optimizers: Sequence[Any]) -> Iterator[Any]:
+    """All of them; the distributed optimizer has a second set over the same buffers."""
+    for chunk in chunks:
+        yield from chunk.bucket_groups
+        yield from chunk.expert_parallel_bucket_groups
+    for inner in inner_optimizers:
+        for groups in getattr(inner, "per_model_bucket_groups", {}).values():
+            yield from groups
+
+
+def reset_buckets(chunks: Sequence[Any], inner_optimizers: Sequence[Any]) -> None:
+    """Drop gradients and handles. The first batch comes again for every bucket on all ranks: what it learns (how often
+    a gradient gets ready) a replacement does not know."""
+    for group in bucket_groups(chunks, inner_optimizers):
+        group.grad_reduce_handle = None
+        group.param_gather_handle = None
+        group.param_gather_dispatched = False
+        group.per_param_grad_ready_counts = {}
+        group.golden_per_param_grad_ready_counts = {}
+        group.is_last_microbatch = True
+        group.is_first_batch = True
+    for chunk in chunks:
+        for parameter in chunk.params_with_grad:
+            parameter.grad = None
+            parameter.grad_added_to_main_grad = False
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            buffer.grad_data.zero_()

@@ -1,0 +1,98 @@
+"""What megatron-core has only with Transformer Engine or on a GPU, in plain PyTorch. Each with where it is missing."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+
+def install() -> None:
+    """Import the modules of megatron-core concerned, and change them."""
+    _random_streams()
+    _experts()
+    _norm()
+    _attention()
+
+
+def _random_streams() -> None:
+    """``tensor_parallel/random.py`` speaks to the CUDA generator by its number."""
+    from megatron.core.tensor_parallel import random as module
+
+    # "CPU RNG state changed within GPU RNG context" is always true where they are one.
+    logging.getLogger(module.__name__).setLevel(logging.ERROR)
+    patched: Any = module
+    patched._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
+    patched._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+
+
+def _experts() -> None:
+    """``moe_utils.py`` binds a name only if Transformer Engine is there, and its helper leaves split sizes as tensors
+    if they are not on a GPU; gloo needs numbers."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    utils: Any = moe_utils
+    dispatcher: Any = token_dispatcher
+    if not hasattr(utils, "te_general_gemm"):
+        utils.te_general_gemm = None
+    utils.maybe_move_tensor_to_cpu = dispatcher.maybe_move_tensor_to_cpu = to_host
+
+
+def _norm() -> None:
+    """``torch_norm.py`` refuses sequence parallelism. The parameters are marked, so that their gradients are summed."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    original = WrappedTorchNorm.__new__
+
+    def new(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        parallel, config.sequence_parallel = config.sequence_parallel, False
+        try:
+            norm = original(cls, config, hidden_size, eps)
+        finally:
+            config.sequence_parallel = parallel
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = parallel
+        return norm
+
+    WrappedTorchNorm.__new__ = staticmethod(new)
+
+
+def _attention() -> None:
+    """``dot_product_attention.py`` refuses context parallelism. Keys and values are gathered; each rank has the two
+    chunks of the sequence that Megatron's load balancing gives it."""
+    from megatron.core.models import backends
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class GatheringAttention(DotProductAttention):  # type: ignore[misc]
+        """Megatron's attention over the whole sequence, for this rank's queries."""
+
+        def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
+            ranks, config.context_parallel_size = config.context_parallel_size, 1
+            try:
+                super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
+            finally:
+                config.context_parallel_size = ranks
+            self.cp_group = pg_collection.cp
+
+        def forward(self, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+            size, rank = self.cp_group.size(), self.cp_group.rank()
+            if size > 1:
+                half = query.size(0) // 2
+                key = gather_from_sequence_parallel_region(key, group=self.cp_group)
+                value = gather_from_sequence_parallel_region(value, group=self.cp_group)
+                everywhere = torch.cat([_positions(r, size, half) for r in range(size)])
+                attention_mask = (everywhere[None, :] > _positions(rank, size, half)[:, None])[None, None]
+            return super().forward(query, key, value, attention_mask, **kwargs)
+
+    backends.LocalSpecProvider.core_attention = lambda self: GatheringAttention
+
+
+def _positions(rank: int, ranks: int, half: int) -> torch.Tensor:
+    """Of the tokens of ``rank``: chunk ``rank`` and, from the end, the one opposite."""
+    opposite = 2 * ranks - 1 - rank
+    return torch.cat([torch.arange(c * half, (c + 1) * half) for c in (rank, opposite)])

@@ -1,0 +1,64 @@
+"""Which ranks hold an equal piece of what: Megatron's process groups as the shard holders of the recovery core.
+
+TP 2 x PP 2 x DP 2, Megatron's order (tp fastest, then dp, then pp)::
+
+                    stage 0                stage 1
+               tp 0      tp 1         tp 0      tp 1
+        dp 0   rank 0    rank 1       rank 4    rank 5
+        dp 1   rank 2    rank 3       rank 6    rank 7
+
+A column is a data-parallel group (with context parallelism: ``dp_cp``): its ranks hold equal parameters, so the columns
+of the picture are the holders: {0, 2}, {1, 3}, {4, 6}, {5, 7}. Nothing else is equal: tensor-parallel peers hold other
+slices, stages other layers. Two exceptions:
+
+* an *expert's* replicas are the ranks of its expert-data-parallel group (``expt_dp``), which is smaller than ``dp_cp``;
+* the *distributed optimizer* cuts what a column holds into one part a rank. A part exists once, or, with several
+  optimizer instances, once in each (``inter_dist_opt``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter's copies, and the parts of its optimizer state, live. All ranks are global.
+
+    Attributes:
+        replicas: ranks that hold the whole parameter.
+        part, parts: which part of the optimizer state this rank holds, of how many; 0 of 1 without the distributed
+            optimizer.
+        owners: ranks that hold the same part.
+    """
+
+    replicas: tuple[int, ...]
+    part: int
+    parts: int
+    owners: tuple[int, ...]
+
+
+def is_expert(parameter: torch.Tensor) -> bool:
+    """Megatron marks what is not synchronised over the whole data-parallel group."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def place(chunk: Any, *, expert: bool) -> Place:
+    """Of the dense or the expert parameters of ``chunk``, a model chunk in Megatron's DistributedDataParallel."""
+    replicas = _ranks(chunk.expt_dp_group if expert else chunk.dp_cp_group)
+    if not chunk.ddp_config.use_distributed_optimizer:
+        return Place(replicas, 0, 1, replicas)
+    within = chunk.intra_expt_dp_group if expert else chunk.intra_dp_cp_group
+    several = chunk.ddp_config.num_distributed_optimizer_instances > 1
+    owners = _ranks(chunk.inter_dist_opt_group) if several else (dist.get_rank(),)
+    return Place(replicas, dist.get_rank(within), dist.get_world_size(within), owners)
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    ranks: Sequence[int] = dist.get_process_group_ranks(group)
+    return tuple(sorted(ranks))

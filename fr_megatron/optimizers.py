@@ -1,0 +1,106 @@
+"""What Megatron's optimizers step on: per inner optimizer, pairs of a model parameter and the tensor stepped on for it.
+
+=========================================  ===============================================================
+``FP32Optimizer``                          the parameter itself
+``Float16OptimizerWithFloat16Params``      an fp32 copy of the whole parameter (or itself, if it is fp32)
+``DistributedOptimizer``                   this rank's part of an fp32 copy; of an fp32 parameter, of itself
+=========================================  ===============================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from flashrecovery.torch_native.placement import replicated, world_size
+from flashrecovery.torch_native.shards import FixedShard, ParamRecord, constant
+from fr_megatron.layout import Place, is_expert, place
+
+Pair = tuple[torch.nn.Parameter, torch.nn.Parameter]
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """Megatron's optimizers below a ChainedOptimizer that step on anything (a rank without parameters has stubs)."""
+    return [o for o in optimizer.chained_optimizers if not o.is_stub_optimizer]
+
+
+def torch_optimizers(optimizer: Any) -> list[Optimizer]:
+    """The basic optimizers, in Megatron's order."""
+    return [o.optimizer for o in inner_optimizers(optimizer)]
+
+
+def is_distributed(inner: Any) -> bool:
+    return hasattr(inner, "shard_fp32_groups")
+
+
+def pairs(inner: Any) -> Iterator[Pair]:
+    """(model parameter, what is stepped on) of one of Megatron's optimizers."""
+    if is_distributed(inner):
+        yield from _zipped(inner.model_fp32_groups, inner.shard_fp32_groups)
+        yield from _zipped(inner.model_float16_groups, inner.shard_fp32_from_float16_groups)
+    elif hasattr(inner, "fp32_from_float16_groups"):
+        yield from _zipped(inner.fp32_from_fp32_groups, inner.fp32_from_fp32_groups)
+        yield from _zipped(inner.float16_groups, inner.fp32_from_float16_groups)
+    else:
+        for parameter in chain.from_iterable(group["params"] for group in inner.optimizer.param_groups):
+            yield parameter, parameter
+
+
+def _zipped(models: Sequence[Any], mains: Sequence[Any]) -> Iterator[Pair]:
+    for model_group, main_group in zip(models, mains, strict=True):
+        yield from zip(model_group, main_group, strict=True)
+
+
+class Names:
+    """The fully qualified names of all parameters of the chunks (``0.module.decoder...``), and their places."""
+
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        self._known: dict[int, tuple[str, Place]] = {}
+        for index, chunk in enumerate(chunks):
+            places = {expert: place(chunk, expert=expert) for expert in (False, True)}
+            for name, parameter in chunk.named_parameters():
+                self._known.setdefault(id(parameter), (f"{index}.{name}", places[is_expert(parameter)]))
+
+    def __getitem__(self, parameter: torch.Tensor) -> tuple[str, Place]:
+        return self._known[id(parameter)]
+
+
+def record(pair: Pair, names: Names) -> ParamRecord:
+    """What is stepped on, with its name and holders. A part is ``param/<name>#part=1/4``, or with ``,group=2`` where
+    the ranks that share the parameter are not the world (and 2 is the lowest)."""
+    model, main = pair
+    fqn, where = names[model]
+    if where.parts == 1:
+        return ParamRecord(fqn, *replicated(fqn, where.replicas), constant(main))
+    name = f"param/{fqn}#part={where.part}/{where.parts}" + _group(where)
+    return ParamRecord(fqn, name, where.owners, constant(main))
+
+
+def weights(chunks: Sequence[Any]) -> Iterator[FixedShard]:
+    """With the distributed optimizer: the flat parameters, equal on all replicas once they have been all-gathered.
+
+    With ``overlap_param_gather`` a step ends before that, and the next forward pass gathers: they are no state then.
+    """
+    for index, chunk in enumerate(chunks):
+        config = chunk.ddp_config
+        if not config.use_distributed_optimizer or config.overlap_param_gather:
+            continue
+        for kind, buffers in (("dense", chunk.buffers), ("expert", chunk.expert_parallel_buffers)):
+            where = place(chunk, expert=kind == "expert")
+            for number, buffer in enumerate(buffers):
+                name = f"weights/{index}.{kind}.{number}" + _group(where).replace(",", "#", 1)
+                yield FixedShard(name, where.replicas, buffer.param_data)
+
+
+def _group(where: Place) -> str:
+    return "" if len(where.replicas) == world_size() else f",group={where.replicas[0]}"
+
+
+def scalers(optimizer: Any) -> Mapping[str, Any]:
+    """The loss scalers by the number of their optimizer; none for bf16 and fp32."""
+    found = {str(i): getattr(o, "grad_scaler", None) for i, o in enumerate(optimizer.chained_optimizers)}
+    return {i: scaler for i, scaler in found.items() if scaler is not None}

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from flashrecovery.config import PHASES
+from tests.faults import faults, in_every_phase
 from tests.jobs import (
     ROOT,
     SMALL,
@@ -115,11 +116,6 @@ def _run(run_dir: Path, layout: Layout, **kwargs: Any) -> Job:
     return run_job(run_dir, layout, steps=STEPS, timeout_s=TIMEOUT_S, **kwargs)
 
 
-def _faults(*faults: tuple[int, str, int], fault: str = "sigkill") -> list[str]:
-    """Of (rank, phase, step) each."""
-    return [f"rank={rank},fault={fault},at={phase},step={step}" for rank, phase, step in faults]
-
-
 def _replicated(layout: Layout) -> bool:
     return layout.flags[:2] == ("--zero", "0")
 
@@ -149,13 +145,10 @@ pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(3 * TIMEOUT_S)]
 def test_every_phase(
     layout: Layout, fault: str, rotation: int, tmp_path: Path, reference: Callable[[Layout], Job]
 ) -> None:
-    phases = _phases(layout)
-    victims = [VICTIMS[(i + rotation) % len(VICTIMS)] for i in range(len(phases))]
-    steps = range(2, 2 * len(phases) + 2, 2)
-    inject = _faults(*zip(victims, phases, steps, strict=True), fault=fault)
+    inject = in_every_phase(_phases(layout), VICTIMS, rotation, fault)
     job = _run(tmp_path / "run", layout, standby=1, inject=inject, config=CONFIG)
     check_same(job, reference(layout))
-    check_fired(job, len(phases))
+    check_fired(job, len(inject))
     check_recovered(job, VICTIMS)
 
 
@@ -163,7 +156,7 @@ def test_every_phase(
 @pytest.mark.parametrize("layout", VARIANTS, ids=lambda layout: layout.name)
 def test_settings(layout: Layout, tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
     last = "commit" if _replicated(layout) else "param-gather"
-    inject = _faults((0, "backward", 3), (2, "optimizer", 6), (3, last, 9))
+    inject = faults((0, "backward", 3), (2, "optimizer", 6), (3, last, 9))
     job = _run(tmp_path / "run", layout, standby=1, inject=inject)
     check_same(job, reference(layout))
     check_fired(job, len(inject))
@@ -174,7 +167,7 @@ def test_settings(layout: Layout, tmp_path: Path, reference: Callable[[Layout], 
 def test_dynamic_loss_scale(layout: Layout, tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
     """Deaths in steps that overflow (nothing is mutated but the scale) and in others."""
     first, second, third = OVERFLOWS[1], OVERFLOWS[3], OVERFLOWS[4]
-    inject = _faults((0, "commit", first), (2, "optimizer", 4), (3, "backward", second), (1, "grad-sync", third))
+    inject = faults((0, "commit", first), (2, "optimizer", 4), (3, "backward", second), (1, "grad-sync", third))
     job = _run(tmp_path / "run", layout, standby=1, inject=inject)
     check_same(job, reference(layout))
     check_fired(job, len(inject))
@@ -183,7 +176,7 @@ def test_dynamic_loss_scale(layout: Layout, tmp_path: Path, reference: Callable[
 @pytest.mark.grid
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_first_and_last_step(layout: Layout, tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
-    inject = _faults((1, "backward", 0), (2, "optimizer", STEPS - 1))
+    inject = faults((1, "backward", 0), (2, "optimizer", STEPS - 1))
     job = _run(tmp_path / "run", layout, standby=1, inject=inject)
     check_same(job, reference(layout))
     check_fired(job, 2)
@@ -199,7 +192,7 @@ def test_victims_at_once(
     layout: Layout, victims: tuple[int, ...], tmp_path: Path, reference: Callable[[Layout], Job]
 ) -> None:
     """Replicas survive any two; partitions survive two that do not hold each other's copies."""
-    inject = _faults(*((rank, "backward", 5) for rank in victims))
+    inject = faults(*((rank, "backward", 5) for rank in victims))
     job = _run(tmp_path / "run", layout, standby=1, inject=inject)
     check_same(job, reference(layout))
     check_fired(job, len(victims))
@@ -244,7 +237,7 @@ def _check_readable(directory: Path, layout: Layout) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", [ZERO2, ZERO3], ids=lambda layout: layout.name)
 def test_ten_failures_in_a_row(layout: Layout, tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
-    inject = _faults(*((step % 4, "backward" if step % 2 else "optimizer", step) for step in range(3, 13)))
+    inject = faults(*((step % 4, "backward" if step % 2 else "optimizer", step) for step in range(3, 13)))
     job = _run(tmp_path / "run", layout, standby=2, inject=inject)
     check_same(job, reference(layout))
     check_fired(job, 10)
@@ -279,7 +272,7 @@ def test_without_the_reset_it_fails(layout: Layout, tmp_path: Path, reference: C
         standby=1,
         script=NO_RESET_SCRIPT,
         flags=[*SMALL, "--steps", str(STEPS), *layout.flags],
-        inject=_faults((2, "backward", 6)),
+        inject=faults((2, "backward", 6)),
         options=["--hang-timeout", "15"],
         timeout_s=TIMEOUT_S,
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import faults
 from tests.jobs import (
     ROOT,
     SMALL,
@@ -65,11 +66,6 @@ def run(run_dir: Path, layout: Layout, inject: Sequence[str] = (), options: Sequ
         flags=[*SMALL, "--steps", str(STEPS), *layout.flags] if own else [],
         timeout_s=TIMEOUT_S,
     )
-
-
-def faults(*items: tuple[int, str, int], fault: str = "sigkill") -> list[str]:
-    """Of (rank, phase, step) each."""
-    return [f"rank={rank},fault={fault},at={phase},step={step}" for rank, phase, step in items]
 
 
 def in_grid(name: str, *values: object) -> object:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults import faults
 from tests.jobs import Job, Layout, References, check_fired, check_recovered, check_same, run_job
 
 pytest.importorskip("deepspeed")
@@ -47,25 +48,20 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return References(lambda: tmp_path_factory.mktemp("reference"), lambda path, layout: _run(path, layout, standby=0))
 
 
-def _faults(*faults: tuple[int, str, int]) -> list[str]:
-    return [f"rank={rank},fault=sigkill,at={phase},step={step}" for rank, phase, step in faults]
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.name)
 def test_deaths_in_steps(layout: Layout, tmp_path: Path, reference: Reference) -> None:
     """In the second of two micro-batches too, and at the beginning of a log."""
-    faults = [(0, "backward", 4), (2, "optimizer", 10), (3, "between", 15), (1, "grad-sync", 23)]
-    if layout.flags[1] != "0":
-        faults[1] = (2, "param-gather", 10)
-    job = _run(tmp_path / "run", layout, inject=_faults(*faults))
+    late = "optimizer" if layout.flags[1] == "0" else "param-gather"
+    inject = faults((0, "backward", 4), (2, late, 10), (3, "between", 15), (1, "grad-sync", 23))
+    job = _run(tmp_path / "run", layout, inject=inject)
     check_same(job, reference(layout))
     check_fired(job, 4)
     check_recovered(job, [0, 1, 2, 3])
 
 
 def test_deaths_in_evaluation_checkpoint_and_at_both_ends(tmp_path: Path, reference: Reference) -> None:
-    faults = [(3, "backward", 0), (1, "forward", EVALUATION), (2, "commit", CHECKPOINT), (0, "commit", END)]
-    job = _run(tmp_path / "run", ZERO2, inject=_faults(*faults))
+    inject = faults((3, "backward", 0), (1, "forward", EVALUATION), (2, "commit", CHECKPOINT), (0, "commit", END))
+    job = _run(tmp_path / "run", ZERO2, inject=inject)
     check_same(job, reference(ZERO2))
     check_fired(job, 4)
     check_recovered(job, [0, 1, 2, 3])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from flashrecovery.config import PHASES
+from tests.faults import in_every_phase
 from tests.jobs import Job, Layout, References, check_fired, check_recovered, check_same, run_job
 
 pytest.importorskip("megatron.core")
@@ -85,11 +86,6 @@ def _run(run_dir: Path, layout: Layout, **kwargs: Any) -> Job:
     return run_job(run_dir, layout, steps=STEPS, timeout_s=TIMEOUT_S, env=ENVIRONMENT, **kwargs)
 
 
-def _faults(*faults: tuple[int, str, int], fault: str = "sigkill") -> list[str]:
-    """Of (rank, phase, step) each."""
-    return [f"rank={rank},fault={fault},at={phase},step={step}" for rank, phase, step in faults]
-
-
 def _phases(layout: Layout) -> list[str]:
     return [p for p in PHASES if p != "param-gather" or "--use-distributed-optimizer" in layout.flags]
 
@@ -111,10 +107,8 @@ def _grid() -> Iterator[object]:
 
 @pytest.mark.parametrize(("layout", "fault", "rotation"), _grid())
 def test_every_phase(layout: Layout, fault: str, rotation: int, tmp_path: Path, reference: Reference) -> None:
-    phases = _phases(layout)
-    victims = [_victims(layout)[(i + rotation) % 3] for i in range(len(phases))]
-    inject = _faults(*zip(victims, phases, range(2, 2 * len(phases) + 2, 2), strict=True), fault=fault)
+    inject = in_every_phase(_phases(layout), _victims(layout), rotation, fault)
     job = _run(tmp_path / "run", layout, standby=1, inject=inject, config=CONFIG)
     check_same(job, reference(layout))
-    check_fired(job, len(phases))
+    check_fired(job, len(inject))
     check_recovered(job, _victims(layout))

@@ -15,7 +15,7 @@ DEMO_DIR ?= runs/demo
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test lint format grid grid-deepspeed soak soak-deepspeed bench bench-setup clean
+.PHONY: help setup demo test lint format grid grid-deepspeed grid-megatron soak soak-deepspeed bench bench-setup clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -51,9 +51,9 @@ format: $(BIN)/.setup-done  ## let ruff format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-$(BIN)/.deepspeed-done: $(BIN)/.setup-done
-	@echo "==> deepspeed"
-	@$(PIP) -c constraints.txt --editable '.[test,deepspeed]'
+$(BIN)/.frameworks-done: $(BIN)/.setup-done
+	@echo "==> deepspeed, megatron-core"
+	@$(PIP) -c constraints.txt --editable '.[test,deepspeed,megatron]'
 	@touch $@
 
 $(BIN)/.trainer-done: $(BIN)/.setup-done
@@ -61,19 +61,22 @@ $(BIN)/.trainer-done: $(BIN)/.setup-done
 	@$(PIP) -c constraints.txt --editable '.[test,trainer]'
 	@touch $@
 
-test: setup $(BIN)/.deepspeed-done lint  ## set up, check the code, run the tests (under 20 minutes)
+test: setup $(BIN)/.frameworks-done lint  ## set up, check the code, run the tests (under 20 minutes)
 	$(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS)
 
 grid: setup  ## the whole conformance grid with plain PyTorch, and all slow tests
-	$(BIN)/python -m pytest -m "(grid or slow) and not deepspeed" --durations=15 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "(grid or slow) and not deepspeed and not megatron" --durations=15 $(PYTEST_ARGS)
 
 grid-deepspeed: setup $(BIN)/.trainer-done  ## the whole conformance grid with DeepSpeed and the Trainer
 	$(BIN)/python -m pytest -m "deepspeed and not soak" --durations=15 $(PYTEST_ARGS)
 
+grid-megatron: setup $(BIN)/.frameworks-done  ## the whole conformance grid with megatron-core
+	$(BIN)/python -m pytest -m "megatron and not soak" --durations=15 $(PYTEST_ARGS)
+
 soak: setup  ## 100 kills at random phases and ranks: no hang, no leak, the same bits
 	$(BIN)/python -m pytest -m "soak and not deepspeed" -s $(PYTEST_ARGS)
 
-soak-deepspeed: setup $(BIN)/.deepspeed-done  ## 50 kills over the ZeRO stages
+soak-deepspeed: setup $(BIN)/.frameworks-done  ## 50 kills over the ZeRO stages
 	$(BIN)/python -m pytest -m "soak and deepspeed" -s $(PYTEST_ARGS)
 
 bench-setup:  ## an environment of its own with the peers that the benchmarks compare with

@@ -144,6 +144,21 @@ def test_first_and_last_step(layout: Layout, tmp_path: Path, reference: Referenc
     check_fired(job, 2)
 
 
+@pytest.mark.parametrize("phase", ["optimizer", "commit"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(x, id=x.name, marks=[] if x is HSDP else [pytest.mark.grid]) for x in LAYOUTS]
+)
+def test_a_death_when_others_may_have_finished_the_first_step(
+    layout: Layout, phase: str, tmp_path: Path, reference: Reference
+) -> None:
+    """They go back to the beginning, in place."""
+    job = run_job(tmp_path / "run", layout, steps=STEPS, inject=[f"rank=1,at={phase},step=0"])
+    check_same(job, reference(layout))
+    check_fired(job)
+    check_recovered(job, [1])
+    assert not job.notices("start_again"), job.explain()
+
+
 def test_a_corrupted_shard_is_taken_from_its_next_source(tmp_path: Path, reference: Reference) -> None:
     inject = ["rank=1,at=backward,step=4", "rank=1,fault=corrupt,at=recovery:restoring"]
     job = run_job(tmp_path / "run", DDP, steps=STEPS, inject=inject)

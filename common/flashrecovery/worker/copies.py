@@ -57,11 +57,12 @@ class Copies:
         self._neighbour: NeighbourCopies | None = None
         self._undo: UndoCopy | None = None
         self._undo_allowed = settings.undo != "never"
+        self._undo_always = settings.undo == "always"
         if registry.world_size > 1 and settings.redundancy != "none" and anywhere(bool(unique)):
             group = groups.create_control_group(NEIGHBOUR_GROUP)
             assert group is not None
             self._neighbour = NeighbourCopies(group, registry.rank, registry.world_size, registry.tensor_shards())
-        if settings.undo == "always":
+        if self._undo_always:
             self.enable_undo()
         self.checkpoint: checkpoint.CheckpointFallback | None = None
         if settings.checkpoint.dir is not None:
@@ -120,6 +121,12 @@ class Copies:
             return False  # neighbour copies include it
         self._undo = UndoCopy(self._registry.tensor_shards())
         return True
+
+    def disable_undo(self) -> None:
+        """No more own copies, and none of the steps before: all ranks have them behind."""
+        if self._undo is not None and not self._undo_always:
+            self._undo.close()
+            self._undo = None
 
     # -- recovery ---------------------------------------------------------------------------------
 

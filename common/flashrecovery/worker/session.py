@@ -229,8 +229,12 @@ class Session:
             self._barrier()
         elif self._explicit_barrier:
             self._barrier()
-        if self.registry.habits.undo:
+        habits = self.registry.habits
+        if habits.undo or not habits.known:
+            # The first step seals when it ends: whoever has left it could not go on with a rank that dies in it.
             self.copies.enable_undo()
+        else:
+            self.copies.disable_undo()
         self.copies.before_mutation(version)
         self._ops_at_mutation = groups.operation_count()
         self.gate.mutate()

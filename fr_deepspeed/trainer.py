@@ -29,7 +29,7 @@ from typing import Any
 from flashrecovery import Recovery, init
 from flashrecovery.errors import DataSourceError, RegistrationError, UnsupportedError
 from fr_deepspeed import config as flash_config
-from fr_deepspeed.trainer_state import LoopAdapter, TrainerLoop
+from fr_deepspeed.trainer_state import TrainerLoop, TrainerLoopAdapter
 
 TESTED = {"transformers": "5.23.0", "accelerate": "1.15.0"}
 """Methods of the Trainer that are not public, and the order of its loop, have been looked up in these."""
@@ -152,7 +152,7 @@ class _Protected:
         """The engine is there, and the loop is about to begin."""
         recovery: Recovery = engine.recovery
         scheduler = self._loop.take_scheduler(engine)
-        self._loop.adapter = LoopAdapter(self._loop, engine)
+        self._loop.adapter = TrainerLoopAdapter(self._loop, engine)
         recovery.register_adapter(self._loop.adapter, **scheduler)
         assert self._source is not None
         self._source.stream = recovery.data(_Epochs(self._source.loader))

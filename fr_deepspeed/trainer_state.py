@@ -7,14 +7,13 @@ replacement whose loop has only skipped: when its last skipped call returns, all
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.worker import codec
-from flashrecovery.worker.adapter import Adapter, Shard, StepHooks
+from flashrecovery.worker.calls import LoopAdapter
 
 _COUNTERS = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos")
 
@@ -59,7 +58,7 @@ class TrainerLoop:
         self._trainer = trainer
         self.step = StepResults()
         self.metrics: dict[str, Any] = {}
-        self.adapter: LoopAdapter | None = None
+        self.adapter: TrainerLoopAdapter | None = None
         self._restored: dict[str, Any] | None = None
         self._history: tuple[int, int, bytes] | None = None
 
@@ -95,15 +94,14 @@ class TrainerLoop:
         self.step.operations = list(saved["operations"])
         self.metrics = dict(saved["metrics"])
 
+    def restored(self, saved: dict[str, Any]) -> None:
+        self._restored = saved
+
     def resume(self) -> None:
         if self._restored is not None:
             self.load(self._restored)
 
-    # -- of a replacement -------------------------------------------------------------------------
-
-    def restored(self, state: dict[str, Any]) -> None:
-        """This is what the loop had at the restored version."""
-        self._restored = state
+    # -- parts ------------------------------------------------------------------------------------
 
     def _encoded_history(self, history: list[dict[str, Any]]) -> bytes:
         """It only grows, and is long: encoded again when it has grown."""
@@ -148,32 +146,14 @@ def vars_of(callback: Any) -> dict[str, Any]:
     return attributes
 
 
-class LoopAdapter(Adapter):
-    """Has no shard: carries the loop's state in the capsule, and the gradient norm that the loop logs."""
+class TrainerLoopAdapter(LoopAdapter):
+    """Carries the loop's state, and the gradient norm that the loop logs."""
 
     name = "trainer-loop"
 
     def __init__(self, loop: TrainerLoop, engine: Any) -> None:
-        self._loop = loop
+        super().__init__(loop)
         self._engine = engine
-        self._hooks: StepHooks | None = None
-
-    def watch(self, hooks: StepHooks) -> None:
-        self._hooks = hooks
-
-    def sealed(self) -> None:
-        """The loss of the last micro-batch is known."""
-        assert self._hooks is not None
-        self._hooks.sealed()
-
-    def shards(self) -> Sequence[Shard]:
-        return ()
-
-    def sync_spans_world(self) -> bool:
-        return True  # the engine's adapter says what is so
-
-    def reset(self) -> None:
-        """Nothing is half-finished: see :meth:`TrainerLoop.load`."""
 
     def capture_common(self) -> dict[str, Any]:
         norm = self._engine.get_global_grad_norm()
@@ -181,9 +161,3 @@ class LoopAdapter(Adapter):
 
     def restore_common(self, state: dict[str, Any]) -> None:
         self._engine._global_grad_norm = state["grad_norm"]
-
-    def capture_rank(self) -> dict[str, Any]:
-        return self._loop.save()
-
-    def restore_rank(self, state: dict[str, Any]) -> None:
-        self._loop.restored(state)

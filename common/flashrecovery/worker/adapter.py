@@ -164,6 +164,11 @@ class Adapter(ABC):
         """Rank-only state that belongs to the capsule (e.g. persistent buffers that differ between ranks)."""
         return {}
 
+    def capsule_mark(self) -> Any:
+        """Compared between a step's seal and its end: another value says that ``capture_rank`` would return something
+        else by now. Such steps count as sealed when they end, and need an own pre-step copy on every rank."""
+        return None
+
     def restore_rank(self, state: dict[str, Any]) -> None:  # noqa: B027 - optional
         """Adopt what ``capture_rank`` returned on this rank."""
 

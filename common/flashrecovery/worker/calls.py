@@ -16,12 +16,13 @@ script's loop keeps and the calls read or change (averages, counters, a history)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from flashrecovery import groups
 from flashrecovery.errors import RegistrationError
+from flashrecovery.worker.adapter import Adapter, Shard, StepHooks
 from flashrecovery.worker.rng import RngState, restore_rng
 
 if TYPE_CHECKING:
@@ -42,9 +43,44 @@ class LoopState(Protocol):
     def load(self, saved: Any) -> None:
         """Go back to what :meth:`save` gave, before a call that is made again."""
 
+    def restored(self, saved: Any) -> None:
+        """In a replacement: what :meth:`save` gave in the dead process, at the version that it goes on from."""
+
     def resume(self) -> None:
-        """In a replacement: adopt what the dead process had when its last finished call ended. To bring that here is
-        the owner's part, for example an adapter's ``capture_rank`` and ``restore_rank``."""
+        """In a replacement: the last skipped call returns; adopt what :meth:`restored` has brought."""
+
+
+class LoopAdapter(Adapter):
+    """Has no shard: carries a loop's state in the capsule. Register it beside the framework's own adapter."""
+
+    name = "loop"
+
+    def __init__(self, loop: LoopState) -> None:
+        self._loop = loop
+        self._hooks: StepHooks | None = None
+
+    def watch(self, hooks: StepHooks) -> None:
+        self._hooks = hooks
+
+    def sealed(self) -> None:
+        """What :meth:`LoopState.save` gives is what the loop has at the end of this call."""
+        assert self._hooks is not None
+        self._hooks.sealed()
+
+    def shards(self) -> Sequence[Shard]:
+        return ()
+
+    def sync_spans_world(self) -> bool:
+        return True  # the framework's adapter says what is so
+
+    def reset(self) -> None:
+        """Nothing is half-finished: see :meth:`LoopState.load`."""
+
+    def capture_rank(self) -> Any:
+        return self._loop.save()
+
+    def restore_rank(self, state: Any) -> None:
+        self._loop.restored(state)
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ from flashrecovery.worker.rng import RngState
 
 log = logging.getLogger("flashrecovery")
 
-Drawn = tuple[RngState, list[Position]]
-"""Where the random number streams and the data streams stand."""
+Drawn = tuple[RngState, list[Position], list[Any]]
+"""Where the random number streams and the data streams stand, and the marks of the adapters."""
 
 
 class Connection:
@@ -255,8 +255,9 @@ class Session:
         self.registry.common.keep(0, self.registry.capture_common())
 
     def _drawn(self) -> Drawn:
-        """Changes whenever random numbers or data are drawn."""
-        return RngState.now(), [s.position for s in self.registry.streams]
+        """Changes whenever random numbers or data are drawn, or an adapter's part of the capsule changes."""
+        registry = self.registry
+        return RngState.now(), [s.position for s in registry.streams], [a.capsule_mark() for a in registry.adapters]
 
     def _needs_barrier(self, copies: Copies) -> bool:
         """Whether the gradient synchronisation is not enough before the first mutation. A collective.

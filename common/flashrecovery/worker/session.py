@@ -12,6 +12,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -194,27 +193,3 @@ def build_optimizer(
         wd_incr_style="constant",
     )
     return optimizer, scheduler
-
-
-def state(chunks: list[DistributedDataParallel], optimizer: Any, scheduler: Any) -> Iterator[tuple[str, object]]:
-    """All that this rank holds: parameters, what is stepped on and its state, scaler, tracked random streams."""
-    for i, chunk in enumerate(chunks):
-        for name, parameter in chunk.named_parameters():
-            yield f"param:{i}:{name}", parameter
-        for name, buffer in chunk.named_buffers():
-            yield f"buffer:{i}:{name}", buffer
-    for i, inner in enumerate(optimizer.chained_optimizers):
-        if inner.is_stub_optimizer:
-            continue
-        for j, group in enumerate(inner.optimizer.param_groups):
-            yield f"group:{i}:{j}:lr", group["lr"]
-            for k, weight in enumerate(group["params"]):
-                yield f"weight:{i}:{j}:{k}", weight
-                for key, value in sorted(inner.optimizer.state[weight].items()):
-                    yield f"optimizer:{i}:{j}:{k}:{key}", value
-        if getattr(inner, "grad_scaler", None) is not None:
-            for key, value in sorted(inner.grad_scaler.state_dict().items()):
-                yield f"scaler:{i}:{key}", value
-    yield "scheduler", scheduler.num_steps
-    for name, stream in sorted(tensor_parallel.get_cuda_rng_tracker().get_states().items()):
-        yield f"rng:{name}", stream

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-import fr_megatron  # first: it brings the stand-ins of FR_MEGATRON_CPU=1
+import fr_megatron.digest  # first: it brings the stand-ins of FR_MEGATRON_CPU=1
 
 # isort: split
 
@@ -27,7 +27,7 @@ from torch import Tensor
 
 import training
 from megatron_data import build_loader
-from megatron_model import build_chunks, build_optimizer, model_config, parser, start_groups, state
+from megatron_model import build_chunks, build_optimizer, model_config, parser, start_groups
 
 
 def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -98,7 +98,9 @@ def main() -> None:
             log.step(step.index, train_step(args, chunks, optimizer, scheduler, batches, device))
 
     if args.digest:
-        training.emit(f"digest rank={dist.get_rank()} {training.digest(state(chunks, optimizer, scheduler))}")
+        training.emit(
+            f"digest rank={dist.get_rank()} {training.digest(fr_megatron.digest.state(chunks, optimizer, scheduler))}"
+        )
     dist.destroy_process_group()
 
 

@@ -7,6 +7,7 @@ importing :mod:`fr_megatron` (before megatron) makes these changes, in this proc
 :mod:`.constants` string constants of megatron's compiled code: ``"cuda"`` becomes ``"cpu"``
 :mod:`.device`    ``torch.cuda``: streams and events that do nothing, memory sizes of zero, one "device", whose random
                   generator is the host's; ``.cuda()`` and pinned memory change nothing
+:mod:`.lm`        Megatron-LM: its assertion that there is CUDA, its compilers
 :mod:`.fallbacks` what megatron-core has only with Transformer Engine or a GPU: a norm under sequence parallelism,
                   attention under context parallelism, names that are bound only with Transformer Engine
 ================  ===================================================================================================
@@ -36,7 +37,7 @@ def install() -> None:
     """
     import torch
 
-    from fr_megatron.cpu import constants, device, fallbacks
+    from fr_megatron.cpu import constants, device, fallbacks, lm
 
     if constants.installed():
         return
@@ -48,3 +49,4 @@ def install() -> None:
     device.install()
     constants.install()
     fallbacks.install()
+    lm.install()

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from flashrecovery.agent.hang import Answer, judge
+from flashrecovery.agent.logs import LogTail
 from flashrecovery.agent.procfs import Exit, exit_of, is_exiting, is_stopped
 from flashrecovery.agent.watch import DeathWatch
 from flashrecovery.lifeline import Lifeline
@@ -128,3 +130,23 @@ def test_the_culprit_of_a_hang_is_named() -> None:
     behind = Answer(9, "all_reduce #4 of group 0", "")
     assert [p for p, _ in judge([a, b, c], {1: waiting, 2: behind, 3: waiting})] == [b], "who is behind"
     assert judge([a, b], {1: waiting, 2: waiting}) == [], "nobody without evidence"
+
+
+def test_a_log_of_a_replaced_process_is_closed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def follow() -> list[int]:
+        tail = LogTail()
+        before, opened = len(os.listdir("/proc/self/fd")), []
+        for generation in range(4):
+            log = tmp_path / f"rank0.gen{generation}.log"
+            log.write_text(f"line {generation}\n")
+            tail.follow(log, "[rank0]")
+            for _ in range(20):
+                tail.flush()
+                tail._drop_ended()
+            opened.append(len(os.listdir("/proc/self/fd")) - before)
+        tail.close()
+        return opened
+
+    opened = asyncio.run(follow())
+    assert opened[1:] == opened[:1] * 3
+    assert capsys.readouterr().out.split("\n")[:4] == [f"[rank0] line {i}" for i in range(4)]

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 _PERIOD_S = 0.2
+_LAST_LOOKS = 5
+"""At a log whose process has been replaced; what it had written before it was killed may still come."""
 
 
 @dataclass
@@ -16,6 +18,12 @@ class _Followed:
     label: str
     file: BinaryIO | None = None
     rest: bytes = b""
+    looks: int | None = None
+    """How many more; None: for as long as the job runs."""
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
 
 
 class LogTail:
@@ -26,21 +34,36 @@ class LogTail:
         self._task: asyncio.Task[None] | None = None
 
     def follow(self, path: Path, label: str) -> None:
-        self._files.setdefault(path, _Followed(label))
+        """From now on; the file that had the same label so far ends."""
+        if path in self._files:
+            return
+        for followed in self._files.values():
+            if followed.label == label and followed.looks is None:
+                followed.looks = _LAST_LOOKS
+        self._files[path] = _Followed(label)
         if self._task is None:
             self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
         while True:
             self.flush()
+            self._drop_ended()
             await asyncio.sleep(_PERIOD_S)
+
+    def _drop_ended(self) -> None:
+        for path, followed in list(self._files.items()):
+            if followed.looks is not None:
+                followed.looks -= 1
+                if followed.looks < 0:
+                    followed.close()
+                    del self._files[path]
 
     def flush(self) -> None:
         """Print what is new."""
         for path, followed in self._files.items():
             if followed.file is None:
                 try:
-                    followed.file = open(path, "rb")  # noqa: SIM115 - closed in close()
+                    followed.file = open(path, "rb")  # noqa: SIM115 - see close()
                 except FileNotFoundError:
                     continue
             data = followed.file.read()
@@ -56,5 +79,4 @@ class LogTail:
             self._task.cancel()
         self.flush()
         for followed in self._files.values():
-            if followed.file is not None:
-                followed.file.close()
+            followed.close()

@@ -1,0 +1,67 @@
+"""Megatron-LM's training loop without a GPU: what it asserts and compiles at start."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+from flashrecovery.worker.hooks import Hook, ImportHooks
+
+_HELPERS = "megatron.core.datasets.helpers_cpp"
+
+
+def install() -> None:
+    """Change the modules concerned as soon as they are imported, if they ever are."""
+    hooks: dict[str, Hook] = {
+        "megatron.training.initialize": _initialize,
+        "megatron.legacy.fused_kernels": _fused_kernels,
+        "megatron.core.datasets.utils": _dataset_helpers,
+    }
+    for name in [n for n in hooks if n in sys.modules]:
+        hooks.pop(name)(sys.modules[name])
+    sys.meta_path.insert(0, ImportHooks(hooks))
+
+
+def _initialize(module: ModuleType) -> None:
+    """``initialize_megatron`` asserts CUDA unless it is told not to, and ``pretrain`` does not tell it."""
+    patched: Any = module
+    original = patched.initialize_megatron
+
+    @functools.wraps(original)
+    def without_cuda(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "allow_no_cuda": True})
+
+    patched.initialize_megatron = without_cuda
+
+
+def _fused_kernels(module: ModuleType) -> None:
+    """They are built with nvcc."""
+    patched: Any = module
+    patched.load = lambda args: None
+
+
+def _dataset_helpers(module: ModuleType) -> None:
+    """A checkout compiles its index builder with make and pybind11; the wheel of megatron-core has it, if installed."""
+    compiled = _compiled_helpers()
+    if compiled is None or _HELPERS in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(_HELPERS, compiled)
+    assert spec is not None and spec.loader is not None
+    helpers = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(helpers)
+    sys.modules[_HELPERS] = helpers
+    patched: Any = module
+    patched.compile_helpers = lambda: None
+
+
+def _compiled_helpers() -> str | None:
+    try:
+        files = importlib.metadata.files("megatron-core") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    found = [f for f in files if f.name.startswith("helpers_cpp") and f.suffix == ".so"]
+    return str(found[0].locate()) if found else None

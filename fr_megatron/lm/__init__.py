@@ -1,0 +1,18 @@
+"""Megatron-LM's own training loop (``megatron.training``), switched on by ``--flash-recovery``.
+
+The loop stays Megatron's: nothing is copied, functions that it calls by name are replaced in its module. Each part of
+it that communicates becomes one call of the core (:mod:`flashrecovery.worker.calls`):
+
+==================  ===============================================================================================
+``train``           ``train_step``: forward, backward, optimizer, scheduler, and the reductions of what it returns
+``log``             ``training_log``, in iterations in which it communicates
+``evaluate``        ``evaluate_and_print_results``
+``check``, ``exit``  ``post_training_step_callbacks``, ``checkpoint_and_decide_exit``, where they have something to do
+``save``            ``save_checkpoint_and_time``
+``gather``          ``disable_forward_pre_hook``, which gathers all parameters
+``barrier``         timers that start with a barrier, and ``print_datetime``
+==================  ===============================================================================================
+
+:mod:`.hooks` is the table of what is replaced, :mod:`.arguments` the flags, :mod:`.loop` the calls, :mod:`.state` what
+the loop itself keeps, :mod:`.data` the loaders.
+"""

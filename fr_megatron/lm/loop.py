@@ -1,0 +1,193 @@
+"""The replaced functions of ``megatron.training.training``: each what it was, protected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flashrecovery import Recovery, init
+from flashrecovery.errors import ConfigError
+from fr_megatron.adapter import MegatronAdapter
+from fr_megatron.digest import state_digest
+from fr_megatron.lm.arguments import settings
+from fr_megatron.lm.data import streamed
+from fr_megatron.lm.state import NOTHING, LMLoop, LMLoopAdapter
+from fr_megatron.support import check, check_version
+
+Original = Callable[..., Any]
+
+
+class ProtectedLoop:
+    """Of one process. ``original``: Megatron's functions by name.
+
+    Raises:
+        ConfigError: a flag is wrong, or the script was not started by ``flashrecovery run``.
+        UnsupportedError: a version of megatron-core that cannot be protected.
+    """
+
+    def __init__(self, args: Any, original: dict[str, Original]) -> None:
+        import megatron.core
+
+        self._args = args
+        self._original = original
+        self._recovery: Recovery = init(**settings(args))
+        if not self._recovery.enabled:
+            raise ConfigError("--flash-recovery: start the script with `flashrecovery run` in place of torchrun")
+        check_version(megatron.core.__version__)
+        self._loop: LMLoop | None = None
+        self._started = False
+        self._within = False
+        self._objects: tuple[Any, Any, Any] | None = None
+
+    # -- set-up -----------------------------------------------------------------------------------
+
+    def setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron's; what it returns is protected from then on."""
+        from megatron.core.rerun_state_machine import get_rerun_state_machine
+        from megatron.training.global_vars import get_timers
+
+        made = self._original["setup_model_and_optimizer"](*args, **kwargs)
+        chunks, optimizer, scheduler = made
+        if optimizer is not None:
+            check(chunks, optimizer)
+            self._objects = (chunks, optimizer, scheduler)
+            self._loop = LMLoop(self._args, get_timers(), get_rerun_state_machine())
+            self._recovery.register_adapter(MegatronAdapter(chunks, optimizer, scheduler))
+            self._recovery.register_adapter(LMLoopAdapter(self._loop))
+        return made
+
+    def build_train_valid_test_data_loaders(self, *args: Any, **kwargs: Any) -> Any:
+        made = self._original["build_train_valid_test_data_loaders"](*args, **kwargs)
+        return made if self._loop is None else tuple(streamed(loaders, self._recovery) for loaders in made)
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    def _call(self, kind: str, body: Callable[[], Any], skipped: Callable[[], Any]) -> Any:
+        """One call of the core; ``body`` alone within another one, and before the first step (that is set-up)."""
+        if self._within or not self._started:
+            return body()
+
+        def made() -> Any:
+            self._within = True
+            try:
+                return body()
+            finally:
+                self._within = False
+
+        return self._recovery.call(kind, made, skipped=skipped, loop=self._loop)
+
+    def train_step(self, forward_step_func: Any, data_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        loop, iteration = self._loop, self._args.curr_iteration
+        assert loop is not None
+        self._started = True
+
+        def body() -> Any:
+            for iterator in data_iterator if isinstance(data_iterator, list) else [data_iterator]:
+                if hasattr(iterator, "advance"):
+                    iterator.advance()  # what an interrupted step has put aside for a rerun
+            returned = self._original["train_step"](forward_step_func, data_iterator, *args, **kwargs)
+            loop.finished(iteration, returned)
+            return returned
+
+        def skipped() -> Any:
+            if loop.result is not NOTHING:
+                return loop.result.returned()
+            empty, _, *rest = NOTHING.returned()
+            return empty, int(iteration in loop.overflows), *rest
+
+        return self._call("train", body, skipped)
+
+    def training_log(self, loss_dict: Any, total_loss_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self._loop is not None
+        self._loop.logging(total_loss_dict)
+        _, iteration, _, report_memory, *_ = args
+        first = kwargs.get("is_first_iteration", False)
+        settings = self._args
+        communicates = first or iteration % settings.log_interval == 0 or settings.num_experts is not None
+
+        def body() -> Any:
+            return self._original["training_log"](loss_dict, total_loss_dict, *args, **kwargs)
+
+        def made() -> Any:
+            returned = body()
+            assert self._loop is not None
+            self._loop.changes += 1
+            return returned
+
+        return self._call("log", made, lambda: report_memory) if communicates else body()
+
+    def evaluate_and_print_results(self, *args: Any, **kwargs: Any) -> Any:
+        return self._whole("evaluate", "evaluate_and_print_results", args, kwargs)
+
+    def save_checkpoint_and_time(self, *args: Any, **kwargs: Any) -> Any:
+        return self._whole("save", "save_checkpoint_and_time", args, kwargs)
+
+    def print_datetime(self, *args: Any, **kwargs: Any) -> Any:
+        return self._whole("barrier", "print_datetime", args, kwargs)
+
+    def _whole(self, kind: str, name: str, args: Any, kwargs: Any) -> Any:
+        """A function that returns nothing."""
+        return self._call(kind, lambda: self._original[name](*args, **kwargs), lambda: None)
+
+    def post_training_step_callbacks(
+        self, model: Any, optimizer: Any, scheduler: Any, iteration: int, profiler: Any, operations: Any, *rest: Any
+    ) -> Any:
+        settings = self._args
+        interval = settings.check_weight_hash_across_dp_replicas_interval
+        due = interval is not None and iteration % interval == 0
+        due |= bool(settings.log_straggler) and iteration % settings.log_interval == 0
+
+        def body() -> Any:
+            return self._original["post_training_step_callbacks"](
+                model, optimizer, scheduler, iteration, profiler, operations, *rest
+            )
+
+        return self._call("check", body, lambda: operations) if due else body()
+
+    def checkpoint_and_decide_exit(self, model: Any, optimizer: Any, scheduler: Any, iteration: int, *rest: Any) -> Any:
+        settings = self._args
+        due = any(
+            interval and iteration % interval == 0
+            for interval in (settings.save_interval, settings.non_persistent_save_interval, settings.exit_interval)
+        ) or bool(settings.exit_signal_handler or settings.exit_duration_in_mins)
+
+        def body() -> Any:
+            return self._original["checkpoint_and_decide_exit"](model, optimizer, scheduler, iteration, *rest)
+
+        return self._call("exit", body, lambda: False) if due else body()
+
+    def disable_forward_pre_hook(self, chunks: Any, param_sync: bool = True) -> Any:
+        """As Megatron's, which gathers the parameters first."""
+
+        def body() -> None:
+            hooked = [chunk for chunk in chunks if chunk.remove_forward_pre_hook_handles]
+            self._original["disable_forward_pre_hook"](hooked, param_sync=False)
+            if param_sync:
+                for chunk in chunks:
+                    chunk.start_param_sync(force_sync=True)
+
+        def skipped() -> None:
+            self._original["disable_forward_pre_hook"](chunks, param_sync=False)
+
+        if not param_sync:
+            return self._original["disable_forward_pre_hook"](chunks, param_sync=False)
+        return self._call("gather", body, skipped)
+
+    def start_timer(self, timer: Any, barrier: bool) -> None:
+        """``Timer.start``."""
+        if not barrier:
+            self._original["Timer.start"](timer)
+            return
+        self._call(
+            "barrier",
+            lambda: self._original["Timer.start"](timer, barrier=True),
+            lambda: self._original["Timer.start"](timer),
+        )
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        returned = self._original["train"](*args, **kwargs)
+        if self._args.flash_recovery_digest and self._objects is not None:
+            print(f"digest rank={self._args.rank} {state_digest(*self._objects)}", flush=True)
+        return returned

@@ -1,0 +1,157 @@
+"""What Megatron-LM's loop keeps between two calls, and how it gets into a replacement.
+
+A replacement's loop begins at its first iteration and goes round without computing anything; when its last skipped
+``train_step`` returns, it returns what the dead process had got, and the averages of the log are as they were there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashrecovery.worker.calls import LoopAdapter
+
+_RERUN = (
+    "current_iteration",
+    "first_iteration_complete",
+    "rerun_requested",
+    "checkpoint_requested",
+    "restart_again_requested",
+    "continue_requested",
+)
+"""Plain attributes of the rerun state machine. Its state is "not running yet" between two calls."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What ``train_step`` returns. ``losses``: averages by name, on the last pipeline stage only."""
+
+    losses: dict[str, torch.Tensor]
+    skipped: bool
+    rest: tuple[Any, ...]
+    """should_checkpoint, should_exit, exit_code, grad_norm, num_zeros_in_grad, and what later versions add."""
+
+    @staticmethod
+    def of(returned: tuple[Any, ...]) -> TrainResult:
+        losses, skipped, *rest = returned
+        return TrainResult(dict(losses), bool(skipped), tuple(_plain(value) for value in rest))
+
+    def returned(self) -> tuple[Any, ...]:
+        return dict(self.losses), int(self.skipped), *self.rest
+
+
+NOTHING = TrainResult({}, False, (False, False, 0, None, None, 0))
+"""Of an iteration that lies behind: nobody looks at it."""
+
+
+class LMLoop:
+    """A :class:`flashrecovery.worker.calls.LoopState`."""
+
+    def __init__(self, args: Any, timers: Any, rerun: Any) -> None:
+        self._args = args
+        self._timers = timers
+        self._rerun = rerun
+        self.result = NOTHING
+        self.overflows: set[int] = set()
+        """Iterations whose step was skipped. While they are the first, Megatron gathers parameters in another way."""
+        self.totals: dict[str, Any] | None = None
+        """The dict in which ``training_log`` sums up, as soon as it is known."""
+        self.changes = 0
+        self._given_totals: dict[str, Any] | None = None
+        self._restored: dict[str, Any] | None = None
+
+    def finished(self, iteration: int, returned: tuple[Any, ...]) -> None:
+        """``train_step`` has returned."""
+        self.result = TrainResult.of(returned)
+        if self.result.skipped:
+            self.overflows.add(iteration)
+        self.changes += 1
+
+    def logging(self, totals: dict[str, Any]) -> None:
+        """``training_log`` is about to be called with ``totals``."""
+        if self.totals is None:
+            self.totals = totals
+            if self._given_totals is not None:
+                _fill(totals, self._given_totals)
+                self._given_totals = None
+
+    # -- LoopState --------------------------------------------------------------------------------
+
+    def save(self) -> dict[str, Any]:
+        return {
+            "result": self.result.returned(),
+            "overflows": sorted(self.overflows),
+            "totals": _copied(self.totals or self._given_totals or {}),
+            "consumed_valid_samples": self._args.consumed_valid_samples,
+            "running": [name for name, timer in self._timers._timers.items() if getattr(timer, "_started", False)],
+            "rerun": {name: getattr(self._rerun, name) for name in _RERUN},
+            "experts": {name: entry["values"].clone() for name, entry in _experts().items() if "values" in entry},
+        }
+
+    def load(self, saved: dict[str, Any]) -> None:
+        from megatron.core.rerun_state_machine import RerunState
+
+        self.result = TrainResult.of(saved["result"])
+        self.overflows = set(saved["overflows"])
+        if self.totals is None:
+            self._given_totals = dict(saved["totals"])
+        else:
+            _fill(self.totals, saved["totals"])
+        self._args.consumed_valid_samples = saved["consumed_valid_samples"]
+        for name, timer in self._timers._timers.items():
+            if hasattr(timer, "_started"):
+                timer._started = name in saved["running"]  # one that runs refuses to be started again
+        for name, value in saved["rerun"].items():
+            setattr(self._rerun, name, value)
+        self._rerun.state = RerunState.NOT_RUNNING_YET
+        for name, entry in _experts().items():
+            if name in saved["experts"]:
+                entry["values"].copy_(saved["experts"][name])
+            elif "values" in entry:
+                entry["values"].zero_()
+
+    def restored(self, saved: dict[str, Any]) -> None:
+        self._restored = saved
+        self.overflows = set(saved["overflows"])
+
+    def resume(self) -> None:
+        if self._restored is not None:
+            running = {name for name, timer in self._timers._timers.items() if getattr(timer, "_started", False)}
+            self.load({**self._restored, "running": running})
+
+
+class LMLoopAdapter(LoopAdapter):
+    """Its part of the capsule changes when ``train_step`` returns."""
+
+    name = "megatron-lm-loop"
+
+    def __init__(self, loop: LMLoop) -> None:
+        super().__init__(loop)
+        self._state = loop
+
+    def capsule_mark(self) -> int:
+        return self._state.changes
+
+
+def _experts() -> Mapping[str, dict[str, Any]]:
+    """What the expert layers have summed up for the log."""
+    from megatron.core.transformer.moe import moe_utils
+
+    tracker: Mapping[str, dict[str, Any]] = moe_utils.get_moe_layer_wise_logging_tracker()
+    return tracker
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _copied(totals: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in totals.items()}
+
+
+def _fill(totals: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    totals.clear()
+    totals.update(_copied(saved))

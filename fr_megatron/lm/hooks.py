@@ -20,6 +20,7 @@ ARGUMENTS = "megatron.training.arguments"
 TRAINING = "megatron.training.training"
 TIMERS = "megatron.core.timers"
 _MARK = "__flashrecovery_wrapped__"
+_INSTALLED = "__flashrecovery_installed__"
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,9 @@ def install(arguments: ModuleType) -> None:
     @functools.wraps(original)
     def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
         args = original(with_flags(extra_args_provider), ignore_unknown_args)
-        if args.flash_recovery:
+        if args.flash_recovery and not hasattr(parse_args, _INSTALLED):  # Megatron parses its flags several times
             install_loop(args)
+            setattr(parse_args, _INSTALLED, True)
         return args
 
     setattr(parse_args, _MARK, True)

@@ -28,7 +28,6 @@ class ProtectedLoop:
     def __init__(self, args: Any, original: dict[str, Original]) -> None:
         import megatron.core
 
-        self._args = args
         self._original = original
         self._recovery: Recovery = init(**settings(args))
         if not self._recovery.enabled:
@@ -38,6 +37,13 @@ class ProtectedLoop:
         self._started = False
         self._within = False
         self._objects: tuple[Any, Any, Any] | None = None
+
+    @property
+    def _args(self) -> Any:
+        """Those that the loop uses; Megatron parses its flags several times."""
+        from megatron.training.global_vars import get_args
+
+        return get_args()
 
     # -- set-up -----------------------------------------------------------------------------------
 

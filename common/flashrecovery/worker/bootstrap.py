@@ -24,6 +24,7 @@ from flashrecovery.page import Page
 from flashrecovery.process_control import die_with_parent
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.worker.channel import PAGE_ENV, Channel
+from flashrecovery.worker.hooks import install_adapter_hooks
 
 if TYPE_CHECKING:
     from flashrecovery.worker.session import Connection
@@ -49,6 +50,7 @@ def main() -> None:
     Lifeline(page.fd).hold()
     _set_module_path(command)
     channel.send(pb.FromWorker(hello=pb.Hello(pid=os.getpid(), standby=standby)))
+    install_adapter_hooks()
     assign = _wait_for_assignment(channel)
     os.environ.update(assign.env)
     if standby:
@@ -111,12 +113,12 @@ def _redirect_output(path: str) -> None:
 def _prepare(channel: Channel, page: Page, assign: pb.Assign) -> None:
     """Everything that must be in place before the script's first line."""
     global _connection
-    from flashrecovery.worker.hooks import install_import_hooks
+    from flashrecovery.worker.hooks import install_group_hook
     from flashrecovery.worker.session import Connection
 
     detached = assign.detached
     setup_log = page.read_setup_log() if detached else None
-    install_import_hooks(detached, setup_log)
+    install_group_hook(detached, setup_log)
     _connection = Connection(channel, page, assign.rank, assign.generation, detached)
 
 

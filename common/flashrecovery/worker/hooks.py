@@ -70,8 +70,14 @@ class ImportHooks(importlib.abc.MetaPathFinder):
         return None
 
 
-def install_import_hooks(detached: bool, setup_log: bytes | None) -> None:
-    """Hook modules that come later; call the hook at once for those that are there already (in a standby)."""
+def install_adapter_hooks() -> None:
+    """Those of the framework adapters. In a standby before it imports anything: a module that has taken a function by
+    its name from a framework keeps the one that was there."""
+    _install({entry.name: entry.load() for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)})
+
+
+def install_group_hook(detached: bool, setup_log: bytes | None) -> None:
+    """Exchangeable process groups, ``detached`` in a replacement, with what its predecessor's set-up had received."""
 
     def with_groups(_: ModuleType) -> None:
         from flashrecovery import groups
@@ -83,9 +89,11 @@ def install_import_hooks(detached: bool, setup_log: bytes | None) -> None:
         elif not detached:
             groups.start_setup_log()
 
-    hooks: dict[str, Hook] = {"torch.distributed.distributed_c10d": with_groups}
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        hooks[entry.name] = entry.load()
+    _install({"torch.distributed.distributed_c10d": with_groups})
+
+
+def _install(hooks: dict[str, Hook]) -> None:
+    """Hook modules that come later; call the hook at once for those that are there already."""
     for name in [n for n in hooks if n in sys.modules]:
         hooks.pop(name)(sys.modules[name])
     sys.meta_path.insert(0, ImportHooks(hooks))

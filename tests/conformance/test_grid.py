@@ -121,10 +121,11 @@ def test_victims_at_once(layout: Layout, victims: tuple[int, ...], tmp_path: Pat
     check_fired(job, len(victims))
 
 
-def test_without_standby(tmp_path: Path, reference: Reference) -> None:
-    job = run_job(tmp_path / "run", DDP, steps=STEPS, standby=0, inject=["rank=3,at=forward,step=5"])
+def test_without_standby_and_the_replacement_dies_too(tmp_path: Path, reference: Reference) -> None:
+    inject = ["rank=3,at=forward,step=5", "rank=3,at=backward,step=5"]
+    job = run_job(tmp_path / "run", DDP, steps=STEPS, standby=0, inject=inject)
     check_same(job, reference(DDP))
-    check_fired(job)
+    check_fired(job, 2)
 
 
 @pytest.mark.parametrize("fault", ["exit", "segv"])

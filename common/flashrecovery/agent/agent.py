@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flashrecovery.agent.environment import common_env, rank_env
+from flashrecovery.agent.faults import ArmedFaults
 from flashrecovery.agent.hang import HangMonitor
 from flashrecovery.agent.logs import LogTail
 from flashrecovery.agent.process import WorkerProcess
@@ -52,7 +53,7 @@ class Agent:
         self._resumed_at: int | None = None  # version after which the first new step is awaited
         self._wake = asyncio.Event()
         self._kill_at_replace: set[int] = set()
-        self._recovery_faults: dict[int, list[pb.Command]] = {}
+        self._faults = ArmedFaults()
         self.finished: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._watch = DeathWatch(asyncio.get_running_loop())
         self._tail = LogTail()
@@ -102,13 +103,11 @@ class Agent:
             )
         elif body == "fault" and command.fault.phase == REPLACING:
             self._kill_at_replace.add(command.rank)
-        elif body == "fault" and command.fault.phase.startswith("recovery:"):
-            # The rank may be replaced before that; then it is its replacement's.
-            self._recovery_faults.setdefault(command.rank, []).append(command)
-            self._relay(command)
         elif body == "fault" and not command.fault.phase:
             self._inject_now(command)
         else:
+            if body == "fault":
+                self._faults.add(command)
             self._relay(command)
 
     def _relay(self, command: pb.Command) -> None:
@@ -179,6 +178,8 @@ class Agent:
                     process, "unresponsive", f"pid {old.pid} survived SIGKILL: it cannot be fenced", 0.0
                 )
                 return
+            if self._faults.of(rank):
+                await old.hear_out(_LAST_WORDS_S)  # which of them has fired?
             self._task(self._bury(old))
         assign = pb.Assign(
             rank=rank,
@@ -197,7 +198,7 @@ class Agent:
             capsules=process.page.capsule_versions(),
         )
         self._send(pb.AgentMessage(started=started))
-        for fault in self._recovery_faults.get(rank, []):
+        for fault in self._faults.of(rank):
             self._relay(fault)
         if rank in self._kill_at_replace and replace.detached:
             self._kill_at_replace.remove(rank)
@@ -245,8 +246,7 @@ class Agent:
             self._send(pb.AgentMessage(**{body: getattr(message, body)}))
         elif body in ("checkpoint", "notice"):
             if body == "notice" and message.notice.kind == "fault_fired":
-                armed = self._recovery_faults.get(message.notice.rank, [])
-                armed[:] = [c for c in armed if c.fault.phase != message.notice.phase]
+                self._faults.fired(message.notice.rank, message.notice.fault)
             self._send(pb.AgentMessage(**{body: getattr(message, body)}))
 
     def _on_death(self, process: WorkerProcess, late: float) -> None:
@@ -274,7 +274,7 @@ class Agent:
             code = await process.reap(1.0)
             found = Exit.from_returncode(code if code is not None else -signal.SIGKILL)
         if found.signal is None:
-            await process.hear_out(_LAST_WORDS_S)
+            await process.hear_out(_LAST_WORDS_S, until_last_words=True)
         if process.last_words is not None:
             kind, evidence = "exception", f"{process.last_words.exception}: {process.last_words.message}"
         else:

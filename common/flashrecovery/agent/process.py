@@ -87,10 +87,10 @@ class WorkerProcess:
                 return
             on_message(self, pb.FromWorker.FromString(data))
 
-    async def hear_out(self, timeout_s: float) -> None:
+    async def hear_out(self, timeout_s: float, *, until_last_words: bool = False) -> None:
         """Handle what the dying process had still said. (A big process closes its channel late.)"""
         deadline = time.monotonic() + timeout_s
-        while self.last_words is None and time.monotonic() < deadline:
+        while time.monotonic() < deadline and not (until_last_words and self.last_words is not None):
             if self._reader_task is None or self._reader_task.done():
                 return
             await asyncio.sleep(0.001)

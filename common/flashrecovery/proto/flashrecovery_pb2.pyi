@@ -379,27 +379,30 @@ Global___CheckpointSaved: _TypeAlias = CheckpointSaved  # noqa: Y015
 
 @_typing.final
 class Notice(_message.Message):
+    """fault: of the kinds fault_fired and fault_impossible."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RANK_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
-    PHASE_FIELD_NUMBER: _builtins.int
+    FAULT_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     kind: _builtins.str
     text: _builtins.str
-    phase: _builtins.str
+    @_builtins.property
+    def fault(self) -> Global___Fault: ...
     def __init__(
         self,
         *,
         rank: _builtins.int = ...,
         kind: _builtins.str = ...,
         text: _builtins.str = ...,
-        phase: _builtins.str = ...,
+        fault: Global___Fault | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "phase", b"phase", "rank", b"rank", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "kind", b"kind", "rank", b"rank", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,7 @@ class InjectedFault(RuntimeError):
 class Faults:
     """The armed faults of this worker. ``notify`` tells the agent that one fires."""
 
-    def __init__(self, notify: Callable[[str, str, str], None]) -> None:
+    def __init__(self, notify: Callable[[str, str, pb.Fault], None]) -> None:
         self._armed: list[pb.Fault] = []
         self._lock = threading.Lock()
         self._notify = notify
@@ -68,16 +68,16 @@ class Faults:
         if fault is not None:
             self._arm_at_gradient_sync(fault)
         with self._lock:
-            left = [f.phase for f in self._armed if f.step == step and not f.phase.startswith("recovery:")]
+            left = [f for f in self._armed if f.step == step and not f.phase.startswith("recovery:")]
         known = {p for a in adapters for p in a.fault_points()} | {
             "data",
             "optimizer-start",
             "commit",
             "between",
         }
-        for phase in left:
-            if phase not in known:
-                self._notify("fault_impossible", f"phase {phase!r} does not occur in this layout", phase)
+        for fault in left:
+            if fault.phase not in known:
+                self._notify("fault_impossible", f"phase {fault.phase!r} does not occur in this layout", fault)
 
     def _arm_at_gradient_sync(self, fault: pb.Fault) -> None:
         """Fire when the step starts a reduction."""
@@ -90,7 +90,7 @@ class Faults:
         groups.set_operation_hook(at_operation)
 
     def fire(self, fault: pb.Fault) -> None:
-        self._notify("fault_fired", f"{fault.fault} at {fault.phase}, step {fault.step}", fault.phase)
+        self._notify("fault_fired", f"{fault.fault} at {fault.phase}, step {fault.step}", fault)
         if fault.fault == "sigkill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.fault == "sigstop":

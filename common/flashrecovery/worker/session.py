@@ -344,9 +344,9 @@ class Session:
 
     # -- messages ---------------------------------------------------------------------------------
 
-    def notice(self, kind: str, text: str, phase: str = "") -> None:
+    def notice(self, kind: str, text: str, fault: pb.Fault | None = None) -> None:
         """Something that belongs into the events."""
-        message = pb.Notice(rank=self.rank, kind=kind, text=text, phase=phase)
+        message = pb.Notice(rank=self.rank, kind=kind, text=text, fault=fault)
         self.connection.channel.send(pb.FromWorker(notice=message))
 
     def _announce_checkpoint(self, version: int) -> None:

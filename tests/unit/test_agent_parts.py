@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -16,10 +18,12 @@ import pytest
 
 from flashrecovery.agent.hang import Answer, judge
 from flashrecovery.agent.logs import LogTail
+from flashrecovery.agent.process import WorkerProcess
 from flashrecovery.agent.procfs import Exit, exit_of, is_exiting, is_stopped
 from flashrecovery.agent.watch import DeathWatch
 from flashrecovery.lifeline import Lifeline
 from flashrecovery.page import Page
+from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
 def _sleeper(code: str = "import time; time.sleep(60)", *fds: int) -> subprocess.Popen[bytes]:
@@ -150,3 +154,25 @@ def test_a_log_of_a_replaced_process_is_closed(tmp_path: Path, capsys: pytest.Ca
     opened = asyncio.run(follow())
     assert opened[1:] == opened[:1] * 3
     assert capsys.readouterr().out.split("\n")[:4] == [f"[rank0] line {i}" for i in range(4)]
+
+
+def test_what_is_sent_to_a_standby_before_it_is_connected_arrives() -> None:
+    """Two victims at once: the second takes a standby that was started a millisecond ago."""
+
+    async def talk() -> list[str | None]:
+        ours, theirs = socket.socketpair()
+        process = WorkerProcess(_sleeper(), Page.create("test"), ours)
+        process.send(pb.ToWorker(assign=pb.Assign(rank=2)))
+        await process.connect(lambda _process, _message: None)
+        process.send(pb.ToWorker(command=pb.Command(rank=2)))
+        reader, writer = await asyncio.open_connection(sock=theirs)
+        kinds = []
+        for _ in range(2):
+            (length,) = struct.unpack("<I", await reader.readexactly(4))
+            kinds.append(pb.ToWorker.FromString(await reader.readexactly(length)).WhichOneof("body"))
+        writer.close()
+        process.close()
+        await process.reap(10.0)
+        return kinds
+
+    assert asyncio.run(talk()) == ["assign", "command"]

@@ -173,11 +173,9 @@ class Agent:
             await process.connect(self._on_message)
             self._watch.add(process.pid, process.page.fd, lambda late: self._on_death(process, late))
         if old is not None:
-            if not await old.gone(self._config.timeouts.fence_s):
-                self._report_failure(
-                    process, "unresponsive", f"pid {old.pid} survived SIGKILL: it cannot be fenced", 0.0
-                )
-                return
+            while not await old.gone(self._config.timeouts.fence_s):
+                waits = f"pid {old.pid} has not ended after SIGKILL; its rank is not filled before that"
+                self._send(pb.AgentMessage(notice=pb.Notice(rank=rank, kind="not_fenced", text=waits)))
             if self._faults.of(rank):
                 await old.hear_out(_LAST_WORDS_S)  # which of them has fired?
             self._task(self._bury(old))

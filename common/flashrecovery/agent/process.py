@@ -35,6 +35,7 @@ class WorkerProcess:
         self.last_words: pb.LastWords | None = None
         self._sock = sock
         self._writer: asyncio.StreamWriter | None = None
+        self._unsent: list[bytes] = []
         self._reader_task: asyncio.Task[None] | None = None
 
     @property
@@ -74,6 +75,7 @@ class WorkerProcess:
     async def connect(self, on_message: Callable[[WorkerProcess, pb.FromWorker], None]) -> None:
         """Begin to read the process's messages."""
         reader, self._writer = await asyncio.open_connection(sock=self._sock)
+        self._writer.writelines(self._unsent)
         self._reader_task = asyncio.create_task(self._read(reader, on_message))
 
     async def _read(
@@ -96,10 +98,13 @@ class WorkerProcess:
             await asyncio.sleep(0.001)
 
     def send(self, message: pb.ToWorker) -> None:
-        """Queue a message; a dead process's end is noticed elsewhere."""
-        if self._writer is not None and not self._writer.is_closing():
-            data = message.SerializeToString()
-            self._writer.write(_LENGTH.pack(len(data)) + data)
+        """Queue a message, also before :meth:`connect` is over; a dead process's end is noticed elsewhere."""
+        data = message.SerializeToString()
+        framed = _LENGTH.pack(len(data)) + data
+        if self._writer is None:
+            self._unsent.append(framed)
+        elif not self._writer.is_closing():
+            self._writer.write(framed)
 
     def signal(self, number: int) -> None:
         """To the process only."""

@@ -37,8 +37,9 @@ class StandbyPool:
         return process
 
     def warm(self, process: WorkerProcess) -> None:
-        """The process is up: have it import."""
-        process.send(pb.ToWorker(warm=pb.Warm(modules=self._modules)))
+        """The process is up: have it import, unless it fills a rank already."""
+        if process.rank is None:
+            process.send(pb.ToWorker(warm=pb.Warm(modules=self._modules)))
 
     def take(self) -> WorkerProcess | None:
         """A ready standby, or else one that is still importing (it is ahead of a cold one), or None."""

@@ -161,7 +161,8 @@ def test_what_is_sent_to_a_standby_before_it_is_connected_arrives() -> None:
 
     async def talk() -> list[str | None]:
         ours, theirs = socket.socketpair()
-        process = WorkerProcess(_sleeper(), Page.create("test"), ours)
+        popen = _sleeper()
+        process = WorkerProcess(popen, Page.create("test"), ours)
         process.send(pb.ToWorker(assign=pb.Assign(rank=2)))
         await process.connect(lambda _process, _message: None)
         process.send(pb.ToWorker(command=pb.Command(rank=2)))
@@ -172,7 +173,8 @@ def test_what_is_sent_to_a_standby_before_it_is_connected_arrives() -> None:
             kinds.append(pb.ToWorker.FromString(await reader.readexactly(length)).WhichOneof("body"))
         writer.close()
         process.close()
-        await process.reap(10.0)
+        popen.kill()
+        popen.wait()
         return kinds
 
     assert asyncio.run(talk()) == ["assign", "command"]

@@ -124,7 +124,7 @@ def _phases(layout: Layout) -> list[str]:
     return [p for p in PHASES if p != "param-gather" or not _replicated(layout)]
 
 
-QUICK = {(ZERO2, 0), (ZERO3, 1)}
+QUICK = {(ZERO2, 0)}
 """Layouts and rotations that the fast suite contains."""
 
 

@@ -69,7 +69,7 @@ LAYOUTS = (
     DP2_OVERLAPS,
     TP2_DP2_OVERLAPS,
 )
-QUICK = {(TP2_DP2, 0), (DP4_DISTRIBUTED, 1)}
+QUICK = {(TP2_DP2_OVERLAPS, 0)}
 """Layouts and rotations that the fast suite contains."""
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(3 * TIMEOUT_S)]

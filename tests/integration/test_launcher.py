@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.jobs import Job, Layout, RunningJob, check_clean, check_fired, check_recovered, run_job
+from tests.jobs import Job, Layout, References, RunningJob, check_clean, check_fired, check_recovered, run_job
 
 TINY = Path(__file__).parent.parent / "scripts" / "tiny.py"
 TWO = Layout("two", "tiny.py", nproc=2)
@@ -132,13 +133,23 @@ def test_unstable_data_is_refused_and_never_resumed_wrongly(tmp_path: Path) -> N
     check_clean(job)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Job]:
+    """The launch without a fault, once a mode (the layout's name)."""
+    return References(
+        lambda: tmp_path_factory.mktemp("undisturbed"), lambda path, layout: tiny(path, "--mode", layout.name)
+    )
+
+
 @pytest.mark.parametrize(
     "mode", ["plain", "swallow", "reduce-after", "evaluate-after", "random-after", "idle-steps", "calls"]
 )
 @pytest.mark.parametrize("phase", ["backward", "optimizer", "commit"])
-def test_bitwise_whatever_the_body_does(mode: str, phase: str, tmp_path: Path) -> None:
+def test_bitwise_whatever_the_body_does(
+    mode: str, phase: str, tmp_path: Path, undisturbed: Callable[[Layout], Job]
+) -> None:
     """A body that swallows the error, or goes on communicating, evaluating or drawing numbers after the optimizer."""
-    reference = tiny(tmp_path / "reference", "--mode", mode)
+    reference = undisturbed(Layout(mode, ""))
     job = tiny(tmp_path / "run", "--mode", mode, inject=[f"rank=1,at={phase},step=4"])
     assert job.code == 0, job.explain()
     check_fired(job)

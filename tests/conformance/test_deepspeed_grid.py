@@ -39,6 +39,8 @@ NO_RESET_SCRIPT = ROOT / "tests" / "scripts" / "deepspeed_no_reset.py"
 VICTIMS = (0, 2, 3)  # the first, a middle and the last rank
 CONFIG = {"timeouts": {"stopped_s": 0.3}}
 TIMEOUT_S = 400  # four processes that import deepspeed on two busy cores, three times
+PLAIN_STATE_BYTES = 4096
+"""Counters, hyper-parameters and the scheduler, which travel with what is lost."""
 OVERFLOWS = (0, 1, 2, 7, 12)
 """Steps that the fp16 example skips: its first scale is too high, and it grows again and again."""
 
@@ -231,6 +233,29 @@ def _check_readable(directory: Path, layout: Layout) -> None:
     weights = get_fp32_state_dict_from_zero_checkpoint(str(directory), tag)
     assert sum(w.numel() for w in weights.values()) > 10_000
     assert all(bool(w.isfinite().all()) for w in weights.values())
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("layout", [ZERO1, ZERO2], ids=lambda layout: layout.name)
+def test_only_what_is_lost_is_moved(layout: Layout, tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
+    job = _run(tmp_path / "run", layout, standby=1, inject=faults((1, "backward", 5)))
+    check_same(job, reference(layout))
+    (moved,) = [e["bytes"] for e in job.of("recovery_finished")]
+    computed = _lost_bytes(layout.nproc)
+    print(f"{layout.name}: {moved:,} bytes moved, {computed:,} computed, the rest is plain state")
+    assert 0 < moved - computed < PLAIN_STATE_BYTES
+
+
+def _lost_bytes(ranks: int) -> int:
+    """Of one rank with ZeRO-1 or 2 in bf16: its part of master weights and Adam's two moments, and all 16-bit weights.
+
+    DeepSpeed pads each parameter group to twice the number of ranks; Adam counts its steps in 4 bytes a group.
+    """
+    width, context, layers, vocabulary = 32, 32, 2, 264  # SMALL
+    matrices = 2 * vocabulary * width + context * width + layers * 12 * width * width
+    vectors = layers * 13 * width + 2 * width
+    padded = sum(-(-numel // (2 * ranks)) * 2 * ranks for numel in (matrices, vectors))
+    return padded * 12 // ranks + padded * 2 + 2 * 4
 
 
 @pytest.mark.grid

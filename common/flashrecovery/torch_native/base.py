@@ -199,6 +199,7 @@ class TorchAdapter(Adapter):
 
     def _middle_parameter(self) -> torch.nn.Parameter:
         """A parameter about half-way through the first optimizer's work."""
-        owned = [p for group in self.optimizers[0].param_groups for p in group["params"] if p.requires_grad]
-        result: torch.nn.Parameter = owned[len(owned) // 2]
+        owned = [p for group in self.optimizers[0].param_groups for p in group["params"]]
+        trained = [p for p in owned if p.requires_grad] or owned  # fp32 copies of 16-bit parameters need no gradient
+        result: torch.nn.Parameter = trained[len(trained) // 2]
         return result

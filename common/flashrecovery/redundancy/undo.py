@@ -36,10 +36,12 @@ class Capture:
 
 class UndoCopy:
     """Two versions of the given shards. Memory is allocated once and reused; twice the shards' bytes. ``share``: in
-    memory that other processes can map (not with CUDA, whose copies go to page-locked memory)."""
+    memory that other processes can map (not with CUDA, whose copies go to page-locked memory). ``brief``: for a single
+    version, in memory that goes back to the system afterwards, as page-locked memory does not."""
 
-    def __init__(self, shards: Sequence[Shard], *, share: bool = False) -> None:
+    def __init__(self, shards: Sequence[Shard], *, share: bool = False, brief: bool = False) -> None:
         self.shards = list(shards)
+        self.brief = brief
         self._share = share
         self._slots = (Slot(), Slot())
         self._layout = Layout()
@@ -111,7 +113,7 @@ class UndoCopy:
             if not (same or self._layout.matches(capture.tensors)):
                 self._layout = Layout.of(capture.tensors)
             self._last = live
-            pin = capture.ready is not None
+            pin = capture.ready is not None and not self.brief
             slot.shape(self._layout, pin=pin, share=self._share and not pin)
             event = self._copy_tensors(slot.views, live, capture.ready)
             slot.values = {name: dict(v) for name, v in capture.values.items()}

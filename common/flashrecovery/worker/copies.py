@@ -115,12 +115,13 @@ class Copies:
         elif self._undo is not None:
             self._undo.hold(version)
 
-    def enable_undo(self) -> bool:
-        """Keep an own copy of the pre-step state from the next step on. True if that is new."""
-        if self._neighbour is not None or self._undo is not None or not self._undo_allowed:
-            return False  # neighbour copies include it
-        self._undo = UndoCopy(self._registry.tensor_shards())
-        return True
+    def enable_undo(self, *, brief: bool = False) -> None:
+        """Keep an own copy of the pre-step state from the next step on; ``brief``: of one step."""
+        if self._neighbour is not None or not self._undo_allowed:
+            return  # neighbour copies include it
+        if self._undo is None or (self._undo.brief and not brief):
+            self.disable_undo()
+            self._undo = UndoCopy(self._registry.tensor_shards(), brief=brief)
 
     def disable_undo(self) -> None:
         """No more own copies, and none of the steps before: all ranks have them behind."""

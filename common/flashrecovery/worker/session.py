@@ -231,9 +231,11 @@ class Session:
         elif self._explicit_barrier:
             self._barrier()
         habits = self.registry.habits
-        if habits.undo or not habits.known:
-            # The first step seals when it ends: whoever has left it could not go on with a rank that dies in it.
+        if habits.undo:
             self.copies.enable_undo()
+        elif not habits.known:
+            # The first step seals when it ends: whoever has left it could not go on with a rank that dies in it.
+            self.copies.enable_undo(brief=True)
         else:
             self.copies.disable_undo()
         self.copies.before_mutation(version)

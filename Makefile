@@ -61,7 +61,7 @@ $(BIN)/.trainer-done: $(BIN)/.setup-done
 	@$(PIP) -c constraints.txt --editable '.[test,trainer]'
 	@touch $@
 
-test: setup $(BIN)/.frameworks-done lint  ## set up, check the code, run the tests (under 20 minutes)
+test: setup $(BIN)/.frameworks-done lint  ## set up, check the code, run the tests (about 20 minutes)
 	$(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS)
 
 grid: setup  ## the whole conformance grid with plain PyTorch, and all slow tests

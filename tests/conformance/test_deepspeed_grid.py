@@ -203,7 +203,7 @@ def test_victims_at_once(
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(x, id=x.name, marks=() if x is ZERO2 else (pytest.mark.grid,))
+        pytest.param(x, id=x.name, marks=pytest.mark.grid)
         for x in (ZERO1, ZERO2, ZERO3, zero(3, "-fp32", *FP32), PIPELINE1, MOE1, OFFLOAD2)
     ],
 )

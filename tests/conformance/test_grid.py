@@ -56,14 +56,10 @@ def _grid() -> list[object]:
     quick = {
         (DDP, "backward", "sigkill"),
         (DDP, "optimizer", "raise"),
-        (DDP, "commit", "sigkill"),
         (DDP, "data", "sigstop"),
         (FSDP, "optimizer", "sigkill"),
-        (FSDP, "backward", "sigstop"),
         (FSDP, "param-gather", "sigkill"),
         (HSDP, "grad-sync", "sigkill"),
-        (HSDP, "optimizer", "sigkill"),
-        (HSDP, "forward", "raise"),
     }
     cases = []
     for layout in LAYOUTS:
@@ -84,12 +80,18 @@ def test_fault_in_phase(layout: Layout, phase: str, fault: str, tmp_path: Path, 
 
 
 STATES = ("quiescing", "replacing", "regrouping", "restoring", "verifying")
+QUICK_STATES = {(DDP, "replacing"), (DDP, "restoring")}
 
 
 @pytest.mark.parametrize(
     ("layout", "state"),
     [
-        pytest.param(layout, state, id=f"{layout.name}-{state}", marks=[] if layout is DDP else [pytest.mark.grid])
+        pytest.param(
+            layout,
+            state,
+            id=f"{layout.name}-{state}",
+            marks=[] if (layout, state) in QUICK_STATES else [pytest.mark.grid],
+        )
         for layout in (DDP, HSDP)
         for state in STATES
     ],
@@ -145,9 +147,15 @@ def test_first_and_last_step(layout: Layout, tmp_path: Path, reference: Referenc
     check_fired(job, 2)
 
 
-@pytest.mark.parametrize("phase", ["optimizer", "commit"])
 @pytest.mark.parametrize(
-    "layout", [pytest.param(x, id=x.name, marks=[] if x is HSDP else [pytest.mark.grid]) for x in LAYOUTS]
+    ("layout", "phase"),
+    [
+        pytest.param(
+            x, phase, id=f"{x.name}-{phase}", marks=[] if (x, phase) == (HSDP, "commit") else [pytest.mark.grid]
+        )
+        for x in LAYOUTS
+        for phase in ("optimizer", "commit")
+    ],
 )
 def test_a_death_when_others_may_have_finished_the_first_step(
     layout: Layout, phase: str, tmp_path: Path, reference: Reference
@@ -181,11 +189,9 @@ def test_a_synchronisation_that_only_some_ranks_can_leave(tmp_path: Path, refere
     assert job.of("recovery_finished")[0]["resume_step"] == 4
 
 
+@pytest.mark.grid
 @pytest.mark.timeout(400)  # two jobs of 200 steps and ten recoveries, one after another
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(x, id=x.name, marks=[] if x is DDP else [pytest.mark.grid]) for x in LAYOUTS],
-)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.name)
 def test_ten_failures_in_a_row(layout: Layout, tmp_path: Path) -> None:
     """``kill -9`` from outside, ten times, whatever the ranks are doing."""
     flags = ["--step-time", "40"]

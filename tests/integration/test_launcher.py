@@ -141,10 +141,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], 
     )
 
 
+MODES = ("plain", "swallow", "reduce-after", "evaluate-after", "random-after", "idle-steps", "calls")
+
+
 @pytest.mark.parametrize(
-    "mode", ["plain", "swallow", "reduce-after", "evaluate-after", "random-after", "idle-steps", "calls"]
+    ("mode", "phase"),
+    [
+        pytest.param(mode, phase, marks=() if phase == "optimizer" or mode == "calls" else (pytest.mark.grid,))
+        for mode in MODES
+        for phase in ("backward", "optimizer", "commit")
+    ],
 )
-@pytest.mark.parametrize("phase", ["backward", "optimizer", "commit"])
 def test_bitwise_whatever_the_body_does(
     mode: str, phase: str, tmp_path: Path, undisturbed: Callable[[Layout], Job]
 ) -> None:

@@ -126,8 +126,6 @@ class Stage3Adapter(EngineAdapter):
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
             elif parameter.ds_status == ZeroParamStatus.AVAILABLE:
                 parameter.partition(has_been_updated=False)
-            # hpZ's second copy, of the weights as they were: made again in the next forward pass, never a source.
-            parameter.ds_secondary_tensor = None
 
     def _reset_coordinator(self, coordinator: Any) -> None:
         """The recorded trace is dropped everywhere: a replacement has none, and its ranks check a trace together."""

@@ -104,7 +104,6 @@ class _Protected:
         self._loop = TrainerLoop(trainer)
         self._recovery: Recovery | None = None
         self._source: _Loader | None = None
-        self._within = False
         self._train: Callable[..., Any] = trainer.train
         self._loader: Callable[..., Any] = trainer.get_train_dataloader
         self._samples: Callable[..., Any] = trainer.get_batch_samples
@@ -130,7 +129,7 @@ class _Protected:
 
     def _call(self, kind: str, body: Callable[[], Any], skipped: Callable[[], Any]) -> Any:
         """One call of the core; ``body`` alone within another one, and before there is an engine."""
-        if self._within or self._trainer.deepspeed is None:
+        if self._in_call or self._trainer.deepspeed is None:
             return body()
         if self._recovery is None:
             self._recovery = self._open(self._trainer.deepspeed)
@@ -140,13 +139,13 @@ class _Protected:
         def made() -> Any:
             if not kind.startswith("train"):
                 loaders.dataloader_references = list(active)  # an interrupted evaluation has left its own there
-            self._within = True
-            try:
-                return body()
-            finally:
-                self._within = False
+            return body()
 
         return self._recovery.call(kind, made, skipped=skipped, loop=self._loop)
+
+    @property
+    def _in_call(self) -> bool:
+        return self._recovery is not None and self._recovery.in_call
 
     def _open(self, engine: Any) -> Recovery:
         """The engine is there, and the loop is about to begin."""
@@ -197,7 +196,7 @@ class _Protected:
 
     def backward(self, loss: Any, **kwargs: Any) -> Any:
         """The loss is known, and the gradients' synchronisation has not begun: the capsule can contain the loss."""
-        if self._within and self._loop.adapter is not None:
+        if self._in_call and self._loop.adapter is not None:
             self._loop.step.losses.append(loss.detach())
             if self._trainer.accelerator.gradient_state.sync_gradients:
                 self._loop.adapter.sealed()

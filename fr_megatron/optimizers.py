@@ -76,7 +76,7 @@ def record(pair: Pair, names: Names) -> ParamRecord:
     fqn, where = names[model]
     if where.parts == 1:
         return ParamRecord(fqn, *replicated(fqn, where.replicas), constant(main))
-    name = f"param/{fqn}#part={where.part}/{where.parts}" + _group(where)
+    name = f"param/{fqn}#" + ",".join([f"part={where.part}/{where.parts}", *_group(where)])
     return ParamRecord(fqn, name, where.owners, constant(main))
 
 
@@ -92,12 +92,13 @@ def weights(chunks: Sequence[Any]) -> Iterator[FixedShard]:
         for kind, buffers in (("dense", chunk.buffers), ("expert", chunk.expert_parallel_buffers)):
             where = place(chunk, expert=kind == "expert")
             for number, buffer in enumerate(buffers):
-                name = f"weights/{index}.{kind}.{number}" + _group(where).replace(",", "#", 1)
+                name = "#".join([f"weights/{index}.{kind}.{number}", *_group(where)])
                 yield FixedShard(name, where.replicas, buffer.param_data)
 
 
-def _group(where: Place) -> str:
-    return "" if len(where.replicas) == world_size() else f",group={where.replicas[0]}"
+def _group(where: Place) -> list[str]:
+    """What tells columns apart; nothing if there is one."""
+    return [] if len(where.replicas) == world_size() else [f"group={where.replicas[0]}"]
 
 
 def scalers(optimizer: Any) -> Mapping[str, Any]:

@@ -35,7 +35,6 @@ class ProtectedLoop:
         check_version(megatron.core.__version__)
         self._loop: LMLoop | None = None
         self._started = False
-        self._within = False
         self._objects: tuple[Any, Any, Any] | None = None
 
     @property
@@ -69,18 +68,8 @@ class ProtectedLoop:
     # -- calls ------------------------------------------------------------------------------------
 
     def _call(self, kind: str, body: Callable[[], Any], skipped: Callable[[], Any]) -> Any:
-        """One call of the core; ``body`` alone within another one, and before the first step (that is set-up)."""
-        if self._within or not self._started:
-            return body()
-
-        def made() -> Any:
-            self._within = True
-            try:
-                return body()
-            finally:
-                self._within = False
-
-        return self._recovery.call(kind, made, skipped=skipped, loop=self._loop)
+        """One call of the core; ``body`` alone before the first step (that is set-up)."""
+        return self._recovery.call(kind, body, skipped=skipped, loop=self._loop) if self._started else body()
 
     def train_step(self, forward_step_func: Any, data_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         loop, iteration = self._loop, self._args.curr_iteration
@@ -104,8 +93,9 @@ class ProtectedLoop:
         return self._call("train", body, skipped)
 
     def training_log(self, loss_dict: Any, total_loss_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        assert self._loop is not None
-        self._loop.logging(total_loss_dict)
+        loop = self._loop
+        assert loop is not None
+        loop.logging(total_loss_dict)
         _, iteration, _, report_memory, *_ = args
         first = kwargs.get("is_first_iteration", False)
         settings = self._args
@@ -116,8 +106,7 @@ class ProtectedLoop:
 
         def made() -> Any:
             returned = body()
-            assert self._loop is not None
-            self._loop.changes += 1
+            loop.changes += 1
             return returned
 
         return self._call("log", made, lambda: report_memory) if communicates else body()
@@ -168,16 +157,13 @@ class ProtectedLoop:
         def body() -> None:
             hooked = [chunk for chunk in chunks if chunk.remove_forward_pre_hook_handles]
             self._original["disable_forward_pre_hook"](hooked, param_sync=False)
-            if param_sync:
-                for chunk in chunks:
-                    chunk.start_param_sync(force_sync=True)
+            for chunk in chunks:
+                chunk.start_param_sync(force_sync=True)
 
-        def skipped() -> None:
+        def without_gathering() -> None:
             self._original["disable_forward_pre_hook"](chunks, param_sync=False)
 
-        if not param_sync:
-            return self._original["disable_forward_pre_hook"](chunks, param_sync=False)
-        return self._call("gather", body, skipped)
+        return self._call("gather", body, without_gathering) if param_sync else without_gathering()
 
     def start_timer(self, timer: Any, barrier: bool) -> None:
         """``Timer.start``."""

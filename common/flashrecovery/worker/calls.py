@@ -103,6 +103,8 @@ class Calls:
         self._skipped_to = 0
         self._restored: RngState | None = None
         self._finished = False
+        self.running = False
+        """A body is being run; a call inside of it is a part of it."""
 
     def run(self, kind: str, body: Callable[[], T], skipped: Callable[[], T], loop: LoopState | None = None) -> T:
         """Make one call, until it is committed.
@@ -163,7 +165,11 @@ class Calls:
                 call.loop.load(call.saved)
             again = True
             with Step(gate.version, self._session):
-                result = call.body()
+                self.running = True
+                try:
+                    result = call.body()
+                finally:
+                    self.running = False
         return result
 
     def _call(self, version: int) -> _Call:

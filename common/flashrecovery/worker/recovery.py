@@ -164,10 +164,15 @@ class Recovery:
         finally:
             self._looping = False
 
+    @property
+    def in_call(self) -> bool:
+        """Whether the body of a :meth:`call` is being run."""
+        return self._calls is not None and self._calls.running
+
     def call(self, kind: str, body: Callable[[], T], *, skipped: Callable[[], T], loop: LoopState | None = None) -> T:
         """For frameworks in which a step is one call: ``body()``, protected; see :mod:`flashrecovery.worker.calls`.
-        Where ``steps()`` is used, and without recovery, it is just called."""
-        if self._session is None or self._looped:
+        Where ``steps()`` is used, inside another call, and without recovery, it is just called."""
+        if self._session is None or self._looped or self.in_call:
             return body()
         if self._calls is None:
             from flashrecovery.worker.calls import Calls

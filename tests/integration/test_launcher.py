@@ -282,9 +282,12 @@ def test_the_same_script_under_python_and_torchrun(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("recovery is off") == 1
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(TINY)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=env, check=False)
+    # A file for each rank: on one pipe torchrun's ranks write into each other's lines.
+    files = ["--log-dir", str(tmp_path / "torchrun"), "--redirects", "1"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *files]
+    done = subprocess.run([*command, str(TINY)], capture_output=True, text=True, timeout=90, env=env, check=False)
     assert done.returncode == 0 and done.stderr.count("recovery is off") == 1, done.stderr
     ours = tiny(tmp_path / "run")
-    torchrun = {int(m[1]): (m[2], m[4]) for m in _END.finditer(done.stdout)}
+    outputs = [file.read_text() for file in (tmp_path / "torchrun").rglob("stdout.log")]
+    torchrun = {int(m[1]): (m[2], m[4]) for output in outputs for m in _END.finditer(output)}
     assert ends(ours) == torchrun  # recovery changes nothing of a healthy run

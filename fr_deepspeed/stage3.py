@@ -111,6 +111,7 @@ class Stage3Adapter(EngineAdapter):
         if zero.offload_optimizer:
             zero.norm_for_param_grads = {}
         self._release_parameters()
+        self._drop_second_copies()
         self._reset_coordinator(zero.parameter_offload.get_param_coordinator())
         self._reset_modules()
 
@@ -163,6 +164,12 @@ class Stage3Adapter(EngineAdapter):
     def _derive_weights(self) -> None:
         for s in range(len(self._partitions)):
             self.engine.optimizer._reassign_or_swap_out_partitioned_parameters(s)
+        self._drop_second_copies()  # a new engine has some, of its first weights
+
+    def _drop_second_copies(self) -> None:
+        """hpZ's, which are made again in the next forward pass. Who has one gathers from it, in another group."""
+        for parameter in self.inner.parameters():
+            parameter.ds_secondary_tensor = None  # type: ignore[attr-defined]
 
 
 def _holds_something(zero: Any, parameter: Any) -> bool:

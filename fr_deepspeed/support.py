@@ -72,5 +72,3 @@ def _zero_settings(engine: Any) -> Iterator[str]:
     for key in ("zenflow", "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
         if getattr(zero, key):
             yield f"zero_optimization.{key}"
-    if zero.zero_hpz_partition_size > 1:
-        yield "zero_optimization.zero_hpz_partition_size > 1"

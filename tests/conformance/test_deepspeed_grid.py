@@ -97,6 +97,7 @@ VARIANTS = (
     zero(3, "-offload", *OFFLOAD, *setting("sub_group_size", "5000")),
     zero(0, "-moe-fp32", *EXPERTS, *FP32),
     zero(2, "-moe-one-replica", "--moe", "4", "--expert-parallel", "4"),
+    zero(3, "-hpz", *setting("zero_hpz_partition_size", "2"), *setting("stage3_param_persistence_threshold", "0")),
     zero(0, "-pipeline-fp32", *PIPELINE, *FP32),
 )
 FP16 = tuple(zero(stage, "-fp16", "--precision", "fp16") for stage in range(4))

@@ -2,8 +2,9 @@
 
 A step of about 100 ms, most of it a sleep in the place of an accelerator's work, because four ranks share
 this machine's cores: what recovery adds on the host shows in full, what it could take from the device does
-not. DDP has all state replicated and copies nothing; with FSDP and DeepSpeed's ZeRO-2 (``--layouts zero2``) the
-neighbour holds copies of each rank's shards of every step.
+not. DDP has all state replicated and copies nothing; with FSDP, DeepSpeed's ZeRO-2 (``--layouts zero2``) and Megatron's
+distributed optimizer (``--layouts megatron``, both overlaps on) the neighbour holds copies of each rank's shards of
+every step.
 """
 
 from __future__ import annotations
@@ -15,29 +16,20 @@ import time
 from pathlib import Path
 
 import harness
-from peers import deepspeed_zero2, ours
+from peers import deepspeed_zero2, megatron_gpt, ours
 from workload import Job
 
 WARM_UP = 10
-GOALS = {"ddp": 0.005, "fsdp": 0.03, "zero2": 0.03}
+GOALS = {"ddp": 0.005, "fsdp": 0.03, "zero2": 0.03, "megatron": 0.03}
+UNIQUE = {"zero2": deepspeed_zero2.unique_bytes, "megatron": megatron_gpt.unique_bytes}
+"""Bytes that a rank's neighbour gets each step."""
 
 
 def mean_step(job: Job, recovery: bool, limit_s: float) -> float:
     """Seconds a step after the warm-up, on rank 0. Raises TimeoutError."""
     directory = Path(job.directory)
     launch = harness.Launch(directory / "output.log")
-    if job.layout == deepspeed_zero2.ZERO2:
-        deepspeed_zero2.start_protected(job, launch, standby=0) if recovery else deepspeed_zero2.start_bare(job, launch)
-    elif recovery:
-        ours.COLD.start(job, launch)
-    else:
-        launch.start(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                *(f"--nproc-per-node={job.world}", str(Path(ours.__file__))),
-            ],
-            **job.to_env(),
-        )
+    _start(job, launch, recovery)
     deadline = time.monotonic() + limit_s
     try:
         while time.monotonic() < deadline:
@@ -51,6 +43,27 @@ def mean_step(job: Job, recovery: bool, limit_s: float) -> float:
         raise TimeoutError(f"{job.layout}, recovery {'on' if recovery else 'off'}\n{launch.tail()}")
     finally:
         launch.stop()
+
+
+def _start(job: Job, launch: harness.Launch, recovery: bool) -> None:
+    if job.layout == "zero2":
+        deepspeed_zero2.start_protected(job, launch, standby=0) if recovery else deepspeed_zero2.start_bare(job, launch)
+    elif job.layout == "megatron":
+        layout = megatron_gpt.OVERLAPS
+        if recovery:
+            megatron_gpt.start_protected(job, launch, layout, standby=0)
+        else:
+            megatron_gpt.start_bare(job, launch, layout)
+    elif recovery:
+        ours.COLD.start(job, launch)
+    else:
+        launch.start(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *(f"--nproc-per-node={job.world}", str(Path(ours.__file__))),
+            ],
+            **job.to_env(),
+        )
 
 
 def main() -> None:
@@ -82,8 +95,8 @@ def main() -> None:
             print(f"  {layout} {i + 1}/{pairs}: on {times[True][-1] * 1e3:.2f}, off {times[False][-1] * 1e3:.2f} ms")
         on, off = statistics.median(times[True]), statistics.median(times[False])
         extra = on / off - 1
-        if layout == deepspeed_zero2.ZERO2:
-            sent = deepspeed_zero2.unique_bytes(job)
+        if layout in UNIQUE:
+            sent = UNIQUE[layout](job)
             # The copies have until the end of the next forward pass, about a third of the step.
             print(
                 f"  {sent / 1e6:.2f} MB a step and rank for a neighbour on another host (none here): free on links of "

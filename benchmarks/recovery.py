@@ -19,7 +19,16 @@ from itertools import pairwise
 from pathlib import Path
 
 import harness
-from peers import Peer, deepspeed_zero2, lm_resiliency_torchrun, nvrx_inprocess, ours, torchft_manager, torchrun_restart
+from peers import (
+    Peer,
+    deepspeed_zero2,
+    lm_resiliency_torchrun,
+    megatron_gpt,
+    nvrx_inprocess,
+    ours,
+    torchft_manager,
+    torchrun_restart,
+)
 from workload import Job
 
 PEERS: dict[str, Peer] = {
@@ -34,10 +43,15 @@ PEERS: dict[str, Peer] = {
     "lm-resiliency": lm_resiliency_torchrun.PEER,
     "deepspeed": deepspeed_zero2.STANDBY,
     "deepspeed-torchrun": deepspeed_zero2.RESTARTED,
+    "megatron": megatron_gpt.TENSOR_STANDBY,
+    "megatron-torchrun": megatron_gpt.TENSOR_RESTARTED,
+    "megatron-distributed": megatron_gpt.DISTRIBUTED_STANDBY,
+    "megatron-distributed-torchrun": megatron_gpt.DISTRIBUTED_RESTARTED,
 }
-OURS = ("ours", "ours-cold", "deepspeed")
-REFERENCE = {"deepspeed-torchrun": "deepspeed"}
+OURS = ("ours", "ours-cold", "deepspeed", "megatron", "megatron-distributed")
+REFERENCE = {f"{name}-torchrun": name for name in OURS[2:]}
 """What a peer is compared with, if not with "ours"."""
+FRAMEWORKS = ("deepspeed", "megatron")
 WARM_STEPS = 8
 GOALS = {
     "torchrun": 10.0,
@@ -46,9 +60,9 @@ GOALS = {
     "nvrx-reserve": 2.0,
     "nvrx-between": 2.0,
     "nvrx-shrink": 2.0,
-    "deepspeed-torchrun": 10.0,
+    **dict.fromkeys(REFERENCE, 10.0),
 }
-LIMITS = {"ours": (0.8, 2.0), "deepspeed": (2.0, 4.0)}
+LIMITS = {"ours": (0.8, 2.0), "deepspeed": (2.0, 4.0), "megatron": (2.5, 5.0), "megatron-distributed": (2.5, 5.0)}
 """Goals for the median and the worst, seconds."""
 
 
@@ -212,11 +226,13 @@ def main() -> None:
     """Run the comparison."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--quick", action="store_true", help="2 trials a system instead of 10 (ours: 20)")
-    flags.add_argument("--only", help=f"comma-separated systems of: {', '.join(PEERS)} (without: all but DeepSpeed)")
+    flags.add_argument(
+        "--only", help=f"comma-separated systems of: {', '.join(PEERS)} (without: all but the frameworks)"
+    )
     flags.add_argument("--trials", type=int, help="trials a peer; ours gets twice as many")
     flags.add_argument("--limit", type=float, default=150.0, help="seconds after which a trial is given up")
     args = flags.parse_args()
-    names = args.only.split(",") if args.only else [n for n in PEERS if not n.startswith("deepspeed")]
+    names = args.only.split(",") if args.only else [n for n in PEERS if not n.startswith(FRAMEWORKS)]
     for name in names:
         if name not in PEERS:
             flags.error(f"--only: {name!r} is none of {', '.join(PEERS)}")

@@ -110,17 +110,21 @@ def endless(loader: DataLoader[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor,
         epoch += 1
 
 
-class Probe:
-    """What a worker reports: each finished step, and its own death."""
+def first_parameter(model: GPT) -> torch.nn.Parameter:
+    """The one whose gradient is among the last."""
+    return model.blocks[0].get_parameter("norm1.weight")
 
-    def __init__(self, job: Job, rank: int, model: GPT) -> None:
+
+class Probe:
+    """What a worker reports: each finished step, and its own death, when the gradient of ``first`` is there."""
+
+    def __init__(self, job: Job, rank: int, first: torch.nn.Parameter) -> None:
         self.job = job
         self.rank = rank
         self.log: IO[str] = open(Path(job.directory) / f"steps.{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
         self.step = 0
         self.doomed = False
-        parameter = model.blocks[0].get_parameter("norm1.weight")
-        parameter.register_hook(self._backward_has_come_to_the_first_block)
+        first.register_hook(self._backward_has_come_to_the_first_block)
 
     def begin(self, step: int) -> None:
         """A step starts. The victim dies in this step's backward, once in the life of the job."""

@@ -86,7 +86,7 @@ def main() -> None:
     gpt = workload.build_model(job)
     engine, *_ = deepspeed.initialize(model=gpt, model_parameters=gpt.parameters(), config=config(job))
     loader = workload.build_loader(job, rank, world)
-    probe = workload.Probe(job, rank, gpt)
+    probe = workload.Probe(job, rank, workload.first_parameter(gpt))
     if job.layout == RESTART:
         _restartable(engine, job, loader, probe)
     else:

@@ -71,7 +71,7 @@ def main() -> None:
         recovery_mode="latest",
     )
     batches = workload.endless(workload.build_loader(job, rank, world))
-    probe = workload.Probe(job, rank, gpt)
+    probe = workload.Probe(job, rank, workload.first_parameter(gpt))
     for _ in range(handle.step_count):
         next(batches)
     while handle.step_count < job.steps:

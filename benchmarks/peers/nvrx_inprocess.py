@@ -102,7 +102,7 @@ def train() -> None:
     batches = workload.endless(workload.build_loader(job, rank, world))
     for _ in range(first):
         next(batches)
-    probe = workload.Probe(job, rank, gpt)
+    probe = workload.Probe(job, rank, workload.first_parameter(gpt))
     for step in range(first, job.steps):
         probe.begin(step)
         x, y = next(batches)

@@ -22,7 +22,7 @@ from peers import Peer
 from workload import Job
 
 
-def start(job: Job, launch: Launch, standby: int, script: str = __file__) -> None:
+def start(job: Job, launch: Launch, standby: int, script: str = __file__, **env: str) -> None:
     """``flashrecovery run`` with so many standbys."""
     launch.start(
         [
@@ -30,6 +30,7 @@ def start(job: Job, launch: Launch, standby: int, script: str = __file__) -> Non
             *("--nproc-per-node", str(job.world), "--standby", str(standby)),
             *("--run-dir", str(Path(job.directory) / "run"), script),
         ],
+        **env,
         **job.to_env(),
     )
 
@@ -89,7 +90,7 @@ def main() -> None:
     ballast = torch.ones(job.ballast_bytes if rank == job.victim else 0, dtype=torch.uint8)
     recovery.register(model=model, optimizer=optimizer)
     batches = recovery.data(workload.build_loader(job, rank, world))
-    probe = workload.Probe(job, rank, gpt)
+    probe = workload.Probe(job, rank, workload.first_parameter(gpt))
     committed = None
     for step in recovery.steps(job.steps):
         # Being handed step i+1 is what says that step i is committed.

@@ -92,7 +92,7 @@ def main() -> None:
         rank=0,
         world_size=1,
     )
-    probe = workload.Probe(job, replica, gpt)
+    probe = workload.Probe(job, replica, workload.first_parameter(gpt))
     batches = workload.endless(workload.build_loader(job, replica, job.world))
     parameters = list(gpt.parameters())
     while manager.current_step() < job.steps:

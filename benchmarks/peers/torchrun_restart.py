@@ -20,7 +20,7 @@ from peers import Peer
 from workload import Job
 
 
-def start(job: Job, launch: Launch, script: str = __file__) -> None:
+def start(job: Job, launch: Launch, script: str = __file__, **env: str) -> None:
     """One agent with all workers."""
     launch.start(
         [
@@ -29,6 +29,7 @@ def start(job: Job, launch: Launch, script: str = __file__) -> None:
         ],
         # Without this the restarted gloo workers read the dead workers' addresses from the agent's store.
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+        **env,
         **job.to_env(),
     )
 
@@ -60,7 +61,7 @@ def main() -> None:
     batches = workload.endless(workload.build_loader(job, rank, world))
     for _ in range(first):
         next(batches)
-    probe = workload.Probe(job, rank, gpt)
+    probe = workload.Probe(job, rank, workload.first_parameter(gpt))
     for step in range(first, job.steps):
         probe.begin(step)
         x, y = next(batches)

@@ -1,0 +1,101 @@
+"""Failures with megatron-core that the grid of phases does not have: several at once, in a recovery, in an exchange.
+
+And the negative control: without the reset of what is half-finished, the same faults have another end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import megatron as mg
+from tests.faults import faults
+from tests.jobs import ROOT, Job, Layout, check_clean, check_fired, check_recovered, check_same
+
+pytest.importorskip("megatron.core")
+
+SCRIPTS = ROOT / "tests" / "scripts"
+STATES = ("quiescing", "replacing", "regrouping", "restoring", "verifying")
+
+pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(3 * mg.TIMEOUT_S)]
+Reference = Callable[[Layout], Job]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """The same launch without a fault, once a layout."""
+    return mg.references(tmp_path_factory)
+
+
+@pytest.mark.parametrize(
+    ("layout", "victims"),
+    [
+        pytest.param(mg.TP2_DP2, (0, 3), id="tp2-dp2-different-dp-groups"),
+        pytest.param(mg.TP2_DP2, (0, 1), id="tp2-dp2-one-replica"),
+        pytest.param(mg.TP2_DP2_OVERLAPS, (0, 2), id="tp2-dp2-overlaps-same-dp-group"),
+        pytest.param(mg.DP4_DISTRIBUTED, (1, 3), id="dp4-distributed-not-neighbours"),
+        pytest.param(mg.DP4_INSTANCES, (0, 1), id="dp4-instances2-one-instance"),
+        pytest.param(mg.TP2_PP2_DP2, (0, 5), id="tp2-pp2-dp2-two-stages"),
+    ],
+)
+def test_victims_at_once(layout: Layout, victims: tuple[int, ...], tmp_path: Path, reference: Reference) -> None:
+    job = mg.run(tmp_path / "run", layout, standby=2, inject=faults(*((rank, "backward", 5) for rank in victims)))
+    check_same(job, reference(layout))
+    check_fired(job, len(victims))
+    check_recovered(job, victims)
+    assert not job.notices("start_again"), job.explain()
+
+
+def test_a_whole_data_parallel_group_at_once_starts_again(tmp_path: Path, reference: Reference) -> None:
+    """Nobody has what ranks 0 and 2 shared, and there is no checkpoint: the job begins anew."""
+    inject = faults(*((rank, "backward", 5) for rank in (0, 2)))
+    job = mg.run(tmp_path / "run", mg.TP2_DP2, standby=2, inject=inject)
+    check_same(job, reference(mg.TP2_DP2))
+    check_fired(job, 2)
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("layout", [mg.TP2_DP2, mg.DP4_DISTRIBUTED], ids=lambda layout: layout.name)
+def test_second_failure_in_a_recovery_state(layout: Layout, state: str, tmp_path: Path, reference: Reference) -> None:
+    second = 1 if state == "replacing" else 3  # the replacement itself, or a survivor
+    inject = ["rank=1,at=backward,step=4", f"rank={second},at=recovery:{state}"]
+    job = mg.run(tmp_path / "run", layout, standby=1, inject=inject)
+    check_same(job, reference(layout))
+    check_fired(job, 2)
+    check_recovered(job)
+
+
+@pytest.mark.parametrize("layout", [mg.DP4_DISTRIBUTED, mg.TP2_DP2_OVERLAPS], ids=lambda layout: layout.name)
+def test_a_death_in_the_neighbour_exchange(layout: Layout, tmp_path: Path, reference: Reference) -> None:
+    """As between hosts: the copies are sent. The victim has sent a part of its own."""
+    job = mg.run(tmp_path / "run", layout, standby=1, script=SCRIPTS / "megatron_exchange_death.py")
+    check_same(job, reference(layout))
+    check_recovered(job, [1])
+
+
+@pytest.mark.parametrize("layout", [mg.TP2_DP2, mg.TP2_DP2_OVERLAPS], ids=lambda layout: layout.name)
+def test_an_optimizer_that_counts_its_steps_in_the_group(layout: Layout, tmp_path: Path) -> None:
+    """As FusedAdam of apex and Transformer Engine does."""
+    script = SCRIPTS / "megatron_fused_adam.py"
+    undisturbed = mg.run(tmp_path / "reference", layout, standby=0, script=script)
+    inject = faults((1, "backward", 0), (3, "optimizer", 3), (0, "commit", 6))
+    job = mg.run(tmp_path / "run", layout, standby=1, inject=inject, script=script)
+    check_same(job, undisturbed)
+    check_fired(job, len(inject))
+
+
+@pytest.mark.parametrize("layout", [mg.DP2_OVERLAPS, mg.PP2_DP2_VPP2], ids=lambda layout: layout.name)
+def test_without_the_reset_it_fails(layout: Layout, tmp_path: Path, reference: Reference) -> None:
+    job = mg.run(
+        tmp_path / "run",
+        layout,
+        standby=1,
+        script=SCRIPTS / "megatron_no_reset.py",
+        inject=faults((1, "backward", 6)),
+        options=["--hang-timeout", "15"],
+    )
+    check_fired(job)
+    assert job.code != 0 or job.digests != reference(layout).digests, job.explain()
+    check_clean(job)

@@ -1,0 +1,56 @@
+"""Jobs with the megatron-core example: layouts by Megatron's flag names, and how they are run on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs import SMALL, Job, Layout, References, run_job
+
+STEPS = 20
+TIMEOUT_S = 400
+ENVIRONMENT = {"FR_MEGATRON_CPU": "1", "PYTHONWARNINGS": "ignore"}
+CONFIG = {"timeouts": {"stopped_s": 0.3}}
+
+
+def gpt(name: str, *flags: str, nproc: int = 4) -> Layout:
+    """One layout of the example."""
+    return Layout(name, "pretrain_gpt.py", flags, nproc=nproc)
+
+
+TP = ("--tensor-model-parallel-size", "2")
+PP = ("--pipeline-model-parallel-size", "2")
+VPP = (*PP, "--num-virtual-stages-per-pipeline-rank", "2", "--layers", "4")
+DISTRIBUTED = ("--use-distributed-optimizer",)
+OVERLAPS = (*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "5000")
+EXPERTS = ("--num-experts", "4", "--expert-model-parallel-size", "2")
+
+DP2 = gpt("dp2", nproc=2)
+DP2_FP16 = gpt("dp2-fp16", "--fp16", nproc=2)
+TP2_DP2 = gpt("tp2-dp2", *TP)
+TP2_DP2_SP = gpt("tp2-dp2-sp", *TP, "--sequence-parallel")
+PP2_DP2 = gpt("pp2-dp2", *PP)
+PP2_DP2_VPP2 = gpt("pp2-dp2-vpp2", *VPP)
+TP2_PP2_DP2 = gpt("tp2-pp2-dp2", *TP, *PP, nproc=8)
+DP2_DISTRIBUTED = gpt("dp2-distributed", *DISTRIBUTED, "--bf16", nproc=2)
+DP4_DISTRIBUTED = gpt("dp4-distributed", *DISTRIBUTED, "--bf16")
+DP4_INSTANCES = gpt("dp4-instances2", *DISTRIBUTED, "--num-distributed-optimizer-instances", "2", "--bf16")
+EP2_DP2 = gpt("ep2-dp2", *EXPERTS)
+EP2_DP2_ALLTOALL = gpt("ep2-dp2-alltoall", *EXPERTS, "--moe-token-dispatcher-type", "alltoall", *DISTRIBUTED)
+CP2_DP2 = gpt("cp2-dp2", "--context-parallel-size", "2", *DISTRIBUTED)
+DP2_OVERLAPS = gpt("dp2-overlaps", *OVERLAPS, nproc=2)
+TP2_DP2_OVERLAPS = gpt("tp2-dp2-overlaps", *TP, *OVERLAPS, "--bf16")
+
+
+def run(run_dir: Path, layout: Layout, *, script: Path | None = None, **kwargs: Any) -> Job:
+    """One job of the example, or of a ``script`` with the example's flags, to its end."""
+    if script is not None:
+        kwargs["flags"] = [*SMALL, "--steps", str(STEPS), *layout.flags]
+    return run_job(run_dir, layout, steps=STEPS, script=script, timeout_s=TIMEOUT_S, env=ENVIRONMENT, **kwargs)
+
+
+def references(factory: pytest.TempPathFactory) -> References:
+    """The same launches without a fault, each made once."""
+    return References(lambda: factory.mktemp("reference"), lambda path, layout: run(path, layout, standby=0))

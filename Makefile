@@ -15,7 +15,7 @@ DEMO_DIR ?= runs/demo
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test lint format grid grid-deepspeed grid-megatron soak soak-deepspeed bench bench-setup clean
+.PHONY: help setup demo test lint format grid grid-deepspeed grid-megatron soak soak-deepspeed soak-megatron bench bench-setup clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -74,10 +74,13 @@ grid-megatron: setup $(BIN)/.frameworks-done  ## the whole conformance grid with
 	$(BIN)/python -m pytest -m "megatron and not soak" --durations=15 $(PYTEST_ARGS)
 
 soak: setup  ## 100 kills at random phases and ranks: no hang, no leak, the same bits
-	$(BIN)/python -m pytest -m "soak and not deepspeed" -s $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "soak and not deepspeed and not megatron" -s $(PYTEST_ARGS)
 
 soak-deepspeed: setup $(BIN)/.frameworks-done  ## 50 kills over the ZeRO stages
 	$(BIN)/python -m pytest -m "soak and deepspeed" -s $(PYTEST_ARGS)
+
+soak-megatron: setup $(BIN)/.frameworks-done  ## 200 kills of TP2 x DP2
+	$(BIN)/python -m pytest -m "soak and megatron" -s $(PYTEST_ARGS)
 
 bench-setup:  ## an environment of its own with the peers that the benchmarks compare with
 	BENCH_VENV=$(BENCH_VENV) PYTHON=$(PYTHON) TORCH_VERSION=$(TORCH_VERSION) TORCH_INDEX='$(TORCH_INDEX)' \

@@ -100,7 +100,7 @@ def build_loader(job: Job, rank: int, world: int) -> DataLoader[tuple[Tensor, Te
     return make_loader(dataset, rank=rank, world=world, batch_size=job.batch_size, seed=0)
 
 
-def endless(loader: DataLoader[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+def endless(loader: DataLoader[Any]) -> Iterator[Any]:
     """Epoch after epoch."""
     epoch = 0
     while True:

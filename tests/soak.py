@@ -10,7 +10,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,13 +57,13 @@ def kills(default: int) -> int:
     return max(default * int(os.environ.get("FLASHRECOVERY_SOAK_KILLS", "100")) // 100, 1)
 
 
-def soak(layout: Layout, kills: int, phases: Sequence[str], folder: Path) -> None:
+def soak(layout: Layout, kills: int, phases: Sequence[str], folder: Path, env: Mapping[str, str] | None = None) -> None:
     """Run the job twice in ``folder``, without a fault and with ``kills`` of them, in ``phases``, and compare."""
     rng = random.Random(SEED)
     steps = kills * STEPS_A_KILL + 20
     flags = ["--step-time", "40"]
-    reference = run_job(folder / "reference", layout, steps=steps, standby=0, flags=flags, timeout_s=1200)
-    job = RunningJob(folder / "run", layout, steps=steps, standby=1, config=CONFIG, flags=flags)
+    reference = run_job(folder / "reference", layout, steps=steps, standby=0, flags=flags, timeout_s=1200, env=env)
+    job = RunningJob(folder / "run", layout, steps=steps, standby=1, config=CONFIG, flags=flags, env=env)
     job.wait_for("standby_ready")
     launcher = Usage.of(job.popen.pid)
     first: dict[int, tuple[int, Usage]] = {}

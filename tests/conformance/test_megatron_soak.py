@@ -1,0 +1,29 @@
+"""``make soak-megatron``: 200 kills of TP2 x DP2 (see :mod:`tests.soak`).
+
+A survivor there may wait in a tensor-parallel collective for a peer that lives and has left the step: no connection of
+its own breaks, so it has to be told.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flashrecovery.config import PHASES
+from tests import megatron as mg
+from tests.jobs import Layout
+from tests.soak import kills, soak
+
+pytest.importorskip("megatron.core")
+
+
+@pytest.mark.soak
+@pytest.mark.megatron
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("layout", "number"), [(mg.TP2_DP2, 200), (mg.TP2_DP2_OVERLAPS, 30)], ids=["tp2-dp2", "tp2-dp2-overlaps"]
+)
+def test_soak(layout: Layout, number: int, tmp_path: Path) -> None:
+    phases = [p for p in PHASES if p != "param-gather" or layout is not mg.TP2_DP2]
+    soak(layout, kills(number), phases, tmp_path, mg.ENVIRONMENT)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.jobs import SMALL, Job, Layout, References, run_job
+from tests.jobs import SMALL, Job, Layout, References, RunningJob
 
 STEPS = 20
 TIMEOUT_S = 400
@@ -44,11 +45,18 @@ DP2_OVERLAPS = gpt("dp2-overlaps", *OVERLAPS, nproc=2)
 TP2_DP2_OVERLAPS = gpt("tp2-dp2-overlaps", *TP, *OVERLAPS, "--bf16")
 
 
-def run(run_dir: Path, layout: Layout, *, script: Path | None = None, **kwargs: Any) -> Job:
-    """One job of the example, or of a ``script`` with the example's flags, to its end."""
+def start(
+    run_dir: Path, layout: Layout, *, script: Path | None = None, flags: Sequence[str] = (), **kwargs: Any
+) -> RunningJob:
+    """One job of the example, or of a ``script`` with the example's flags."""
     if script is not None:
-        kwargs["flags"] = [*SMALL, "--steps", str(STEPS), *layout.flags]
-    return run_job(run_dir, layout, steps=STEPS, script=script, timeout_s=TIMEOUT_S, env=ENVIRONMENT, **kwargs)
+        flags = [*SMALL, "--steps", str(STEPS), *layout.flags, *flags]
+    return RunningJob(run_dir, layout, steps=STEPS, script=script, flags=flags, env=ENVIRONMENT, **kwargs)
+
+
+def run(run_dir: Path, layout: Layout, **kwargs: Any) -> Job:
+    """The same to its end."""
+    return start(run_dir, layout, **kwargs).wait(TIMEOUT_S)
 
 
 def references(factory: pytest.TempPathFactory) -> References:

@@ -6,12 +6,31 @@ point in the group ``flashrecovery.patches``, so that ``flashrecovery doctor`` l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from flashrecovery.versions import Bound, in_range, version_of
 
 ENTRY_POINTS = "flashrecovery.patches"
+
+_looking = False
+
+
+@contextmanager
+def only_looking() -> Iterator[None]:
+    """An adapter that is imported inside changes nothing: ``flashrecovery doctor`` asks it what it would do."""
+    global _looking
+    _looking = True
+    try:
+        yield
+    finally:
+        _looking = False
+
+
+def looked_at() -> bool:
+    """Whether an adapter is being imported :func:`only_looking`."""
+    return _looking
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def test_framework_outside_of_its_range_warns(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(checks, "version_of", lambda name: "0.3.0" if name == "deepspeed" else None)
     by_name = {f.check: f for f in checks.frameworks()}
     assert by_name["deepspeed"].level is Level.WARN and "deepspeed>=0.19,<0.20" in by_name["deepspeed"].advice
-    assert by_name["megatron-core"].level is Level.OK
+    assert by_name["torchdata"].level is Level.OK
 
 
 def test_no_compiler_matters_only_while_the_backend_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:

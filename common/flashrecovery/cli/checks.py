@@ -47,7 +47,7 @@ class Finding:
 # -- software -------------------------------------------------------------------------------------
 
 _TORCH = ((2, 13), (2, 14))
-_OPTIONAL = {"deepspeed": ((0, 19), (0, 20)), "megatron-core": ((0, 16), (0, 17)), "torchdata": ((0, 11), (1, 0))}
+_OPTIONAL = {"deepspeed": ((0, 19), (0, 20)), "torchdata": ((0, 11), (1, 0))}
 
 
 def python() -> list[Finding]:
@@ -74,7 +74,7 @@ def torch_version() -> list[Finding]:
 
 
 def frameworks() -> list[Finding]:
-    """Frameworks that have an adapter, as far as they are installed."""
+    """Frameworks that have an adapter, as far as they are installed. Megatron's says more: ``adapter_checks``."""
     findings = []
     for name, (low, high) in _OPTIONAL.items():
         version = version_of(name)

@@ -12,7 +12,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from flashrecovery.cli import checks
+from flashrecovery.cli import adapter_checks, checks
 from flashrecovery.cli.checks import Finding, Level
 from flashrecovery.cli.output import make_console
 
@@ -41,6 +41,7 @@ def examine(build: bool = False, nccl: bool = False) -> Iterator[Finding]:
     yield from torch
     yield from checks.frameworks()
     yield from checks.patches()
+    yield from adapter_checks.adapters()
     if all(f.level is not Level.FAIL for f in torch):  # else the group code cannot even be imported
         backend = checks.backend(build, lambda line: click.echo(f"flashrecovery: {line}", err=True))
         yield from backend

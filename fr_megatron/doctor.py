@@ -1,0 +1,114 @@
+"""What ``flashrecovery doctor`` says of Megatron. Reads files, and imports neither megatron nor its training loop."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from flashrecovery.cli.checks import Finding, Level
+from flashrecovery.errors import UnsupportedError
+from flashrecovery.versions import Bound, version_of
+from fr_megatron import cpu
+from fr_megatron.lm import hooks
+from fr_megatron.lm.hooks import Hook
+from fr_megatron.support import release_of, supported_text
+
+_VERSION = ("MAJOR", "MINOR", "PATCH")
+
+
+def findings(path: Iterable[str] | None = None) -> list[Finding]:
+    """``path``: where Python looks for modules; this process's by default."""
+    places = [Path(place or ".") for place in (sys.path if path is None else path)]
+    core = _first(places, "megatron/core/package_info.py")
+    loop = _first(places, "megatron/training/training.py")
+    version = version_of("megatron-core") if core is None else _version(core)
+    return [_core(version, core), _stand_ins(), *_loop(version, loop, places)]
+
+
+def _first(places: Iterable[Path], name: str) -> Path | None:
+    return next((found for place in places if (found := place / name).is_file()), None)
+
+
+def _version(package_info: Path) -> str | None:
+    """From ``MAJOR = 0`` and so on, and ``PRE_RELEASE = 'rc1'``."""
+    text = package_info.read_text()
+    numbers = [re.search(rf"^{name} = (\d+)", text, re.MULTILINE) for name in _VERSION]
+    if None in numbers:
+        return None
+    before = re.search(r"^PRE_RELEASE = '(\w*)'", text, re.MULTILINE)
+    return ".".join(found[1] for found in numbers if found) + (before[1] if before else "")
+
+
+def _core(version: str | None, where: Path | None) -> Finding:
+    name = "megatron-core"
+    if version is None:
+        return Finding(name, Level.OK, "not installed", "optional")
+    found = version if where is None or "site-packages" in where.parts else f"{version} in {where.parents[2]}"
+    try:
+        release_of(version)
+    except UnsupportedError:
+        advice = f"use {supported_text()}"
+        return Finding(name, Level.WARN, found, f"outside of the supported ranges {supported_text()}", advice)
+    return Finding(name, Level.OK, found, "supported")
+
+
+def _stand_ins() -> Finding:
+    name = "megatron stand-ins"
+    if cpu.wanted():
+        found = f"{cpu.VARIABLE}=1: {', '.join(cpu.PARTS)}"
+        meaning = "megatron runs on the CPU, with gloo: for development only"
+        return Finding(name, Level.WARN, found, meaning, f"unset {cpu.VARIABLE} for training on GPUs")
+    return Finding(name, Level.OK, "off", f"{cpu.VARIABLE}=1 lets megatron run without a GPU, for development")
+
+
+def _loop(version: str | None, training: Path | None, places: list[Path]) -> list[Finding]:
+    """The hooks in Megatron-LM's loop, and whether it has the flag itself."""
+    name = "megatron hooks"
+    if training is None:
+        advice = "--flash-recovery needs a checkout of it on PYTHONPATH; fr_megatron.attach does not"
+        return [Finding(name, Level.OK, "no Megatron-LM on PYTHONPATH", advice)]
+    checkout = training.parents[2]
+    if version is None:
+        return [Finding(name, Level.WARN, f"{checkout} without megatron.core", "the loop needs it", "put it beside")]
+    try:
+        release = release_of(version)
+    except UnsupportedError as e:
+        return [Finding(name, Level.WARN, f"{checkout}: {e}", "--flash-recovery is refused", "use a supported one")]
+    wrong = differences(release, places)
+    if wrong:
+        meaning, advice = "--flash-recovery is refused: a function of the loop is not the known one", "use a known one"
+        found = Finding(name, Level.WARN, f"{checkout}: {'; '.join(wrong)}", meaning, advice)
+    else:
+        names = ", ".join(hook.name for hook in hooks.ALL)
+        found = Finding(name, Level.OK, f"{checkout}: {len(hooks.ALL)} functions as known", f"with the flag: {names}")
+    native = "_add_flash_recovery_args" in (checkout / "megatron/training/arguments.py").read_text()
+    text = "patches/megatron/0001 is applied" if native else "unmodified"
+    meaning = "Megatron-LM reads --flash-recovery itself" if native else "flashrecovery run adds --flash-recovery"
+    return [found, Finding("megatron flag", Level.OK, text, meaning)]
+
+
+def differences(release: Bound, places: list[Path]) -> list[str]:
+    """Where the hooked functions' sources are not as in ``release``, in words."""
+    trees: dict[str, ast.Module] = {}
+    wrong = []
+    for hook in hooks.ALL:
+        if hook.module not in trees:
+            source = _first(places, hook.module.replace(".", "/") + ".py")
+            trees[hook.module] = ast.parse("" if source is None else source.read_text())
+        if text := hooks.difference(hook, release, _parameters(hook, trees[hook.module])):
+            wrong.append(text)
+    return wrong
+
+
+def _parameters(hook: Hook, module: ast.Module) -> tuple[str, ...] | None:
+    body: list[ast.stmt] = module.body
+    *classes, function = hook.name.split(".")
+    for name in classes:
+        body = next((node.body for node in body if isinstance(node, ast.ClassDef) and node.name == name), [])
+    for node in body:
+        if isinstance(node, ast.FunctionDef) and node.name == function:
+            return tuple(a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs))
+    return None

@@ -1,0 +1,109 @@
+"""What ``flashrecovery doctor`` says of Megatron, from sources alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashrecovery.cli.adapter_checks import adapters
+from flashrecovery.cli.checks import Finding, Level
+from flashrecovery.versions import Bound, version_of
+from fr_megatron import cpu, doctor
+from fr_megatron.lm import hooks
+from fr_megatron.support import CORE_0_16, CORE_0_20
+
+
+def tree(root: Path, release: Bound, version: str | None = None) -> Path:
+    """A directory with the hooked functions as they are in ``release``, and with nothing else."""
+    lines: dict[str, list[str]] = {}
+    for hook in hooks.ALL:
+        *classes, function = hook.name.split(".")
+        source = lines.setdefault(hook.module, [])
+        source += [f"class {name}:" for name in classes]
+        source.append(f"{'    ' * len(classes)}def {function}({', '.join(hook.known(release))}): ...")
+    for module, source in lines.items():
+        path = root / (module.replace(".", "/") + ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(source) + "\n")
+    major, minor, patch = (version or ".".join(map(str, (*release, 1)))).split(".")
+    info = f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = ''\n"
+    (root / "megatron/core/package_info.py").write_text(info)
+    return root
+
+
+def found(*path: Path) -> dict[str, Finding]:
+    return {f.check: f for f in doctor.findings([str(p) for p in path])}
+
+
+@pytest.mark.parametrize("release", [CORE_0_16, CORE_0_20])
+def test_a_known_checkout(release: Bound, tmp_path: Path) -> None:
+    findings = found(tree(tmp_path, release))
+    assert {f.level for f in findings.values()} == {Level.OK}
+    assert findings["megatron-core"].found == f"{'.'.join(map(str, release))}.1 in {tmp_path}"
+    assert findings["megatron hooks"].found == f"{tmp_path}: {len(hooks.ALL)} functions as known"
+    assert "train_step" in findings["megatron hooks"].meaning
+    assert findings["megatron flag"].found == "unmodified"
+
+
+def test_the_functions_of_another_release(tmp_path: Path) -> None:
+    finding = found(tree(tmp_path, CORE_0_16, "0.20.0"))["megatron hooks"]
+    assert finding.level is Level.WARN
+    assert (
+        "setup_model_and_optimizer begins with (model_provider_func, model_type), not with "
+        "(model_type, model_provider_func)"
+    ) in finding.found
+
+
+def test_a_missing_function(tmp_path: Path) -> None:
+    tree(tmp_path, CORE_0_16)
+    (tmp_path / "megatron/core/timers.py").write_text("class Timer:\n    pass\n")
+    finding = found(tmp_path)["megatron hooks"]
+    assert finding.level is Level.WARN and "megatron.core.timers.Timer.start is missing" in finding.found
+
+
+def test_an_unknown_version(tmp_path: Path) -> None:
+    findings = found(tree(tmp_path, CORE_0_16, "0.18.0"))
+    assert findings["megatron-core"].level is findings["megatron hooks"].level is Level.WARN
+    assert findings["megatron-core"].advice == "use >=0.16,<0.17 or >=0.20,<0.21"
+    assert "megatron-core 0.18.0 is not supported" in findings["megatron hooks"].found
+
+
+def test_the_native_flag(tmp_path: Path) -> None:
+    arguments = tree(tmp_path, CORE_0_16) / "megatron/training/arguments.py"
+    arguments.write_text(arguments.read_text() + "def _add_flash_recovery_args(parser): ...\n")
+    assert found(tmp_path)["megatron flag"].found == "patches/megatron/0001 is applied"
+
+
+def test_nothing_is_there(tmp_path: Path) -> None:
+    findings = found(tmp_path)
+    assert findings["megatron-core"].found == (version_of("megatron-core") or "not installed")
+    assert findings["megatron hooks"].found == "no Megatron-LM on PYTHONPATH"
+    assert "megatron flag" not in findings
+
+
+@pytest.mark.parametrize(("value", "level"), [("1", Level.WARN), ("0", Level.OK)])
+def test_stand_ins(value: str, level: Level, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(cpu.VARIABLE, value)
+    finding = found(tmp_path)["megatron stand-ins"]
+    assert finding.level is level and cpu.VARIABLE in finding.found + finding.meaning
+
+
+def test_it_is_a_part_of_the_doctor() -> None:
+    assert {"megatron-core", "megatron stand-ins", "megatron hooks"} <= {f.check for f in adapters()}
+
+
+def test_it_imports_nothing_of_megatron() -> None:
+    """Also where the stand-ins, which change torch and megatron, are asked for."""
+    script = (
+        "import os, sys; os.environ['FR_MEGATRON_CPU'] = '1'\n"
+        "from flashrecovery.cli.adapter_checks import adapters\n"
+        "adapters()\n"
+        "import torch\n"
+        "assert not [m for m in sys.modules if m.partition('.')[0] == 'megatron'], sys.modules\n"
+        "assert 'fr_megatron' in sys.modules and not torch.cuda.is_initialized()\n"
+        "assert torch.cuda.Stream.__module__ == 'torch.cuda.streams', torch.cuda.Stream\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=150)

@@ -21,30 +21,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from flashrecovery.torch_native import faults
 from flashrecovery.torch_native.base import TorchAdapter
-from flashrecovery.torch_native.placement import replicated
-from flashrecovery.torch_native.shards import ParamRecord, ParamShard, constant, owners_of
-from flashrecovery.worker.adapter import Shard
-from fr_megatron.buckets import reset_buckets
-from fr_megatron.optimizers import (
-    Names,
-    inner_optimizers,
-    is_distributed,
-    pairs,
-    record,
-    scalers,
-    torch_optimizers,
-    weights,
-)
+from flashrecovery.torch_native.shards import ParamRecord, ParamShard, owners_of
+from flashrecovery.worker.adapter import CheckpointFormat, Shard
+from fr_megatron.buckets import forget_answers
+from fr_megatron.checkpoint import MegatronCheckpoint
+from fr_megatron.optimizers import inner_optimizers, pairs, scalers, torch_optimizers
 from fr_megatron.random import capture_tracker, restore_tracker
+from fr_megatron.wrappers import wrapper_of
 
 
 class MegatronAdapter(TorchAdapter):
     """Protects the model chunks of this rank (several with a virtual pipeline) and their optimizer.
 
     Args:
-        chunks: each in ``megatron.core.distributed.DistributedDataParallel``.
+        chunks: each in a wrapper of ``megatron.core.distributed`` (see :mod:`.wrappers`).
         optimizer: of ``get_megatron_optimizer``.
         scheduler: an ``OptimizerParamScheduler``, or None.
     """
@@ -56,7 +47,7 @@ class MegatronAdapter(TorchAdapter):
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._inner = inner_optimizers(optimizer)
-        self._names = Names(chunks)
+        self._wrapper = wrapper_of(self._chunks)
         self._all_shards: list[Shard] | None = None
         super().__init__(nn.ModuleList(chunks), torch_optimizers(optimizer))
 
@@ -66,22 +57,13 @@ class MegatronAdapter(TorchAdapter):
         return self._chunks
 
     def _find_parameters(self) -> tuple[ParamRecord, ...]:
-        return tuple(record(pair, self._names) for inner in self._inner for pair in pairs(inner))
+        return tuple(self._wrapper.stepped(pair) for inner in self._inner for pair in pairs(inner))
 
     def shards(self) -> Sequence[Shard]:
         if self._all_shards is None:
             stepped = [ParamShard(r, owners_of(r.get(), self.optimizers)) for r in self._records]
-            self._all_shards = [*stepped, *weights(self._chunks), *self._frozen()]
+            self._all_shards = [*stepped, *self._wrapper.weights(), *self._wrapper.frozen()]
         return self._all_shards
-
-    def _frozen(self) -> list[Shard]:
-        """Parameters that no optimizer trains. A replacement's script need not initialise them as the first launch."""
-        return [
-            ParamShard(ParamRecord(fqn, *replicated(fqn, where.replicas), constant(p)), {})
-            for p in self.root.parameters()
-            if not p.requires_grad
-            for fqn, where in [self._names[p]]
-        ]
 
     # -- moments of a step ------------------------------------------------------------------------
 
@@ -93,7 +75,8 @@ class MegatronAdapter(TorchAdapter):
     def _reset_framework(self) -> None:
         from megatron.core import parallel_state
 
-        reset_buckets(self._chunks, self._inner)
+        self._wrapper.reset(self._inner)
+        forget_answers(self._optimizer)
         if parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None:
             parallel_state.set_virtual_pipeline_model_parallel_rank(0)
 
@@ -103,6 +86,7 @@ class MegatronAdapter(TorchAdapter):
     def capture_common(self) -> dict[str, Any]:
         return {
             **super().capture_common(),
+            "wrapper": self._wrapper.flags(),
             "scalers": {i: scaler.state_dict() for i, scaler in scalers(self._optimizer).items()},
             # Not its load_state_dict(), which steps: the groups' learning rates are restored as they were.
             "scheduler": None if self._scheduler is None else self._scheduler.num_steps,
@@ -110,6 +94,7 @@ class MegatronAdapter(TorchAdapter):
 
     def restore_common(self, state: dict[str, Any]) -> None:
         super().restore_common(state)
+        self._wrapper.set_flags(state["wrapper"])
         for i, scaler in scalers(self._optimizer).items():
             scaler.load_state_dict(state["scalers"][i])
         if self._scheduler is not None:
@@ -126,10 +111,16 @@ class MegatronAdapter(TorchAdapter):
         super().restore_rank(state)
         restore_tracker(state["rng_tracker"])
 
+    def checkpoint_format(self) -> CheckpointFormat | None:
+        if not MegatronCheckpoint.fits(self._chunks):
+            return None
+        return MegatronCheckpoint(self._chunks, self._optimizer, self._scheduler)
+
     # -- fault injection --------------------------------------------------------------------------
 
     def fault_points(self) -> Mapping[str, Callable[[Callable[[], None]], None]]:
         points = dict(super().fault_points())
-        if any(is_distributed(inner) for inner in self._inner):
-            points["param-gather"] = lambda callback: faults.before_gather_operation(self.optimizers[0], callback)
+        gathering = self._wrapper.gathering(self._inner, self.optimizers[0])
+        if gathering is not None:
+            points["param-gather"] = gathering
         return points

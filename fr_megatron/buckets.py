@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from fr_megatron.optimizers import members
+
 
 def bucket_groups(chunks: Sequence[Any], inner_optimizers: Sequence[Any]) -> Iterator[Any]:
     """All of them; the distributed optimizer has a second set over the same buffers."""
@@ -33,3 +35,9 @@ def reset_buckets(chunks: Sequence[Any], inner_optimizers: Sequence[Any]) -> Non
             parameter.grad_added_to_main_grad = False
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             buffer.grad_data.zero_()
+
+
+def forget_answers(optimizer: Any) -> None:
+    """Of reductions that core 0.20 makes once, in the first step. A replacement makes them again, so all have to."""
+    for each in (optimizer, *members(optimizer)):
+        vars(each).pop("_has_grad_norm_group_cache", None)

@@ -4,6 +4,7 @@
 ``FP32Optimizer``                          the parameter itself
 ``Float16OptimizerWithFloat16Params``      an fp32 copy of the whole parameter (or itself, if it is fp32)
 ``DistributedOptimizer``                   this rank's part of an fp32 copy; of an fp32 parameter, of itself
+the same, around Megatron-FSDP             the parameter itself, which is this rank's part
 =========================================  ===============================================================
 """
 
@@ -23,9 +24,15 @@ from fr_megatron.layout import Place, is_expert, place
 Pair = tuple[torch.nn.Parameter, torch.nn.Parameter]
 
 
+def members(optimizer: Any) -> Sequence[Any]:
+    """Megatron's optimizers below a ChainedOptimizer. With Megatron-FSDP, one need not be chained."""
+    found: Sequence[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
+    return found
+
+
 def inner_optimizers(optimizer: Any) -> list[Any]:
-    """Megatron's optimizers below a ChainedOptimizer that step on anything (a rank without parameters has stubs)."""
-    return [o for o in optimizer.chained_optimizers if not o.is_stub_optimizer]
+    """The :func:`members` that step on anything (a rank without parameters has stubs)."""
+    return [o for o in members(optimizer) if not o.is_stub_optimizer]
 
 
 def torch_optimizers(optimizer: Any) -> list[Optimizer]:
@@ -103,5 +110,5 @@ def _group(where: Place) -> list[str]:
 
 def scalers(optimizer: Any) -> Mapping[str, Any]:
     """The loss scalers by the number of their optimizer; none for bf16 and fp32."""
-    found = {str(i): getattr(o, "grad_scaler", None) for i, o in enumerate(optimizer.chained_optimizers)}
+    found = {str(i): getattr(o, "grad_scaler", None) for i, o in enumerate(members(optimizer))}
     return {i: scaler for i, scaler in found.items() if scaler is not None}

@@ -6,18 +6,39 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.versions import in_range, range_text
+from flashrecovery.versions import Bound, in_range, range_text
+from fr_megatron.megatron_fsdp import STRATEGIES
+from fr_megatron.optimizers import members
 
-LOW, HIGH = (0, 16), (0, 17)
-"""Every private name of megatron-core that this package uses has been looked up in these."""
+CORE_0_16, CORE_0_20 = (0, 16), (0, 20)
+"""Releases that differ in what this package touches; the tables of :mod:`fr_megatron.lm.hooks` name them."""
+
+SUPPORTED = {CORE_0_16: (0, 17), CORE_0_20: (0, 21)}
+"""Each up to, not including, what follows: in these, every private name that this package uses has been looked up."""
 
 
 def check_version(version: str) -> None:
     """Raises UnsupportedError if this package was not tested with megatron-core ``version``."""
-    if not in_range(version, LOW, HIGH):
-        raise UnsupportedError(
-            f"megatron-core {version} is not supported; flash-recovery was tested with {range_text(LOW, HIGH)}"
-        )
+    release_of(version)
+
+
+def release_of(version: str) -> Bound:
+    """:data:`CORE_0_16` or :data:`CORE_0_20`.
+
+    Raises:
+        UnsupportedError: this package was not tested with megatron-core ``version``.
+    """
+    for low, high in SUPPORTED.items():
+        if in_range(version, low, high):
+            return low
+    raise UnsupportedError(
+        f"megatron-core {version} is not supported; flash-recovery was tested with {supported_text()}"
+    )
+
+
+def supported_text() -> str:
+    """The ranges, as pip writes them."""
+    return " or ".join(range_text(low, high) for low, high in SUPPORTED.items())
 
 
 def check(chunks: Sequence[Any], optimizer: Any) -> None:
@@ -28,23 +49,60 @@ def check(chunks: Sequence[Any], optimizer: Any) -> None:
 
 
 def _unsupported(chunks: Sequence[Any], optimizer: Any) -> Iterator[str]:
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.optimizer.optimizer import ChainedOptimizer
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        FullyShardedDataParallel,
+        TorchFullyShardedDataParallel,
+    )
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
 
     for chunk in chunks:
-        if type(chunk) is not DistributedDataParallel:
-            yield f"a model chunk of type {type(chunk).__name__}; allowed: Megatron's DistributedDataParallel"
+        kind = type(chunk)
+        if kind not in (DistributedDataParallel, FullyShardedDataParallel, TorchFullyShardedDataParallel):
+            yield f"a model chunk of type {kind.__name__}; allowed: the wrappers of megatron.core.distributed"
             continue
+        if kind is not DistributedDataParallel:
+            yield from _unsupported_sharding(kind.__name__)
+        if kind is FullyShardedDataParallel:
+            yield from _unsupported_megatron_fsdp(chunk.ddp_config)
         for name in ("reuse_grad_buf_for_mxfp8_param_ag", "fp8_param_gather"):
             if getattr(chunk.ddp_config, name, False):
                 yield f"{name}"
         if getattr(chunk, "overlap_param_gather_with_optimizer_step", False):
             yield "overlap_param_gather_with_optimizer_step"
-    if not isinstance(optimizer, ChainedOptimizer):
+    if not isinstance(optimizer, MegatronOptimizer):
         yield f"the optimizer {type(optimizer).__name__}; make it with megatron.core.optimizer.get_megatron_optimizer"
         return
-    for inner in optimizer.chained_optimizers:
+    for inner in members(optimizer):
         yield from _unsupported_optimizer(inner)
+
+
+def _unsupported_sharding(wrapper: str) -> Iterator[str]:
+    """Sharded parameters have not been tried together with these."""
+    import megatron.core
+    from megatron.core import parallel_state as state
+
+    if release_of(megatron.core.__version__) != CORE_0_16:
+        yield f"{wrapper} of megatron-core {megatron.core.__version__}"
+    sizes = {
+        "tensor": state.get_tensor_model_parallel_world_size(),
+        "pipeline": state.get_pipeline_model_parallel_world_size(),
+        "context": state.get_context_parallel_world_size(),
+        "expert": state.get_expert_model_parallel_world_size(),
+    }
+    for kind, size in sizes.items():
+        if size > 1:
+            yield f"{wrapper} with {kind} parallelism"
+
+
+def _unsupported_megatron_fsdp(config: Any) -> Iterator[str]:
+    if config.data_parallel_sharding_strategy not in STRATEGIES:
+        yield f"data_parallel_sharding_strategy={config.data_parallel_sharding_strategy!r}"
+    if config.num_distributed_optimizer_instances > 1:
+        yield "num_distributed_optimizer_instances > 1 with Megatron-FSDP (HSDP)"
+    for name in ("nccl_ub", "fsdp_double_buffer"):
+        if getattr(config, name, False):
+            yield name
 
 
 def _unsupported_optimizer(inner: Any) -> Iterator[str]:

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+from flashrecovery.config import PHASES
 from tests.jobs import SMALL, Job, Layout, References, RunningJob
 
 STEPS = 20
 TIMEOUT_S = 400
 ENVIRONMENT = {"FR_MEGATRON_CPU": "1", "PYTHONWARNINGS": "ignore"}
 CONFIG = {"timeouts": {"stopped_s": 0.3}}
+GATHERING = {"--use-distributed-optimizer", "--use-torch-fsdp2", "--use-megatron-fsdp"}
+"""Flags with which parameters are all-gathered."""
 
 
 def gpt(name: str, *flags: str, nproc: int = 4) -> Layout:
@@ -27,6 +30,7 @@ VPP = (*PP, "--num-virtual-stages-per-pipeline-rank", "2", "--layers", "4")
 DISTRIBUTED = ("--use-distributed-optimizer",)
 OVERLAPS = (*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "5000")
 EXPERTS = ("--num-experts", "4", "--expert-model-parallel-size", "2")
+SHARDING = ("--use-megatron-fsdp", "--data-parallel-sharding-strategy")
 
 DP2 = gpt("dp2", nproc=2)
 DP2_FP16 = gpt("dp2-fp16", "--fp16", nproc=2)
@@ -43,6 +47,17 @@ EP2_DP2_ALLTOALL = gpt("ep2-dp2-alltoall", *EXPERTS, "--moe-token-dispatcher-typ
 CP2_DP2 = gpt("cp2-dp2", "--context-parallel-size", "2", *DISTRIBUTED)
 DP2_OVERLAPS = gpt("dp2-overlaps", *OVERLAPS, nproc=2)
 TP2_DP2_OVERLAPS = gpt("tp2-dp2-overlaps", *TP, *OVERLAPS, "--bf16")
+FSDP2 = gpt("fsdp2", "--use-torch-fsdp2", nproc=2)
+FSDP2_DP4 = gpt("fsdp2-dp4", "--use-torch-fsdp2", "--bf16")
+MEGATRON_FSDP = gpt("megatron-fsdp", "--use-megatron-fsdp", "--bf16", nproc=2)
+MEGATRON_FSDP_DP4 = gpt("megatron-fsdp-dp4", "--use-megatron-fsdp")
+MEGATRON_FSDP_GRADS = gpt("megatron-fsdp-grads", *SHARDING, "optim_grads", "--bf16", nproc=2)
+MEGATRON_FSDP_OPTIM = gpt("megatron-fsdp-optim", *SHARDING, "optim", "--overlap-grad-reduce", nproc=2)
+
+
+def phases(layout: Layout) -> list[str]:
+    """Those that a step of the layout has."""
+    return [p for p in PHASES if p != "param-gather" or not GATHERING.isdisjoint(layout.flags)]
 
 
 def start(

@@ -12,6 +12,8 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
+    FullyShardedDataParallel,
+    TorchFullyShardedDataParallel,
     finalize_model_grads,
 )
 from megatron.core.enums import ModelType
@@ -44,6 +46,15 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     layout.add_argument("--overlap-grad-reduce", action="store_true")
     layout.add_argument("--overlap-param-gather", action="store_true")
     layout.add_argument("--ddp-bucket-size", type=int, metavar="ELEMENTS")
+    sharded = layout.add_mutually_exclusive_group()
+    sharded.add_argument("--use-torch-fsdp2", action="store_true")
+    sharded.add_argument("--use-megatron-fsdp", action="store_true")
+    layout.add_argument(
+        "--data-parallel-sharding-strategy",
+        choices=("optim", "optim_grads", "optim_grads_params"),
+        default="optim_grads_params",
+        help="with --use-megatron-fsdp",
+    )
     precision = layout.add_mutually_exclusive_group()
     precision.add_argument("--bf16", action="store_true")
     precision.add_argument("--fp16", action="store_true")
@@ -98,6 +109,7 @@ def model_config(args: argparse.Namespace) -> TransformerConfig:
         autocast_dtype=dtype(args),
         bf16=args.bf16,
         fp16=args.fp16,
+        transformer_impl="local",
         use_cpu_initialization=not cuda,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
@@ -112,7 +124,7 @@ def model_config(args: argparse.Namespace) -> TransformerConfig:
     )
 
 
-def build_chunks(args: argparse.Namespace, config: TransformerConfig) -> list[DistributedDataParallel]:
+def build_chunks(args: argparse.Namespace, config: TransformerConfig) -> list[Any]:
     """This rank's part of the model: one chunk, or one for each virtual pipeline stage."""
     seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()  # as Megatron-LM
     random.seed(seed)
@@ -125,16 +137,30 @@ def build_chunks(args: argparse.Namespace, config: TransformerConfig) -> list[Di
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=args.overlap_grad_reduce,
         overlap_param_gather=args.overlap_param_gather,
-        use_distributed_optimizer=args.use_distributed_optimizer,
+        use_distributed_optimizer=_use_distributed_optimizer(args),
         num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
         bucket_size=args.ddp_bucket_size,
         check_for_nan_in_grad=False,
+        use_megatron_fsdp=args.use_megatron_fsdp,
+        data_parallel_sharding_strategy=args.data_parallel_sharding_strategy if args.use_megatron_fsdp else "no_shard",
     )
-    chunks = [DistributedDataParallel(config, ddp, model, disable_bucketing=i > 0) for i, model in enumerate(models)]
-    config.finalize_model_grads_func = finalize_model_grads
+    wrapper = _wrapper(args)
+    chunks = [wrapper(config, ddp, model, disable_bucketing=i > 0) for i, model in enumerate(models)]
+    # torch's FSDP2 reduces in the backward pass; megatron-core 0.16 cannot finalize its chunks ("force_all_reduce").
+    config.finalize_model_grads_func = None if args.use_torch_fsdp2 else finalize_model_grads
     if args.overlap_grad_reduce:
         config.no_sync_func = [chunk.no_sync for chunk in chunks] if stages else chunks[0].no_sync
     return chunks
+
+
+def _use_distributed_optimizer(args: argparse.Namespace) -> bool:
+    return bool(args.use_distributed_optimizer or args.use_megatron_fsdp)  # Megatron-FSDP has no other
+
+
+def _wrapper(args: argparse.Namespace) -> Any:
+    if args.use_torch_fsdp2:
+        return TorchFullyShardedDataParallel
+    return FullyShardedDataParallel if args.use_megatron_fsdp else DistributedDataParallel
 
 
 def _model(args: argparse.Namespace, config: TransformerConfig, virtual_stage: int | None) -> torch.nn.Module:
@@ -159,7 +185,7 @@ def _model(args: argparse.Namespace, config: TransformerConfig, virtual_stage: i
 
 
 def build_optimizer(
-    args: argparse.Namespace, config: TransformerConfig, chunks: list[DistributedDataParallel]
+    args: argparse.Namespace, config: TransformerConfig, chunks: list[Any]
 ) -> tuple[Any, OptimizerParamScheduler]:
     """Adam with clipping, a warm-up over the first tenth of the steps, then a cosine."""
     settings = OptimizerConfig(
@@ -174,7 +200,7 @@ def build_optimizer(
         initial_loss_scale=2.0**16,
         loss_scale_window=3,
         hysteresis=1,
-        use_distributed_optimizer=args.use_distributed_optimizer,
+        use_distributed_optimizer=_use_distributed_optimizer(args),
         overlap_param_gather=args.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(settings, chunks)

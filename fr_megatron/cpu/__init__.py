@@ -7,9 +7,11 @@ importing :mod:`fr_megatron` (before megatron) makes these changes, in this proc
 :mod:`.constants` string constants of megatron's compiled code: ``"cuda"`` becomes ``"cpu"``
 :mod:`.device`    ``torch.cuda``: streams and events that do nothing, memory sizes of zero, one "device", whose random
                   generator is the host's; ``.cuda()`` and pinned memory change nothing
-:mod:`.lm`        Megatron-LM: its assertion that there is CUDA, its compilers
+:mod:`.lm`        Megatron-LM: its assertion that there is CUDA, its compilers, a name of Python 3.12; it refuses to
+                  begin without ``--use-cpu-initialization``
 :mod:`.fallbacks` what megatron-core has only with Transformer Engine or a GPU: a norm under sequence parallelism,
-                  attention under context parallelism, names that are bound only with Transformer Engine
+                  attention under context parallelism, names that are bound only with Transformer Engine, NCCL's
+                  division while it sums (Megatron-FSDP)
 ================  ===================================================================================================
 
 What this cannot show: host and device streams are one, so nothing is asynchronous to the host; and all random numbers
@@ -22,6 +24,8 @@ import os
 import sys
 
 VARIABLE = "FR_MEGATRON_CPU"
+PARTS = ("constants", "device", "fallbacks", "lm")
+"""What is installed, as ``flashrecovery doctor`` lists it."""
 
 
 def wanted() -> bool:

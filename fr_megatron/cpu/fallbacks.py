@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -14,6 +15,7 @@ def install() -> None:
     _experts()
     _norm()
     _attention()
+    _gradient_division()
 
 
 def _random_streams() -> None:
@@ -90,6 +92,22 @@ def _attention() -> None:
             return super().forward(query, key, value, attention_mask, **kwargs)
 
     backends.LocalSpecProvider.core_attention = lambda self: GatheringAttention
+
+
+def _gradient_division() -> None:
+    """Megatron-FSDP (``param_and_grad_buffer.py``) lets NCCL divide while it sums; gloo only sums. The gradients are
+    divided before, which is what ``gradient_reduce_div_fusion=False`` asks for."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as module
+
+    patched: Any = module
+    original = patched.gradient_reduce_preprocessing
+
+    def divided_before(grad_data: torch.Tensor, scaling_factor: float | None, ddp_config: Any) -> Any:
+        unfused = copy.copy(ddp_config)
+        unfused.gradient_reduce_div_fusion = False
+        return original(grad_data, scaling_factor, unfused)
+
+    patched.gradient_reduce_preprocessing = divided_before
 
 
 def _positions(rank: int, ranks: int, half: int) -> torch.Tensor:

@@ -6,17 +6,25 @@ import functools
 import importlib.metadata
 import importlib.util
 import sys
+import typing
 from types import ModuleType
 from typing import Any
 
+from typing_extensions import override
+
+from flashrecovery.errors import ConfigError
 from flashrecovery.worker.hooks import Hook, ImportHooks
+from fr_megatron.cpu import VARIABLE
 
 _HELPERS = "megatron.core.datasets.helpers_cpp"
 
 
 def install() -> None:
     """Change the modules concerned as soon as they are imported, if they ever are."""
+    if not hasattr(typing, "override"):
+        typing.override = override  # type: ignore[attr-defined,unused-ignore] # 0.20 is written for Python 3.12
     hooks: dict[str, Hook] = {
+        "megatron.training.arguments": _arguments,
         "megatron.training.initialize": _initialize,
         "megatron.legacy.fused_kernels": _fused_kernels,
         "megatron.core.datasets.utils": _dataset_helpers,
@@ -24,6 +32,21 @@ def install() -> None:
     for name in [n for n in hooks if n in sys.modules]:
         hooks.pop(name)(sys.modules[name])
     sys.meta_path.insert(0, ImportHooks(hooks))
+
+
+def _arguments(module: ModuleType) -> None:
+    """Of the flags that a CPU needs, one would not be missed: without it, weights come from the device's generator,
+    which is the host's here, and are others than on a GPU."""
+    patched: Any = module
+    original = patched.validate_args
+
+    @functools.wraps(original)
+    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        if not args.use_cpu_initialization:
+            raise ConfigError(f"{VARIABLE}=1, which stands in for a GPU, needs the flag --use-cpu-initialization")
+        return original(args, *rest, **kwargs)
+
+    patched.validate_args = validate_args
 
 
 def _initialize(module: ModuleType) -> None:

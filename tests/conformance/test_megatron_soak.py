@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from flashrecovery.config import PHASES
 from tests import megatron as mg
 from tests.jobs import Layout
 from tests.soak import kills, soak
@@ -25,5 +24,4 @@ pytest.importorskip("megatron.core")
     ("layout", "number"), [(mg.TP2_DP2, 200), (mg.TP2_DP2_OVERLAPS, 30)], ids=["tp2-dp2", "tp2-dp2-overlaps"]
 )
 def test_soak(layout: Layout, number: int, tmp_path: Path) -> None:
-    phases = [p for p in PHASES if p != "param-gather" or layout is not mg.TP2_DP2]
-    soak(layout, kills(number), phases, tmp_path, mg.ENVIRONMENT)
+    soak(layout, kills(number), mg.phases(layout), tmp_path, mg.ENVIRONMENT)

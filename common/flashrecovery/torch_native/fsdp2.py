@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from flashrecovery.errors import RestoreError, UnsupportedError
+from flashrecovery.errors import UnsupportedError
 from flashrecovery.torch_native import faults, fsdp2_state
 from flashrecovery.torch_native.base import TorchAdapter
 from flashrecovery.torch_native.placement import mesh_spans_world, placed_on_mesh, unsynchronised
@@ -30,11 +30,7 @@ class FSDP2Adapter(TorchAdapter):
         if not isinstance(model, FSDPModule):
             raise UnsupportedError("FSDP2: the root module has not been given to fully_shard")
         self.fsdp: FSDPModule = model
-        for group in fsdp2_state.groups(model):
-            if group._all_reduce_hook is not None:
-                raise UnsupportedError(
-                    "FSDP2 with set_all_reduce_hook is not supported: recovery cannot see its groups"
-                )
+        fsdp2_state.check(model)
         fsdp2_state.initialise(model)
         super().__init__(model, optimizers)
 
@@ -69,15 +65,10 @@ class FSDP2Adapter(TorchAdapter):
 
     def restore_common(self, state: dict[str, Any]) -> None:
         super().restore_common(state)
-        flags = state["fsdp"]
-        if len(flags["groups"]) != sum(1 for _ in fsdp2_state.groups(self.fsdp)):
-            raise RestoreError("fully_shard was applied to other modules than in the failed process")
-        fsdp2_state.restore_flags(self.fsdp, flags)
+        fsdp2_state.restore_flags(self.fsdp, state["fsdp"])
 
     def fault_points(self) -> Mapping[str, Callable[[Callable[[], None]], None]]:
-        modules = [m for m in self.root.modules() if isinstance(m, FSDPModule)]
-        middle = modules[len(modules) // 2]
-        assert isinstance(middle, nn.Module)
+        middle = fsdp2_state.middle_unit(self.fsdp)
         return {
             **super().fault_points(),
             "param-gather": lambda callback: faults.before_gather(middle, callback),

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from flashrecovery.errors import RestoreError, UnsupportedError
+
 
 def states(root: FSDPModule) -> list[Any]:
     """Every FSDPState below ``root``, each once, in module order."""
@@ -22,6 +24,22 @@ def states(root: FSDPModule) -> list[Any]:
             state = module._get_fsdp_state()
             found.setdefault(id(state), state)
     return list(found.values())
+
+
+def check(root: FSDPModule) -> None:
+    """Raises UnsupportedError, by name, for what recovery cannot undo."""
+    for group in groups(root):
+        if group._all_reduce_hook is not None:
+            raise UnsupportedError("FSDP2 with set_all_reduce_hook is not supported: recovery cannot see its groups")
+
+
+def middle_unit(root: FSDPModule) -> nn.Module:
+    """A module given to ``fully_shard`` about half-way through ``root``."""
+    assert isinstance(root, nn.Module)
+    units = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    middle = units[len(units) // 2]
+    assert isinstance(middle, nn.Module)
+    return middle
 
 
 def groups(root: FSDPModule) -> Iterator[Any]:
@@ -91,6 +109,9 @@ def capture_flags(root: FSDPModule) -> dict[str, Any]:
 
 
 def restore_flags(root: FSDPModule, flags: dict[str, Any]) -> None:
+    """Raises RestoreError if ``flags`` are those of another model."""
+    if len(flags["groups"]) != sum(1 for _ in groups(root)):
+        raise RestoreError("fully_shard was applied to other modules than in the failed process")
     for state in states(root):
         state._state_ctx.is_last_backward = flags["last_backward"]
     for group, values in zip(groups(root), flags["groups"], strict=True):

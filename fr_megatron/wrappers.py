@@ -1,0 +1,132 @@
+"""What the class around the model chunks decides: who has which piece of a parameter, what an interrupted step leaves.
+
+==================================  ================================================================================
+``DistributedDataParallel``         :class:`Buckets`: whole parameters on every data-parallel rank
+``TorchFullyShardedDataParallel``   :mod:`.torch_fsdp2`: rows of every parameter
+``FullyShardedDataParallel``        :mod:`.megatron_fsdp`: ranges of flat buffers
+==================================  ================================================================================
+
+The last two are :class:`OnMesh`: their parameters are DTensors, and the placements say who has what.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from flashrecovery.torch_native import faults
+from flashrecovery.torch_native.placement import placed_on_mesh, replicated
+from flashrecovery.torch_native.shards import ParamRecord, ParamShard, constant
+from flashrecovery.worker.adapter import Shard
+from fr_megatron.buckets import reset_buckets
+from fr_megatron.optimizers import Names, Pair, is_distributed, record, weights
+
+FaultPoint = Callable[[Callable[[], None]], None]
+
+
+class Wrapper(ABC):
+    """Of all model chunks of this rank; they are wrapped alike."""
+
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        self.chunks = chunks
+        self._parameters = list(nn.ModuleList(chunks).parameters())  # now: Megatron-FSDP shows others during a step
+
+    @abstractmethod
+    def stepped(self, pair: Pair) -> ParamRecord:
+        """What an optimizer steps on for a parameter, with its name and holders."""
+
+    @abstractmethod
+    def kept(self, parameter: nn.Parameter) -> ParamRecord:
+        """A parameter of the chunks itself."""
+
+    def weights(self) -> Iterator[Shard]:
+        """What else is state: not stepped on, and not made from it without communication."""
+        return iter(())
+
+    def frozen(self) -> Iterator[Shard]:
+        """Parameters that no optimizer trains. A replacement's script need not initialise them as the first launch."""
+        for parameter in self._parameters:
+            if not parameter.requires_grad:
+                yield ParamShard(self.kept(parameter), {})
+
+    @abstractmethod
+    def reset(self, inner: Sequence[Any]) -> None:
+        """Back to the state between two steps. ``inner``: Megatron's optimizers. No communication."""
+
+    def flags(self) -> Any:
+        """What a script may have switched, equal on all ranks."""
+        return None
+
+    def set_flags(self, flags: Any) -> None:  # noqa: B027 - optional
+        """Adopt what :meth:`flags` returned on some rank."""
+
+    @abstractmethod
+    def gathering(self, inner: Sequence[Any], optimizer: Optimizer) -> FaultPoint | None:
+        """Where fault injection strikes at the all-gather of the parameters; None if there is none."""
+
+
+class Buckets(Wrapper):
+    """``DistributedDataParallel``, with and without the distributed optimizer."""
+
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        super().__init__(chunks)
+        self._names = Names(chunks)
+
+    def stepped(self, pair: Pair) -> ParamRecord:
+        return record(pair, self._names)
+
+    def kept(self, parameter: nn.Parameter) -> ParamRecord:
+        fqn, where = self._names[parameter]
+        return ParamRecord(fqn, *replicated(fqn, where.replicas), constant(parameter))
+
+    def weights(self) -> Iterator[Shard]:
+        return weights(self.chunks)
+
+    def reset(self, inner: Sequence[Any]) -> None:
+        reset_buckets(self.chunks, inner)
+
+    def gathering(self, inner: Sequence[Any], optimizer: Optimizer) -> FaultPoint | None:
+        if not any(is_distributed(each) for each in inner):
+            return None
+        return lambda callback: faults.before_gather_operation(optimizer, callback)
+
+
+class OnMesh(Wrapper):
+    """Every parameter is cut over the data-parallel ranks, and so is what is stepped on for it, in the same way."""
+
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        super().__init__(chunks)
+        self._names = {
+            id(parameter): f"{index}.{name}"
+            for index, chunk in enumerate(chunks)
+            for name, parameter in chunk.named_parameters()
+        }
+
+    def stepped(self, pair: Pair) -> ParamRecord:
+        parameter, stepped = pair
+        assert isinstance(parameter, DTensor)
+        fqn = self._names[id(parameter)]
+        name, holders = placed_on_mesh(fqn, parameter.device_mesh, parameter.placements)
+        return ParamRecord(fqn, name, holders, constant(stepped))
+
+    def kept(self, parameter: nn.Parameter) -> ParamRecord:
+        return self.stepped((parameter, parameter))
+
+
+def wrapper_of(chunks: Sequence[Any]) -> Wrapper:
+    """For chunks that :func:`fr_megatron.support.check` allows."""
+    from megatron.core.distributed import FullyShardedDataParallel, TorchFullyShardedDataParallel
+
+    from fr_megatron.megatron_fsdp import MegatronFSDP
+    from fr_megatron.torch_fsdp2 import TorchFSDP2
+
+    if isinstance(chunks[0], TorchFullyShardedDataParallel):
+        return TorchFSDP2(chunks)
+    if type(chunks[0]) is FullyShardedDataParallel:  # in core 0.20, a function that makes other classes
+        return MegatronFSDP(chunks)
+    return Buckets(chunks)

@@ -14,7 +14,15 @@ import pytest
 import torch
 
 from flashrecovery.errors import ConfigError, RestoreError
-from flashrecovery.redundancy.checkpoint import CheckpointFallback, Published, load, newest, writer_of
+from flashrecovery.redundancy.checkpoint import (
+    CheckpointFallback,
+    Published,
+    load,
+    newest,
+    other_layout,
+    writer_of,
+)
+from flashrecovery.redundancy.dcp import read_whole, write_part
 from flashrecovery.worker.adapter import CheckpointFormat
 from tests.integration.test_neighbour import Owned, capsule_of, shards_of
 from tests.ranks import die, results, run_ranks
@@ -261,3 +269,50 @@ def test_a_frameworks_own_format_takes_the_place_of_the_tensors(tmp_path: Path) 
         load(found[1], mine, rank=0, world=WORLD, form=Plain(mine, 0, damage=1.0))
     with pytest.raises(RestoreError, match="format 'plain'"):
         load(found[1], mine, rank=0, world=WORLD)
+
+
+class Divided(Plain):
+    """Each rank's file, as DCP, which ranks of any layout can read."""
+
+    name = "divided"
+
+    def __init__(self, mine: list[Owned], rank: int, world: int) -> None:
+        super().__init__(mine, rank)
+        self.world = world
+        self.loaded: list[torch.Tensor] = []
+
+    def layout(self) -> str:
+        return f"ranks={self.world}"
+
+    def capture(
+        self, directory: Path, tag: str, copy: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Callable[[Path], None]:
+        tensor = copy(self.mine[0].live["param"])
+        return lambda path: write_part({f"first/{self.rank}": tensor}, path / f"divided-{self.rank}")
+
+    def load(self, directory: Path, tag: str) -> None:
+        self.loaded = list(read_whole([f"first/{r}" for r in range(WORLD)], directory / tag).values())
+
+
+def _save_divided(rank: int, world: int, folder: Path) -> None:
+    mine = shards(rank, world)
+    advance(mine, 4)
+    fallback = CheckpointFallback(folder, rank=rank, world=world, form=Divided(mine, rank, world))
+    fallback.commit(4, mine, capsule=capsule_of(rank, 4), common=COMMON, generation=0)
+    assert fallback.wait(30) and fallback.close(5)
+
+
+def test_ranks_of_another_layout_load_what_the_format_can_give_them(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    results(run_ranks(_save_divided, WORLD, tmp_path, folder, group=False))
+    found = newest(folder)
+    assert found is not None
+    for rank in range(WORLD - 1):
+        form = Divided(shards(rank, WORLD - 1), rank, WORLD - 1)
+        assert other_layout(found[1], form) == f"ranks={WORLD}"
+        state = load(found[1], form.mine, rank=rank, world=WORLD - 1, form=form)
+        assert (state.version, state.capsule, state.common) == (4, None, COMMON)
+        assert [t.tolist() for t in form.loaded] == [shards(r)[0].expected(4)["param"].tolist() for r in range(WORLD)]
+    assert other_layout(found[1], Divided(shards(0), 0, WORLD)) == ""
+    with pytest.raises(RestoreError, match="format 'divided'"):
+        load(found[1], shards(0), rank=0, world=WORLD, form=Plain(shards(0), 0))

@@ -23,6 +23,7 @@ def line_of(event: ev.Event) -> str | None:
         "undo_enabled",
         "checkpoint_failed",
         "digest_mismatch",
+        "other_layout",
     ):
         return f"{event.kind.replace('_', ' ')}: {event.text}"
     return None

@@ -13,7 +13,9 @@ the holders by name), and ``manifest/<r>``: structure, small values and digests 
 capsule, the common state. The directory must be on storage that all ranks share.
 
 A framework's own format (:class:`~flashrecovery.worker.adapter.CheckpointFormat`) takes the place of the tensors; the
-manifests with their digests stay, so that a load is verified like any other.
+manifests with their digests stay, so that a load is verified like any other. It may write DCP checkpoints into further
+subdirectories ``<name>-<rank>``, which become parts of the one. It may be able to load what ranks of another layout
+have written: then model and optimizer, and no rank's own state.
 """
 
 from __future__ import annotations
@@ -33,12 +35,13 @@ import xxhash
 from flashrecovery.errors import ConfigError, FlashRecoveryError, ProtocolError, RestoreError
 from flashrecovery.redundancy.background import Background
 from flashrecovery.redundancy.dcp import join_parts, read_into, read_whole, write_part
+from flashrecovery.redundancy.host import HostCopies, write_durably
 from flashrecovery.worker import codec
 from flashrecovery.worker.adapter import CheckpointFormat, Shard, ShardSpec
 from flashrecovery.worker.digest import encode_spec, shard_digest
 from flashrecovery.worker.transfer import decode_spec
 
-FORMAT = 2
+FORMAT = 3
 _LATEST = "latest"
 _DONE = "done-{}"
 _UNREADABLE = (OSError, RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError)
@@ -59,10 +62,11 @@ class Published:
 
 @dataclass(frozen=True)
 class PlainState:
-    """What a checkpoint has besides shards: this rank's capsule and the common state, as they were given."""
+    """What a checkpoint has besides shards: this rank's capsule and the common state, as they were given. No capsule:
+    the ranks that wrote it had another layout."""
 
     version: int
-    capsule: bytes
+    capsule: bytes | None
     common: bytes
 
 
@@ -180,8 +184,8 @@ class CheckpointFallback:
             prefix = _prefix(name, shared, self._rank)
             digest = shard_digest([tensors[f"{prefix}{key}"] for key in spec.tensors], spec)
             entries[name] = (shared, encode_spec(spec), digest)
-        form = "" if self._form is None else self._form.name
-        manifest = codec.dumps((FORMAT, version, self._world, entries, capsule, common, form))
+        form = ("", "") if self._form is None else (self._form.name, self._form.layout())
+        manifest = codec.dumps((FORMAT, version, self._world, entries, capsule, common, *form))
         pending = self.directory / f".pending-{version}.{generation}"
         part = pending / f"part-{self._rank}"
         try:
@@ -192,7 +196,7 @@ class CheckpointFallback:
                 write(pending)
                 tensors = {}
             write_part({**tensors, _manifest_key(self._rank): _as_tensor(manifest)}, part)
-            _write_durably(pending / _DONE.format(self._rank), b"")
+            write_durably(pending / _DONE.format(self._rank), b"")
             complete = all((pending / _DONE.format(r)).exists() for r in range(self._world))
         except FileNotFoundError:
             return  # a newer checkpoint has been published meanwhile and has swept this one away
@@ -206,13 +210,15 @@ class CheckpointFallback:
             os.close(os.open(pending / "publisher", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         except FileExistsError:
             return False
-        join_parts(pending, [f"part-{r}" for r in range(self._world)])
+        ranks = {str(r) for r in range(self._world)}  # no leftover of a larger world
+        found = sorted(p.parent.name for p in pending.glob("*/.metadata"))
+        join_parts(pending, [name for name in found if name.rpartition("-")[2] in ranks])
         final = self.directory / _name(version)
         if final.exists():  # the same step again after a recovery, or another run's leftover
             replaced = pending.with_name(f"{pending.name}.replaced")
             os.rename(final, replaced)
         os.rename(pending, final)
-        _write_durably(self.directory / _LATEST, final.name.encode())
+        write_durably(self.directory / _LATEST, final.name.encode())
         self._sweep(version)
         return True
 
@@ -250,15 +256,21 @@ def load(
     ``form`` has some.
 
     Raises RestoreError if the checkpoint is not whole, was written by another world, by another model (the
-    shards that differ are named), in another format, or does not have its digests.
+    shards that differ are named), in another format, or does not have its digests. Of what ranks of another layout have
+    written, ``form`` alone decides; there are no digests for it.
     """
     path = Path(path)
-    manifests = _read_manifests(path, sorted({rank, *map(writer_of, shards)}), world)
-    _, version, _, _, capsule, common, written_as = manifests[rank]
-    if written_as != ("" if form is None else form.name):
-        raise RestoreError(
-            f"checkpoint {path} has the format {written_as or 'of the core'!r}, which this job does not use"
-        )
+    if form is not None and other_layout(path, form):
+        (first,) = _read_manifests(path, [0]).values()
+        _check_format(path, first, form)
+        form.load(path.parent, path.name)
+        return PlainState(first[1], None, first[5])
+    found = len(list(path.glob("part-*")))
+    if found and found != world:
+        raise RestoreError(f"checkpoint {path} was written by {found} ranks, this job has {world}")
+    manifests = _read_manifests(path, sorted({rank, *map(writer_of, shards)}))
+    _check_format(path, manifests[rank], form)
+    _, version, _, _, capsule, common, *_ = manifests[rank]
     entries: dict[str, tuple[int, bool, bytes, str]] = {}
     for writer, manifest in manifests.items():
         for name, (shared, spec, digest) in manifest[3].items():
@@ -270,6 +282,17 @@ def load(
     if wrong:
         raise RestoreError(f"checkpoint {path}: {_some(wrong)} do not have the digests they were written with")
     return PlainState(version, capsule, common)
+
+
+def other_layout(path: Path, form: CheckpointFormat) -> str:
+    """In words, the layout of the ranks that wrote a checkpoint, if it is another one than ``form`` has now and can
+    load; else "". The same on all ranks. Raises RestoreError if it cannot be read."""
+    mine = form.layout()
+    if not mine:
+        return ""
+    (first,) = _read_manifests(Path(path), [0]).values()
+    layout: str = first[7]
+    return "" if layout == mine else layout
 
 
 _Live = dict[str, tuple[ShardSpec, list[torch.Tensor]]]
@@ -315,10 +338,15 @@ def _manifest_key(rank: int) -> str:
     return f"manifest/{rank}"
 
 
-def _read_manifests(path: Path, ranks: Sequence[int], world: int) -> dict[int, Any]:
-    found = len(list(path.glob("part-*")))
-    if found and found != world:
-        raise RestoreError(f"checkpoint {path} was written by {found} ranks, this job has {world}")
+def _check_format(path: Path, manifest: Any, form: CheckpointFormat | None) -> None:
+    written_as = manifest[6]
+    if written_as != ("" if form is None else form.name):
+        raise RestoreError(
+            f"checkpoint {path} has the format {written_as or 'of the core'!r}, which this job does not use"
+        )
+
+
+def _read_manifests(path: Path, ranks: Sequence[int]) -> dict[int, Any]:
     try:
         raw = read_whole([_manifest_key(r) for r in ranks], path)
         manifests = {r: codec.loads(raw[_manifest_key(r)].numpy().tobytes()) for r in ranks}
@@ -357,36 +385,6 @@ def _version_of(name: str) -> int | None:
 
 def _published(directory: Path) -> list[int]:
     return [v for p in directory.glob("step-*") if (v := _version_of(p.name)) is not None and p.is_dir()]
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    """Atomically: the file is either absent (or old) or whole, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "wb") as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
-    os.rename(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-class HostCopies:
-    """Copies tensors to host memory, the same tensor only once."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[Any, ...], torch.Tensor] = {}
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.detach()
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() == 0 or key not in self._made:
-            on_host = tensor.device.type == "cpu"
-            self._made[key] = tensor.clone(memory_format=torch.contiguous_format) if on_host else tensor.cpu()
-        return self._made[key]
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:

@@ -10,31 +10,40 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 
-def write_part(tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
-    """One rank's tensors as a DCP checkpoint in ``directory``, durable when this returns."""
+def write_part(tensors: Mapping[str, Any], directory: Path, planner: Any = None) -> None:
+    """One rank's tensors as a DCP checkpoint in ``directory``, durable when this returns. ``planner``: DCP's, for
+    tensors of which this rank has pieces."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
     writer = FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
     with _own_errors():
-        save(dict(tensors), storage_writer=writer, no_dist=True)
+        save(dict(tensors), storage_writer=writer, planner=planner, no_dist=True)
 
 
 def join_parts(directory: Path, parts: Sequence[str]) -> None:
-    """Make ``directory`` one DCP checkpoint of the given subdirectories. Only metadata is written."""
+    """Make ``directory`` one DCP checkpoint of the given subdirectories. Only metadata is written.
+
+    A tensor of which several have pieces consists of them all.
+    """
     from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
     from torch.distributed.checkpoint.storage import WriteResult
 
     joined = Metadata(state_dict_metadata={}, planner_data={})
     results = []
     for part in parts:
         metadata = FileSystemReader(directory / part).read_metadata()
-        joined.state_dict_metadata.update(metadata.state_dict_metadata)
+        for key, entry in metadata.state_dict_metadata.items():
+            known = joined.state_dict_metadata.setdefault(key, entry)
+            if known is not entry and isinstance(known, TensorStorageMetadata):
+                assert isinstance(entry, TensorStorageMetadata)
+                known.chunks.extend(entry.chunks)
         joined.planner_data.update(metadata.planner_data or {})
         for index, info in (metadata.storage_data or {}).items():
             moved = replace(info, relative_path=f"{part}/{info.relative_path}")
@@ -42,14 +51,14 @@ def join_parts(directory: Path, parts: Sequence[str]) -> None:
     FileSystemWriter(directory, sync_files=True).finish(joined, [results])
 
 
-def read_into(tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
+def read_into(tensors: Mapping[str, Any], directory: Path, planner: Any = None) -> None:
     """Fill ``tensors`` in place. Raises RuntimeError or KeyError for what the checkpoint does not have."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
     if tensors:
         with _own_errors():
-            load(dict(tensors), storage_reader=FileSystemReader(directory), no_dist=True)
+            load(dict(tensors), storage_reader=FileSystemReader(directory), planner=planner, no_dist=True)
 
 
 def read_whole(keys: Sequence[str], directory: Path) -> dict[str, torch.Tensor]:

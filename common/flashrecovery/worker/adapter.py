@@ -90,6 +90,11 @@ class CheckpointFormat(ABC):
 
     name: str
 
+    def layout(self) -> str:
+        """How the state is divided among the ranks, in words, equal on all of them. What ranks of another layout have
+        written is loaded, too, without what is a rank's own (random numbers, data position). "": it is not."""
+        return ""
+
     @abstractmethod
     def capture(
         self, directory: Path, tag: str, copy: Callable[[torch.Tensor], torch.Tensor]
@@ -102,7 +107,8 @@ class CheckpointFormat(ABC):
 
         Returns:
             What writes the part into a directory, which will be moved there when all ranks have done so. Another thread
-            calls it. What it has written is durable when it returns.
+            calls it. What it has written is durable when it returns. DCP checkpoints in subdirectories
+            ``<name>-<rank>`` (not ``part-``) become parts of the one in the directory.
         """
 
     @abstractmethod

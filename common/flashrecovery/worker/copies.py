@@ -22,6 +22,7 @@ from flashrecovery.redundancy.neighbor import NeighbourCopies
 from flashrecovery.redundancy.undo import UndoCopy
 from flashrecovery.worker.adapter import Shard
 from flashrecovery.worker.registry import Registry
+from flashrecovery.worker.rng import RngState
 from flashrecovery.worker.transfer import ShardSource
 
 NEIGHBOUR_GROUP = "flashrecovery-neighbour"
@@ -145,18 +146,21 @@ class Copies:
         if self._undo is not None:
             self._undo.reset(version)
 
-    def load_checkpoint(self, path: str, version: int) -> None:
-        """Everything of this rank from a checkpoint. Raises RestoreError if it is damaged or of another job."""
-        registry = self._registry
+    def load_checkpoint(self, path: str, version: int) -> str:
+        """Everything of this rank from a checkpoint. Returns the layout of the ranks that wrote it if that is another
+        one: then this rank's own state is that of the script's start. Raises RestoreError if it is damaged or of
+        another job."""
+        registry, form = self._registry, self._registry.checkpoint_format()
+        other = "" if form is None else checkpoint.other_layout(Path(path), form)
+        if other:
+            registry.begin_anew()
         plain = checkpoint.load(
-            Path(path),
-            registry.tensor_shards(),
-            rank=registry.rank,
-            world=registry.world_size,
-            form=registry.checkpoint_format(),
+            Path(path), registry.tensor_shards(), rank=registry.rank, world=registry.world_size, form=form
         )
-        registry.capsule.keep(version, plain.capsule)
+        capsule = registry.capture_capsule(RngState.now()) if plain.capsule is None else plain.capsule
+        registry.capsule.keep(version, capsule)
         registry.common.keep(version, plain.common)
+        return other
 
     def close(self) -> None:
         """The job is over."""

@@ -46,6 +46,7 @@ class Recoverer:
             if not page.write_setup_log(groups.take_setup_log()):
                 s.notice("setup_log_too_large", "a replacement will not see what set-up collectives had returned here")
             s.seal_start()
+        s.registry.remember_start()
         if s.settings.resume and s.settings.checkpoint.dir is not None:
             found = newest(s.settings.checkpoint.dir)
             if found is not None:
@@ -172,7 +173,12 @@ class Recoverer:
         if restore.checkpoint:
             assert s.copies is not None
             s.gate.torn()
-            s.copies.load_checkpoint(restore.checkpoint, version)
+            other = s.copies.load_checkpoint(restore.checkpoint, version)
+            if other and s.rank == 0:
+                s.notice(
+                    "other_layout",
+                    f"{restore.checkpoint} was written with {other}: random numbers and data begin as in a new job",
+                )
             self._fresh = True  # the data stands somewhere else, too
         else:
             self._take_local(restore, version)

@@ -54,6 +54,7 @@ class Registry:
         self.habits = Habits()
         self.common = ObjectShard(COMMON, tuple(range(world_size)))
         self.capsule = ObjectShard(f"capsule@{rank}", (rank,))
+        self._start = b""
 
     def register(self, model: torch.nn.Module, optimizers: Sequence[Optimizer], objects: dict[str, Any]) -> None:
         """Raises RegistrationError if something is registered twice or cannot be protected."""
@@ -142,6 +143,14 @@ class Registry:
                 "adapters": [a.capture_rank() for a in self.adapters],
             }
         )
+
+    def remember_start(self) -> None:
+        """Now, before the first step, this rank's own state is what the script has made it."""
+        self._start = self.capture_capsule(RngState.now())
+
+    def begin_anew(self) -> None:
+        """Bring this rank's own state back to the script's start."""
+        self.restore_capsule(self._start, 0, fresh=True)
 
     def mark_data(self, version: int) -> None:
         """The data fetched so far belongs to steps before ``version``."""

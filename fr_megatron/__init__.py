@@ -7,25 +7,34 @@ With megatron-core and a loop of one's own, in two lines::
         with step:
             ...
 
-=================  =====================================================================================
-:mod:`.attach`     the way in for users of megatron-core
-:mod:`.support`    which versions and settings are supported; everything else is refused at start, by name
-:mod:`.layout`     Megatron's process groups as holders of shards
-:mod:`.optimizers` what the optimizers step on, and who holds it
-:mod:`.adapter`    the moments of a step, reset, capture, restore
-:mod:`.buckets`    what an interrupted step leaves in the gradient buckets
-:mod:`.random`     the tracked random streams
-:mod:`.cpu`        stand-ins for a GPU, for development only (``FR_MEGATRON_CPU=1``)
-=================  =====================================================================================
+======================  ======================================================================================
+:mod:`.attach`          the way in for users of megatron-core
+:mod:`.pretrain`        the way in for scripts that call Megatron-LM's ``pretrain``
+:mod:`.lm`              Megatron-LM's training loop, and the flag
+:mod:`.support`         which versions and settings are supported; everything else is refused at start, by name
+:mod:`.layout`          Megatron's process groups as holders of shards
+:mod:`.optimizers`      what the optimizers step on, and who holds it
+:mod:`.adapter`         the moments of a step, reset, capture, restore
+:mod:`.wrappers`        the classes around model chunks: who has what, what a step leaves; the first of three
+:mod:`.buckets`         what an interrupted step leaves in the gradient buckets
+:mod:`.torch_fsdp2`     the second: TorchFullyShardedDataParallel
+:mod:`.megatron_fsdp`   the third: FullyShardedDataParallel
+:mod:`.random`          the tracked random streams
+:mod:`.checkpoint`      the fallback checkpoint in Megatron's own format
+:mod:`.pieces`          state as boxes of whole tensors, of which that consists
+:mod:`.cpu`             stand-ins for a GPU, for development only (``FR_MEGATRON_CPU=1``)
+======================  ======================================================================================
 """
 
 from __future__ import annotations
 
+from flashrecovery.patches import looked_at
 from fr_megatron import cpu
 
-if cpu.wanted():
+if cpu.wanted() and not looked_at():
     cpu.install()
 
 from fr_megatron.attach import attach
+from fr_megatron.pretrain import pretrain, protect_loop
 
-__all__ = ["attach"]
+__all__ = ["attach", "pretrain", "protect_loop"]

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
+
 from flashrecovery import Recovery, init
+from flashrecovery.worker.agreement import check_equal
 from fr_megatron.support import check, check_version
 
 
@@ -27,7 +30,7 @@ def attach(model: Any, optimizer: Any, scheduler: Any = None, **settings: Any) -
     Without ``flashrecovery run`` the result does nothing but count steps.
 
     Raises:
-        ConfigError: a setting is wrong.
+        ConfigError: a setting is wrong, or one of Megatron's or ours differs between the ranks.
         UnsupportedError: a version or setting of Megatron that cannot be protected, by name.
     """
     chunks = list(model) if isinstance(model, Sequence) else [model]
@@ -40,6 +43,25 @@ def attach(model: Any, optimizer: Any, scheduler: Any = None, **settings: Any) -
     from fr_megatron.adapter import MegatronAdapter
 
     check_version(megatron.core.__version__)
+    _check_equal(chunks, optimizer, settings)
     check(chunks, optimizer)
     recovery.register_adapter(MegatronAdapter(chunks, optimizer, scheduler))
     return recovery
+
+
+def _check_equal(chunks: list[Any], optimizer: Any, settings: dict[str, Any]) -> None:
+    """Raises ConfigError if the ranks have been set up in different ways.
+
+    Their models may be different ones (an encoder and a decoder): only replicas must have one configuration.
+    """
+    common = {"chunks": len(chunks), **settings}
+    for part in (getattr(chunks[0], "ddp_config", None), getattr(optimizer, "config", None)):
+        common.update(_fields(part))
+    check_equal("settings", common)
+    if hasattr(chunks[0], "dp_cp_group"):
+        replicas = dist.get_process_group_ranks(chunks[0].dp_cp_group)
+        check_equal("configurations of the model", _fields(chunks[0].config), among=str(replicas))
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    return {f"{type(config).__name__}.{name}": value for name, value in vars(config).items()} if config else {}

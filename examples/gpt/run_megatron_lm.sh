@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# An unmodified checkout of Megatron-LM (core_v0.16.1) with --flash-recovery: a rank is killed in the middle.
+# An unmodified checkout of Megatron-LM (core_v0.16.1, 0.20-dev) with --flash-recovery: a rank is killed in the middle.
 #
 #   examples/gpt/run_megatron_lm.sh CHECKOUT [RUN_DIR] [more flags of pretrain_gpt.py]
 #

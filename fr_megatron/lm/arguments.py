@@ -10,10 +10,11 @@ Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 
 def with_flags(provider: Provider | None) -> Provider:
-    """An ``extra_args_provider`` that adds our flags, and then what ``provider`` adds."""
+    """An ``extra_args_provider`` that adds our flags, unless Megatron-LM has them, and then what ``provider`` adds."""
 
     def both(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        _add(parser.add_argument_group("flash recovery", "in-place recovery from the death of a rank"))
+        if "--flash-recovery" not in parser._option_string_actions:  # patches/megatron/0001
+            _add(parser.add_argument_group("flash recovery", "in-place recovery from the death of a rank"))
         return parser if provider is None else provider(parser)
 
     return both
@@ -53,17 +54,29 @@ def _add(group: Any) -> None:
     )
 
 
+def given(args: argparse.Namespace, name: str) -> Any:
+    """The value of ``--flash-recovery-<name>``; None also where Megatron has its arguments from a file."""
+    return getattr(args, f"flash_recovery_{name}", None)
+
+
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """What the flags set, as :func:`flashrecovery.init` takes it."""
     result: dict[str, Any] = {
-        name: value
-        for name in ("redundancy", "undo", "verify")
-        if (value := getattr(args, f"flash_recovery_{name}")) is not None
+        name: value for name in ("redundancy", "undo", "verify") if (value := given(args, name)) is not None
     }
-    if args.flash_recovery_hang_timeout is not None:
-        result["timeouts"] = {"hang_floor_s": args.flash_recovery_hang_timeout}
-    checkpoint = {"dir": args.flash_recovery_checkpoint_dir, "interval_s": args.flash_recovery_checkpoint_interval}
-    given = {name: value for name, value in checkpoint.items() if value is not None}
-    if given:
-        result["checkpoint"] = given
+    if (seconds := given(args, "hang_timeout")) is not None:
+        result["timeouts"] = {"hang_floor_s": seconds}
+    checkpoint = {"dir": given(args, "checkpoint_dir"), "interval_s": given(args, "checkpoint_interval")}
+    if checkpoint := {name: value for name, value in checkpoint.items() if value is not None}:
+        result["checkpoint"] = checkpoint
     return result
+
+
+_OF_A_RANK = frozenset(("rank", "local_rank"))
+_OF_A_NODE = frozenset(("data_cache_path", "tensorboard_dir", "wandb_save_dir", "non_persistent_local_ckpt_dir"))
+
+
+def common(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments that all ranks must have alike, by flag."""
+    own = _OF_A_RANK | _OF_A_NODE
+    return {"--" + name.replace("_", "-"): value for name, value in vars(args).items() if name not in own}

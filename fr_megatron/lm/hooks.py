@@ -1,7 +1,8 @@
 """The one table of what is replaced in Megatron-LM, and the check that it is what we know.
 
 ``megatron.training.arguments.parse_args`` is wrapped as soon as that module is imported by a process of
-``flashrecovery run``. The rest follows when the flag is there: without it, nothing is touched.
+``flashrecovery run``. The rest follows when the flag is there (or :func:`require` was called): without it, nothing is
+touched.
 """
 
 from __future__ import annotations
@@ -9,18 +10,23 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 from flashrecovery.errors import UnsupportedError
+from flashrecovery.versions import Bound
 from fr_megatron.lm.arguments import with_flags
+from fr_megatron.support import CORE_0_20, release_of
 
 ARGUMENTS = "megatron.training.arguments"
 TRAINING = "megatron.training.training"
 TIMERS = "megatron.core.timers"
+PARALLEL = "megatron.core.parallel_state"
 _MARK = "__flashrecovery_wrapped__"
 _INSTALLED = "__flashrecovery_installed__"
+_REQUIRED = "__flashrecovery_required__"
 
 
 @dataclass(frozen=True)
@@ -30,17 +36,29 @@ class Hook:
     Attributes:
         module, name: where the loop finds it.
         parameters: its first parameters, by which a changed one is recognised.
+        other: the same for the releases of megatron-core in which they are others.
     """
 
     module: str
     name: str
     parameters: tuple[str, ...]
+    other: Mapping[Bound, tuple[str, ...]] = field(default_factory=dict)
+
+    def known(self, release: Bound) -> tuple[str, ...]:
+        """The first parameters in ``release``."""
+        return self.other.get(release, self.parameters)
 
 
 PARSE_ARGS = Hook(ARGUMENTS, "parse_args", ("extra_args_provider", "ignore_unknown_args"))
 TIMER_START = Hook(TIMERS, "Timer.start", ("self", "barrier"))
 LOOP = (
-    Hook(TRAINING, "setup_model_and_optimizer", ("model_provider_func", "model_type")),
+    Hook(PARALLEL, "initialize_model_parallel", ("tensor_model_parallel_size", "pipeline_model_parallel_size")),
+    Hook(
+        TRAINING,
+        "setup_model_and_optimizer",
+        ("model_provider_func", "model_type"),
+        {CORE_0_20: ("model_type", "model_provider_func")},
+    ),
     Hook(TRAINING, "build_train_valid_test_data_loaders", ("build_train_valid_test_datasets_provider",)),
     Hook(TRAINING, "train", ("forward_step_func", "model", "optimizer", "opt_param_scheduler")),
     Hook(TRAINING, "train_step", ("forward_step_func", "data_iterator", "model", "optimizer")),
@@ -57,9 +75,15 @@ LOOP = (
         ("model", "optimizer", "opt_param_scheduler", "iteration", "prof"),
     ),
     Hook(TRAINING, "checkpoint_and_decide_exit", ("model", "optimizer", "opt_param_scheduler", "iteration")),
-    Hook(TRAINING, "disable_forward_pre_hook", ("model_chunks", "param_sync")),
+    Hook(
+        TRAINING,
+        "disable_forward_pre_hook",
+        ("model_chunks", "param_sync"),
+        {CORE_0_20: ("model_chunks", "optimizer", "param_sync")},
+    ),
     Hook(TRAINING, "print_datetime", ("string",)),
 )
+ALL = (PARSE_ARGS, TIMER_START, *LOOP)
 
 
 def install(arguments: ModuleType) -> None:
@@ -72,49 +96,68 @@ def install(arguments: ModuleType) -> None:
     @functools.wraps(original)
     def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
         args = original(with_flags(extra_args_provider), ignore_unknown_args)
-        if args.flash_recovery and not hasattr(parse_args, _INSTALLED):  # Megatron parses its flags several times
+        if hasattr(module, _REQUIRED) or getattr(args, "flash_recovery", False):
             install_loop(args)
-            setattr(parse_args, _INSTALLED, True)
         return args
 
     setattr(parse_args, _MARK, True)
     module.parse_args = parse_args
 
 
+def require() -> None:
+    """From now on, the flag counts as given, whoever parses."""
+    setattr(importlib.import_module(ARGUMENTS), _REQUIRED, True)
+
+
 def install_loop(args: Any) -> None:
-    """Replace the functions of the loop.
+    """Replace the functions of the loop. Idempotent: Megatron parses its flags several times.
 
     Raises:
+        ConfigError: a flag is wrong, or the script was not started by ``flashrecovery run``.
         UnsupportedError: Megatron-LM's functions are not those that we know; the difference is in the message.
     """
     from fr_megatron.lm.loop import ProtectedLoop
 
-    check_hooks()
     training: Any = importlib.import_module(TRAINING)
+    if hasattr(training, _INSTALLED):
+        return
+    check_hooks()
     timer: Any = importlib.import_module(TIMERS).Timer
-    original = {hook.name: getattr(training, hook.name) for hook in LOOP}
+    original = {hook.name: getattr(importlib.import_module(hook.module), hook.name) for hook in LOOP}
     original[TIMER_START.name] = timer.start
     loop = ProtectedLoop(args, original)
     for hook in LOOP:
-        setattr(training, hook.name, getattr(loop, hook.name))
+        setattr(importlib.import_module(hook.module), hook.name, getattr(loop, hook.name))
     timer.start = lambda self, barrier=False: loop.start_timer(self, barrier)
+    setattr(training, _INSTALLED, True)
 
 
 def check_hooks() -> None:
     """Raises UnsupportedError that lists what is missing or has other parameters."""
-    wrong = [difference for hook in (PARSE_ARGS, TIMER_START, *LOOP) if (difference := _difference(hook))]
+    import megatron.core
+
+    version: str = megatron.core.__version__
+    release = release_of(version)
+    wrong = [text for hook in ALL if (text := difference(hook, release, _parameters(hook)))]
     if wrong:
-        raise UnsupportedError("this Megatron-LM is not one that flash-recovery knows: " + "; ".join(wrong))
+        raise UnsupportedError(
+            f"this Megatron-LM (core {version}) is not one that flash-recovery knows: " + "; ".join(wrong)
+        )
 
 
-def _difference(hook: Hook) -> str:
+def difference(hook: Hook, release: Bound, found: tuple[str, ...] | None) -> str:
+    """What is not as in ``release``, in words; "" if nothing. ``found``: the parameters, None for no such function."""
+    if found is None:
+        return f"{hook.module}.{hook.name} is missing"
+    known = hook.known(release)
+    here = found[: len(known)]
+    if here != known:
+        return f"{hook.module}.{hook.name} begins with ({', '.join(here)}), not with ({', '.join(known)})"
+    return ""
+
+
+def _parameters(hook: Hook) -> tuple[str, ...] | None:
     found: Any = importlib.import_module(hook.module)
     for part in hook.name.split("."):
         found = getattr(found, part, None)
-    if found is None:
-        return f"{hook.module}.{hook.name} is missing"
-    names = tuple(inspect.signature(found).parameters)
-    if names[: len(hook.parameters)] != hook.parameters:
-        known, here = ", ".join(hook.parameters), ", ".join(names[: len(hook.parameters)])
-        return f"{hook.module}.{hook.name} begins with ({here}), not with ({known})"
-    return ""
+    return None if found is None else tuple(inspect.signature(found).parameters)

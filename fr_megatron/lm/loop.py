@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from flashrecovery import Recovery, init
 from flashrecovery.errors import ConfigError
+from flashrecovery.worker.agreement import check_equal
 from fr_megatron.adapter import MegatronAdapter
 from fr_megatron.digest import state_digest
-from fr_megatron.lm.arguments import settings
+from fr_megatron.lm.arguments import common, given, settings
 from fr_megatron.lm.data import streamed
 from fr_megatron.lm.state import NOTHING, LMLoop, LMLoopAdapter
 from fr_megatron.support import check, check_version
@@ -45,6 +48,11 @@ class ProtectedLoop:
         return get_args()
 
     # -- set-up -----------------------------------------------------------------------------------
+
+    def initialize_model_parallel(self, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron's. It makes groups, so arguments that differ between the ranks have to be found before it."""
+        check_equal("Megatron's arguments", common(self._args))
+        return self._original["initialize_model_parallel"](*args, **kwargs)
 
     def setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """As Megatron's; what it returns is protected from then on."""
@@ -128,8 +136,13 @@ class ProtectedLoop:
         self, model: Any, optimizer: Any, scheduler: Any, iteration: int, profiler: Any, operations: Any, *rest: Any
     ) -> Any:
         settings = self._args
-        interval = settings.check_weight_hash_across_dp_replicas_interval
-        due = interval is not None and iteration % interval == 0
+        due = any(
+            interval is not None and iteration % interval == 0
+            for interval in (
+                settings.check_weight_hash_across_dp_replicas_interval,
+                getattr(settings, "gpu_sniff_test_interval", None),  # core 0.20
+            )
+        )
         due |= bool(settings.log_straggler) and iteration % settings.log_interval == 0
 
         def body() -> Any:
@@ -151,17 +164,19 @@ class ProtectedLoop:
 
         return self._call("exit", body, lambda: False) if due else body()
 
-    def disable_forward_pre_hook(self, chunks: Any, param_sync: bool = True) -> Any:
-        """As Megatron's, which gathers the parameters first."""
+    def disable_forward_pre_hook(self, chunks: Any, optimizer: Any = None, param_sync: bool = True) -> Any:
+        """As Megatron's, which gathers the parameters first. ``optimizer``: of core 0.20, for fp8 parameters only."""
+        disable = self._original["disable_forward_pre_hook"]
 
         def body() -> None:
             hooked = [chunk for chunk in chunks if chunk.remove_forward_pre_hook_handles]
-            self._original["disable_forward_pre_hook"](hooked, param_sync=False)
+            disable(hooked, param_sync=False)
             for chunk in chunks:
-                chunk.start_param_sync(force_sync=True)
+                with torch.no_grad():
+                    chunk.start_param_sync(force_sync=True)
 
         def without_gathering() -> None:
-            self._original["disable_forward_pre_hook"](chunks, param_sync=False)
+            disable(chunks, param_sync=False)
 
         return self._call("gather", body, without_gathering) if param_sync else without_gathering()
 
@@ -180,6 +195,6 @@ class ProtectedLoop:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         returned = self._original["train"](*args, **kwargs)
-        if self._args.flash_recovery_digest and self._objects is not None:
+        if given(self._args, "digest") and self._objects is not None:
             print(f"digest rank={self._args.rank} {state_digest(*self._objects)}", flush=True)
         return returned

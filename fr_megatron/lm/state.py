@@ -140,6 +140,9 @@ def _experts() -> Mapping[str, dict[str, Any]]:
     """What the expert layers have summed up for the log."""
     from megatron.core.transformer.moe import moe_utils
 
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):  # core 0.20
+        metrics = moe_utils.get_moe_metrics_tracker().metrics
+        return {name: {"values": entry.values} for name, entry in metrics.items()}
     tracker: Mapping[str, dict[str, Any]] = moe_utils.get_moe_layer_wise_logging_tracker()
     return tracker
 

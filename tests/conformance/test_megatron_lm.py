@@ -6,30 +6,18 @@ an evaluation every fourth, a checkpoint every fifth.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.faults import faults
-from tests.jobs import Job, Layout, References, check_fired, check_recovered, check_same, run_job
+from tests.jobs import Job, Layout, References, check_fired, check_recovered, check_same
+from tests.megatron_lm import CHECKOUT, FLAGS, TIMEOUT_S, needs_checkout, run_lm
 
 pytest.importorskip("megatron.core")
 
-CHECKOUT = os.environ.get("MEGATRON_LM", "")
-ITERATIONS = 12
-TIMEOUT_S = 500
-MODEL = (
-    "--num-layers=2 --hidden-size=64 --num-attention-heads=4 --seq-length=32 --max-position-embeddings=32 "
-    "--micro-batch-size=2 --global-batch-size=8 --lr=3e-3 --min-lr=1e-4 --lr-warmup-iters=1 --lr-decay-style=cosine "
-    "--hidden-dropout=0.1 --attention-dropout=0.1 --position-embedding-type=rope --disable-bias-linear --mock-data "
-    "--tokenizer-type=NullTokenizer --vocab-size=127 --use-cpu-initialization --distributed-backend=gloo "
-    "--transformer-impl=local --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion "
-    "--no-rope-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm --log-interval=1 --num-workers=0 "
-    f"--train-iters={ITERATIONS} --flash-recovery --flash-recovery-digest"
-).split()
-QUIET = ("--eval-iters", "0", "--eval-interval", "1000")
+ITERATIONS = ("--train-iters", "12")
 EVALUATED = ("--eval-iters", "2", "--eval-interval", "4")
 TP = ("--tensor-model-parallel-size", "2")
 PP = ("--pipeline-model-parallel-size", "2")
@@ -39,8 +27,8 @@ OVERLAPS = ("--overlap-grad-reduce", "--overlap-param-gather")
 pytestmark = [
     pytest.mark.megatron,
     pytest.mark.grid,
-    pytest.mark.timeout(2 * TIMEOUT_S),
-    pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM does not say where a checkout of Megatron-LM is"),
+    pytest.mark.timeout(3 * TIMEOUT_S),
+    needs_checkout,
 ]
 Reference = Callable[[Layout], Job]
 
@@ -51,33 +39,18 @@ def lm(name: str, *flags: str, nproc: int = 2) -> Layout:
 
 
 LAYOUTS = (
-    lm("dp2", *QUIET),
+    lm("dp2"),
     lm("dp2-evaluated", *EVALUATED),
     lm("dp2-distributed", *DISTRIBUTED, *EVALUATED),
-    lm("tp2-dp2", *TP, *QUIET, nproc=4),
+    lm("tp2-dp2", *TP, nproc=4),
     lm("pp2-dp2", *PP, *EVALUATED, nproc=4),
     lm("tp2-dp2-overlaps", *TP, *DISTRIBUTED, *OVERLAPS, *EVALUATED, nproc=4),
 )
 
 
 def _run(run_dir: Path, layout: Layout, inject: Sequence[str] = ()) -> Job:
-    path = os.pathsep.join([CHECKOUT, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return run_job(
-        run_dir,
-        layout,
-        standby=1 if inject else 0,
-        inject=inject,
-        script=Path(CHECKOUT) / "pretrain_gpt.py",
-        flags=[*MODEL, *layout.flags],
-        timeout_s=TIMEOUT_S,
-        env={
-            "FR_MEGATRON_CPU": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "PYTHONPATH": path,
-            "PYTHONWARNINGS": "ignore",
-            "OMP_NUM_THREADS": "1",
-        },
-    )
+    flags = [*FLAGS, *ITERATIONS, *layout.flags]
+    return run_lm(run_dir, Path(CHECKOUT), flags, nproc=layout.nproc, inject=inject)
 
 
 @pytest.fixture(scope="session")

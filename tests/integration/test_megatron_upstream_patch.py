@@ -1,0 +1,101 @@
+"""``patches/megatron/0001-*.patch``: Megatron-LM itself has the flag, with and without our wrapper of its parser."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import ROOT, check_fired, check_recovered, check_same
+from tests.megatron_lm import CHECKOUT, TIMEOUT_S, copied, environment, needs_checkout, run_lm
+
+pytest.importorskip("megatron.core")
+
+(PATCH,) = sorted((ROOT / "patches" / "megatron").glob("0001-*.patch"))
+SCRIPTS = ROOT / "tests" / "scripts"
+SCRIPT = SCRIPTS / "megatron_flag.py"
+OURS = re.compile(r"^\s+(?:--flash-recovery\S*(?:, )?)+", re.MULTILINE)
+pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(3 * TIMEOUT_S), needs_checkout]
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A copy of the checkout with the patch."""
+    place = copied(Path(CHECKOUT), tmp_path_factory.mktemp("patched") / "Megatron-LM")
+    subprocess.run(["git", "apply", "--check", str(PATCH)], cwd=place, check=True)
+    subprocess.run(["git", "apply", str(PATCH)], cwd=place, check=True)
+    yield place
+
+
+def _python(checkout: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *flags],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        cwd=checkout,
+        env={**os.environ, **environment(checkout), "FR_MEGATRON_CPU": "0", "COLUMNS": "120"},
+    )
+
+
+def _shown(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """Our flags in the output of ``--help``, below its usage."""
+    assert done.returncode == 0, done.stderr
+    text = done.stdout[done.stdout.index("flash recovery:") :]
+    return sorted(flag for line in OURS.findall(text) for flag in re.findall(r"--[\w-]+", line))
+
+
+def test_it_changes_one_file(patched: Path) -> None:
+    """And the tree without our package does not need it."""
+    changed = subprocess.run(
+        ["git", "apply", "--numstat", "-R", str(PATCH)], cwd=patched, check=True, capture_output=True, text=True
+    )
+    assert [line.split()[-1] for line in changed.stdout.splitlines()] == ["megatron/training/arguments.py"]
+
+
+def test_help_shows_the_flags_once(patched: Path) -> None:
+    """The same ones that our wrapper adds to an unmodified tree."""
+    script = ("--script", str(patched / "pretrain_gpt.py"), "--help")
+    stock, wrapped = _python(patched, *script), _python(patched, "--wrapped", *script)
+    added = _python(Path(CHECKOUT), "--wrapped", "--script", f"{CHECKOUT}/pretrain_gpt.py", "--help")
+    assert _shown(stock) == _shown(wrapped) == _shown(added)
+    assert len(set(_shown(stock))) == len(_shown(stock)) == 8
+    assert stock.stdout.count("flash recovery:") == wrapped.stdout.count("flash recovery:") == 1
+    assert "imported: []" in stock.stdout
+
+
+def test_without_the_flag_nothing_of_ours_is_imported(patched: Path) -> None:
+    done = _python(patched, "--parse", "--not-installed")
+    assert done.returncode == 0 and "flag: False" in done.stdout, done.stderr
+    done = _python(patched, "--parse")
+    assert "imported: []" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--not-installed",), "--flash-recovery: the package 'fr_megatron' is not installed: pip install"),
+        ((), "ConfigError: --flash-recovery: start the script with `flashrecovery run` in place of torchrun"),
+    ],
+    ids=["not-installed", "another-launcher"],
+)
+def test_what_is_wrong_is_said(flags: tuple[str, ...], words: str, patched: Path) -> None:
+    done = _python(patched, "--parse", *flags, "--flash-recovery")
+    assert done.returncode != 0 and words in done.stderr, done.stderr
+
+
+def test_a_patched_job_recovers(patched: Path, tmp_path: Path) -> None:
+    """Bit for bit as the unmodified checkout with our wrapper, with the wrapper around it and without."""
+    inject = ["rank=1,fault=sigkill,at=backward,step=4"]
+    reference = run_lm(tmp_path / "reference", Path(CHECKOUT))
+    for name, script in (("wrapped", None), ("alone", SCRIPTS / "megatron_unwrapped.py")):
+        job = run_lm(tmp_path / name, patched, inject=inject, script=script)
+        check_same(job, reference)
+        check_fired(job, 1)
+        check_recovered(job, [1])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from flashrecovery.worker.calls import LoopAdapter
+from fr_megatron.lm import experts
 
 _RERUN = (
     "current_iteration",
@@ -88,7 +89,7 @@ class LMLoop:
             "consumed_valid_samples": self._args.consumed_valid_samples,
             "running": [name for name, timer in self._timers._timers.items() if getattr(timer, "_started", False)],
             "rerun": {name: getattr(self._rerun, name) for name in _RERUN},
-            "experts": {name: entry["values"].clone() for name, entry in _experts().items() if "values" in entry},
+            "experts": experts.save(),
         }
 
     def load(self, saved: dict[str, Any]) -> None:
@@ -107,11 +108,7 @@ class LMLoop:
         for name, value in saved["rerun"].items():
             setattr(self._rerun, name, value)
         self._rerun.state = RerunState.NOT_RUNNING_YET
-        for name, entry in _experts().items():
-            if name in saved["experts"]:
-                entry["values"].copy_(saved["experts"][name])
-            elif "values" in entry:
-                entry["values"].zero_()
+        experts.load(saved["experts"])
 
     def restored(self, saved: dict[str, Any]) -> None:
         self._restored = saved
@@ -134,17 +131,6 @@ class LMLoopAdapter(LoopAdapter):
 
     def capsule_mark(self) -> int:
         return self._state.changes
-
-
-def _experts() -> Mapping[str, dict[str, Any]]:
-    """What the expert layers have summed up for the log."""
-    from megatron.core.transformer.moe import moe_utils
-
-    if hasattr(moe_utils, "get_moe_metrics_tracker"):  # core 0.20
-        metrics = moe_utils.get_moe_metrics_tracker().metrics
-        return {name: {"values": entry.values} for name, entry in metrics.items()}
-    tracker: Mapping[str, dict[str, Any]] = moe_utils.get_moe_layer_wise_logging_tracker()
-    return tracker
 
 
 def _plain(value: Any) -> Any:

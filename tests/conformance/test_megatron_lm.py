@@ -22,6 +22,7 @@ EVALUATED = ("--eval-iters", "2", "--eval-interval", "4")
 TP = ("--tensor-model-parallel-size", "2")
 PP = ("--pipeline-model-parallel-size", "2")
 DISTRIBUTED = ("--use-distributed-optimizer", "--bf16")
+MOE = ("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01", "--moe-router-topk", "2")
 OVERLAPS = ("--overlap-grad-reduce", "--overlap-param-gather")
 
 pytestmark = [
@@ -44,6 +45,7 @@ LAYOUTS = (
     lm("dp2-distributed", *DISTRIBUTED, *EVALUATED),
     lm("tp2-dp2", *TP, nproc=4),
     lm("pp2-dp2", *PP, *EVALUATED, nproc=4),
+    lm("ep2-dp2", "--num-experts", "4", "--expert-model-parallel-size", "2", *MOE, nproc=4),
     lm("tp2-dp2-overlaps", *TP, *DISTRIBUTED, *OVERLAPS, *EVALUATED, nproc=4),
 )
 

@@ -25,7 +25,7 @@ from flashrecovery.groups.registry import (
     set_operation_hook,
 )
 from flashrecovery.groups.setup_log import replay_setup_log, start_setup_log, take_setup_log
-from flashrecovery.groups.torch_private import before_destruction
+from flashrecovery.groups.torch_private import before_destruction, named_group
 
 __all__ = [
     "AttachReport",
@@ -46,6 +46,7 @@ __all__ = [
     "install",
     "is_communication_error",
     "main_op",
+    "named_group",
     "nccl_environment_findings",
     "operation_count",
     "replay_setup_log",

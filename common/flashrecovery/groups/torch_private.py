@@ -197,6 +197,12 @@ def is_registered(pg: Any) -> bool:
     return pg in c10d._world.pg_map
 
 
+def named_group(name: str) -> dist.ProcessGroup:
+    """The group that has this ``group_name`` here. Groups are made in the same order on all ranks, so it is the same
+    one everywhere."""
+    return cast(dist.ProcessGroup, c10d._resolve_process_group(name))
+
+
 def backend_of(pg: Any, device: str) -> Any:
     return pg._get_backend(torch.device(device))
 

@@ -6,7 +6,11 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.jobs import FSDP, RunningJob, check_clean, check_same, run_job
+
+pytestmark = pytest.mark.timeout(400)  # two or three launches, one after another, each with a deadline of its own
 
 FLAGS = ["--step-time", "60"]
 STEPS = 60

@@ -97,8 +97,8 @@ def test_an_optimizer_that_counts_its_steps_in_the_group(layout: Layout, tmp_pat
     check_fired(job, len(inject))
 
 
-@pytest.mark.parametrize("layout", [mg.DP2_OVERLAPS, mg.PP2_DP2_VPP2], ids=lambda layout: layout.name)
-def test_without_the_reset_it_fails(layout: Layout, tmp_path: Path, reference: Reference) -> None:
+def test_without_the_reset_it_fails(tmp_path: Path, reference: Reference) -> None:
+    layout = mg.DP2_OVERLAPS  # its buckets are under way in backward; without overlaps nothing is left half-finished
     job = mg.run(
         tmp_path / "run",
         layout,

@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import ROOT, Layout, check_fired, check_recovered, check_same, run_job
+from tests.patched import apply_patch, run_script
 
 pytest.importorskip("deepspeed")
 
@@ -30,23 +30,14 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     spec = find_spec("deepspeed")
     assert spec is not None and spec.origin is not None
     shutil.copytree(Path(spec.origin).parent, place / "deepspeed", ignore=shutil.ignore_patterns("__pycache__"))
-    subprocess.run(["git", "apply", "--check", str(PATCH)], cwd=place, check=True)
-    subprocess.run(["git", "apply", str(PATCH)], cwd=place, check=True)
+    apply_patch(PATCH, place)
     yield place
     shutil.rmtree(place)
 
 
 def _attach(place: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(place), str(ROOT / "common"), str(ROOT)])
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *flags],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-        cwd=place,
-        env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"},
-    )
+    return run_script(SCRIPT, flags, place, TIMEOUT_S, {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"})
 
 
 def test_it_is_for_the_installed_version() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 
 from tests.jobs import ROOT, check_fired, check_recovered, check_same
 from tests.megatron_lm import CHECKOUT, TIMEOUT_S, copied, environment, needs_checkout, run_lm
+from tests.patched import apply_patch, run_script
 
 pytest.importorskip("megatron.core")
 
@@ -27,20 +26,13 @@ pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(3 * TI
 def patched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A copy of the checkout with the patch."""
     place = copied(Path(CHECKOUT), tmp_path_factory.mktemp("patched") / "Megatron-LM")
-    subprocess.run(["git", "apply", "--check", str(PATCH)], cwd=place, check=True)
-    subprocess.run(["git", "apply", str(PATCH)], cwd=place, check=True)
+    apply_patch(PATCH, place)
     yield place
 
 
 def _python(checkout: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *flags],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-        cwd=checkout,
-        env={**os.environ, **environment(checkout), "FR_MEGATRON_CPU": "0", "COLUMNS": "120"},
+    return run_script(
+        SCRIPT, flags, checkout, TIMEOUT_S, {**environment(checkout), "FR_MEGATRON_CPU": "0", "COLUMNS": "120"}
     )
 
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,10 +116,7 @@ class RunningJob:
         )
 
     def events(self) -> list[dict[str, Any]]:
-        path = self.run_dir / "events.jsonl"
-        if not path.exists():
-            return []
-        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        return read_events(self.run_dir)
 
     def wait_for(self, event: str, timeout_s: float = 60, count: int = 1) -> dict[str, Any]:
         """The ``count``-th event of this name, as soon as it is there."""
@@ -177,12 +174,25 @@ class RunningJob:
         self._out.seek(0)
         job = Job(code, self._out.read(), self.run_dir, time.monotonic() - self._began, self.marker, self.events())
         self._out.close()
-        for log in sorted((self.run_dir / "logs").glob("rank*.log"), key=lambda p: p.stat().st_mtime):
-            rank = int(re.match(r"rank(\d+)\.", log.name).group(1))  # type: ignore[union-attr]
-            text = log.read_text()
-            job.losses.update({(rank, int(m[1])): m[2] for m in _LOSS.finditer(text)})
-            job.digests.update({int(m[1]): m[2] for m in _DIGEST.finditer(text)})
+        read_digests(job, (self.run_dir / "logs").glob("rank*.log"))
         return job
+
+
+def read_events(run_dir: Path) -> list[dict[str, Any]]:
+    """The events so far."""
+    path = run_dir / "events.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+
+def read_digests(job: Job, logs: Iterable[Path]) -> None:
+    """Losses and digests out of the ranks' logs, the newest last."""
+    for log in sorted(logs, key=lambda p: p.stat().st_mtime):
+        rank = int(re.match(r"rank(\d+)\.", log.name).group(1))  # type: ignore[union-attr]
+        text = log.read_text()
+        job.losses.update({(rank, int(m[1])): m[2] for m in _LOSS.finditer(text)})
+        job.digests.update({int(m[1]): m[2] for m in _DIGEST.finditer(text)})
 
 
 def run_job(run_dir: Path, layout: Layout, *, timeout_s: float = 120, **kwargs: Any) -> Job:

@@ -59,6 +59,25 @@ class Timeouts(_Model):
         gt=0,
         description="a rank whose collective failed waits for the controller's stop before it fails itself",
     )
+    node_silence_s: float = Field(
+        0.75, gt=0, description="an agent that says nothing for this long is suspected: three heartbeats in a row"
+    )
+    node_probe_s: float = Field(
+        0.25, gt=0, description="... and lost if within this time no neighbour gets an answer from it either"
+    )
+    lease_s: float = Field(
+        0.4,
+        gt=0,
+        description="an agent that hears neither the controller nor a peer that does for this long halts its workers: "
+        "less than node_silence_s, so that no rank lives twice",
+    )
+    node_wait_s: float = Field(
+        1800.0, gt=0, description="ranks of a lost node wait this long for a node with room; schedulers take minutes"
+    )
+    rendezvous_s: float = Field(900.0, gt=0, description="an agent tries to reach the controller at the start")
+    controller_gone_s: float = Field(
+        600.0, gt=0, description="training goes on without its controller; an agent ends its workers after this time"
+    )
     fence_s: float = Field(10.0, gt=0, description="SIGKILL to process gone; a 100 GB process takes seconds")
     replacement_s: float = Field(
         900.0,
@@ -111,10 +130,28 @@ class RunConfig(Settings):
     """Everything ``flashrecovery run`` knows. Option names are torchrun's where torchrun has the option."""
 
     nproc_per_node: int = Field(1, ge=1, description="training processes on this node")
-    nnodes: int = Field(1, ge=1, description="nodes; this version runs on one")
-    node_rank: int = Field(0, ge=0, description="number of this node")
-    master_port: int = Field(0, ge=0, le=65535, description="port of the TCPStore; 0: any free one")
-    controller: str | None = Field(None, description="HOST:PORT of the controller; not with one node")
+    nnodes: int = Field(1, ge=1, description="nodes that hold ranks")
+    spare_nodes: int = Field(0, ge=0, description="further nodes that wait for one of these to be lost")
+    node_rank: int | None = Field(
+        None, ge=0, description="number of this node; none: as they come. From nnodes on: a spare node"
+    )
+    spare: bool = Field(False, description="this node is a spare one")
+    node_name: str | None = Field(None, min_length=1, description="name of this node, unique; none: host name")
+    node_address: str | None = Field(
+        None, description="address of this node for the others; none: that on the way to the controller"
+    )
+    failure_domain: str | None = Field(
+        None, description="what fails together with this node, such as its switch; copies go to another one"
+    )
+    slots: int | None = Field(None, ge=1, description="ranks that this node can hold; none: nproc_per_node")
+    master_port: int = Field(0, ge=0, le=65535, description="port of this node's TCPStore; 0: any free one")
+    controller: str | None = Field(None, description="HOST:PORT of the controller; needed with several nodes")
+    embed_controller: bool = Field(
+        True, description="the node that has the controller's address runs it, unless something listens there"
+    )
+    token_file: Path | None = Field(
+        None, description="file with the token that all nodes share; none: the environment's FLASHRECOVERY_TOKEN"
+    )
     standby: int = Field(0, ge=0, description="pre-warmed processes to keep")
     run_dir: Path | None = Field(None, description="events, logs, rank table; default runs/<time>-<pid>")
     log: Literal["0", "all", "none"] = Field("0", description="ranks whose output is shown live")
@@ -130,6 +167,11 @@ class RunConfig(Settings):
     @property
     def world_size(self) -> int:
         return self.nproc_per_node * self.nnodes
+
+    @property
+    def several_nodes(self) -> bool:
+        """Whether there are other agents than this one."""
+        return self.nnodes + self.spare_nodes > 1
 
 
 PHASES = (
@@ -194,6 +236,7 @@ def load_run_config(file: Path | None, overrides: dict[str, Any]) -> RunConfig:
             raise ConfigError(f"--config {file}: a mapping of keys is needed, not {type(loaded).__name__}")
         values = dict(loaded or {})
     config: RunConfig = validate(RunConfig, overlaid(values, overrides), where)
+    _check_nodes(config)
     for spec in config.inject:
         check_phase(spec.at)
         if spec.rank >= config.world_size:
@@ -204,6 +247,23 @@ def load_run_config(file: Path | None, overrides: dict[str, Any]) -> RunConfig:
             "allowed here: 'auto' or 'none' (with a checkpoint)"
         )
     return config
+
+
+def _check_nodes(config: RunConfig) -> None:
+    """What the keys about nodes must fulfil together. Raises ConfigError."""
+    nodes = config.nnodes + config.spare_nodes
+    if nodes > 1 and config.controller is None:
+        raise ConfigError(
+            f"nnodes = {config.nnodes}, spare_nodes = {config.spare_nodes}: several nodes need --controller HOST:PORT, "
+            "the same on all of them, with HOST one of them"
+        )
+    if config.node_rank is not None and config.node_rank >= nodes:
+        raise ConfigError(
+            f"node_rank = {config.node_rank}: allowed: 0 to {nodes - 1} (nnodes = {config.nnodes}, "
+            f"spare_nodes = {config.spare_nodes})"
+        )
+    if config.slots is not None and config.slots < config.nproc_per_node:
+        raise ConfigError(f"slots = {config.slots}: at least nproc_per_node = {config.nproc_per_node} is needed")
 
 
 def validate(model: type[Any], values: dict[str, Any], where: str) -> Any:

@@ -154,6 +154,26 @@ class FaultInjected(Event):
     step: int = -1
 
 
+class NodeJoined(Event):
+    """A node's agent has come: at the launch, as a spare, or again after it was lost."""
+
+    event: Literal["node_joined"] = "node_joined"
+    node: str
+    host: str = ""
+    domain: str = ""
+    slots: int = 0
+
+
+class NodeLost(Event):
+    """A node does not answer any more. ``detect_s``: since its last sign of life. ``ranks``: which it held."""
+
+    event: Literal["node_lost"] = "node_lost"
+    node: str
+    ranks: list[int] = Field(default_factory=list)
+    evidence: str = ""
+    detect_s: float = 0.0
+
+
 class Notice(Event):
     """Something that an operator may want to know, and that changes nothing."""
 
@@ -175,6 +195,8 @@ AnyEvent = Annotated[
     | JobFinished
     | JobFailed
     | FaultInjected
+    | NodeJoined
+    | NodeLost
     | Notice,
     Field(discriminator="event"),
 ]

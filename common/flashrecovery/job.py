@@ -1,85 +1,138 @@
-"""One node's part of a job: the agent, and on a single node the controller, in one process and on one event loop."""
+"""One node's part of a job: its agent, and on one of the nodes the controller, in one process and on one event loop."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import secrets
 import signal
-from collections.abc import AsyncIterator
-from typing import Any
-
-import grpc
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 
 from flashrecovery.agent.agent import Agent
+from flashrecovery.agent.identity import Identity
+from flashrecovery.agent.peers import PeerService
+from flashrecovery.agent.session import ControllerSession
 from flashrecovery.config import RunConfig
-from flashrecovery.controller.service import TOKEN_KEY, ControllerService
+from flashrecovery.controller.service import ControllerService
 from flashrecovery.controller.states import State
 from flashrecovery.events import EventLog, RunDir
-from flashrecovery.proto import CHANNEL_OPTIONS
-from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+from flashrecovery.net import address_towards, is_free, is_here, resolve, split_address
+from flashrecovery.security import job_token, new_token
+
+LOOPBACK = "127.0.0.1"
+_DISMISS_S = 5.0
+"""For the last word of an ending controller to its agents."""
 
 
-async def run_job(config: RunConfig, command: list[str], run_dir: RunDir) -> tuple[int, str]:
-    """Run the job to its end. Returns the exit code and, if it is not 0, the reason.
+@dataclass(frozen=True)
+class Place:
+    """Where the controller listens, the address of this node, and the token of the job."""
+
+    controller: str
+    port: int
+    here: str
+    token: str
+    embeds: bool
+
+
+def place_of(config: RunConfig) -> Place:
+    """From the configuration. Raises ConfigError."""
+    if config.controller is None:
+        return Place(LOOPBACK, 0, LOOPBACK, new_token(), True)
+    host, port = split_address(config.controller, "--controller")
+    address = resolve(host, "--controller")
+    token = job_token(config.token_file, host=address)
+    here = config.node_address or address_towards(address, port)
+    # Where something listens already, it is a controller of its own, or that of an agent on the same host.
+    embeds = config.embed_controller and not config.spare and is_here(address) and is_free(address, port)
+    return Place(address, port, here, token, embeds)
+
+
+async def run_job(config: RunConfig, command: list[str], path: Path) -> tuple[int, str]:
+    """Run this node's part of the job to its end. Returns the exit code and, if it is not 0, the reason.
+
+    The controller's events and the rank table are in ``path``, what each agent writes in ``path/nodes/<name>`` if there
+    are several; so they may share one directory.
 
     Raises:
-        ConfigError: a port is in use.
+        ConfigError: an address or a directory cannot be used, or no controller is found.
     """
-    token = secrets.token_hex(16)
-    log = EventLog(run_dir.events_path)
-    outgoing: asyncio.Queue[pb.AgentMessage] = asyncio.Queue()
-    agent = Agent(config, command, run_dir, outgoing.put_nowait)
-    service = ControllerService(config, token, log, agent.store_address, str(run_dir.path))
+    place = place_of(config)
+    own = path / "nodes" / _name(config) if config.several_nodes else path
+    if place.embeds:
+        return await _run_both(config, command, path, own, place)
+    with closing(RunDir(own)) as run_dir:
+        return await _run_agent(config, command, run_dir, place, f"{place.controller}:{place.port}")
+
+
+async def _run_both(config: RunConfig, command: list[str], path: Path, own: Path, place: Place) -> tuple[int, str]:
+    async with _controller(config, place, path) as (service, port):
+        _on_signals(service.request_stop)
+        for spec in config.inject:
+            service.arm(spec)
+        with closing(RunDir(own)) if own != path else nullcontext(service.run_dir) as run_dir:
+            _, reason = await _run_agent(config, command, run_dir, place, f"{place.controller}:{port}")
+        await service.dismissed(_DISMISS_S)
+        finished = service.machine.state is State.FINISHED
+        return (0, "") if finished else (1, service.machine.failure_reason or reason or "stopped")
+
+
+async def run_controller(config: RunConfig, path: Path) -> tuple[int, str]:
+    """Only the controller, to the job's end. Returns as :func:`run_job`."""
+    place = place_of(config)
+    async with _controller(config, place, path) as (service, _):
+        _on_signals(service.request_stop)
+        await service.over.wait()
+        await service.dismissed(_DISMISS_S)
+    finished = service.machine.state is State.FINISHED
+    return (0, "") if finished else (1, service.machine.failure_reason or "stopped")
+
+
+@asynccontextmanager
+async def _controller(config: RunConfig, place: Place, path: Path) -> AsyncIterator[tuple[ControllerService, int]]:
+    with closing(RunDir(path)) as run_dir, closing(EventLog(run_dir.events_path)) as events:
+        service = ControllerService(config, place.token, events, run_dir)
+        try:
+            port = await service.start(place.controller, place.port)
+            run_dir.write_controller(address=f"{place.controller}:{port}", pid=os.getpid(), token=place.token)
+            yield service, port
+        finally:
+            await service.stop()
+
+
+async def _run_agent(
+    config: RunConfig, command: list[str], run_dir: RunDir, place: Place, address: str
+) -> tuple[int, str]:
+    identity = Identity.of(config, place.here)
+    peers: PeerService | None = None
+    if config.several_nodes:
+        peers = PeerService(lambda: agent.incarnation(), place.token)
+        await peers.start(place.here)
+    agent = Agent(config, command, run_dir, identity, place.token, peers)
+    session = ControllerSession(address, place.token, agent, peers, config.timeouts)
+    if not place.embeds:
+        _on_signals(lambda reason: _leave(agent, reason))
     try:
-        port = await service.start("127.0.0.1", 0)
-        address = f"127.0.0.1:{port}"
-        run_dir.write_controller(address=address, pid=os.getpid(), token=token)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            name = signal.Signals(number).name
-            asyncio.get_running_loop().add_signal_handler(number, service.request_stop, f"stopped by {name}")
-        _arm(config, service)
-        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-            session = asyncio.create_task(_session(channel, token, agent, outgoing))
-            reason = await _first(agent.finished, session)
-            session.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await session
+        reason = await session.run()
     finally:
         await agent.shutdown("the agent ended")
-        await service.stop()
-        log.close()
-    state = service.machine.state
-    return (0, "") if state is State.FINISHED else (1, service.machine.failure_reason or reason or "stopped")
+        if peers is not None:
+            await peers.stop()
+    return (0, "") if reason is None else (1, reason)
 
 
-async def _first(finished: asyncio.Future[str | None], session: asyncio.Task[None]) -> str | None:
-    ends: set[asyncio.Future[Any]] = {finished, session}
-    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    if finished.done():
-        return finished.result()
-    session.result()  # raises what ended the stream
-    return "the controller ended the stream"
+def _leave(agent: Agent, reason: str) -> None:
+    """This node goes; to the controller it is a lost one."""
+    task = asyncio.ensure_future(agent.shutdown(reason))
+    task.add_done_callback(lambda t: t.exception())
 
 
-async def _session(
-    channel: grpc.aio.Channel, token: str, agent: Agent, outgoing: asyncio.Queue[pb.AgentMessage]
-) -> None:
-    """The agent's stream to the controller."""
-
-    async def messages() -> AsyncIterator[pb.AgentMessage]:
-        while True:
-            yield await outgoing.get()
-
-    agent.register()
-    call = rpc.ControllerStub(channel).Session(messages(), metadata=((TOKEN_KEY, token),))
-    async for received in call:
-        agent.handle(received)
+def _on_signals(stop: Callable[[str], None]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop, f"stopped by {signal.Signals(number).name}")
 
 
-def _arm(config: RunConfig, service: ControllerService) -> None:
-    """Faults of the command line go to their ranks with the first resume."""
-    for spec in config.inject:
-        service.arm(spec)
+def _name(config: RunConfig) -> str:
+    return Identity.of(config, LOOPBACK).name

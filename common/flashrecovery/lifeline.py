@@ -60,6 +60,10 @@ class Lifeline:
         until = time.time() + timeout_s
         limit = _Timespec(int(until), int(until % 1 * 1e9))
         code: int = _libc.pthread_mutex_timedlock(self._mutex, ctypes.byref(limit))
+        if code in (0, errno.EOWNERDEAD):
+            # Let go of it (it stays cut for ever): this thread's list of robust mutexes must not lead into the mapping
+            # that is about to be closed.
+            _check(_libc.pthread_mutex_unlock(self._mutex))
         return code != errno.ETIMEDOUT
 
     def close(self) -> None:

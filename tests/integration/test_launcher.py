@@ -56,7 +56,7 @@ def run_cli(*args: str, env: dict[str, str] | None = None) -> subprocess.Complet
         (["run", "--checkpoint-interval", "soon", str(TINY)], ["--checkpoint-interval", "soon", "auto"]),
         (["run", "--inject", "rank=0,at=bakward", str(TINY)], ["bakward", "backward"]),
         (["run", "--inject", "rank=9,at=backward", str(TINY)], ["rank 9", "world"]),
-        (["run", "--nnodes", "2", str(TINY)], ["nnodes", "one node"]),
+        (["run", "--nnodes", "2", str(TINY)], ["nnodes = 2", "--controller"]),
         (["run", "--run-dir", "/proc/nowhere", str(TINY)], ["/proc/nowhere", "cannot be written"]),
         (["run", "--config", "missing.yaml", str(TINY)], ["missing.yaml", "No such file"]),
     ],

@@ -21,13 +21,13 @@ class World:
 
     def __init__(self, size: int, *, steps: int = 3, seed: int | None = None, **config: object) -> None:
         self.config = RunConfig.model_validate({"nproc_per_node": size, **config})
-        self.machine = Machine(self.config, lambda: ("localhost", 1234))
+        self.machine = Machine(self.config)
         self.steps = steps
         self.now = 0.0
         self.random = random.Random(seed) if seed is not None else None
         self.inbox: list[tuple[int, pb.Command]] = []
         self.events: list[ev.Event] = []
-        self.version = dict.fromkeys(range(size), -1)
+        self.version = dict.fromkeys(range(self.config.world_size), -1)
         self.pids: dict[int, int] = {}
         self.next_pid = 100
         self.trace: list[State] = []
@@ -35,7 +35,15 @@ class World:
         self.stops: list[tuple[int, int]] = []
 
     def launch(self) -> None:
-        self.machine.on_launch(self.now)
+        for node in range(self.config.nnodes):
+            self.join(f"node{node}")
+
+    def join(self, name: str, **fields: object) -> None:
+        """A node comes."""
+        slots = self.config.nproc_per_node
+        register = pb.Register(node=name, host=name, slots=slots, node_rank=-1, peer_port=1, incarnation=name)
+        register.MergeFrom(pb.Register(**fields))
+        self.machine.on_register(register, self.now)
         self.collect()
 
     def collect(self) -> None:
@@ -44,7 +52,7 @@ class World:
             if isinstance(action, Emit):
                 self.events.append(action.event)
             else:
-                self.inbox.append((action.rank, action.command))
+                self.inbox.append((action.command.rank, action.command))
 
     def of(self, kind: type[ev.Event]) -> list[ev.Event]:
         return [e for e in self.events if isinstance(e, kind)]
@@ -109,7 +117,7 @@ class World:
             if command.replace.detached:
                 started.capsules.extend([old, old + 1])
             self.pids[rank] = self.next_pid
-            m.on_started(started, "node", "host")
+            m.on_started(started, m.ranks[rank].home, "host")
             self.version[rank] = -1 if command.replace.detached else 0
             needs = [
                 pb.ShardNeed(name="param/w", nbytes=100, replicated=True),

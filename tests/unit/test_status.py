@@ -81,7 +81,7 @@ def log(run_dir: Path, events: list[ev.Event]) -> RunFiles:
 
 def test_the_controllers_answer_becomes_the_view() -> None:
     with serving(RUNNING) as address:
-        view = ask(address)
+        view = ask(address, "")
     assert view is not None and view.live
     assert (view.state, view.generation, view.seconds, view.run_dir) == ("running", 1, 12.0, "/runs/a")
     assert [r.rank for r in view.ranks] == [0, 1]

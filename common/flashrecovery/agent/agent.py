@@ -9,44 +9,65 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import logging
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
+
 from flashrecovery.agent.environment import common_env, rank_env
 from flashrecovery.agent.faults import ArmedFaults
 from flashrecovery.agent.hang import HangMonitor
+from flashrecovery.agent.identity import Identity
 from flashrecovery.agent.logs import LogTail
+from flashrecovery.agent.peers import PeerService, probe
 from flashrecovery.agent.process import WorkerProcess
 from flashrecovery.agent.procfs import Exit, exit_of
+from flashrecovery.agent.setup_logs import SetupLogs
 from flashrecovery.agent.standby import StandbyPool
 from flashrecovery.agent.store import StoreServer
 from flashrecovery.agent.watch import DeathWatch
 from flashrecovery.config import RunConfig
+from flashrecovery.errors import ProtocolError
 from flashrecovery.events import RunDir
 from flashrecovery.page import Health
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
-STORE_HOST = "localhost"
 REPLACING = "recovery:replacing"
+NEIGHBOURS = 2
 _LAST_WORDS_S = 0.2
 _CONFIRM_POLL_S = 0.002
 """Pace of the look at the pages while the first new step after a recovery is awaited."""
 
+log = logging.getLogger("flashrecovery")
+Send = Callable[[pb.AgentMessage], None]
+
 
 class Agent:
-    """One node's agent. ``send`` hands a message to the controller's stream."""
+    """One node's agent. ``peers`` is None where there is one node only. It begins with :meth:`connect`."""
 
     def __init__(
-        self, config: RunConfig, command: list[str], run_dir: RunDir, send: Callable[[pb.AgentMessage], None]
+        self,
+        config: RunConfig,
+        command: list[str],
+        run_dir: RunDir,
+        identity: Identity,
+        token: str = "",
+        peers: PeerService | None = None,
     ) -> None:
         self._config = config
         self._command = command
         self._run_dir = run_dir
-        self._send = send
+        self._identity = identity
+        self._token = token
+        self._peers = peers
+        self._setup_logs = SetupLogs(token)
+        self._table = pb.RankTable()
+        self._halted = False
+        self._send: Send = _unsent
+        self._send_heartbeat: Send = _unsent
         self._generation = 0
         self._ranks: dict[int, WorkerProcess] = {}
         self._closing = False
@@ -58,26 +79,54 @@ class Agent:
         self._watch = DeathWatch(asyncio.get_running_loop())
         self._tail = LogTail()
         self._hang = HangMonitor(config.timeouts)
-        self._store = StoreServer(STORE_HOST, config.master_port)
+        self._store = StoreServer(identity.host, config.master_port)
         self._pool = StandbyPool(config.standby, self._spawn_standby, run_dir.log_dir)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._node = socket.gethostname()
 
     # -- public -----------------------------------------------------------------------------------
 
-    def store_address(self) -> tuple[str, int]:
-        return self._store.host, self._store.port
-
-    def register(self) -> None:
-        message = pb.Register(
-            node=self._node,
-            host="127.0.0.1",
-            node_rank=self._config.node_rank,
-            slots=self._config.nproc_per_node,
-            pid=os.getpid(),
-        )
-        self._send(pb.AgentMessage(register=message))
+    def connect(self, send: Send, send_heartbeat: Send) -> None:
+        """``send`` takes a message for the controller and does not lose it; a heartbeat may be lost."""
+        self._send, self._send_heartbeat = send, send_heartbeat
         self._task(self._heartbeats())
+
+    def register(self) -> pb.Register:
+        """Who this node is now."""
+        return self._identity.register(self._store.port, self._peers.port if self._peers is not None else 0)
+
+    def incarnation(self) -> str:
+        return self._identity.incarnation
+
+    def neighbours(self) -> list[str]:
+        """The next agents in the ring of nodes that hold ranks, those that the controller would ask about this one."""
+        found = {e.node: e.peer for e in self._table.ranks if e.peer and e.node != self._identity.name}
+        ring = sorted(found)
+        after = [n for n in ring if n > self._identity.name]
+        return [found[n] for n in (*after, *ring)][: min(NEIGHBOURS, len(ring))]
+
+    def halt(self) -> None:
+        """This node is cut off: no process of it may take a step until :meth:`go_on`."""
+        if not self._halted:
+            self._halted = True
+            for process in self._ranks.values():
+                process.signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """It belongs to the job after all."""
+        if self._halted:
+            self._halted = False
+            for process in self._ranks.values():
+                process.signal(signal.SIGCONT)
+
+    def fence(self) -> None:
+        """The ranks of this node have been given away: end its processes, and be a spare node from now on."""
+        for process in [*self._ranks.values(), *self._pool.take_all()]:
+            process.dead = True
+            process.kill()
+            self._task(self._bury(process))
+        self._ranks.clear()
+        self._halted, self._resumed_at = False, None
+        self._identity = self._identity.anew()
 
     def handle(self, command: pb.Command) -> None:
         """Carry out or relay one command of the controller."""
@@ -86,21 +135,16 @@ class Agent:
         if body == "replace":
             self._task(self._replace(command))
         elif body == "shutdown":
-            self._task(self.shutdown(command.shutdown.reason))
+            self._task(self.shutdown(command.shutdown.reason or None))
         elif body == "rank_table":
-            self._run_dir.write_rank_table(
-                command.generation,
-                [
-                    {
-                        "rank": e.rank,
-                        "host": e.host,
-                        "pid": e.pid,
-                        "node": e.node,
-                        "joined_generation": e.joined_generation,
-                    }
-                    for e in command.rank_table.ranks
-                ],
-            )
+            self._adopt(command)
+        elif body == "probe":
+            self._task(self._probe(command.probe))
+        elif body == "modules":
+            self._pool.size = max(self._pool.size, self._identity.slots)
+            self._pool.set_modules(list(command.modules.names))
+        elif body in ("beat", "fence"):
+            pass  # the session's own
         elif body == "fault" and command.fault.phase == REPLACING:
             self._kill_at_replace.add(command.rank)
         elif body == "fault" and not command.fault.phase:
@@ -109,6 +153,20 @@ class Agent:
             if body == "fault":
                 self._faults.add(command)
             self._relay(command)
+
+    def _adopt(self, command: pb.Command) -> None:
+        """A new rank table."""
+        self._table = command.rank_table
+        columns = ("rank", "host", "pid", "node", "joined_generation")
+        entries = [{c: getattr(e, c) for c in columns} for e in command.rank_table.ranks]
+        self._run_dir.write_rank_table(command.generation, entries)
+        self._task(self._setup_logs.spread(self._table, self._ranks, self._identity.name))
+
+    async def _probe(self, message: pb.Probe) -> None:
+        """Look after another node for the controller."""
+        seen = await probe(message.address, self._token, message.timeout_s)
+        probed = pb.Probed(node=message.node, reachable=seen.reachable, evidence=seen.evidence)
+        self._send(pb.AgentMessage(probed=probed))
 
     def _relay(self, command: pb.Command) -> None:
         """To the process that fills the rank."""
@@ -153,22 +211,22 @@ class Agent:
         """Fence what fills the rank, then fill it anew."""
         began = time.monotonic()
         rank, replace = command.rank, command.replace
+        env = self._env(rank, command)
         old = self._ranks.pop(rank, None)
         if old is not None:
             old.dead = True
             old.kill()  # the fence: nothing of the old process runs on once the rank is filled again
-        if replace.restart_store:
-            self._store.close()
-            self._store = StoreServer(STORE_HOST, 0)
         log = self._run_dir.log_path(rank, command.generation)
         standby = self._pool.take() if replace.detached else None
-        process = standby or WorkerProcess.spawn(self._command, self._env(rank, command.generation), log, standby=False)
+        process = standby or WorkerProcess.spawn(self._command, env, log, standby=False)
         process.rank, process.generation = rank, command.generation
         self._ranks[rank] = process
         if self._config.log == "all" or (self._config.log == "0" and rank == 0):
             self._tail.follow(log, f"[rank{rank}]")
         if old is not None and replace.detached:
             process.page.inherit(old.page)
+        elif replace.setup_from:
+            await self._inherit_setup_log(process, replace.setup_from)
         if standby is None:
             await process.connect(self._on_message)
             self._watch.add(process.pid, process.page.fd, lambda late: self._on_death(process, late))
@@ -182,7 +240,7 @@ class Agent:
         assign = pb.Assign(
             rank=rank,
             generation=command.generation,
-            env=self._env(rank, command.generation),
+            env=env,
             log_path=str(log),
             detached=replace.detached,
         )
@@ -209,12 +267,22 @@ class Agent:
         await process.reap(self._config.timeouts.replacement_s)
         process.close()
 
-    def _env(self, rank: int, generation: int) -> dict[str, str]:
-        host, port = self.store_address()
-        return {**common_env(self._config), **rank_env(self._config, rank, generation, host, port)}
+    async def _inherit_setup_log(self, process: WorkerProcess, keeper: str) -> None:
+        """What the rank's set-up collectives had returned, from the agent that keeps it for the lost node."""
+        try:
+            process.page.write_setup_log(await self._setup_logs.fetch(keeper, process.place))
+        except grpc.aio.AioRpcError as e:
+            text = f"the results of its set-up collectives are lost: {keeper} answers {e.code().name.lower()}"
+            self._send(pb.AgentMessage(notice=pb.Notice(rank=process.place, kind="setup_log_lost", text=text)))
+
+    def _env(self, rank: int, command: pb.Command) -> dict[str, str]:
+        return {**self._common_env(), **rank_env(self._config, rank, command.generation, command.replace)}
+
+    def _common_env(self) -> dict[str, str]:
+        return {**common_env(self._config), **(self._identity.network_env() if self._peers is not None else {})}
 
     def _spawn_standby(self, log: Path) -> WorkerProcess:
-        return WorkerProcess.spawn(self._command, common_env(self._config), log, standby=True)
+        return WorkerProcess.spawn(self._command, self._common_env(), log, standby=True)
 
     async def _replenish(self) -> None:
         for _ in range(self._pool.missing()):
@@ -232,6 +300,8 @@ class Agent:
             self._report_standbys()
         elif body == "modules":
             self._pool.set_modules(list(message.modules.names))
+            if process.rank == 0:
+                self._send(pb.AgentMessage(modules=message.modules))  # for spare nodes
         elif body == "last_words":
             process.last_words = message.last_words
         elif body in ("joined", "reply", "done"):
@@ -239,8 +309,10 @@ class Agent:
                 return
             if body == "done":
                 process.stepping = False
-            elif body == "joined" and message.joined.hang_floor_s:
-                self._hang.floor_s = message.joined.hang_floor_s
+            elif body == "joined":
+                self._task(self._setup_logs.spread(self._table, self._ranks, self._identity.name))
+                if message.joined.hang_floor_s:
+                    self._hang.floor_s = message.joined.hang_floor_s
             self._send(pb.AgentMessage(**{body: getattr(message, body)}))
         elif body in ("checkpoint", "notice"):
             if body == "notice" and message.notice.kind == "fault_fired":
@@ -324,7 +396,7 @@ class Agent:
                 if self._resumed_at is not None and all(version > self._resumed_at for version in fresh):
                     self._resumed_at = None
                 self._heartbeat(alive, now)
-                for process, kind, evidence, late in self._hang.check(alive, now):
+                for process, kind, evidence, late in self._hang.check([] if self._halted else alive, now):
                     self._report_failure(process, kind, evidence, late)
                 await self._replenish()
             self._wake.clear()
@@ -346,7 +418,7 @@ class Agent:
                     step_s=health.step_s,
                 )
             )
-        self._send(pb.AgentMessage(heartbeat=pb.Heartbeat(generation=self._generation, ranks=ranks)))
+        self._send_heartbeat(pb.AgentMessage(heartbeat=pb.Heartbeat(generation=self._generation, ranks=ranks)))
 
     def _committed(self, health: Health) -> int:
         """The worker's newest version in this generation, -1 if it has not resumed yet."""
@@ -365,3 +437,7 @@ class Agent:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None and not self.finished.done():
             self.finished.set_exception(task.exception())  # type: ignore[arg-type]
+
+
+def _unsent(message: pb.AgentMessage) -> None:
+    raise ProtocolError("the agent has no connection yet")

@@ -6,8 +6,11 @@ import os
 from collections.abc import Mapping
 
 from flashrecovery.config import CONFIG_ENV, RunConfig
+from flashrecovery.proto import flashrecovery_pb2 as pb
 
 AGENT_PID_ENV = "FLASHRECOVERY_AGENT_PID"
+STRIDE_ENV = "FLASHRECOVERY_NEIGHBOUR_STRIDE"
+"""Rank r's copies are kept by rank r + stride, modulo the world size."""
 
 
 def common_env(config: RunConfig) -> dict[str, str]:
@@ -26,25 +29,29 @@ def common_env(config: RunConfig) -> dict[str, str]:
     return env
 
 
-def rank_env(config: RunConfig, rank: int, generation: int, store_host: str, store_port: int) -> Mapping[str, str]:
-    """torchrun's variables for ``rank`` (torch 2.13, torch/distributed/run.py)."""
-    local = rank - config.node_rank * config.nproc_per_node
+def rank_env(config: RunConfig, rank: int, generation: int, replace: pb.Replace) -> Mapping[str, str]:
+    """torchrun's variables for ``rank`` (torch 2.13, torch/distributed/run.py).
+
+    The restart count is that of whole restarts, before the first step: torch's rendezvous separates the keys of
+    each by it. A recovery is no restart.
+    """
     world = str(config.world_size)
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(local),
-        "GROUP_RANK": str(config.node_rank),
+        "LOCAL_RANK": str(replace.local_rank),
+        "GROUP_RANK": str(replace.node_rank),
         "ROLE_RANK": str(rank),
         "ROLE_NAME": "default",
         "WORLD_SIZE": world,
         "LOCAL_WORLD_SIZE": str(config.nproc_per_node),
         "GROUP_WORLD_SIZE": str(config.nnodes),
         "ROLE_WORLD_SIZE": world,
-        "MASTER_ADDR": store_host,
-        "MASTER_PORT": str(store_port),
-        "TORCHELASTIC_RESTART_COUNT": "0",
+        "MASTER_ADDR": replace.store_host,
+        "MASTER_PORT": str(replace.store_port),
+        "TORCHELASTIC_RESTART_COUNT": str(replace.attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
         "TORCHELASTIC_RUN_ID": "flashrecovery",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "FLASHRECOVERY_GENERATION": str(generation),
+        STRIDE_ENV: str(replace.stride),
     }

@@ -49,6 +49,11 @@ class StandbyPool:
                 return process
         return None
 
+    def take_all(self) -> list[WorkerProcess]:
+        """None is left; new ones are started when the modules are known anew."""
+        taken, self._processes, self.open = self._processes, [], False
+        return taken
+
     def discard(self, process: WorkerProcess) -> bool:
         """True if ``process`` was one of ours."""
         if process in self._processes:

@@ -8,12 +8,12 @@ import click
 import grpc
 
 from flashrecovery.config import check_phase
-from flashrecovery.controller.service import TOKEN_KEY
 from flashrecovery.errors import ConfigError
 from flashrecovery.events import RunFiles
 from flashrecovery.proto import CHANNEL_OPTIONS
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+from flashrecovery.security import metadata
 
 
 @click.command()
@@ -39,7 +39,7 @@ def inject(run_dir: Path, rank: int, fault: str, phase: str, step: int) -> None:
     with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         request = pb.InjectRequest(rank=rank, fault=fault, phase=phase, step=step)
         try:
-            reply = rpc.ControllerStub(channel).Inject(request, metadata=((TOKEN_KEY, token),), timeout=5)
+            reply = rpc.ControllerStub(channel).Inject(request, metadata=metadata(token), timeout=5)
         except grpc.RpcError as e:
             raise ConfigError(f"--run-dir {run_dir}: no controller answers at {address} ({e.code()})") from e
     if not reply.accepted:

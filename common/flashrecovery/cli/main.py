@@ -12,6 +12,7 @@ from flashrecovery.errors import FlashRecoveryError
 
 _COMMANDS = {
     "run": "Start a training job that survives the death of a rank.",
+    "controller": "Run only the controller of a job of several nodes.",
     "status": "What a job is doing.",
     "inject": "Inject a fault into a running job.",
     "report": "Every recovery of a job, phase by phase.",

@@ -17,10 +17,23 @@ from flashrecovery.errors import ConfigError
 
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
 @click.option("--nproc-per-node", "--nproc_per_node", default=None, help="Processes on this node: a number, or `gpu`.")
-@click.option("--nnodes", type=int, default=None, help="Number of nodes.")
-@click.option("--node-rank", "--node_rank", type=int, default=None, help="This node's number.")
+@click.option("--nnodes", type=int, default=None, help="Nodes that hold ranks.")
+@click.option("--spare-nodes", type=int, default=None, help="Further nodes that wait for one of these to be lost.")
+@click.option("--node-rank", "--node_rank", type=int, default=None, help="This node's number; default: as they come.")
+@click.option("--spare", is_flag=True, default=None, help="This node is a spare one.")
+@click.option("--node-name", default=None, help="This node's name, unique in the job; default: the host name.")
+@click.option("--node-address", default=None, help="This node's address for the others.")
+@click.option("--failure-domain", default=None, help="What fails together with this node: its switch, its rack.")
+@click.option("--slots", type=int, default=None, help="Ranks that this node can hold.")
 @click.option("--master-port", "--master_port", type=int, default=None, help="Port of the TCPStore; 0: any free one.")
-@click.option("--controller", default=None, help="HOST:PORT of the controller (several nodes).")
+@click.option(
+    "--controller",
+    *("--rdzv-endpoint", "--rdzv_endpoint"),
+    default=None,
+    help="HOST:PORT of the controller, on one of the nodes (several nodes).",
+)
+@click.option("--embed-controller/--no-embed-controller", default=None, help="Run the controller here if HOST is here.")
+@click.option("--token-file", type=click.Path(path_type=Path), default=None, help="The token that all nodes share.")
 @click.option("--standby", type=int, default=None, help="Pre-warmed processes to keep.")
 @click.option("--run-dir", type=click.Path(path_type=Path), default=None, help="Events, logs, rank table.")
 @click.option("--log", type=click.Choice(["0", "all", "none"]), default=None, help="Ranks whose output is shown live.")
@@ -42,27 +55,17 @@ def run(config_file: Path | None, module: bool, script: str, script_args: tuple[
     Exit code 0 only if every rank finished.
     """
     config = load_run_config(config_file, _overrides(options))
-    if config.nnodes != 1 or config.controller is not None:
-        raise ConfigError(
-            f"nnodes = {config.nnodes}, controller = {config.controller!r}: this version runs on one node; "
-            "allowed: --nnodes 1 without --controller"
-        )
     if not module and not Path(script).is_file():
         raise ConfigError(f"script {script!r} does not exist (working directory: {os.getcwd()})")
-    from flashrecovery.events import RunDir
     from flashrecovery.job import run_job
 
     path = config.run_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    run_dir = RunDir(path)
     print(
         f"flashrecovery: {config.world_size} ranks, {config.standby} standby, run directory {path}",
         file=sys.stderr,
     )
     command = ["-m", script, *script_args] if module else [script, *script_args]
-    try:
-        code, reason = asyncio.run(run_job(config, command, run_dir))
-    finally:
-        run_dir.close()
+    code, reason = asyncio.run(run_job(config, command, path))
     if code != 0:
         print(f"flashrecovery: the job failed: {reason}\nEvidence is kept in {path}", file=sys.stderr)
     sys.exit(code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from flashrecovery.cli.history import read_history
 from flashrecovery.cli.output import count_text, make_console, seconds_text
 from flashrecovery.errors import ConfigError
 from flashrecovery.events import RunFiles
+from flashrecovery.security import TOKEN_ENV
 
 _ANSWER_S = 2.0
 _REFRESH_S = 0.5
@@ -103,7 +105,7 @@ def status(run_dir: Path | None, controller: str | None, as_json: bool, watch: b
 def _looker(run_dir: Path | None, controller: str | None) -> Callable[[], JobView]:
     def at_controller() -> JobView:
         assert controller is not None
-        view = ask(controller)
+        view = ask(controller, os.environ.get(TOKEN_ENV, ""))
         if view is None:
             raise ConfigError(f"--controller {controller}: no controller answers there within {_ANSWER_S:g} s")
         return view
@@ -135,23 +137,24 @@ def look_at(files: RunFiles) -> JobView:
     """
     controller = files.controller()
     if controller is not None and files.is_live():
-        view = ask(controller["address"])
+        view = ask(controller["address"], controller["token"])
         if view is not None:
             return view
     return from_files(files)
 
 
-def ask(address: str) -> JobView | None:
+def ask(address: str, token: str) -> JobView | None:
     """Ask the controller at ``host:port``; None if none answers within two seconds."""
     import grpc
 
     from flashrecovery.proto import CHANNEL_OPTIONS
     from flashrecovery.proto import flashrecovery_pb2 as pb
     from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+    from flashrecovery.security import metadata
 
     with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         try:
-            found = rpc.ControllerStub(channel).Status(pb.StatusRequest(), timeout=_ANSWER_S)
+            found = rpc.ControllerStub(channel).Status(pb.StatusRequest(), metadata=metadata(token), timeout=_ANSWER_S)
         except grpc.RpcError:
             return None
     return JobView(

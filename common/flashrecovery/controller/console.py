@@ -16,6 +16,8 @@ def line_of(event: ev.Event) -> str | None:
             f"recovered in {event.total_s:.2f} s: rank {victims} replaced, training goes on from step "
             f"{event.resume_step} (generation {event.generation})"
         )
+    if isinstance(event, ev.NodeLost):
+        return f"node {event.node} is lost ({event.evidence})"
     if isinstance(event, ev.FallbackStarted):
         return f"no consistent state in memory ({event.reason}); going back to checkpoint {event.path}"
     if isinstance(event, ev.Notice) and event.kind in (
@@ -24,6 +26,8 @@ def line_of(event: ev.Event) -> str | None:
         "checkpoint_failed",
         "digest_mismatch",
         "other_layout",
+        "waiting_for_node",
+        "node_unheard",
     ):
         return f"{event.kind.replace('_', ' ')}: {event.text}"
     return None

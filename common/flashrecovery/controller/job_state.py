@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.history import Recovery
+from flashrecovery.controller.nodes import NodeRecord, NodeState, rooms
 from flashrecovery.controller.outbox import Action, Outbox
 from flashrecovery.controller.records import RankRecord
 from flashrecovery.controller.restore import RestoreRound
 from flashrecovery.controller.states import State, check_transition
+from flashrecovery.plan.placement import place
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 AGENT = -1
@@ -23,10 +24,11 @@ class JobState:
     """State of one job. ``now`` arguments are CLOCK_MONOTONIC seconds."""
 
     config: RunConfig
-    store_address: Callable[[], tuple[str, int]]
     state: State = State.STARTING
     generation: int = 0
     ranks: dict[int, RankRecord] = field(default_factory=dict)
+    nodes: dict[str, NodeRecord] = field(default_factory=dict)
+    stride: int = 1
     checkpoint: tuple[int, str] | None = None
     recovery: Recovery | None = None
     history: list[Recovery] = field(default_factory=list)
@@ -40,6 +42,8 @@ class JobState:
     _restore_from: str = ""
     _retry_at: float | None = None
     _retries: int = 0
+    _launched: bool = False
+    _homeless_since: float | None = None
 
     def __post_init__(self) -> None:
         self.ranks = {r: RankRecord(r) for r in range(self.config.world_size)}
@@ -65,23 +69,86 @@ class JobState:
         shutdown = pb.Shutdown(reason=reason, grace_s=self.config.timeouts.shutdown_grace_s)
         self._command(AGENT, pb.Command(shutdown=shutdown))
 
-    def _fill(
-        self, record: RankRecord, now: float, *, detached: bool, reason: str, restart_store: bool = False
-    ) -> None:
-        replace = pb.Replace(detached=detached, reason=reason, restart_store=restart_store)
+    # -- which process, on which node -------------------------------------------------------------
+
+    def _settle(self, ranks: list[int], now: float, lost_domain: str = "") -> bool:
+        """Give ``ranks``, which have lost their node, a new one; False if there is no room for them."""
+        taken = [r.home for r in self.ranks.values() if r.home]
+        places = place(ranks, rooms(self.nodes.values(), taken), lost_domain)
+        if places is None:
+            if self._homeless_since is None:
+                self._homeless_since = now
+                limit_s = self.config.timeouts.node_wait_s
+                wait = f"ranks {ranks} wait {limit_s:g} s at most for a node with room for them"
+                self._emit(ev.Notice(generation=self.generation, kind="waiting_for_node", text=wait))
+            return False
+        for rank, name in places.items():
+            used = {r.local_rank for r in self.ranks.values() if r.home == name}
+            record = self.ranks[rank]
+            if record.local_rank in used:
+                record.local_rank = next(i for i in range(len(used) + 1) if i not in used)
+            record.home = name
+            self.nodes[name].state = NodeState.ACTIVE
+        if not self._homeless():
+            self._homeless_since = None
+        return True
+
+    def _homeless(self) -> list[int]:
+        """Ranks whose node is lost and that have no other one yet."""
+        return [r.rank for r in self.ranks.values() if not r.home]
+
+    def _fill(self, record: RankRecord, now: float, *, detached: bool, reason: str) -> None:
+        """Have the rank's node start a process for it."""
+        host, port = self._store()
+        replace = pb.Replace(
+            detached=detached,
+            reason=reason,
+            attempt=self._restarts,
+            store_host=host,
+            store_port=port,
+            local_rank=record.local_rank,
+            node_rank=record.rank // self.config.nproc_per_node,
+            stride=self.stride,
+            setup_from=self._keeper_of(record) if detached else "",
+        )
         limits = self.config.timeouts
         deadline = now + limits.fence_s + (limits.replacement_s if detached else limits.startup_s)
         self._command(record.rank, pb.Command(replace=replace), deadline, "replace")
 
+    def _keeper_of(self, record: RankRecord) -> str:
+        """The agent that keeps the rank's set-up log for when its own node is lost; "" if its node still has it."""
+        if record.page_on == record.home:
+            return ""
+        keeper = self.ranks[(record.rank + self.stride) % len(self.ranks)]
+        node = self.nodes.get(keeper.page_on)
+        return node.peer if node is not None and node.alive else ""
+
+    def _store(self) -> tuple[str, int]:
+        """Host and port of the TCPStore to use from now on: the first node's that holds ranks and lives."""
+        for record in self.ranks.values():
+            node = self.nodes.get(record.home)
+            if node is not None and node.alive:
+                return node.store
+        return "localhost", 0
+
     def _publish_rank_table(self) -> None:
         entries = [
-            pb.RankEntry(rank=r.rank, host=r.host, pid=r.pid, node=r.node, joined_generation=r.joined_generation)
+            pb.RankEntry(
+                rank=r.rank,
+                host=r.host,
+                pid=r.pid,
+                node=r.node,
+                joined_generation=r.joined_generation,
+                peer=self.nodes[r.home].peer if r.home in self.nodes else "",
+            )
             for r in self.ranks.values()
         ]
-        self._command(AGENT, pb.Command(rank_table=pb.RankTable(ranks=entries)))
+        table = pb.RankTable(ranks=entries, stride=self.stride)
+        self._command(AGENT, pb.Command(rank_table=table))
 
     def _command(self, rank: int, command: pb.Command, deadline: float | None = None, what: str = "") -> None:
-        self.outbox.send(rank, self.generation, command, deadline, what)
+        command.generation, command.rank = self.generation, rank
+        self.outbox.send(None if rank == AGENT else self.ranks[rank].home, command, deadline, what)
 
     def _emit(self, event: ev.Event) -> None:
         self.outbox.emit(event)

@@ -16,10 +16,14 @@ from dataclasses import dataclass
 
 from flashrecovery import events as ev
 from flashrecovery.controller.history import Recovery
+from flashrecovery.controller.job_state import AGENT
+from flashrecovery.controller.nodes import NodeRecord, NodeState, launch_order
 from flashrecovery.controller.records import Place, RankRecord, unequal_claims, unequal_steps
 from flashrecovery.controller.recovery import RecoverySteps
 from flashrecovery.controller.restore import RestoreRound
 from flashrecovery.controller.states import RECOVERY_STATES, State
+from flashrecovery.errors import ConfigError
+from flashrecovery.plan.placement import neighbour_stride
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _RETRY_AFTER_S = 1.0
@@ -29,15 +33,94 @@ _RETRY_AFTER_S = 1.0
 class Machine(RecoverySteps):
     """What each event means for the job."""
 
-    def on_launch(self, now: float) -> None:
-        """All nodes are there: start every rank."""
-        self._started_at = now
+    def on_register(self, message: pb.Register, now: float) -> None:
+        """A node has come, or its agent has connected again."""
+        known = self.nodes.get(message.node)
+        if known is not None and known.incarnation == message.incarnation:
+            if not known.alive:
+                fence = pb.Fence(reason=f"node {known.name} was taken for lost, and its ranks were given away")
+                self.outbox.send(known.name, pb.Command(generation=self.generation, rank=AGENT, fence=fence))
+            return
+        if known is not None and known.alive:
+            self.on_node_lost(known.name, "its agent has ended and was started anew", 0.0, now)
+        node = self.nodes[message.node] = NodeRecord.of(message)
+        self._emit(
+            ev.NodeJoined(
+                generation=self.generation, node=node.name, host=node.host, domain=node.domain, slots=node.slots
+            )
+        )
+        if self._launched:
+            node.state = NodeState.SPARE
+            self._settle_homeless(now)
+        else:
+            self._launch(now)
+
+    def _launch(self, now: float) -> None:
+        """Once all nodes are there, start every rank."""
+        try:
+            order = launch_order(self.nodes.values(), self.config.nnodes, self.config.nproc_per_node)
+        except ConfigError as e:
+            self._fail(str(e))
+            return
+        if order is None:
+            return
+        self._launched, self._started_at = True, now
+        for node in self.nodes.values():
+            node.state = NodeState.ACTIVE if node in order else NodeState.SPARE
+        nproc = self.config.nproc_per_node
+        self.stride = neighbour_stride([n.domain for n in order], nproc)
+        for record in self.ranks.values():
+            record.home, record.local_rank = order[record.rank // nproc].name, record.rank % nproc
         for record in self.ranks.values():
             self._fill(record, now, detached=False, reason="launch")
+
+    def on_node_lost(self, name: str, evidence: str, silent_s: float, now: float) -> None:
+        """A node does not answer any more, and no other node reaches it: its ranks are given away as a whole."""
+        node = self.nodes[name]
+        if self.state in (State.FAILED, State.FINISHED) or not node.alive:
+            return
+        node.state = NodeState.LOST
+        lost = [r for r in self.ranks.values() if r.home == name]
+        self._emit(
+            ev.NodeLost(
+                generation=self.generation,
+                node=name,
+                ranks=[r.rank for r in lost],
+                evidence=evidence,
+                detect_s=silent_s,
+            )
+        )
+        for record in self.ranks.values():
+            record.page_on = "" if record.page_on == name else record.page_on
+        if not self._launched or all(r.place is Place.FINISHED for r in lost):
+            return
+        self.last_failure = f"node {name}: {evidence}"
+        released = [r.rank for r in lost if r.place is Place.RELEASED]
+        for record in lost:
+            self._emit_failure(record, "node_lost", self.last_failure, silent_s)
+            record.vacate()
+            record.home, record.capsules = "", ()
+        if released:
+            self._fail(f"{self.last_failure}, after the last step of ranks {released}: their end state is lost")
+            return
+        self._settle([r.rank for r in lost], now, node.domain)
+        if self.state is State.STARTING:
+            self._start_again(f"{self.last_failure}, before the first step", now)
+        else:
+            self._recover([r.rank for r in lost], "node_lost", now - silent_s, silent_s, now)
+
+    def _settle_homeless(self, now: float) -> None:
+        """A node has come; ranks that wait for one may get it."""
+        homeless = self._homeless()
+        if not homeless or not self._settle(homeless, now):
+            return
+        for rank in homeless:
+            self._fill(self.ranks[rank], now, detached=self.state is not State.STARTING, reason=self.last_failure)
 
     def on_started(self, message: pb.WorkerStarted, node: str, host: str) -> None:
         record = self.ranks[message.rank]
         record.place, record.pid, record.node, record.host = Place.STARTING, message.pid, node, host
+        record.page_on = record.home
         record.joined_generation = self.generation
         record.from_standby = message.standby
         record.capsules = tuple(message.capsules)
@@ -70,21 +153,8 @@ class Machine(RecoverySteps):
         if self.state in (State.FAILED, State.FINISHED) or record.pid != message.pid or record.place is Place.EMPTY:
             return
         step = max(message.step, record.committed, 0)
-        words = message.last_words
         self.last_failure = f"rank {record.rank}: {message.kind}: {message.evidence}"
-        self._emit(
-            ev.FailureDetected(
-                generation=self.generation,
-                rank=record.rank,
-                kind=message.kind,
-                evidence=message.evidence,
-                detect_s=message.detect_s,
-                step=step,
-                exception=words.exception,
-                message=words.message,
-                traceback=words.traceback,
-            )
-        )
+        self._emit_failure(record, message.kind, message.evidence, message.detect_s, step, message.last_words)
         was = record.place
         record.vacate()
         if was is Place.RELEASED:
@@ -99,7 +169,7 @@ class Machine(RecoverySteps):
                     f"(max_failures_per_step); the last time: {message.kind}: {message.evidence}"
                 )
             else:
-                self._recover(record.rank, message.kind, message.failed_at or now, message.detect_s, now)
+                self._recover([record.rank], message.kind, message.failed_at or now, message.detect_s, now)
 
     def on_reply(self, message: pb.Reply, now: float) -> None:
         """A worker has carried out a command, or says why it could not."""
@@ -181,6 +251,11 @@ class Machine(RecoverySteps):
         """Look at the deadlines; call a few times a second."""
         if self._retry_at is not None and now >= self._retry_at:
             self._retry(now)
+        if self._homeless_since is not None and now - self._homeless_since >= self.config.timeouts.node_wait_s:
+            self._fail(
+                f"{self.last_failure}; no node with room for ranks {self._homeless()} has come within "
+                f"{self.config.timeouts.node_wait_s:g} s"
+            )
         while (pending := self.outbox.expired(now)) is not None:
             record = self.ranks[pending.rank]
             if record.place is Place.EMPTY:
@@ -232,12 +307,37 @@ class Machine(RecoverySteps):
         else:
             self._start_again(f"{self.last_failure}, before the first step", now)
 
-    def _recover(self, victim: int, kind: str, failed_at: float, detect_s: float, now: float) -> None:
-        """A rank has lost its process: replace it, and bring everybody back to one consistent version."""
+    def _recover(self, victims: list[int], kind: str, failed_at: float, detect_s: float, now: float) -> None:
+        """Ranks have lost their processes: replace these, and bring everybody back to one consistent version."""
         if self.recovery is None:
             self.recovery = Recovery(self.generation, failed_at, detect_s)
-        self.recovery.add_victim(victim, kind, self.generation + 1)
-        self._enter_recovery(kind, now, victim)
+        for victim in victims:
+            self.recovery.add_victim(victim, kind, self.generation + 1)
+        self._enter_recovery(kind, now, victims)
+
+    def _emit_failure(
+        self,
+        record: RankRecord,
+        kind: str,
+        evidence: str,
+        detect_s: float,
+        step: int = -1,
+        words: pb.LastWords | None = None,
+    ) -> None:
+        words = words or pb.LastWords()
+        self._emit(
+            ev.FailureDetected(
+                generation=self.generation,
+                rank=record.rank,
+                kind=kind,
+                evidence=evidence,
+                detect_s=detect_s,
+                step=step if step >= 0 else max(record.committed, 0),
+                exception=words.exception,
+                message=words.message,
+                traceback=words.traceback,
+            )
+        )
 
     def _command_failed(self, record: RankRecord, what: str, error: str, now: float) -> None:
         """A rank could not regroup or restore. Mostly its peer has just died, which is about to be reported; if

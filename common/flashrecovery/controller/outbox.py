@@ -15,9 +15,9 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 @dataclass(frozen=True)
 class Send:
-    """Send ``command`` to the node that holds ``rank`` (for a Replace: that is to hold it)."""
+    """Send ``command`` to the agent of ``node`` (for a Replace: that is to hold the rank); None: to all of them."""
 
-    rank: int
+    node: str | None
     command: pb.Command
 
 
@@ -56,15 +56,13 @@ class Outbox:
     def emit(self, event: ev.Event) -> None:
         self.actions.append(Emit(event))
 
-    def send(
-        self, rank: int, generation: int, command: pb.Command, deadline: float | None = None, what: str = ""
-    ) -> None:
-        """Send ``command``; with a deadline its acknowledgement is waited for."""
+    def send(self, node: str | None, command: pb.Command, deadline: float | None = None, what: str = "") -> None:
+        """Send ``command``; with a deadline its acknowledgement by the command's rank is waited for."""
         self._serial += 1
-        command.serial, command.generation, command.rank = self._serial, generation, rank
+        command.serial = self._serial
         if deadline is not None:
-            self.pending[self._serial] = Pending(rank, what, deadline)
-        self.actions.append(Send(rank, command))
+            self.pending[self._serial] = Pending(command.rank, what, deadline)
+        self.actions.append(Send(node, command))
 
     def acknowledge(self, serial: int) -> Pending | None:
         """The pending command of this serial number, which no longer is."""

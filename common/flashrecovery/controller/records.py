@@ -32,14 +32,23 @@ def capsule_name(rank: int) -> str:
 
 @dataclass
 class RankRecord:
-    """One place in the world and the process in it. ``live`` is -1 when the process holds no whole version, ``steps``
-    when the script's end is the end of its steps."""
+    """One place in the world and the process in it.
+
+    Attributes:
+        home: name of the node that holds the rank, or is to; "" while no node has room for it.
+        page_on: name of the node whose agent has the page of its last process; "" if that node is lost.
+        live: -1 when the process holds no whole version.
+        steps: -1 when the script's end is the end of its steps.
+    """
 
     rank: int
     place: Place = Place.EMPTY
     pid: int = 0
     node: str = ""
     host: str = ""
+    home: str = ""
+    page_on: str = ""
+    local_rank: int = 0
     joined_generation: int = 0
     steps: int = -1
     from_standby: bool = False

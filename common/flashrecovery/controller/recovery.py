@@ -8,6 +8,7 @@ RESTORING, VERIFYING, and back to RUNNING. Each function here belongs to one of 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashrecovery import events as ev
@@ -26,22 +27,23 @@ _MAX_RETRIES = 3
 class RecoverySteps(JobState):
     """Transitions between the states of a recovery."""
 
-    def _enter_recovery(self, cause: str, now: float, victim: int | None = None) -> None:
+    def _enter_recovery(self, cause: str, now: float, victims: Sequence[int] = ()) -> None:
         """Enter QUIESCING with the next generation; also from the middle of a recovery."""
         self.generation += 1
         # replacements that are still on their way keep their deadline; every other command is void
-        self.outbox.keep(lambda p: p.what == "replace" and p.rank != victim)
+        self.outbox.keep(lambda p: p.what == "replace" and p.rank not in victims)
         self._round, self._restore_from, self._retry_at = None, "", None
         self._to(State.QUIESCING, now)
-        victims = self.recovery.victims if self.recovery is not None else []
-        self._emit(ev.RecoveryStarted(generation=self.generation, victims=list(victims), cause=cause))
+        of_all = self.recovery.victims if self.recovery is not None else []
+        self._emit(ev.RecoveryStarted(generation=self.generation, victims=list(of_all), cause=cause))
         limit = self.config.timeouts
         survivors = [r for r in self.ranks.values() if r.place not in (Place.EMPTY, Place.STARTING, Place.JOINED)]
         for record in survivors:
             record.place = Place.STOPPING
             self._command(record.rank, pb.Command(hold=pb.Hold()), now + limit.stop_ack_s, "hold")
-        if victim is not None:
-            self._fill(self.ranks[victim], now, detached=True, reason=self.last_failure)
+        for victim in victims:
+            if self.ranks[victim].home:
+                self._fill(self.ranks[victim], now, detached=True, reason=self.last_failure)
         if not survivors and self.checkpoint is None:
             why = f"no survivor holds any state and there is no checkpoint; the last failure: {self.last_failure}"
             self._nothing_to_go_on_from(why, now)
@@ -103,7 +105,7 @@ class RecoverySteps(JobState):
             return
         self._adopt(decision, now)
         self._to(State.REGROUPING, now)
-        host, port = self.store_address()
+        host, port = self._store()
         limit = self.config.timeouts.regroup_s
         for record in self.ranks.values():
             record.place = Place.RECOVERING
@@ -211,4 +213,5 @@ class RecoverySteps(JobState):
         for record in self.ranks.values():
             record.vacate()
             record.needs, record.committed = {}, -1
-            self._fill(record, now, detached=False, reason=why, restart_store=record.rank == 0)
+            if record.home:
+                self._fill(record, now, detached=False, reason=why)

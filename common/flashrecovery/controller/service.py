@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
+import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import grpc
@@ -15,43 +15,49 @@ from flashrecovery import events as ev
 from flashrecovery.config import FaultSpec, RunConfig, check_phase
 from flashrecovery.controller.console import line_of
 from flashrecovery.controller.job_state import AGENT
+from flashrecovery.controller.liveness import NODE_PROBE, Ask, Liveness, Lost
 from flashrecovery.controller.machine import Machine
+from flashrecovery.controller.nodes import NodeState
 from flashrecovery.controller.outbox import Emit
 from flashrecovery.controller.states import State
 from flashrecovery.errors import ConfigError
+from flashrecovery.link import Link
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.redundancy.interval import CheckpointSchedule
+from flashrecovery.security import TokenCheck
 
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
-TOKEN_KEY = "flashrecovery-token"
-_TICK_S = 0.25
+    AgentLink = Link[pb.Command, pb.AgentMessage]
+
+_TICK_S = 0.05
+_REGISTER_S = 10.0
+"""A connection that has not said who it is by then is closed."""
+_GRACE_S = 1.0
+"""For the connections to end by themselves."""
 _FAULTS = ("sigkill", "sigstop", "exit", "raise", "segv", "corrupt")
 _MESSAGE_LIMIT = 256 << 20
+
+log = logging.getLogger("flashrecovery")
 
 
 class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
     """Feeds :class:`Machine` from the agents' streams. Runs on one event loop, so the machine needs no lock."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        token: str,
-        log: ev.EventLog,
-        store_address: Callable[[], tuple[str, int]],
-        run_dir: str,
-    ) -> None:
-        self.machine = Machine(config, store_address)
+    def __init__(self, config: RunConfig, token: str, log: ev.EventLog, run_dir: ev.RunDir) -> None:
+        self.machine = Machine(config)
         self._config = config
         self._token = token
         self._log = log
-        self._run_dir = run_dir
-        self._streams: dict[int, asyncio.Queue[pb.Command]] = {}
-        self._node_of: dict[int, int] = {}
-        self._names: dict[int, tuple[str, str]] = {}
-        self._standbys = (0, 0)
+        self.run_dir = run_dir
+        self._links: dict[str, AgentLink] = {}
+        self._incarnations: dict[str, str] = {}
+        self._connections: dict[str, object] = {}
+        self._liveness = Liveness(config.timeouts)
+        self._beat_at = 0.0
+        self._standbys: dict[str, tuple[int, int]] = {}
         self._to_arm: list[FaultSpec] = []
         self._started = time.monotonic()
         self._interval_s = config.checkpoint.interval_s
@@ -59,12 +65,15 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._checkpoints = config.checkpoint.dir is not None
         self._server: grpc.aio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
-        self.closed = asyncio.Event()
+        self._dismissed = False
+        self._modules: pb.Modules | None = None
+        self.over = asyncio.Event()
+        """The job has finished or failed, or this controller has ended."""
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises ConfigError if it is in use."""
         options = [("grpc.max_receive_message_length", _MESSAGE_LIMIT), ("grpc.so_reuseport", 0)]
-        self._server = grpc.aio.server(options=options)
+        self._server = grpc.aio.server(options=options, interceptors=[TokenCheck(self._token)])
         rpc.add_ControllerServicer_to_server(self, self._server)
         try:
             bound = self._server.add_insecure_port(f"{host}:{port}")
@@ -77,9 +86,11 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
     async def stop(self) -> None:
         if self._ticker is not None:
             self._ticker.cancel()
-        self.closed.set()
+        self.over.set()
+        for link in self._links.values():
+            link.close()
         if self._server is not None:
-            await self._server.stop(grace=0.1)
+            await self._server.stop(grace=_GRACE_S)
 
     def request_stop(self, reason: str) -> None:
         self.machine.on_stop_request(reason)
@@ -90,24 +101,45 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
     async def Session(
         self, request_iterator: AsyncIterator[pb.AgentMessage], context: Context
     ) -> AsyncIterator[pb.Command]:
-        """One agent's stream."""
-        await self._authorize(context)
-        queue: asyncio.Queue[pb.Command] = asyncio.Queue()
-        reader = asyncio.create_task(self._read(request_iterator, queue))
+        """One connection of an agent. A newer one of the same node takes its place."""
         try:
-            while True:
-                yield await queue.get()
+            first = await asyncio.wait_for(anext(request_iterator), _REGISTER_S)
+        except (asyncio.TimeoutError, StopAsyncIteration):
+            return
+        if first.WhichOneof("body") != "register" or not first.register.node:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of an agent must be Register")
+        node, connection = first.register.node, object()
+        link = self._link_of(first.register)
+        self._connections[node] = connection
+        link.accept(first)
+        self._liveness.heard(node, time.monotonic())
+        self.machine.on_register(first.register, time.monotonic())
+        self._act()
+        if self.machine.nodes[node].alive:
+            self._tell_modules(node)
+            # At once, because an agent that was cut off waits for it.
+            yield pb.Command(generation=self.machine.generation, beat=pb.Beat())
+        reader = asyncio.create_task(self._read(request_iterator, node, link))
+        try:
+            async for command in link.outgoing():
+                if self._connections.get(node) is not connection:
+                    return
+                yield command
         finally:
             reader.cancel()
+            if self._connections.get(node) is connection:
+                del self._connections[node]
+                self._liveness.disconnected(node)
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.JobStatus:
         """The whole job at one look."""
         m = self.machine
-        ready, starting = self._standbys
+        ready = sum(r for r, _ in self._standbys.values())
+        starting = sum(s for _, s in self._standbys.values())
         return pb.JobStatus(
             state=m.state.value,
             generation=m.generation,
-            run_dir=self._run_dir,
+            run_dir=str(self.run_dir.path),
             uptime_s=time.monotonic() - self._started,
             standby_ready=ready,
             standby_starting=starting,
@@ -138,11 +170,29 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 )
                 for x in m.history
             ],
+            nodes=self._node_status(),
         )
+
+    def _node_status(self) -> list[pb.NodeStatus]:
+        now = time.monotonic()
+        held: dict[str, list[int]] = {}
+        for record in self.machine.ranks.values():
+            held.setdefault(record.home, []).append(record.rank)
+        return [
+            pb.NodeStatus(
+                name=n.name,
+                host=n.host,
+                domain=n.domain,
+                state="silent" if n.alive and self._liveness.silent(n.name, now) else n.state.value,
+                heartbeat_age_s=self._liveness.age(n.name, now),
+                slots=n.slots,
+                ranks=held.get(n.name, []),
+            )
+            for n in self.machine.nodes.values()
+        ]
 
     async def Inject(self, request: pb.InjectRequest, context: Context) -> pb.InjectReply:
         """Arm or deliver a fault."""
-        await self._authorize(context)
         if request.rank >= self._config.world_size:
             return pb.InjectReply(error=f"rank {request.rank} is outside the world of {self._config.world_size} ranks")
         if request.fault not in _FAULTS:
@@ -162,43 +212,49 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         generation = self.machine.generation
         self._record(ev.FaultInjected(generation=generation, rank=rank, fault=fault, phase=phase, step=step))
         message = pb.Fault(fault=fault, phase=phase, step=step)
-        self._post(rank, pb.Command(generation=generation, rank=rank, fault=message))
+        self._post(self.machine.ranks[rank].home, pb.Command(generation=generation, rank=rank, fault=message))
 
-    async def _authorize(self, context: Context) -> None:
-        given = dict(context.invocation_metadata() or ()).get(TOKEN_KEY, "")
-        if not hmac.compare_digest(str(given), self._token):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing job token")
+    def _link_of(self, message: pb.Register) -> AgentLink:
+        """The node's link; a new one for a new incarnation of its agent."""
+        if self._incarnations.get(message.node) != message.incarnation:
+            self._incarnations[message.node] = message.incarnation
+            self._links[message.node] = Link()
+        return self._links[message.node]
 
     # -- feeding the machine ----------------------------------------------------------------------
 
-    async def _read(self, messages: AsyncIterator[pb.AgentMessage], queue: asyncio.Queue[pb.Command]) -> None:
-        node = -1
+    async def _read(self, messages: AsyncIterator[pb.AgentMessage], node: str, link: AgentLink) -> None:
         async for message in messages:
-            if message.WhichOneof("body") == "register":
-                node = message.register.node_rank
-                self._streams[node] = queue
-                self._names[node] = (message.register.node, message.register.host)
-                first = node * self._config.nproc_per_node
-                self._node_of.update({first + i: node for i in range(message.register.slots)})
-                if len(self._node_of) == self._config.world_size:
-                    self.machine.on_launch(time.monotonic())
-            else:
-                self._dispatch(message, node)
+            if not link.accept(message):
+                continue
+            record = self.machine.nodes.get(node)
+            if record is None or not record.alive:
+                continue  # taken for lost: its ranks belong to others now
+            self._liveness.heard(node, time.monotonic())
+            self._dispatch(message, node)
             self._act()
 
-    def _dispatch(self, message: pb.AgentMessage, node: int) -> None:
+    def _dispatch(self, message: pb.AgentMessage, node: str) -> None:
         now = time.monotonic()
         m = self.machine
         body = message.WhichOneof("body")
         if body == "heartbeat":
             m.on_heartbeat(message.heartbeat, now)
         elif body == "started":
-            name, host = self._names[node]
-            m.on_started(message.started, name, host)
+            m.on_started(message.started, node, m.nodes[node].host)
+        elif body == "probed":
+            probed = message.probed
+            self._liveness.answered(node, probed.node, probed.reachable, probed.evidence)
+        elif body == "modules":
+            self._modules = message.modules
+            for name in m.nodes:
+                self._tell_modules(name)
         elif body == "joined":
             self._adopt_settings(message.joined, now)
             m.on_joined(message.joined, now)
         elif body == "failure":
+            if message.failure.failed_at:  # by the agent's clock
+                message.failure.failed_at += now - message.age_base
             m.on_failure(message.failure, now)
         elif body == "reply":
             m.on_reply(message.reply, now)
@@ -218,10 +274,10 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 )
             )
         elif body == "standby":
-            self._standbys = (message.standby.ready, message.standby.starting)
-            self._record(
-                ev.StandbyReady(generation=m.generation, ready=message.standby.ready, starting=message.standby.starting)
-            )
+            self._standbys[node] = (message.standby.ready, message.standby.starting)
+            ready = sum(r for r, _ in self._standbys.values())
+            starting = sum(s for _, s in self._standbys.values())
+            self._record(ev.StandbyReady(generation=m.generation, ready=ready, starting=starting))
         elif body == "notice":
             n = message.notice
             self._record(ev.Notice(generation=m.generation, rank=n.rank, kind=n.kind, text=n.text))
@@ -229,7 +285,12 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 # a rank whose steps need it cannot be brought back unless the others can go back, too
                 for rank in m.ranks:
                     command = pb.Command(generation=m.generation, rank=rank, keep_undo=pb.KeepUndo(reason=n.text))
-                    self._post(rank, command)
+                    self._post(m.ranks[rank].home, command)
+
+    def _tell_modules(self, node: str) -> None:
+        """A spare node has no worker to learn from what its standbys should import."""
+        if self._modules is not None and self.machine.nodes[node].state is NodeState.SPARE:
+            self._post(node, pb.Command(rank=AGENT, modules=self._modules))
 
     def _record(self, event: ev.Event) -> None:
         """Into the log, and on the terminal if it is of interest there."""
@@ -242,9 +303,34 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         while True:
             await asyncio.sleep(_TICK_S)
             now = time.monotonic()
+            self._look_for_the_silent(now)
             self.machine.on_tick(now)
             self._announce_checkpoint(now)
             self._act()
+
+    def _look_for_the_silent(self, now: float) -> None:
+        """Beats to the agents, and what follows from theirs."""
+        if now - self._beat_at >= self._config.timeouts.heartbeat_s:
+            self._beat_at = now
+            for name in self._connections:
+                self._links[name].send_now_or_never(pb.Command(generation=self.machine.generation, beat=pb.Beat()))
+        for found in self._liveness.check(now):
+            if isinstance(found, Ask):
+                probe = pb.Probe(
+                    node=found.suspect,
+                    address=self.machine.nodes[found.suspect].peer,
+                    timeout_s=NODE_PROBE * self._config.timeouts.node_probe_s,
+                )
+                self._post(found.observer, pb.Command(rank=AGENT, probe=probe))
+            elif isinstance(found, Lost):
+                self._standbys.pop(found.node, None)
+                self.machine.on_node_lost(found.node, found.evidence, found.silent_s, now)
+            else:
+                text = (
+                    f"node {found.node} has not been heard for {found.silent_s:.2f} s, but node {found.observer} "
+                    "reaches it: it keeps its ranks"
+                )
+                self._record(ev.Notice(generation=self.machine.generation, kind="node_unheard", text=text))
 
     def _new_schedule(self, now: float) -> CheckpointSchedule:
         return CheckpointSchedule(self._interval_s, self._config.checkpoint.failures_per_day, now=now)
@@ -269,7 +355,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             for record in records:
                 command = pb.Command(checkpoint=pb.TakeCheckpoint(version=version))
                 command.generation, command.rank = self.machine.generation, record.rank
-                self._post(record.rank, command)
+                self._post(record.home, command)
 
     def _act(self) -> None:
         for action in self.machine.take_actions():
@@ -283,11 +369,25 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 elif isinstance(action.event, ev.RecoveryStarted):
                     self._schedule.recovered()
             else:
-                self._post(action.rank, action.command)
-        if self.machine.state is State.FINISHED:
-            self._post(AGENT, pb.Command(rank=AGENT, shutdown=pb.Shutdown()))
+                self._post(action.node, action.command)
+        if self.machine.state is State.FINISHED and not self._dismissed:
+            self._dismissed = True
+            self._post(None, pb.Command(rank=AGENT, shutdown=pb.Shutdown()))
+        if self.machine.state in (State.FINISHED, State.FAILED):
+            self.over.set()
 
-    def _post(self, rank: int, command: pb.Command) -> None:
-        nodes = list(self._streams) if rank == AGENT else [self._node_of[rank]]
-        for node in nodes:
-            self._streams[node].put_nowait(command)
+    def _post(self, node: str | None, command: pb.Command) -> None:
+        """To one agent, or to all (None)."""
+        if node is not None:
+            self._links[node].send(command)
+            return
+        for link in self._links.values():
+            copy = pb.Command()
+            copy.CopyFrom(command)
+            link.send(copy)
+
+    async def dismissed(self, timeout_s: float) -> None:
+        """The job is over: wait until every agent that is connected knows."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and any(not self._links[n].settled() for n in self._connections):
+            await asyncio.sleep(0.01)

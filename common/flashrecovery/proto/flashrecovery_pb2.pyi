@@ -5,6 +5,7 @@ The contract between controller, agents and workers.
 
 Controller <-> agent: one gRPC stream a node (Session). Agent <-> worker: the same messages, length-prefixed, on an
 inherited socket pair (no gRPC in a training process: its threads do not survive the fork of a data loader).
+Agent <-> agent: the service Peer, with which agents confirm each other's silence and keep what a lost node cannot give.
 Every message carries the generation; a receiver drops what is older than its own.
 """
 
@@ -25,10 +26,16 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class AgentMessage(_message.Message):
-    """---- agent -> controller ------------------------------------------------------------------------"""
+    """---- agent -> controller ------------------------------------------------------------------------
+
+    Numbered messages (sequence > 0) are sent again after a broken connection until they are acknowledged.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
+    AGE_BASE_FIELD_NUMBER: _builtins.int
     REGISTER_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     STARTED_FIELD_NUMBER: _builtins.int
@@ -40,6 +47,13 @@ class AgentMessage(_message.Message):
     STANDBY_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     NOTICE_FIELD_NUMBER: _builtins.int
+    PROBED_FIELD_NUMBER: _builtins.int
+    MODULES_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    acknowledged: _builtins.int
+    """newest number received from the other side"""
+    age_base: _builtins.float
+    """sender's CLOCK_MONOTONIC seconds when it was sent: times in the body count from it"""
     @_builtins.property
     def register(self) -> Global___Register: ...
     @_builtins.property
@@ -64,9 +78,16 @@ class AgentMessage(_message.Message):
     def checkpoint(self) -> Global___CheckpointSaved: ...
     @_builtins.property
     def notice(self) -> Global___Notice: ...
+    @_builtins.property
+    def probed(self) -> Global___Probed: ...
+    @_builtins.property
+    def modules(self) -> Global___Modules: ...
     def __init__(
         self,
         *,
+        sequence: _builtins.int = ...,
+        acknowledged: _builtins.int = ...,
+        age_base: _builtins.float = ...,
         register: Global___Register | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
         started: Global___WorkerStarted | None = ...,
@@ -78,12 +99,14 @@ class AgentMessage(_message.Message):
         standby: Global___StandbyCount | None = ...,
         checkpoint: Global___CheckpointSaved | None = ...,
         notice: Global___Notice | None = ...,
+        probed: Global___Probed | None = ...,
+        modules: Global___Modules | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "exited", b"exited", "failure", b"failure", "heartbeat", b"heartbeat", "joined", b"joined", "notice", b"notice", "register", b"register", "reply", b"reply", "standby", b"standby", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "exited", b"exited", "failure", b"failure", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "probed", b"probed", "register", b"register", "reply", b"reply", "standby", b"standby", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "exited", b"exited", "failure", b"failure", "heartbeat", b"heartbeat", "joined", b"joined", "notice", b"notice", "register", b"register", "reply", b"reply", "standby", b"standby", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "age_base", b"age_base", "body", b"body", "checkpoint", b"checkpoint", "done", b"done", "exited", b"exited", "failure", b"failure", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "probed", b"probed", "register", b"register", "reply", b"reply", "sequence", b"sequence", "standby", b"standby", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice", "probed", "modules"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -91,6 +114,8 @@ Global___AgentMessage: _TypeAlias = AgentMessage  # noqa: Y015
 
 @_typing.final
 class Register(_message.Message):
+    """First message of every connection. The same incarnation: the agent that had connected before."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NODE_FIELD_NUMBER: _builtins.int
@@ -98,11 +123,29 @@ class Register(_message.Message):
     NODE_RANK_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    DOMAIN_FIELD_NUMBER: _builtins.int
+    SPARE_FIELD_NUMBER: _builtins.int
+    STORE_PORT_FIELD_NUMBER: _builtins.int
+    PEER_PORT_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     node: _builtins.str
+    """name, unique in the job"""
     host: _builtins.str
+    """address for the other nodes"""
     node_rank: _builtins.int
+    """-1: any"""
     slots: _builtins.int
+    """ranks that it can hold"""
     pid: _builtins.int
+    domain: _builtins.str
+    """failure domain (switch, rack); empty: the node itself"""
+    spare: _builtins.bool
+    """takes the place of another node"""
+    store_port: _builtins.int
+    """of its TCPStore"""
+    peer_port: _builtins.int
+    """of its Peer service"""
+    incarnation: _builtins.str
     def __init__(
         self,
         *,
@@ -111,14 +154,46 @@ class Register(_message.Message):
         node_rank: _builtins.int = ...,
         slots: _builtins.int = ...,
         pid: _builtins.int = ...,
+        domain: _builtins.str = ...,
+        spare: _builtins.bool = ...,
+        store_port: _builtins.int = ...,
+        peer_port: _builtins.int = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "node", b"node", "node_rank", b"node_rank", "pid", b"pid", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain", "host", b"host", "incarnation", b"incarnation", "node", b"node", "node_rank", b"node_rank", "peer_port", b"peer_port", "pid", b"pid", "slots", b"slots", "spare", b"spare", "store_port", b"store_port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Register: _TypeAlias = Register  # noqa: Y015
+
+@_typing.final
+class Probed(_message.Message):
+    """What a node sees of another one, asked for by the controller."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    REACHABLE_FIELD_NUMBER: _builtins.int
+    EVIDENCE_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    reachable: _builtins.bool
+    evidence: _builtins.str
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        reachable: _builtins.bool = ...,
+        evidence: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evidence", b"evidence", "node", b"node", "reachable", b"reachable"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Probed: _TypeAlias = Probed  # noqa: Y015
 
 @_typing.final
 class RankHealth(_message.Message):
@@ -698,6 +773,8 @@ class Command(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
     SERIAL_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
@@ -714,6 +791,13 @@ class Command(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     KEEP_UNDO_FIELD_NUMBER: _builtins.int
     HOLD_FIELD_NUMBER: _builtins.int
+    BEAT_FIELD_NUMBER: _builtins.int
+    PROBE_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
+    MODULES_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """see AgentMessage"""
+    acknowledged: _builtins.int
     serial: _builtins.int
     generation: _builtins.int
     rank: _builtins.int
@@ -746,9 +830,21 @@ class Command(_message.Message):
     def keep_undo(self) -> Global___KeepUndo: ...
     @_builtins.property
     def hold(self) -> Global___Hold: ...
+    @_builtins.property
+    def beat(self) -> Global___Beat: ...
+    @_builtins.property
+    def probe(self) -> Global___Probe: ...
+    @_builtins.property
+    def fence(self) -> Global___Fence: ...
+    @_builtins.property
+    def modules(self) -> Global___Modules:
+        """what a spare node's standbys import"""
+
     def __init__(
         self,
         *,
+        sequence: _builtins.int = ...,
+        acknowledged: _builtins.int = ...,
         serial: _builtins.int = ...,
         generation: _builtins.int = ...,
         rank: _builtins.int = ...,
@@ -765,12 +861,16 @@ class Command(_message.Message):
         checkpoint: Global___TakeCheckpoint | None = ...,
         keep_undo: Global___KeepUndo | None = ...,
         hold: Global___Hold | None = ...,
+        beat: Global___Beat | None = ...,
+        probe: Global___Probe | None = ...,
+        fence: Global___Fence | None = ...,
+        modules: Global___Modules | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "fault", b"fault", "hold", b"hold", "keep_undo", b"keep_undo", "ping", b"ping", "rank_table", b"rank_table", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "fault", b"fault", "fence", b"fence", "hold", b"hold", "keep_undo", b"keep_undo", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank_table", b"rank_table", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "fault", b"fault", "generation", b"generation", "hold", b"hold", "keep_undo", b"keep_undo", "ping", b"ping", "rank", b"rank", "rank_table", b"rank_table", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "serial", b"serial", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "fault", b"fault", "fence", b"fence", "generation", b"generation", "hold", b"hold", "keep_undo", b"keep_undo", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank", b"rank", "rank_table", b"rank_table", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold", "beat", "probe", "fence", "modules"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -782,24 +882,108 @@ class Replace(_message.Message):
 
     DETACHED_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
-    RESTART_STORE_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    STORE_HOST_FIELD_NUMBER: _builtins.int
+    STORE_PORT_FIELD_NUMBER: _builtins.int
+    LOCAL_RANK_FIELD_NUMBER: _builtins.int
+    NODE_RANK_FIELD_NUMBER: _builtins.int
+    STRIDE_FIELD_NUMBER: _builtins.int
+    SETUP_FROM_FIELD_NUMBER: _builtins.int
     detached: _builtins.bool
     reason: _builtins.str
-    restart_store: _builtins.bool
+    attempt: _builtins.int
+    """whole restarts so far"""
+    store_host: _builtins.str
+    store_port: _builtins.int
+    local_rank: _builtins.int
+    node_rank: _builtins.int
+    stride: _builtins.int
+    """rank r's copies go to rank r + stride"""
+    setup_from: _builtins.str
+    """Peer service of the agent that keeps the rank's set-up log; empty: the old process's page"""
     def __init__(
         self,
         *,
         detached: _builtins.bool = ...,
         reason: _builtins.str = ...,
-        restart_store: _builtins.bool = ...,
+        attempt: _builtins.int = ...,
+        store_host: _builtins.str = ...,
+        store_port: _builtins.int = ...,
+        local_rank: _builtins.int = ...,
+        node_rank: _builtins.int = ...,
+        stride: _builtins.int = ...,
+        setup_from: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detached", b"detached", "reason", b"reason", "restart_store", b"restart_store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "detached", b"detached", "local_rank", b"local_rank", "node_rank", b"node_rank", "reason", b"reason", "setup_from", b"setup_from", "store_host", b"store_host", "store_port", b"store_port", "stride", b"stride"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Replace: _TypeAlias = Replace  # noqa: Y015
+
+@_typing.final
+class Beat(_message.Message):
+    """The controller is there, and this node belongs to the job. At least 4 Hz."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Beat: _TypeAlias = Beat  # noqa: Y015
+
+@_typing.final
+class Probe(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    address: _builtins.str
+    timeout_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        address: _builtins.str = ...,
+        timeout_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "node", b"node", "timeout_s", b"timeout_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Probe: _TypeAlias = Probe  # noqa: Y015
+
+@_typing.final
+class Fence(_message.Message):
+    """This node was taken for lost and its ranks were given away: end its workers, then register anew."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fence: _TypeAlias = Fence  # noqa: Y015
 
 @_typing.final
 class Hold(_message.Message):
@@ -1085,11 +1269,14 @@ class RankEntry(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
     JOINED_GENERATION_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     host: _builtins.str
     pid: _builtins.int
     node: _builtins.str
     joined_generation: _builtins.int
+    peer: _builtins.str
+    """Peer service of its agent"""
     def __init__(
         self,
         *,
@@ -1098,10 +1285,11 @@ class RankEntry(_message.Message):
         pid: _builtins.int = ...,
         node: _builtins.str = ...,
         joined_generation: _builtins.int = ...,
+        peer: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "joined_generation", b"joined_generation", "node", b"node", "pid", b"pid", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "joined_generation", b"joined_generation", "node", b"node", "peer", b"peer", "pid", b"pid", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1112,16 +1300,19 @@ class RankTable(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RANKS_FIELD_NUMBER: _builtins.int
+    STRIDE_FIELD_NUMBER: _builtins.int
+    stride: _builtins.int
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankEntry]: ...
     def __init__(
         self,
         *,
         ranks: _abc.Iterable[Global___RankEntry] | None = ...,
+        stride: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranks", b"ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranks", b"ranks", "stride", b"stride"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1402,9 +1593,110 @@ class FromWorker(_message.Message):
 Global___FromWorker: _TypeAlias = FromWorker  # noqa: Y015
 
 @_typing.final
-class StatusRequest(_message.Message):
+class ProbeRequest(_message.Message):
     """---- tools --------------------------------------------------------------------------------------"""
 
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FROM_FIELD_NUMBER: _builtins.int
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from", b"from"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeRequest: _TypeAlias = ProbeRequest  # noqa: Y015
+
+@_typing.final
+class ProbeReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    CONTROLLER_AGE_S_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.str
+    controller_age_s: _builtins.float
+    generation: _builtins.int
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.str = ...,
+        controller_age_s: _builtins.float = ...,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["controller_age_s", b"controller_age_s", "generation", b"generation", "incarnation", b"incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeReply: _TypeAlias = ProbeReply  # noqa: Y015
+
+@_typing.final
+class SetupLogPart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    data: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetupLogPart: _TypeAlias = SetupLogPart  # noqa: Y015
+
+@_typing.final
+class KeepReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEPT_FIELD_NUMBER: _builtins.int
+    kept: _builtins.bool
+    def __init__(
+        self,
+        *,
+        kept: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepReply: _TypeAlias = KeepReply  # noqa: Y015
+
+@_typing.final
+class FetchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchRequest: _TypeAlias = FetchRequest  # noqa: Y015
+
+@_typing.final
+class StatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -1510,6 +1802,7 @@ class JobStatus(_message.Message):
     RUN_DIR_FIELD_NUMBER: _builtins.int
     UPTIME_S_FIELD_NUMBER: _builtins.int
     FAILURE_REASON_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     generation: _builtins.int
     standby_ready: _builtins.int
@@ -1522,6 +1815,8 @@ class JobStatus(_message.Message):
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankStatus]: ...
     @_builtins.property
     def recoveries(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecoverySummary]: ...
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeStatus]: ...
     def __init__(
         self,
         *,
@@ -1535,14 +1830,54 @@ class JobStatus(_message.Message):
         run_dir: _builtins.str = ...,
         uptime_s: _builtins.float = ...,
         failure_reason: _builtins.str = ...,
+        nodes: _abc.Iterable[Global___NodeStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure_reason", b"failure_reason", "generation", b"generation", "last_failure", b"last_failure", "ranks", b"ranks", "recoveries", b"recoveries", "run_dir", b"run_dir", "standby_ready", b"standby_ready", "standby_starting", b"standby_starting", "state", b"state", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure_reason", b"failure_reason", "generation", b"generation", "last_failure", b"last_failure", "nodes", b"nodes", "ranks", b"ranks", "recoveries", b"recoveries", "run_dir", b"run_dir", "standby_ready", b"standby_ready", "standby_starting", b"standby_starting", "state", b"state", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JobStatus: _TypeAlias = JobStatus  # noqa: Y015
+
+@_typing.final
+class NodeStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    DOMAIN_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_AGE_S_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    host: _builtins.str
+    domain: _builtins.str
+    state: _builtins.str
+    """active | spare | silent | lost"""
+    heartbeat_age_s: _builtins.float
+    slots: _builtins.int
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        host: _builtins.str = ...,
+        domain: _builtins.str = ...,
+        state: _builtins.str = ...,
+        heartbeat_age_s: _builtins.float = ...,
+        slots: _builtins.int = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain", "heartbeat_age_s", b"heartbeat_age_s", "host", b"host", "name", b"name", "ranks", b"ranks", "slots", b"slots", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeStatus: _TypeAlias = NodeStatus  # noqa: Y015
 
 @_typing.final
 class InjectRequest(_message.Message):

@@ -181,3 +181,164 @@ class Controller:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class PeerStub:
+    """Each agent's own service, for the other agents.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Probe = channel.unary_unary(
+                '/flashrecovery.v1.Peer/Probe',
+                request_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.ProbeRequest.SerializeToString,
+                response_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.ProbeReply.FromString,
+                _registered_method=True)
+        self.Keep = channel.stream_unary(
+                '/flashrecovery.v1.Peer/Keep',
+                request_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.SetupLogPart.SerializeToString,
+                response_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.KeepReply.FromString,
+                _registered_method=True)
+        self.Fetch = channel.unary_stream(
+                '/flashrecovery.v1.Peer/Fetch',
+                request_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.FetchRequest.SerializeToString,
+                response_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.SetupLogPart.FromString,
+                _registered_method=True)
+
+
+class PeerServicer:
+    """Each agent's own service, for the other agents.
+    """
+
+    def Probe(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Keep(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Fetch(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_PeerServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Probe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Probe,
+                    request_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.ProbeRequest.FromString,
+                    response_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.ProbeReply.SerializeToString,
+            ),
+            'Keep': grpc.stream_unary_rpc_method_handler(
+                    servicer.Keep,
+                    request_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.SetupLogPart.FromString,
+                    response_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.KeepReply.SerializeToString,
+            ),
+            'Fetch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.FetchRequest.FromString,
+                    response_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.SetupLogPart.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'flashrecovery.v1.Peer', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('flashrecovery.v1.Peer', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Peer:
+    """Each agent's own service, for the other agents.
+    """
+
+    @staticmethod
+    def Probe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flashrecovery.v1.Peer/Probe',
+            flashrecovery_dot_proto_dot_flashrecovery__pb2.ProbeRequest.SerializeToString,
+            flashrecovery_dot_proto_dot_flashrecovery__pb2.ProbeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Keep(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/flashrecovery.v1.Peer/Keep',
+            flashrecovery_dot_proto_dot_flashrecovery__pb2.SetupLogPart.SerializeToString,
+            flashrecovery_dot_proto_dot_flashrecovery__pb2.KeepReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/flashrecovery.v1.Peer/Fetch',
+            flashrecovery_dot_proto_dot_flashrecovery__pb2.FetchRequest.SerializeToString,
+            flashrecovery_dot_proto_dot_flashrecovery__pb2.SetupLogPart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -255,7 +255,7 @@ class NeighbourCopies:
         if follows:
             for work in [self._recv(part) for part in _parts(slot.buffer)]:
                 self._wait(work)
-        slot.version = version
+        slot.version = version if slot.capsule else -1  # without one it is only a turn in the exchange
         for work in sends:
             self._wait(work)
         self._sent_layout = layout.ident

@@ -7,6 +7,7 @@ what its peers hold (see :meth:`Copies.enable_undo`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from flashrecovery import groups
+from flashrecovery.agent.environment import STRIDE_ENV
 from flashrecovery.config import Settings
 from flashrecovery.errors import RestoreError, UnsupportedError
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -56,13 +58,12 @@ class Copies:
                 f"the first is {unique[0].name!r}; allowed here: auto, neighbor, none"
             )
         self._neighbour: NeighbourCopies | None = None
+        self._capsules_only = False
         self._undo: UndoCopy | None = None
         self._undo_allowed = settings.undo != "never"
         self._undo_always = settings.undo == "always"
-        if registry.world_size > 1 and settings.redundancy != "none" and anywhere(bool(unique)):
-            group = groups.create_control_group(NEIGHBOUR_GROUP)
-            assert group is not None
-            self._neighbour = NeighbourCopies(group, registry.rank, registry.world_size, registry.tensor_shards())
+        if registry.world_size > 1 and settings.redundancy != "none":
+            self._keep_for_neighbour(registry, anywhere(bool(unique)))
         if self._undo_always:
             self.enable_undo()
         self.checkpoint: checkpoint.CheckpointFallback | None = None
@@ -77,8 +78,31 @@ class Copies:
                 on_error=on_error,
             )
 
+    def _keep_for_neighbour(self, registry: Registry, unique: bool) -> None:
+        """What a lost node takes with it: shards without a replica, and the capsules of its ranks. The agent keeps
+        capsules, too, so among ranks of one node whose shards all have replicas nothing is to be done."""
+        stride, nodes = placement()
+        if not unique and nodes == 1:
+            return
+        world = registry.world_size
+        group = groups.create_control_group(NEIGHBOUR_GROUP)
+        assert group is not None
+        self._capsules_only = not unique
+        self._neighbour = NeighbourCopies(
+            group,
+            registry.rank,
+            world,
+            registry.tensor_shards() if unique else [],
+            destination=lambda rank: (rank + stride) % world,
+        )
+
     def describe(self) -> str:
         """What protects what, what it costs, what it survives."""
+        if self._capsules_only:
+            return (
+                "replicas: every shard lives on several ranks; each rank's own state (random numbers, data position) "
+                "is kept by a rank of another node; survives all but one of a replica set, and the loss of any one node"
+            )
         if self._neighbour is not None:
             return self._neighbour.describe()
         if self._registry.world_size == 1:
@@ -96,6 +120,24 @@ class Copies:
             assert capsule is not None
             self._neighbour.commit(version, capsule)
 
+    @property
+    def capsules_only(self) -> bool:
+        """Nothing but capsules goes to the neighbour, and there are no own pre-step copies (see
+        :meth:`send_capsule`)."""
+        return self._capsules_only
+
+    def send_capsule(self, version: int, *, final: bool) -> None:
+        """Before the mutation that makes ``version``, on every rank; returns when this rank's exchange is complete.
+
+        Where survivors keep no copy of the version before, whoever dies in the mutation is brought to the *new*
+        version: its capsule must have left it by then. Not ``final``: it is not known yet, and nothing is kept of it.
+        """
+        assert self._neighbour is not None
+        capsule = self._registry.capsule.at(version) if final else b""
+        assert capsule is not None
+        self._neighbour.commit(version, capsule)
+        self._neighbour.wait()
+
     def save_checkpoint_if_due(self, version: int, generation: int) -> None:
         """The live state is ``version``, and does not change before this returns."""
         if self.checkpoint is not None and self.checkpoint.due(version):
@@ -111,15 +153,15 @@ class Copies:
 
     def before_mutation(self, version: int) -> None:
         """``version`` may be overwritten after this."""
-        if self._neighbour is not None:
+        if self._neighbour is not None and not self._capsules_only:
             self._neighbour.before_mutation()
         elif self._undo is not None:
             self._undo.hold(version)
 
     def enable_undo(self, *, brief: bool = False) -> None:
         """Keep an own copy of the pre-step state from the next step on; ``brief``: of one step."""
-        if self._neighbour is not None or not self._undo_allowed:
-            return  # neighbour copies include it
+        if self._own_copies or not self._undo_allowed:
+            return
         if self._undo is None or (self._undo.brief and not brief):
             self.disable_undo()
             self._undo = UndoCopy(self._registry.tensor_shards(), brief=brief)
@@ -174,7 +216,12 @@ class Copies:
     @property
     def _own_copy(self) -> UndoCopy | None:
         """This rank's own pre-step copy; neighbour copies include one."""
-        return self._undo if self._neighbour is None else self._neighbour.undo
+        return self._neighbour.undo if self._own_copies and self._neighbour is not None else self._undo
+
+    @property
+    def _own_copies(self) -> bool:
+        """Whether the neighbour copies include own ones."""
+        return self._neighbour is not None and not self._capsules_only
 
     @property
     def keeps_undo(self) -> bool:
@@ -216,6 +263,12 @@ class Copies:
         if kind == "copy" and self._neighbour is not None:
             return self._neighbour.source(owner, shard, version)
         raise RestoreError(f"no {kind} of {shard!r} here")
+
+
+def placement() -> tuple[int, int]:
+    """(stride, nodes): rank r's copies go to rank r + stride; how many nodes hold ranks. From the environment that the
+    agent has made."""
+    return int(os.environ.get(STRIDE_ENV, "1")), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
 def anywhere(flag: bool) -> bool:

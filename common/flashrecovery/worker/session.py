@@ -224,11 +224,13 @@ class Session:
         self.gate.check()
         version = self.gate.version
         self.faults.hit("optimizer-start", version)
-        if not self._hook_fired:
+        seen_forward = self._hook_fired
+        if not seen_forward:
             # The adapter has seen no forward pass: nothing yet says that every rank has come this far.
             self.sealed()
-            self._barrier()
-        elif self._explicit_barrier:
+        if self.copies.capsules_only:
+            self._send_capsule(version + 1)
+        if not seen_forward or self._explicit_barrier:
             self._barrier()
         habits = self.registry.habits
         if habits.undo:
@@ -241,6 +243,15 @@ class Session:
         self.copies.before_mutation(version)
         self._ops_at_mutation = groups.operation_count()
         self.gate.mutate()
+
+    def _send_capsule(self, version: int) -> None:
+        """What is sealed goes to another node, before anybody can need it."""
+        assert self.copies is not None
+        final = self.registry.habits.early_seal
+        now = self._drawn()
+        if final and self._written != now:
+            self._seal(version, now)
+        self.copies.send_capsule(version, final=final)
 
     def mutated(self) -> None:
         """Kept for adapters: the optimizers are done; the commit follows at the end of the step."""
@@ -272,6 +283,8 @@ class Session:
         registry = self.registry
         everywhere = all(len(s.holders) == registry.world_size for s in registry.tensor_shards())
         apart = anywhere(not everywhere) and not copies.keeps_undo
+        # Who passes it knows that every rank's capsule has arrived.
+        apart = apart or copies.capsules_only
         return registry.world_size > 1 and (apart or not all(a.sync_spans_world() for a in registry.adapters))
 
     def _barrier(self) -> None:

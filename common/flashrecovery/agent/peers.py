@@ -1,0 +1,132 @@
+"""The agents among themselves: a second opinion on who is silent, and set-up logs kept for another node.
+
+What a rank's set-up collectives had returned (:mod:`flashrecovery.groups.setup_log`) lies in its page, in the memory of
+its agent. If the whole node is lost, a replacement elsewhere needs it all the same; so each rank's log is also kept by
+the agent of the rank that holds its neighbour copies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from flashrecovery.errors import ConfigError
+from flashrecovery.proto import CHANNEL_OPTIONS
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+from flashrecovery.security import TokenCheck, metadata
+
+if TYPE_CHECKING:
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+_PART_BYTES = 1 << 20
+_KEEP_S = 30.0
+_FETCH_S = 30.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A peer's answer. ``controller_age_s``: seconds since it heard the controller."""
+
+    peer: str
+    reachable: bool
+    evidence: str = ""
+    controller_age_s: float = float("inf")
+
+
+class PeerService(rpc.PeerServicer):  # type: ignore[misc]
+    """What this agent does for others."""
+
+    def __init__(self, incarnation: Callable[[], str], token: str) -> None:
+        self._incarnation = incarnation
+        self._token = token
+        self._logs: dict[int, bytes] = {}
+        self._server: grpc.aio.Server | None = None
+        self.controller_heard_at = time.monotonic()
+        self.port = 0
+
+    async def start(self, host: str) -> None:
+        """Listen on any free port of ``host``. Raises ConfigError."""
+        self._server = grpc.aio.server(interceptors=[TokenCheck(self._token)])
+        rpc.add_PeerServicer_to_server(self, self._server)
+        try:
+            self.port = self._server.add_insecure_port(f"{host}:0")
+        except RuntimeError as e:
+            raise ConfigError(f"node address {host}: cannot listen there: {e}") from e
+        await self._server.start()
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(grace=0.1)
+
+    async def Probe(self, request: pb.ProbeRequest, context: Context) -> pb.ProbeReply:
+        """This agent lives."""
+        age = time.monotonic() - self.controller_heard_at
+        return pb.ProbeReply(incarnation=self._incarnation(), controller_age_s=age)
+
+    async def Keep(self, request_iterator: AsyncIterator[pb.SetupLogPart], context: Context) -> pb.KeepReply:
+        """Keep a rank's set-up log for as long as the job runs."""
+        parts: list[bytes] = []
+        rank = -1
+        async for part in request_iterator:
+            rank = part.rank
+            parts.append(part.data)
+        if rank >= 0:
+            self._logs[rank] = b"".join(parts)
+        return pb.KeepReply(kept=rank >= 0)
+
+    async def Fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.SetupLogPart]:
+        """Give it back."""
+        if request.rank not in self._logs:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no set-up log of rank {request.rank} here")
+        for data in _parts(self._logs[request.rank]):
+            yield pb.SetupLogPart(rank=request.rank, data=data)
+
+
+async def probe(peer: str, token: str, timeout_s: float) -> Seen:
+    """Does the agent at ``peer`` (host:port) live? On a new connection, so that nothing old can say so."""
+    began = time.monotonic()
+    try:
+        async with grpc.aio.insecure_channel(peer, options=_FRESH) as channel:
+            reply = await rpc.PeerStub(channel).Probe(
+                pb.ProbeRequest(), metadata=metadata(token), timeout=timeout_s, wait_for_ready=False
+            )
+    except grpc.aio.AioRpcError as e:
+        return Seen(peer, False, f"{e.code().name.lower()} after {time.monotonic() - began:.2f} s")
+    return Seen(peer, True, controller_age_s=reply.controller_age_s)
+
+
+async def probe_all(peers: list[str], token: str, timeout_s: float) -> list[Seen]:
+    """All at once."""
+    return list(await asyncio.gather(*(probe(p, token, timeout_s) for p in peers)))
+
+
+async def keep_there(peer: str, token: str, rank: int, log: bytes) -> None:
+    """Have ``peer`` keep the set-up log of ``rank``. Raises grpc.aio.AioRpcError."""
+
+    async def parts() -> AsyncIterator[pb.SetupLogPart]:
+        for data in _parts(log):
+            yield pb.SetupLogPart(rank=rank, data=data)
+
+    async with grpc.aio.insecure_channel(peer, options=_FRESH) as channel:
+        await rpc.PeerStub(channel).Keep(parts(), metadata=metadata(token), timeout=_KEEP_S)
+
+
+async def fetch_from(peer: str, token: str, rank: int) -> bytes:
+    """The set-up log of ``rank`` that ``peer`` keeps. Raises grpc.aio.AioRpcError."""
+    async with grpc.aio.insecure_channel(peer, options=_FRESH) as channel:
+        call = rpc.PeerStub(channel).Fetch(pb.FetchRequest(rank=rank), metadata=metadata(token), timeout=_FETCH_S)
+        return b"".join([part.data async for part in call])
+
+
+_FRESH = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+"""Without it gRPC shares connections, and their back-off, between channels."""
+
+
+def _parts(data: bytes) -> list[bytes]:
+    return [data[i : i + _PART_BYTES] for i in range(0, max(len(data), 1), _PART_BYTES)]

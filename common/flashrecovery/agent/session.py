@@ -1,0 +1,184 @@
+"""The agent's connection to the controller, for as long as the job runs: made, watched, made again.
+
+Messages are carried by a :class:`~flashrecovery.link.Link`, so a broken connection loses none. While the controller is
+not heard, :mod:`.lease` says whether this node's workers may go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from flashrecovery.agent.agent import Agent
+from flashrecovery.agent.lease import LEASE_PROBE, Standing, knock, standing
+from flashrecovery.agent.peers import PeerService, probe_all
+from flashrecovery.config import Timeouts
+from flashrecovery.errors import ConfigError, ProtocolError
+from flashrecovery.link import Link
+from flashrecovery.net import split_address
+from flashrecovery.proto import CHANNEL_OPTIONS
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+from flashrecovery.security import metadata
+
+_LOOK_S = 0.05
+_AGAIN_S = 0.1
+_ATTEMPT_S = 1.0
+"""A connection attempt without any answer is given up for a new one after this time."""
+_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+
+log = logging.getLogger("flashrecovery")
+
+
+class ControllerSession:
+    """Runs the agent under the controller at ``address``. ``peers`` is None where there is one node only."""
+
+    def __init__(self, address: str, token: str, agent: Agent, peers: PeerService | None, limits: Timeouts) -> None:
+        self._address = address
+        self._host, self._port = split_address(address, "--controller")
+        self._token = token
+        self._agent = agent
+        self._peers = peers
+        self._limits = limits
+        self._link: Link[pb.AgentMessage, pb.Command] = Link()
+        self._heard_at = time.monotonic()
+        self._joined = False
+        self._fresh = False
+        self._attempt: asyncio.Task[None] | None = None
+        self._attempt_at = 0.0
+        self._standing = Standing.MEMBER
+        agent.connect(self._send, self._send_heartbeat)
+
+    def _send(self, message: pb.AgentMessage) -> None:
+        message.age_base = time.monotonic()
+        self._link.send(message)
+
+    def _send_heartbeat(self, message: pb.AgentMessage) -> None:
+        if self._fresh:
+            self._link.send_now_or_never(message)
+
+    async def run(self) -> str | None:
+        """Until the agent has finished; returns its reason (None: the job has ended well).
+
+        Raises:
+            ConfigError: no controller was found, or it refuses this node.
+        """
+        watch = asyncio.create_task(self._watch()) if self._peers is not None else None
+        try:
+            while not self._agent.finished.done():
+                await self._connect()
+                self._give_up_if_late()
+                await asyncio.wait({self._agent.finished}, timeout=_AGAIN_S)
+            return self._agent.finished.result()
+        finally:
+            if watch is not None:
+                watch.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await watch
+
+    async def _connect(self) -> None:
+        """One connection, to its end."""
+        self._attempt_at = time.monotonic()
+        self._attempt = asyncio.create_task(self._converse())
+        ends: set[asyncio.Future[Any]] = {self._attempt, self._agent.finished}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        self._fresh = False
+        if not self._attempt.done():
+            self._attempt.cancel()
+        try:
+            await self._attempt
+        except asyncio.CancelledError:
+            log.debug("the connection to %s was given up", self._address)
+        except grpc.aio.AioRpcError as e:
+            if e.code() is grpc.StatusCode.UNAUTHENTICATED:
+                raise ConfigError(f"the controller at {self._address} refuses this node: {e.details()}") from e
+            if e.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                raise ProtocolError(f"the controller at {self._address} refuses this node: {e.details()}") from e
+
+    async def _converse(self) -> None:
+        async with grpc.aio.insecure_channel(self._address, options=_OPTIONS) as channel:
+            call = rpc.ControllerStub(channel).Session(self._messages(), metadata=metadata(self._token))
+            async for command in call:
+                self._heard(command)
+
+    async def _messages(self) -> AsyncIterator[pb.AgentMessage]:
+        yield pb.AgentMessage(register=self._agent.register())
+        async for message in self._link.outgoing():
+            yield message
+
+    def _heard(self, command: pb.Command) -> None:
+        self._heard_at = time.monotonic()
+        self._joined = True
+        if self._peers is not None:
+            self._peers.controller_heard_at = self._heard_at
+        if not self._fresh:
+            self._fresh = True
+            if command.WhichOneof("body") != "fence":
+                self._standing = Standing.MEMBER
+                self._agent.go_on()
+        if self._standing is Standing.ORPHANED:
+            self._standing = Standing.MEMBER
+        if not self._link.accept(command):
+            return
+        if command.WhichOneof("body") == "fence":
+            log.warning("%s", command.fence.reason)
+            self._agent.fence()
+            self._link = Link()
+            self._drop_connection()  # and connect as the node that it is now
+        else:
+            self._agent.handle(command)
+
+    def _give_up_if_late(self) -> None:
+        silent_s = time.monotonic() - self._heard_at
+        if not self._joined and silent_s > self._limits.rendezvous_s:
+            raise ConfigError(
+                f"--controller {self._address}: nobody has answered there for {self._limits.rendezvous_s:g} s "
+                "(timeouts.rendezvous_s)"
+            )
+        if self._joined and silent_s > self._limits.controller_gone_s:
+            raise ProtocolError(
+                f"the controller at {self._address} has been gone for {silent_s:.0f} s (timeouts.controller_gone_s)"
+            )
+
+    # -- while it is not heard --------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            now = time.monotonic()
+            silent_s = now - self._heard_at
+            if not self._joined or silent_s < self._limits.lease_s:
+                continue
+            await self._ask()
+            stale = self._fresh and silent_s >= self._limits.node_silence_s
+            late = not self._fresh and now - self._attempt_at > _ATTEMPT_S
+            if stale or late:
+                self._drop_connection()
+
+    def _drop_connection(self) -> None:
+        """For a new one. What is still on its way in this one may be older than the controller's verdict."""
+        if self._attempt is not None:
+            self._attempt.cancel()
+
+    async def _ask(self) -> None:
+        """Where does this node stand?"""
+        asked_at = time.monotonic()
+        wait_s = LEASE_PROBE * self._limits.node_probe_s
+        door, seen = await asyncio.gather(
+            knock(self._host, self._port, wait_s), probe_all(self._agent.neighbours(), self._token, wait_s)
+        )
+        if self._heard_at > asked_at or self._standing is Standing.CUT_OFF:
+            return  # once cut off, only a new connection restores it
+        found = standing(door, seen, self._limits.lease_s)
+        if found is not self._standing:
+            log.warning("the controller has not been heard for %.2f s: %s", asked_at - self._heard_at, found.value)
+            self._standing = found
+        if found is Standing.CUT_OFF:
+            self._agent.halt()
+            self._drop_connection()

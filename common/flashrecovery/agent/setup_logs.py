@@ -1,0 +1,49 @@
+"""Each rank's set-up log on a second node, for when its own is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+import grpc
+
+from flashrecovery.agent.peers import fetch_from, keep_there
+from flashrecovery.agent.process import WorkerProcess
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+log = logging.getLogger("flashrecovery")
+
+
+class SetupLogs:
+    """Which log has been given to whom."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self._kept: dict[int, tuple[int, str]] = {}  # rank -> (pid whose log it is, keeper)
+        self._lock = asyncio.Lock()
+
+    async def spread(self, table: pb.RankTable, processes: Mapping[int, WorkerProcess], here: str) -> None:
+        """Give the log of each rank of this node to the agent of its neighbour, unless that has it already.
+
+        A keeper that cannot be reached is about to be found lost; the next table names another one.
+        """
+        entries = {e.rank: e for e in table.ranks}
+        async with self._lock:
+            for rank, process in list(processes.items()):
+                keeper = entries.get((rank + table.stride) % len(entries))
+                if keeper is None or not keeper.peer or keeper.node == here:
+                    continue
+                data = process.page.read_setup_log() if not process.dead else None
+                if data is None or self._kept.get(rank) == (process.pid, keeper.peer):
+                    continue
+                try:
+                    await keep_there(keeper.peer, self._token, rank, data)
+                except grpc.aio.AioRpcError as e:
+                    log.warning("the set-up log of rank %d is not kept at %s: %s", rank, keeper.peer, e.code())
+                    continue
+                self._kept[rank] = (process.pid, keeper.peer)
+
+    async def fetch(self, keeper: str, rank: int) -> bytes:
+        """Raises grpc.aio.AioRpcError."""
+        return await fetch_from(keeper, self._token, rank)

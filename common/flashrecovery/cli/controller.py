@@ -1,0 +1,39 @@
+"""``flashrecovery controller``: the controller alone, outside of the nodes that train."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from flashrecovery.config import load_run_config
+from flashrecovery.errors import ConfigError
+
+
+@click.command()
+@click.option("--bind", "controller", required=True, help="HOST:PORT to listen on; the nodes' --controller.")
+@click.option("--nnodes", type=int, default=None, help="Nodes that hold ranks.")
+@click.option("--spare-nodes", type=int, default=None, help="Further nodes that wait for one of these to be lost.")
+@click.option("--nproc-per-node", "--nproc_per_node", type=int, default=None, help="Processes on each node.")
+@click.option("--run-dir", type=click.Path(path_type=Path), default=None, help="Events, rank table.")
+@click.option("--token-file", type=click.Path(path_type=Path), default=None, help="The token that all nodes share.")
+@click.option("--config", "config_file", type=click.Path(path_type=Path), default=None, help="YAML with any key.")
+def controller(config_file: Path | None, **options: object) -> None:
+    """Run the controller of one job, to the job's end. Its nodes run `flashrecovery run --controller HOST:PORT`."""
+    from flashrecovery.job import run_controller
+    from flashrecovery.net import is_here, resolve, split_address
+
+    config = load_run_config(config_file, {k: v for k, v in options.items() if v is not None})
+    assert config.controller is not None
+    host, _ = split_address(config.controller, "--bind")
+    if not is_here(resolve(host, "--bind")):
+        raise ConfigError(f"--bind {config.controller}: {host} is no address of this host")
+    path = config.run_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-controller"
+    print(f"flashrecovery: controller at {config.controller}, run directory {path}", file=sys.stderr)
+    code, reason = asyncio.run(run_controller(config, path))
+    if code != 0:
+        print(f"flashrecovery: the job failed: {reason}\nEvidence is kept in {path}", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,150 @@
+"""Whether a node is lost: its agent's silence, confirmed by other nodes. Pure; times are CLOCK_MONOTONIC seconds.
+
+A node is *suspected* when its agent has been silent for ``node_silence_s``, or when its connection has broken. Then its
+neighbours in the ring of nodes are asked whether they reach it. Only if none does, it is lost: a fault between the
+controller and one node, or of the controller's own network, costs nobody their ranks. A lost node is found after
+``node_silence_s + node_probe_s`` at the latest, a dead agent on a living host at once (its host refuses connections).
+
+The bound for false alarms: a living node is taken for lost only if nothing of it has arrived for ``node_silence_s``
+(several heartbeats in a row) *and* no neighbour has got an answer from it. After a pause of the controller itself
+nobody is suspected before having had the time again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from flashrecovery.config import Timeouts
+
+OBSERVERS = 2
+NODE_PROBE = 0.8
+"""Part of ``node_probe_s`` that an observer has; the rest is for its answer."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Ask ``observer`` whether it reaches ``suspect``."""
+
+    observer: str
+    suspect: str
+
+
+@dataclass(frozen=True)
+class Lost:
+    """``node`` is gone; ``silent_s`` seconds since its last sign of life."""
+
+    node: str
+    evidence: str
+    silent_s: float
+
+
+@dataclass(frozen=True)
+class Unheard:
+    """``node`` is alive, as ``observer`` says, but does not get through to the controller."""
+
+    node: str
+    observer: str
+    silent_s: float
+
+
+@dataclass
+class _Pulse:
+    heard_at: float
+    connected: bool = True
+    asked: dict[str, str | None] = field(default_factory=dict)
+    asked_at: float | None = None
+    vouched: bool = False
+
+
+class Liveness:
+    """One for the job. Nodes enter with their first message."""
+
+    def __init__(self, limits: Timeouts) -> None:
+        self._limits = limits
+        self._pulses: dict[str, _Pulse] = {}
+        self._checked_at: float | None = None
+
+    def heard(self, node: str, now: float) -> None:
+        """Anything has arrived from ``node``."""
+        pulse = self._pulses.get(node)
+        if pulse is None:
+            self._pulses[node] = _Pulse(now)
+            return
+        pulse.heard_at, pulse.connected = now, True
+        pulse.asked, pulse.asked_at, pulse.vouched = {}, None, False
+
+    def disconnected(self, node: str) -> None:
+        """Its connection has ended; it may come back with another one."""
+        if node in self._pulses:
+            self._pulses[node].connected = False
+
+    def forget(self, node: str) -> None:
+        self._pulses.pop(node, None)
+
+    def age(self, node: str, now: float) -> float:
+        """Seconds since the last sign of life."""
+        pulse = self._pulses.get(node)
+        return now - pulse.heard_at if pulse is not None else 0.0
+
+    def silent(self, node: str, now: float) -> bool:
+        pulse = self._pulses.get(node)
+        return pulse is not None and (not pulse.connected or now - pulse.heard_at >= self._limits.node_silence_s)
+
+    def answered(self, observer: str, suspect: str, reachable: bool, evidence: str) -> None:
+        """An observer's answer. Late ones count for nothing."""
+        pulse = self._pulses.get(suspect)
+        if pulse is not None and observer in pulse.asked:
+            pulse.asked[observer] = "" if reachable else evidence or "no answer"
+
+    def check(self, now: float) -> list[Ask | Lost | Unheard]:
+        """What follows from the time that has passed; call it every few hundredths of a second."""
+        self._forgive_own_pause(now)
+        found: list[Ask | Lost | Unheard] = []
+        for name, pulse in list(self._pulses.items()):
+            if not self.silent(name, now):
+                continue
+            if pulse.asked_at is None:
+                pulse.asked_at = now
+                pulse.asked = dict.fromkeys(self._observers(name, now))
+                found += [Ask(observer, name) for observer in pulse.asked]
+            else:
+                found += self._judge(name, pulse, now)
+        return found
+
+    def _judge(self, name: str, pulse: _Pulse, now: float) -> list[Ask | Lost | Unheard]:
+        assert pulse.asked_at is not None
+        late = now - pulse.asked_at >= self._limits.node_probe_s
+        witness = next((o for o, evidence in pulse.asked.items() if evidence == ""), None)
+        if witness is not None:
+            if not late:
+                return []
+            first, pulse.vouched = not pulse.vouched, True
+            pulse.asked, pulse.asked_at = {}, None  # and ask again
+            return [Unheard(name, witness, now - pulse.heard_at)] if first else []
+        if not late and any(evidence is None for evidence in pulse.asked.values()):
+            return []
+        if not late and not pulse.asked:
+            return []
+        del self._pulses[name]
+        how = "its agent's connection has broken" if not pulse.connected else "its agent is silent"
+        said = [f"{o} ({evidence or 'no answer'})" for o, evidence in pulse.asked.items()]
+        seen = f"; not reached by {', '.join(said)}" if said else "; there is no other node to ask"
+        silent_s = now - pulse.heard_at
+        return [Lost(name, f"{how} for {silent_s:.2f} s{seen}", silent_s)]
+
+    def _observers(self, suspect: str, now: float) -> Sequence[str]:
+        """The next nodes in the ring that are heard themselves."""
+        ring = sorted(self._pulses)
+        start = ring.index(suspect)
+        others = [ring[(start + i) % len(ring)] for i in range(1, len(ring))]
+        return [o for o in others if not self.silent(o, now)][:OBSERVERS]
+
+    def _forgive_own_pause(self, now: float) -> None:
+        """While this process did not run, it heard nobody."""
+        paused = now - self._checked_at if self._checked_at is not None else 0.0
+        if paused > self._limits.node_silence_s / 2:
+            for pulse in self._pulses.values():
+                pulse.heard_at = max(pulse.heard_at, now - self._limits.node_silence_s / 2)
+                pulse.asked, pulse.asked_at = {}, None
+        self._checked_at = now

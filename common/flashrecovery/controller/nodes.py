@@ -1,0 +1,95 @@
+"""The nodes of a job: who has come, who holds which ranks, who is spare or lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from flashrecovery.errors import ConfigError
+from flashrecovery.plan.placement import Room
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+
+class NodeState(str, Enum):
+    """Where a node stands."""
+
+    WAITING = "waiting"
+    """It has come; the job has not started yet."""
+    ACTIVE = "active"
+    SPARE = "spare"
+    LOST = "lost"
+
+
+@dataclass
+class NodeRecord:
+    """One agent. ``node_rank`` is -1 while it has no ranks of its own."""
+
+    name: str
+    host: str
+    domain: str
+    slots: int
+    peer: str
+    store: tuple[str, int]
+    incarnation: str
+    wanted_rank: int
+    wants_spare: bool
+    state: NodeState = NodeState.WAITING
+    suspect: str = ""
+
+    @staticmethod
+    def of(message: pb.Register) -> NodeRecord:
+        return NodeRecord(
+            name=message.node,
+            host=message.host,
+            domain=message.domain or message.node,
+            slots=message.slots,
+            peer=f"{message.host}:{message.peer_port}",
+            store=(message.host, message.store_port),
+            incarnation=message.incarnation,
+            wanted_rank=message.node_rank,
+            wants_spare=message.spare,
+        )
+
+    @property
+    def alive(self) -> bool:
+        return self.state is not NodeState.LOST
+
+
+def launch_order(nodes: Iterable[NodeRecord], nnodes: int, nproc: int) -> list[NodeRecord] | None:
+    """The nodes that begin, in the order of their node ranks; None if some are still missing.
+
+    A node that names its rank gets it; the others fill what is left, in the order in which they came. A node rank past
+    the last one makes a spare node, so that a scheduler can number all of its nodes alike.
+
+    Raises:
+        ConfigError: two nodes name the same rank, or a node has fewer slots than ranks a node.
+    """
+    chosen: dict[int, NodeRecord] = {}
+    others: list[NodeRecord] = []
+    for node in nodes:
+        if not node.alive or node.wants_spare or node.wanted_rank >= nnodes:
+            continue
+        if node.slots < nproc:
+            raise ConfigError(f"node {node.name}: slots = {node.slots}, but every node takes {nproc} ranks")
+        if node.wanted_rank < 0:
+            others.append(node)
+        elif node.wanted_rank in chosen:
+            raise ConfigError(
+                f"--node-rank {node.wanted_rank} is given to two nodes: {chosen[node.wanted_rank].name} and {node.name}"
+            )
+        else:
+            chosen[node.wanted_rank] = node
+    for rank in range(nnodes):
+        if rank not in chosen and others:
+            chosen[rank] = others.pop(0)
+    return [chosen[rank] for rank in range(nnodes)] if len(chosen) == nnodes else None
+
+
+def rooms(nodes: Iterable[NodeRecord], taken: Sequence[str]) -> list[Room]:
+    """What is free. ``taken``: the node of each rank that has one."""
+    return [
+        Room(n.name, n.domain, n.slots - taken.count(n.name), n.state is NodeState.SPARE, bool(n.suspect))
+        for n in nodes
+        if n.state in (NodeState.ACTIVE, NodeState.SPARE)
+    ]

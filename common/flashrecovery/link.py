@@ -1,0 +1,72 @@
+"""One side of the stream between controller and agent: nothing is lost and nothing comes twice when it breaks.
+
+Messages are numbered and kept until the other side has acknowledged them; after a break what is left is sent again, and
+what has arrived already is dropped. Acknowledgements ride on the heartbeats that both sides send anyway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Generic, Protocol, TypeVar
+
+
+class Numbered(Protocol):
+    """A message that a link carries (``AgentMessage``, ``Command``)."""
+
+    sequence: int
+    acknowledged: int
+
+
+Out = TypeVar("Out", bound=Numbered)
+In = TypeVar("In", bound=Numbered)
+
+
+class Link(Generic[Out, In]):
+    """Used on one event loop."""
+
+    def __init__(self) -> None:
+        self._sent = 0
+        self._received = 0
+        self._unacknowledged: deque[Out] = deque()
+        self._queue: asyncio.Queue[Out | None] = asyncio.Queue()
+
+    def send(self, message: Out) -> None:
+        """For certain, in order."""
+        self._sent += 1
+        message.sequence = self._sent
+        self._unacknowledged.append(message)
+        self._queue.put_nowait(message)
+
+    def send_now_or_never(self, message: Out) -> None:
+        """A heartbeat: the next one makes up for it."""
+        self._queue.put_nowait(message)
+
+    async def outgoing(self) -> AsyncIterator[Out]:
+        """The messages of one connection; of several at a time only the newest one gets any."""
+        queue = self._queue = asyncio.Queue()
+        for message in self._unacknowledged:
+            queue.put_nowait(message)
+        while (taken := await queue.get()) is not None:
+            taken.acknowledged = self._received
+            yield taken
+
+    def accept(self, message: In) -> bool:
+        """Whether ``message`` is new."""
+        while self._unacknowledged and self._unacknowledged[0].sequence <= message.acknowledged:
+            self._unacknowledged.popleft()
+        if message.sequence == 0:
+            return True
+        if message.sequence <= self._received:
+            return False
+        self._received = message.sequence
+        return True
+
+    def close(self) -> None:
+        """The present connection ends when what is queued has been handed over."""
+        self._queue.put_nowait(None)
+
+    def settled(self) -> bool:
+        """Everything has been acknowledged."""
+        return not self._unacknowledged

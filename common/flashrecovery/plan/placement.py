@@ -1,0 +1,66 @@
+"""Which node takes which ranks, and how far apart a rank and its copies are. Pure.
+
+A lost node's ranks go to one node *as a whole* if any can take them: a spare one first, then one with free slots, so
+that the job keeps its shape (tensor parallelism stays within a node). Only if no single node can are they spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A living node with room for more ranks.
+
+    Attributes:
+        domain: failure domain, such as a switch or a rack.
+        free: ranks that it can still take.
+        spare: it holds no rank yet, and was brought for this.
+        suspect: a device plugin has warned of it.
+    """
+
+    name: str
+    domain: str
+    free: int
+    spare: bool = False
+    suspect: bool = False
+
+
+def place(ranks: Sequence[int], rooms: Sequence[Room], lost_domain: str = "") -> dict[int, str] | None:
+    """Node name for each of ``ranks``, which have lost their node together; None if there is not enough room.
+
+    Between equals, healthy nodes come first, then those outside of ``lost_domain`` (its switch may be what has
+    failed), then the one that fits best.
+    """
+
+    def preference(room: Room) -> tuple[bool, bool, bool, int, str]:
+        return room.suspect, not room.spare, room.domain == lost_domain, room.free, room.name
+
+    ordered = sorted((r for r in rooms if r.free > 0), key=preference)
+    for room in ordered:
+        if room.free >= len(ranks):
+            return dict.fromkeys(ranks, room.name)
+    if sum(r.free for r in ordered) < len(ranks):
+        return None
+    places: dict[int, str] = {}
+    left = list(ranks)
+    for room in sorted(ordered, key=lambda r: (r.suspect, -r.free, r.name)):
+        taken, left = left[: room.free], left[room.free :]
+        places.update(dict.fromkeys(taken, room.name))
+    return places
+
+
+def neighbour_stride(domains: Sequence[str], ranks_per_node: int) -> int:
+    """Rank r's copies go to rank ``r + stride`` (modulo the world size), on another node and as far as possible in
+    another failure domain. ``domains``: of each node, in node order. One node: the next rank.
+    """
+    nodes = len(domains)
+    if nodes == 1:
+        return 1
+
+    def together(step: int) -> int:
+        return sum(domains[i] == domains[(i + step) % nodes] for i in range(nodes))
+
+    return min(range(1, nodes), key=lambda step: (together(step), step)) * ranks_per_node

@@ -1,0 +1,98 @@
+"""Several hosts on this machine: network namespaces on a switch of their own, whose links can be cut.
+
+A cut link is silent: the port is taken off the switch, both ends keep their carrier, and no RST is ever sent. Needs
+root (``CAP_NET_ADMIN``).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+def available() -> bool:
+    """Whether this process may make namespaces."""
+    name = f"fr-{uuid.uuid4().hex[:6]}"
+    if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode != 0:
+        return False
+    _ip("netns", "del", name)
+    return True
+
+
+def _ip(*args: str) -> None:
+    subprocess.run(["ip", *args], check=True, capture_output=True, text=True)
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host. ``command``: what to put before a command that is to run there."""
+
+    name: str
+    address: str
+    port: str
+    namespace: str
+
+    @property
+    def command(self) -> list[str]:
+        return ["ip", "netns", "exec", self.namespace]
+
+
+class Network:
+    """A switch and its hosts."""
+
+    def __init__(self, number: int) -> None:
+        self._id = f"fr{uuid.uuid4().hex[:5]}"
+        self.switch = f"{self._id}-sw"
+        self.hosts = [Host(f"host{i}", f"10.77.0.{i + 1}", f"p{i}", f"{self._id}-{i}") for i in range(number)]
+
+    def make(self) -> None:
+        _ip("netns", "add", self.switch)
+        _ip("-n", self.switch, "link", "add", "br0", "type", "bridge", "forward_delay", "0")
+        _ip("-n", self.switch, "link", "set", "br0", "up")
+        for host in self.hosts:
+            _ip("netns", "add", host.namespace)
+            peer = ("peer", "name", "eth0", "netns", host.namespace)
+            _ip("-n", self.switch, "link", "add", host.port, "type", "veth", *peer)
+            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth0")
+            _ip("-n", host.namespace, "link", "set", "eth0", "up")
+            _ip("-n", host.namespace, "link", "set", "lo", "up")
+            _ip("-n", self.switch, "link", "set", host.port, "up")
+            self.heal(host)
+
+    def remove(self) -> None:
+        for name in (self.switch, *(h.namespace for h in self.hosts)):
+            _ip("netns", "del", name)
+
+    def cut(self, *hosts: Host) -> None:
+        """No packet to or from these any more, not even between them."""
+        for host in hosts:
+            _ip("-n", self.switch, "link", "set", host.port, "nomaster")
+
+    def heal(self, *hosts: Host) -> None:
+        for host in hosts:
+            _ip("-n", self.switch, "link", "set", host.port, "master", "br0")
+
+    def lose(self, host: Host, percent: float, *, to_host: bool = True, from_host: bool = True) -> None:
+        """Drop packets at random; 0 ends it."""
+        places = [(self.switch, host.port)] * to_host + [(host.namespace, "eth0")] * from_host
+        for namespace, device in places:
+            base = ["tc", "-n", namespace, "qdisc"]
+            if percent:
+                command = [*base, "replace", "dev", device, "root", "netem", "loss", f"{percent}%"]
+            else:
+                command = [*base, "del", "dev", device, "root"]
+            subprocess.run(command, check=True, capture_output=True)
+
+
+@contextmanager
+def network(number: int) -> Iterator[Network]:
+    """``number`` hosts that reach each other, and nobody else."""
+    net = Network(number)
+    net.make()
+    try:
+        yield net
+    finally:
+        net.remove()

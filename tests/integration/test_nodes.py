@@ -1,0 +1,78 @@
+"""A job on three hosts, one of them spare: whole nodes die or are cut off, and training goes on with the same bits.
+
+The hosts are network namespaces; a cut link is silent. The reference is the same launch without a fault.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import hosts
+from tests.hosts import Network
+from tests.jobs import DDP, FSDP, Layout, References, check_same
+from tests.nodes import NodesJob
+
+pytestmark = [
+    pytest.mark.skipif(not hosts.available(), reason="network namespaces need CAP_NET_ADMIN"),
+    pytest.mark.timeout(400),
+    pytest.mark.slow,
+]
+STEPS = 30
+KILL_AFTER = 8
+
+
+@pytest.fixture
+def net() -> Iterator[Network]:
+    with hosts.network(3) as network:
+        yield network
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> References:
+    def launch(run_dir: Path, layout: Layout):  # type: ignore[no-untyped-def]
+        with hosts.network(3) as network:
+            return NodesJob(network, run_dir, layout, steps=STEPS).wait()
+
+    return References(lambda: tmp_path_factory.mktemp("reference"), launch)
+
+
+@pytest.mark.parametrize("layout", [DDP, FSDP], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("how", ["killed", "cut"])
+def test_a_lost_node(how: str, layout: Layout, net: Network, tmp_path: Path, reference: References) -> None:
+    """Its ranks go to the spare node as a whole, with their state from the other nodes."""
+    job = NodesJob(net, tmp_path / "run", layout, steps=STEPS)
+    job.wait_for_step(KILL_AFTER)
+    first, lost, spare = net.hosts
+    job.kill_node(lost) if how == "killed" else net.cut(lost)
+    stopped_at = -1
+    if how == "cut":
+        job.wait_for("recovery_finished")
+        stopped_at = job.newest_step(lost)
+        net.heal(lost)
+        job.wait_for("node_joined", 4)  # fenced, and back as a spare
+    ended = job.wait(of=[first, spare])
+    (gone,) = ended.of("node_lost")
+    assert gone["node"] == lost.name and gone["ranks"] == [2, 3]
+    (recovery,) = ended.of("recovery_finished")
+    assert recovery["victims"] == [2, 3] and recovery["cause"] == "node_lost"
+    assert recovery["generation"] == 1
+    check_same(ended, reference(layout))
+    if how == "cut":
+        assert job.newest_step(lost) == stopped_at, "the side without the controller has gone on"
+
+
+def test_a_short_break_is_none(net: Network, tmp_path: Path, reference: References) -> None:
+    job = NodesJob(net, tmp_path / "run", DDP, steps=STEPS)
+    job.wait_for_step(KILL_AFTER)
+    for host in net.hosts[1:]:
+        net.cut(host)
+        time.sleep(0.3)
+        net.heal(host)
+        time.sleep(1.0)
+    ended = job.wait()
+    assert not ended.of("node_lost") and not ended.of("recovery_started")
+    check_same(ended, reference(DDP))

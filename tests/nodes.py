@@ -1,0 +1,155 @@
+"""Jobs of several nodes, each node a host of :mod:`tests.hosts`, and what to do to a node."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.hosts import Host, Network
+from tests.jobs import GPT, MARKER, SMALL, Job, Layout, marked_processes, read_digests, read_events
+
+TOKEN = "the-token-of-this-test-job"
+PORT = 29400
+
+
+class NodesJob:
+    """A job on the hosts of ``net``: ``nnodes`` of them hold ranks, the others are spare. The first one has the
+    controller."""
+
+    def __init__(
+        self,
+        net: Network,
+        run_dir: Path,
+        layout: Layout,
+        *,
+        nnodes: int = 2,
+        steps: int = 40,
+        step_ms: int = 100,
+        options: Sequence[str] = (),
+        flags: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        self.net = net
+        self.run_dir = run_dir
+        self.marker = uuid.uuid4().hex
+        self.popens: dict[str, subprocess.Popen[bytes]] = {}
+        self._began = time.monotonic()
+        self._outputs = run_dir.parent / f"{run_dir.name}-output"
+        self._outputs.mkdir(parents=True)
+        spares = len(net.hosts) - nnodes
+        for number, host in enumerate(net.hosts):
+            command = [*host.command, sys.executable, "-m", "flashrecovery.cli.main", "run"]
+            command += ["--nnodes", str(nnodes), "--spare-nodes", str(spares), "--node-rank", str(number)]
+            command += ["--nproc-per-node", str(layout.nproc // nnodes), "--node-name", host.name]
+            command += ["--controller", f"{net.hosts[0].address}:{PORT}", "--run-dir", str(run_dir), *options]
+            command += [str(GPT / layout.script), *SMALL, "--steps", str(steps), "--step-time", str(step_ms)]
+            command += [*layout.flags, *flags]
+            token = {"FLASHRECOVERY_TOKEN": (tokens or {}).get(host.name, TOKEN)}
+            self._start(host, command, {**token, **(env or {})})
+
+    def _start(self, host: Host, command: Sequence[str], env: Mapping[str, str]) -> None:
+        inherited = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"}
+        with open(self._outputs / host.name, "ab") as out:
+            self.popens[host.name] = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**inherited, "PYTHONFAULTHANDLER": "1", MARKER: self.marker, **env},
+            )
+
+    # -- looking ----------------------------------------------------------------------------------
+
+    def events(self) -> list[dict[str, Any]]:
+        return read_events(self.run_dir)
+
+    def of(self, name: str) -> list[dict[str, Any]]:
+        return [e for e in self.events() if e["event"] == name]
+
+    def logs(self) -> list[Path]:
+        return sorted(self.run_dir.glob("nodes/*/logs/rank*.log"))
+
+    def newest_step(self, host: Host | None = None) -> int:
+        """The newest step in the logs, of one host or of all; -1 before the first."""
+        newest = -1
+        for log in self.logs():
+            if host is None or log.parts[-3] == host.name:
+                found = re.findall(r"step=(\d+) ", log.read_text())
+                newest = max(newest, int(found[-1]) if found else -1)
+        return newest
+
+    def wait_for_step(self, step: int, timeout_s: float = 120) -> None:
+        self._wait(lambda: self.newest_step() >= step, f"step {step}", timeout_s)
+
+    def wait_for(self, event: str, count: int = 1, timeout_s: float = 120) -> dict[str, Any]:
+        """The ``count``-th event of this name."""
+        self._wait(lambda: len(self.of(event)) >= count, f"event {event}", timeout_s)
+        return self.of(event)[count - 1]
+
+    def _wait(self, condition: Any, what: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline or all(p.poll() is not None for p in self.popens.values()):
+                raise AssertionError(f"{what} has not come\n{self.stop().explain()}\n{self.output()}")
+            time.sleep(0.02)
+
+    def output(self) -> str:
+        """Of every node."""
+        return "\n".join(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self._outputs.iterdir()))
+
+    # -- doing ------------------------------------------------------------------------------------
+
+    def kill_node(self, host: Host) -> None:
+        """SIGKILL to every process of the job that runs there, at once: the host has lost its power."""
+        pids = [pid for pid in marked_processes(self.marker) if _namespace(pid) == host.namespace]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    def kill_agent(self, host: Host) -> None:
+        """SIGKILL to the agent alone."""
+        os.kill(self.popens[host.name].pid, signal.SIGKILL)
+
+    def codes(self) -> dict[str, int | None]:
+        """How each node's launcher has ended; None: it runs."""
+        return {name: p.poll() for name, p in self.popens.items()}
+
+    def wait(self, timeout_s: float = 180, of: Sequence[Host] = ()) -> Job:
+        """Until the launchers of ``of`` (default: of all hosts) have ended; then what is left is stopped."""
+        deadline = time.monotonic() + timeout_s
+        names = [h.name for h in of] or list(self.popens)
+        while time.monotonic() < deadline and any(self.popens[n].poll() is None for n in names):
+            time.sleep(0.02)
+        return self.stop()
+
+    def stop(self) -> Job:
+        """End what still runs; how the first node ended counts for the job (-1000: it hung)."""
+        code = self.popens[self.net.hosts[0].name].poll()
+        for popen in self.popens.values():
+            if popen.poll() is None:
+                popen.terminate()
+        deadline = time.monotonic() + 8
+        while time.monotonic() < deadline and any(p.poll() is None for p in self.popens.values()):
+            time.sleep(0.02)
+        for pid in marked_processes(self.marker):
+            os.kill(pid, signal.SIGKILL)
+        for popen in self.popens.values():
+            popen.wait()
+        seconds = time.monotonic() - self._began
+        job = Job(-1000 if code is None else code, self.output(), self.run_dir, seconds, self.marker, self.events())
+        read_digests(job, self.logs())
+        return job
+
+
+def _namespace(pid: int) -> str:
+    found = subprocess.run(["ip", "netns", "identify", str(pid)], capture_output=True, text=True, check=False)
+    return found.stdout.strip()

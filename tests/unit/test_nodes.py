@@ -1,0 +1,272 @@
+"""Nodes as the controller sees them: who begins, who takes the place of a lost one, who is lost at all."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashrecovery import events as ev
+from flashrecovery.agent.lease import FRESH, LEASE_PROBE, Door, Standing, standing
+from flashrecovery.agent.peers import Seen
+from flashrecovery.config import Timeouts, load_run_config
+from flashrecovery.controller.liveness import NODE_PROBE, Ask, Liveness, Lost, Unheard
+from flashrecovery.controller.records import Place
+from flashrecovery.controller.states import State
+from flashrecovery.errors import ConfigError
+from flashrecovery.link import Link
+from flashrecovery.plan.placement import Room, neighbour_stride, place
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from tests.unit.test_machine import World
+
+LIMITS = Timeouts()
+
+
+# -- placement ------------------------------------------------------------------------------------
+
+
+def test_a_spare_node_takes_all_ranks_of_a_lost_one() -> None:
+    rooms = [Room("a", "s1", 4), Room("b", "s2", 2, spare=True), Room("c", "s1", 2, spare=True)]
+    assert place([2, 3], rooms, lost_domain="s1") == {2: "b", 3: "b"}
+    assert place([2, 3], rooms, lost_domain="s2") == {2: "c", 3: "c"}
+
+
+def test_without_a_spare_free_slots_are_used_on_one_node_if_possible() -> None:
+    assert place([0, 1], [Room("a", "a", 1), Room("b", "b", 2), Room("c", "c", 1)]) == {0: "b", 1: "b"}
+    assert place([0, 1], [Room("a", "a", 1), Room("b", "b", 1), Room("c", "c", 0)]) == {0: "a", 1: "b"}
+    assert place([0, 1, 2], [Room("a", "a", 1), Room("b", "b", 1)]) is None
+
+
+def test_a_node_with_a_warning_comes_last() -> None:
+    assert place([0], [Room("a", "a", 4, spare=True, suspect=True), Room("b", "b", 1)]) == {0: "b"}
+
+
+def test_copies_go_to_another_domain() -> None:
+    assert neighbour_stride(["a"], 8) == 1
+    assert neighbour_stride(["a", "b"], 8) == 8
+    assert neighbour_stride(["s1", "s1", "s2", "s2"], 4) == 8
+    assert neighbour_stride(["s1", "s1", "s1"], 2) == 2  # no other domain: at least another node
+
+
+# -- liveness -------------------------------------------------------------------------------------
+
+
+def heard(*names: str, at: float = 0.0) -> Liveness:
+    liveness = Liveness(LIMITS)
+    for name in names:
+        liveness.heard(name, at)
+    return liveness
+
+
+def run(liveness: Liveness, begin: float, end: float, alive: tuple[str, ...]) -> list[tuple[float, object]]:
+    """Look every 50 ms while ``alive`` go on to be heard; what is found, and when."""
+    found: list[tuple[float, object]] = []
+    now = begin
+    while now <= end:
+        for name in alive:
+            liveness.heard(name, now)
+        found += [(now, f) for f in liveness.check(now)]
+        now = round(now + 0.05, 3)
+    return found
+
+
+def test_a_silent_node_that_nobody_reaches_is_lost_within_a_second() -> None:
+    liveness = heard("a", "b", "c")
+    (asked_at, first), (_, second), (lost_at, lost) = run(liveness, 0.0, 2.0, ("a", "c"))
+    assert {first, second} == {Ask("c", "b"), Ask("a", "b")} and asked_at == LIMITS.node_silence_s
+    assert isinstance(lost, Lost) and lost.node == "b" and lost_at <= 1.0
+    assert "c (no answer)" in lost.evidence
+
+
+def test_a_short_silence_is_none() -> None:
+    liveness = heard("a", "b")
+    assert run(liveness, 0.0, 0.6, ("a",)) == []
+    assert run(liveness, 0.65, 1.2, ("a", "b")) == []
+
+
+def test_a_node_that_another_one_reaches_keeps_its_ranks() -> None:
+    liveness = heard("a", "b", "c")
+    found: list[object] = []
+    now = 0.0
+    while now < 10.0:
+        for name in ("a", "c"):
+            liveness.heard(name, now)
+        new = liveness.check(now)
+        for ask in new:
+            if isinstance(ask, Ask):
+                liveness.answered(ask.observer, ask.suspect, ask.observer == "c", "refused")
+        found += new
+        now += 0.05
+    assert not any(isinstance(f, Lost) for f in found)
+    assert [f for f in found if isinstance(f, Unheard)] == [f for f in found if isinstance(f, Unheard)][:1]
+
+
+def test_a_broken_connection_is_asked_about_at_once() -> None:
+    liveness = heard("a", "b")
+    liveness.check(0.0)
+    liveness.disconnected("b")
+    assert liveness.check(0.05) == [Ask("a", "b")]
+    liveness.answered("a", "b", False, "refused")
+    (lost,) = liveness.check(0.1)
+    assert isinstance(lost, Lost) and "refused" in lost.evidence
+
+
+def test_an_agent_that_connects_again_in_time_has_lost_nothing() -> None:
+    liveness = heard("a", "b")
+    liveness.check(0.0)
+    liveness.disconnected("b")
+    liveness.check(0.05)
+    liveness.heard("b", 0.08)
+    assert liveness.check(0.1) == []
+
+
+def test_after_a_pause_of_its_own_the_controller_suspects_nobody() -> None:
+    liveness = heard("a", "b")
+    liveness.check(0.0)
+    assert liveness.check(5.0) == []
+    assert run(liveness, 5.05, 5.3, ("a", "b")) == []
+
+
+# -- lease ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("door", "ages", "expected"),
+    [
+        (Door.SILENT, [None, None], Standing.CUT_OFF),
+        (Door.SILENT, [], Standing.CUT_OFF),
+        (Door.SILENT, [0.35, None], Standing.CUT_OFF),  # it may have been cut off with us
+        (Door.SILENT, [0.2, None], Standing.MEMBER),
+        (Door.OPEN, [], Standing.MEMBER),
+        (Door.REFUSED, [None], Standing.ORPHANED),
+    ],
+)
+def test_standing(door: Door, ages: list[float | None], expected: Standing) -> None:
+    seen = [Seen("x", False) if a is None else Seen("x", True, controller_age_s=a) for a in ages]
+    assert standing(door, seen, LIMITS.lease_s) is expected
+
+
+def test_a_node_halts_before_its_ranks_are_given_away() -> None:
+    """The sums behind the defaults, in seconds after a cut. Each side has heard the other at the cut at the latest, and
+    a heartbeat earlier at the earliest."""
+    look_s, ask_s = 0.05, LEASE_PROBE * LIMITS.node_probe_s
+    at_once = LIMITS.lease_s + look_s + ask_s
+    vouched_for = FRESH * LIMITS.lease_s + ask_s + look_s + ask_s  # first, by a neighbour that is cut off, too
+    given_away = LIMITS.node_silence_s - LIMITS.heartbeat_s + NODE_PROBE * LIMITS.node_probe_s
+    assert max(at_once, vouched_for) < given_away
+
+
+# -- the machine ----------------------------------------------------------------------------------
+
+
+def test_the_job_begins_when_all_nodes_are_there() -> None:
+    world = World(2, nnodes=2, spare_nodes=1, controller="h:1")
+    world.join("b", node_rank=1)
+    assert not world.inbox
+    world.join("x", spare=True)
+    world.join("a", node_rank=0)
+    homes = {r.rank: r.home for r in world.machine.ranks.values()}
+    assert homes == {0: "a", 1: "a", 2: "b", 3: "b"} and world.machine.stride == 2
+    assert world.run() is State.FINISHED
+
+
+def test_a_lost_node_is_replaced_as_a_whole_in_one_recovery() -> None:
+    world = World(2, nnodes=2, spare_nodes=1, controller="h:1")
+    for name in ("a", "b", "x"):
+        world.join(name)
+    while world.machine.state is not State.RUNNING:
+        world.step()
+    world.inbox = [(r, c) for r, c in world.inbox if r not in (2, 3)]
+    world.machine.on_node_lost("b", "silent", 1.0, world.now)
+    world.collect()
+    (lost,) = world.of(ev.NodeLost)
+    assert isinstance(lost, ev.NodeLost) and lost.ranks == [2, 3]
+    assert {r.home for r in world.machine.ranks.values() if r.rank > 1} == {"x"}
+    assert world.machine.generation == 1
+    replaces = [c.replace for r, c in world.inbox if c.HasField("replace")]
+    assert [r.local_rank for r in replaces] == [0, 1] and all(r.node_rank == 1 for r in replaces)
+
+
+def test_ranks_wait_for_a_node_and_the_job_fails_when_none_comes() -> None:
+    world = World(1, nnodes=2, controller="h:1", timeouts={"node_wait_s": 10})
+    world.join("a")
+    world.join("b")
+    while world.machine.state is not State.RUNNING:
+        world.step()
+    world.machine.on_node_lost("b", "silent", 1.0, world.now)
+    world.collect()
+    assert world.machine.ranks[1].home == "" and world.machine.state is not State.FAILED
+    world.machine.on_tick(world.now + 11)
+    assert world.machine.state is State.FAILED and "no node with room" in world.machine.failure_reason
+
+
+def test_ranks_that_wait_get_the_node_that_comes() -> None:
+    world = World(1, nnodes=2, controller="h:1")
+    world.join("a")
+    world.join("b")
+    while world.machine.state is not State.RUNNING:
+        world.step()
+    world.machine.on_node_lost("b", "silent", 1.0, world.now)
+    world.collect()
+    world.join("c")
+    assert world.machine.ranks[1].home == "c" and world.machine.ranks[1].place is Place.EMPTY
+    assert any(r == 1 and c.HasField("replace") and c.replace.detached for r, c in world.inbox)
+
+
+def test_a_lost_node_that_speaks_again_is_fenced_and_comes_back_as_a_spare() -> None:
+    world = World(1, nnodes=2, spare_nodes=1, controller="h:1")
+    for name in ("a", "b", "x"):
+        world.join(name)
+    world.machine.on_node_lost("b", "silent", 1.0, world.now)
+    world.collect()
+    world.inbox.clear()
+    world.join("b")
+    assert [c.HasField("fence") for _, c in world.inbox] == [True]
+    world.join("b", incarnation="second")
+    assert world.machine.nodes["b"].alive and world.machine.nodes["b"].state.value == "spare"
+
+
+def test_two_nodes_of_one_rank_are_refused() -> None:
+    world = World(1, nnodes=2, controller="h:1")
+    world.join("a", node_rank=1)
+    world.join("b", node_rank=1)
+    assert world.machine.state is State.FAILED and "--node-rank 1" in world.machine.failure_reason
+
+
+# -- configuration and link -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"nnodes": 2}, "--controller"),
+        ({"nnodes": 2, "controller": "h:1", "node_rank": 2}, "node_rank = 2"),
+        ({"nproc_per_node": 4, "slots": 2}, "slots = 2"),
+    ],
+)
+def test_wrong_keys_about_nodes(values: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load_run_config(None, values)
+
+
+async def _take(link: Link[pb.Command, pb.AgentMessage], number: int) -> list[pb.Command]:
+    out = link.outgoing()
+    return [await anext(out) for _ in range(number)]
+
+
+def test_a_broken_connection_loses_nothing_and_repeats_nothing() -> None:
+    import asyncio
+
+    async def main() -> None:
+        here: Link[pb.Command, pb.AgentMessage] = Link()
+        there: Link[pb.AgentMessage, pb.Command] = Link()
+        for serial in (1, 2, 3):
+            here.send(pb.Command(serial=serial))
+        first = await _take(here, 3)
+        assert [there.accept(c) for c in first[:2]] == [True, True]  # the third is lost with the connection
+        again = await _take(here, 3)
+        assert [there.accept(c) for c in again] == [False, False, True]
+        there.send(pb.AgentMessage())
+        out = there.outgoing()
+        here.accept(await anext(out))
+        assert here.settled()
+
+    asyncio.run(main())

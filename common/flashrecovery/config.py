@@ -88,6 +88,15 @@ class Timeouts(_Model):
     regroup_s: float = Field(60.0, gt=0, description="all groups of a new generation formed")
     restore_s: float = Field(600.0, gt=0, description="all lost bytes transferred and verified")
     resume_ack_s: float = Field(30.0, gt=0, description="every rank back in its loop after the resume command")
+    health_s: float = Field(
+        1.0, gt=0, description="device plugins are asked; XIDs wait in the driver, and a look costs milliseconds"
+    )
+    health_stuck_s: float = Field(
+        30.0, gt=0, description="a device plugin's call this long is stuck; NVML takes seconds to come up"
+    )
+    health_quiet_s: float = Field(
+        60.0, gt=0, description="a device warning that comes again within this is the same: pressure goes up and down"
+    )
     shutdown_grace_s: float = Field(3.0, gt=0, le=4.0, description="SIGTERM to SIGKILL at the end; all within 5 s")
 
 
@@ -155,6 +164,7 @@ class RunConfig(Settings):
     standby: int = Field(0, ge=0, description="pre-warmed processes to keep")
     run_dir: Path | None = Field(None, description="events, logs, rank table; default runs/<time>-<pid>")
     log: Literal["0", "all", "none"] = Field("0", description="ranks whose output is shown live")
+    health: str = Field("auto", description="device plugins: auto (all that are installed), none, or names with commas")
     max_restarts: int = Field(3, ge=0, description="whole restarts while nothing has been trained yet")
     max_failures_per_step: int = Field(
         3, ge=1, description="the same rank failing at the same step so often ends the job"

@@ -27,6 +27,10 @@ class BuildError(FlashRecoveryError):
     """The C++ process-group backend could not be compiled or loaded."""
 
 
+class PluginError(FlashRecoveryError):
+    """A device plugin cannot be loaded, or gives something that is no finding."""
+
+
 class RestoreError(FlashRecoveryError):
     """State could not be transferred or did not match its digest."""
 

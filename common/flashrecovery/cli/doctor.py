@@ -12,7 +12,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from flashrecovery.cli import adapter_checks, checks
+from flashrecovery.cli import adapter_checks, checks, health_checks
 from flashrecovery.cli.checks import Finding, Level
 from flashrecovery.cli.output import make_console
 
@@ -47,6 +47,7 @@ def examine(build: bool = False, nccl: bool = False) -> Iterator[Finding]:
         yield from backend
         yield from checks.compiler(built=all(f.level is Level.OK for f in backend))
         yield from checks.nccl(os.environ, nccl)
+    yield from health_checks.plugins()
     yield from checks.grpc_loopback()
     yield from checks.kernel()
     yield from checks.limits()

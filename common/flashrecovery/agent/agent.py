@@ -22,6 +22,7 @@ from flashrecovery.agent.faults import ArmedFaults
 from flashrecovery.agent.hang import HangMonitor
 from flashrecovery.agent.identity import Identity
 from flashrecovery.agent.logs import LogTail
+from flashrecovery.agent.node_health import NodeHealth
 from flashrecovery.agent.peers import PeerService, probe
 from flashrecovery.agent.process import WorkerProcess
 from flashrecovery.agent.procfs import Exit, exit_of
@@ -75,6 +76,7 @@ class Agent:
         self._wake = asyncio.Event()
         self._kill_at_replace: set[int] = set()
         self._faults = ArmedFaults()
+        self._health = NodeHealth(config, run_dir.path, self._ranks.values, self._report_failure, self._notice)
         self.finished: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._watch = DeathWatch(asyncio.get_running_loop())
         self._tail = LogTail()
@@ -89,6 +91,7 @@ class Agent:
         """``send`` takes a message for the controller and does not lose it; a heartbeat may be lost."""
         self._send, self._send_heartbeat = send, send_heartbeat
         self._task(self._heartbeats())
+        self._health.start()
 
     def register(self) -> pb.Register:
         """Who this node is now."""
@@ -177,6 +180,7 @@ class Agent:
                 process.stepping = False
             elif body == "resume":
                 process.stepping, self._resumed_at = True, command.resume.version
+                process.resumed = True
                 self._wake.set()
             process.send(pb.ToWorker(command=command))
 
@@ -185,6 +189,7 @@ class Agent:
         if self._closing:
             return
         self._closing = True
+        self._health.close()
         processes = list(self._ranks.values()) + self._pool.processes()
         for process in processes:
             if not process.dead:
@@ -219,7 +224,7 @@ class Agent:
         log = self._run_dir.log_path(rank, command.generation)
         standby = self._pool.take() if replace.detached else None
         process = standby or WorkerProcess.spawn(self._command, env, log, standby=False)
-        process.rank, process.generation = rank, command.generation
+        process.rank, process.local_rank, process.generation = rank, replace.local_rank, command.generation
         self._ranks[rank] = process
         if self._config.log == "all" or (self._config.log == "0" and rank == 0):
             self._tail.follow(log, f"[rank{rank}]")
@@ -233,7 +238,7 @@ class Agent:
         if old is not None:
             while not await old.gone(self._config.timeouts.fence_s):
                 waits = f"pid {old.pid} has not ended after SIGKILL; its rank is not filled before that"
-                self._send(pb.AgentMessage(notice=pb.Notice(rank=rank, kind="not_fenced", text=waits)))
+                self._notice(rank, "not_fenced", waits)
             if self._faults.of(rank):
                 await old.hear_out(_LAST_WORDS_S)  # which of them has fired?
             self._task(self._bury(old))
@@ -258,8 +263,7 @@ class Agent:
             self._relay(fault)
         if rank in self._kill_at_replace and replace.detached:
             self._kill_at_replace.remove(rank)
-            fired = pb.Notice(rank=rank, kind="fault_fired", text=f"sigkill at {REPLACING}")
-            self._send(pb.AgentMessage(notice=fired))
+            self._notice(rank, "fault_fired", f"sigkill at {REPLACING}")
             process.signal(signal.SIGKILL)
 
     async def _bury(self, process: WorkerProcess) -> None:
@@ -273,7 +277,7 @@ class Agent:
             process.page.write_setup_log(await self._setup_logs.fetch(keeper, process.place))
         except grpc.aio.AioRpcError as e:
             text = f"the results of its set-up collectives are lost: {keeper} answers {e.code().name.lower()}"
-            self._send(pb.AgentMessage(notice=pb.Notice(rank=process.place, kind="setup_log_lost", text=text)))
+            self._notice(process.place, "setup_log_lost", text)
 
     def _env(self, rank: int, command: pb.Command) -> dict[str, str]:
         return {**self._common_env(), **rank_env(self._config, rank, command.generation, command.replace)}
@@ -367,6 +371,9 @@ class Agent:
             step=max(process.page.committed, 0),
         )
         self._send(pb.AgentMessage(failure=message))
+
+    def _notice(self, rank: int, kind: str, text: str) -> None:
+        self._send(pb.AgentMessage(notice=pb.Notice(rank=rank, kind=kind, text=text)))
 
     def _inject_now(self, command: pb.Command) -> None:
         """A fault without a phase hits from outside."""

@@ -28,9 +28,11 @@ class WorkerProcess:
         self.popen = popen
         self.page = page
         self.rank: int | None = None
+        self.local_rank = 0
         self.generation = 0
         self.ready = False
         self.stepping = False
+        self.resumed = False  # has it ever been?
         self.dead = False
         self.last_words: pb.LastWords | None = None
         self._sock = sock

@@ -37,6 +37,7 @@ from flashrecovery.errors import ConfigError
 @click.option("--standby", type=int, default=None, help="Pre-warmed processes to keep.")
 @click.option("--run-dir", type=click.Path(path_type=Path), default=None, help="Events, logs, rank table.")
 @click.option("--log", type=click.Choice(["0", "all", "none"]), default=None, help="Ranks whose output is shown live.")
+@click.option("--health", default=None, help="Device plugins: auto | none | NAME,NAME")
 @click.option("--max-restarts", "--max_restarts", type=int, default=None, help="Restarts before the first step.")
 @click.option("--redundancy", default=None, help="auto | replica | neighbor | none")
 @click.option("--undo", default=None, help="Own pre-step copy: auto | always | never")

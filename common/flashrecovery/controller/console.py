@@ -28,6 +28,9 @@ def line_of(event: ev.Event) -> str | None:
         "other_layout",
         "waiting_for_node",
         "node_unheard",
+        "health_warning",
+        "health_fatal",
+        "health_plugin",
     ):
         return f"{event.kind.replace('_', ' ')}: {event.text}"
     return None

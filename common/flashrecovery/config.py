@@ -113,6 +113,25 @@ class CheckpointSettings(_Model):
     )
 
 
+class ObserveSettings(_Model):
+    """What others may see of the job. Nothing that is served here can change it."""
+
+    port: int | None = Field(
+        None, ge=0, le=65535, description="port of the metrics and the page; 0: any free one; none: not served"
+    )
+    host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description="address to listen on; whoever reaches it may read everything, without a token",
+    )
+    otlp_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://[^/\s]+",
+        description="URL of an OpenTelemetry collector (OTLP over HTTP) that gets a trace of each recovery; "
+        "needs the extra `otel`",
+    )
+
+
 class Settings(_Model):
     """What a worker needs to know (handed over in :data:`CONFIG_ENV`)."""
 
@@ -170,6 +189,7 @@ class RunConfig(Settings):
         3, ge=1, description="the same rank failing at the same step so often ends the job"
     )
     inject: tuple[FaultSpec, ...] = Field((), description="drills: faults to inject")
+    observe: ObserveSettings = Field(ObserveSettings(), description="metrics, web page, traces")
 
     def settings(self) -> Settings:
         return Settings.model_validate({name: getattr(self, name) for name in Settings.model_fields})

@@ -21,7 +21,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import RawIOBase
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
@@ -216,11 +216,18 @@ class EventLog:
             _drop_unfinished_line(self._file)
         except OSError as e:
             raise ConfigError(f"event log {path} cannot be written: {e.strerror}") from e
+        self._listeners: list[Callable[[Event], None]] = []
+
+    def subscribe(self, listener: Callable[[Event], None]) -> None:
+        """Call ``listener`` with every further event, once it is written. It must neither block nor raise."""
+        self._listeners.append(listener)
 
     def write(self, event: Event) -> Event:
         """Append ``event`` with the present time; returns it as written."""
         stamped = event.model_copy(update={"time": time.time(), "monotonic": time.monotonic()})
         self._file.write(stamped.model_dump_json().encode() + b"\n")
+        for listener in self._listeners:
+            listener(stamped)
         return stamped
 
     def close(self) -> None:
@@ -261,11 +268,13 @@ def read_events(path: Path) -> list[Event]:
 
 
 class ControllerInfo(TypedDict):
-    """Where a job's controller listens (``host:port``), its process, and the token for fault injection."""
+    """Where a job's controller listens (``host:port``), its process, the token for fault injection, and the URL of its
+    page and metrics ("": not served)."""
 
     address: str
     pid: int
     token: str
+    observe: str
 
 
 class RunFiles:
@@ -314,7 +323,12 @@ class RunFiles:
         if found is None:
             return None
         try:
-            return ControllerInfo(address=str(found["address"]), pid=int(found["pid"]), token=str(found["token"]))
+            return ControllerInfo(
+                address=str(found["address"]),
+                pid=int(found["pid"]),
+                token=str(found["token"]),
+                observe=str(found.get("observe", "")),
+            )
         except (KeyError, TypeError, ValueError) as e:
             raise ConfigError(f"{self.controller_path}: address, pid and token are needed") from e
 
@@ -355,9 +369,10 @@ class RunDir(RunFiles):
         """Replace the rank table atomically. ``ranks``: rank, host, pid, node, joined_generation of each."""
         _replace_json(self.ranktable_path, {"generation": generation, "ranks": [dict(r) for r in ranks]}, 0o644)
 
-    def write_controller(self, address: str, pid: int, token: str) -> None:
-        """Say where the controller listens. Only the owner may read the token."""
-        _replace_json(self.controller_path, {"address": address, "pid": pid, "token": token}, 0o600)
+    def write_controller(self, address: str, pid: int, token: str, observe: str = "") -> None:
+        """Say where the controller listens, and its page (``observe``: URL). Only the owner may read the token."""
+        content = {"address": address, "pid": pid, "token": token, "observe": observe}
+        _replace_json(self.controller_path, content, 0o600)
 
     def _acquire(self, lock: int) -> None:
         for attempt in range(_LOCK_TRIES):

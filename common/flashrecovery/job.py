@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, closing, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from flashrecovery.controller.service import ControllerService
 from flashrecovery.controller.states import State
 from flashrecovery.events import EventLog, RunDir
 from flashrecovery.net import address_towards, is_free, is_here, resolve, split_address
+from flashrecovery.observe import Observer
 from flashrecovery.security import job_token, new_token
 
 LOOPBACK = "127.0.0.1"
@@ -57,70 +58,92 @@ async def run_job(config: RunConfig, command: list[str], path: Path) -> tuple[in
     are several; so they may share one directory.
 
     Raises:
-        ConfigError: an address or a directory cannot be used, or no controller is found.
+        ConfigError: an address or a directory cannot be used, no controller is found, or a trace is asked for and its
+            library is missing.
     """
     place = place_of(config)
-    own = path / "nodes" / _name(config) if config.several_nodes else path
-    if place.embeds:
-        return await _run_both(config, command, path, own, place)
-    with closing(RunDir(own)) as run_dir:
-        return await _run_agent(config, command, run_dir, place, f"{place.controller}:{place.port}")
-
-
-async def _run_both(config: RunConfig, command: list[str], path: Path, own: Path, place: Place) -> tuple[int, str]:
-    async with _controller(config, place, path) as (service, port):
-        _on_signals(service.request_stop)
+    async with AsyncExitStack() as stack:
+        own = path / "nodes" / _name(config) if config.several_nodes else path
+        agents_dir = stack.enter_context(closing(RunDir(own)))
+        agent, peers = await stack.enter_async_context(_agent(config, command, agents_dir, place))
+        if not place.embeds:
+            observer = Observer(config.observe, agent=agent, node_rank=config.node_rank or 0, run_dir=str(own))
+            await stack.enter_async_context(_observed(observer))
+            _on_signals(lambda reason: _leave(agent, reason))
+            address = f"{place.controller}:{place.port}"
+            reason = await ControllerSession(address, place.token, agent, peers, config.timeouts).run()
+            return (0, "") if reason is None else (1, reason)
+        run_dir = agents_dir if own == path else stack.enter_context(closing(RunDir(path)))
+        service, port = await stack.enter_async_context(_controller(config, place, run_dir, agent))
         for spec in config.inject:
             service.arm(spec)
-        with closing(RunDir(own)) if own != path else nullcontext(service.run_dir) as run_dir:
-            _, reason = await _run_agent(config, command, run_dir, place, f"{place.controller}:{port}")
+        address = f"{place.controller}:{port}"
+        reason = await ControllerSession(address, place.token, agent, peers, config.timeouts).run()
         await service.dismissed(_DISMISS_S)
-        finished = service.machine.state is State.FINISHED
-        return (0, "") if finished else (1, service.machine.failure_reason or reason or "stopped")
+        return _outcome(service, reason)
 
 
 async def run_controller(config: RunConfig, path: Path) -> tuple[int, str]:
     """Only the controller, to the job's end. Returns as :func:`run_job`."""
     place = place_of(config)
-    async with _controller(config, place, path) as (service, _):
-        _on_signals(service.request_stop)
-        await service.over.wait()
-        await service.dismissed(_DISMISS_S)
+    with closing(RunDir(path)) as run_dir:
+        async with _controller(config, place, run_dir, None) as (service, _):
+            await service.over.wait()
+            await service.dismissed(_DISMISS_S)
+            return _outcome(service, None)
+
+
+def _outcome(service: ControllerService, reason: str | None) -> tuple[int, str]:
     finished = service.machine.state is State.FINISHED
-    return (0, "") if finished else (1, service.machine.failure_reason or "stopped")
+    return (0, "") if finished else (1, service.machine.failure_reason or reason or "stopped")
 
 
 @asynccontextmanager
-async def _controller(config: RunConfig, place: Place, path: Path) -> AsyncIterator[tuple[ControllerService, int]]:
-    with closing(RunDir(path)) as run_dir, closing(EventLog(run_dir.events_path)) as events:
+async def _controller(
+    config: RunConfig, place: Place, run_dir: RunDir, agent: Agent | None
+) -> AsyncIterator[tuple[ControllerService, int]]:
+    """The controller, and where it listens. ``agent``: that of the same process."""
+    with closing(EventLog(run_dir.events_path)) as events:
         service = ControllerService(config, place.token, events, run_dir)
-        try:
-            port = await service.start(place.controller, place.port)
-            run_dir.write_controller(address=f"{place.controller}:{port}", pid=os.getpid(), token=place.token)
-            yield service, port
-        finally:
-            await service.stop()
+        node_rank = config.node_rank or 0
+        observer = Observer(
+            config.observe, service=service, log=events, agent=agent, node_rank=node_rank, run_dir=str(run_dir.path)
+        )
+        async with _observed(observer) as url:
+            try:
+                port = await service.start(place.controller, place.port)
+                address = f"{place.controller}:{port}"
+                run_dir.write_controller(address=address, pid=os.getpid(), token=place.token, observe=url)
+                _on_signals(service.request_stop)
+                yield service, port
+            finally:
+                await service.stop()
 
 
-async def _run_agent(
-    config: RunConfig, command: list[str], run_dir: RunDir, place: Place, address: str
-) -> tuple[int, str]:
-    identity = Identity.of(config, place.here)
+@asynccontextmanager
+async def _agent(
+    config: RunConfig, command: list[str], run_dir: RunDir, place: Place
+) -> AsyncIterator[tuple[Agent, PeerService | None]]:
+    """This node's agent, and what it does for others where there are any."""
     peers: PeerService | None = None
     if config.several_nodes:
         peers = PeerService(lambda: agent.incarnation(), place.token)
         await peers.start(place.here)
-    agent = Agent(config, command, run_dir, identity, place.token, peers)
-    session = ControllerSession(address, place.token, agent, peers, config.timeouts)
-    if not place.embeds:
-        _on_signals(lambda reason: _leave(agent, reason))
+    agent = Agent(config, command, run_dir, Identity.of(config, place.here), place.token, peers)
     try:
-        reason = await session.run()
+        yield agent, peers
     finally:
         await agent.shutdown("the agent ended")
         if peers is not None:
             await peers.stop()
-    return (0, "") if reason is None else (1, reason)
+
+
+@asynccontextmanager
+async def _observed(observer: Observer) -> AsyncIterator[str]:
+    try:
+        yield await observer.start()
+    finally:
+        await observer.stop()
 
 
 def _leave(agent: Agent, reason: str) -> None:

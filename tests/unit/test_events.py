@@ -89,10 +89,11 @@ def test_run_dir_writes_what_tools_read(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "deep" / "run")
     table = [{"rank": 0, "host": "h", "pid": 7, "node": "n", "joined_generation": 0}]
     run_dir.write_rank_table(2, table)
-    run_dir.write_controller(address="127.0.0.1:5", pid=7, token="secret")
+    run_dir.write_controller(address="127.0.0.1:5", pid=7, token="secret", observe="http://127.0.0.1:6/")
     reader = RunFiles(run_dir.path)
     assert reader.rank_table() == {"generation": 2, "ranks": table}
-    assert reader.controller() == {"address": "127.0.0.1:5", "pid": 7, "token": "secret"}
+    expected = {"address": "127.0.0.1:5", "pid": 7, "token": "secret", "observe": "http://127.0.0.1:6/"}
+    assert reader.controller() == expected
     assert run_dir.controller_path.stat().st_mode & 0o077 == 0
     assert run_dir.log_path(3, 1) == run_dir.path / "logs" / "rank3.gen1.log"
     assert run_dir.log_dir.is_dir()

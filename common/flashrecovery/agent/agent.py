@@ -90,6 +90,19 @@ class Agent:
     def connect(self, send: Send, send_heartbeat: Send) -> None:
         """``send`` takes a message for the controller and does not lose it; a heartbeat may be lost."""
         self._send, self._send_heartbeat = send, send_heartbeat
+
+    @property
+    def node(self) -> str:
+        return self._identity.name
+
+    def workers(self) -> list[WorkerProcess]:
+        """The living processes that fill ranks; none once the end has begun, for then their pages are given back."""
+        return [] if self._closing else [p for p in self._ranks.values() if not p.dead]
+
+    def standbys(self) -> tuple[int, int]:
+        """(ready, starting)"""
+        return self._pool.counts()
+
         self._task(self._heartbeats())
         self._health.start()
 

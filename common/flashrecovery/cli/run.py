@@ -45,6 +45,8 @@ from flashrecovery.errors import ConfigError
 @click.option("--checkpoint-dir", type=click.Path(path_type=Path), default=None, help="Fallback checkpoints.")
 @click.option("--checkpoint-interval", default=None, help="Seconds between fallback checkpoints, or `auto`.")
 @click.option("--resume", is_flag=True, default=None, help="Start from the newest fallback checkpoint.")
+@click.option("--observe-port", type=int, default=None, help="Serve metrics and a web page here; 0: any free port.")
+@click.option("--observe-host", default=None, help="Address to serve them on (default 127.0.0.1).")
 @click.option("--config", "config_file", type=click.Path(path_type=Path), default=None, help="YAML with any key.")
 @click.option("--inject", multiple=True, help="Drill: rank=R,fault=sigkill,at=PHASE,step=I (repeatable).")
 @click.option("-m", "--module", is_flag=True, help="The script is a module, as in `python -m`.")
@@ -89,6 +91,9 @@ def _overrides(options: dict[str, Any]) -> dict[str, Any]:
         checkpoint["interval_s"] = _interval(values.pop("checkpoint_interval"))
     if checkpoint:
         values["checkpoint"] = checkpoint
+    observe = {key: values.pop(f"observe_{key}") for key in ("port", "host") if f"observe_{key}" in values}
+    if observe:
+        values["observe"] = observe
     return values
 
 

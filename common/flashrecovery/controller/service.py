@@ -133,6 +133,10 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.JobStatus:
         """The whole job at one look."""
+        return self.status()
+
+    def status(self) -> pb.JobStatus:
+        """What the rpc of this name answers."""
         m = self.machine
         ready = sum(r for r, _ in self._standbys.values())
         starting = sum(s for _, s in self._standbys.values())

@@ -1,0 +1,148 @@
+"""The HTTP server: ``/metrics`` for Prometheus, ``/api/status`` and ``/api/history`` as JSON, and the page at ``/``.
+
+It runs on the event loop of the controller or agent. There only the facts are read, which takes a few microseconds a
+rank; they are formatted in another thread, so that a job of thousands of ranks is not held up in a recovery by somebody
+who looks at it. Only GET is answered, and nothing that is served changes anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from importlib import resources
+from typing import Any
+
+from aiohttp import web
+
+from flashrecovery.errors import ConfigError
+from flashrecovery.observe import metrics, views
+from flashrecovery.observe.facts import AgentFacts, ControllerFacts, JobFacts, NodeWorkers
+
+_SHARED_S = 0.25
+"""Pages that ask within this time of each other get the same answer; the facts are no fresher, either."""
+_CLOSE_S = 0.5
+"""An answer that is on its way at the end may be finished for so long."""
+
+_View = Callable[[JobFacts | None, NodeWorkers | None], dict[str, Any]]
+
+
+class ObserveServer:
+    """A listening server. ``url`` ends in a slash."""
+
+    def __init__(self, runner: web.AppRunner, url: str) -> None:
+        self._runner = runner
+        self.url = url
+
+    async def close(self) -> None:
+        """Stop listening and close every connection. Idempotent."""
+        await self._runner.cleanup()
+
+
+async def serve(
+    host: str, port: int, *, controller: ControllerFacts | None = None, agent: AgentFacts | None = None
+) -> ObserveServer:
+    """Listen on ``host:port`` (0: any free port) and show what the sources given say.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    app = web.Application()
+    routes = _Routes(controller, agent)
+    app.router.add_get("/", routes.page)
+    app.router.add_get("/metrics", routes.metrics)
+    app.router.add_get("/api/status", routes.status)
+    app.router.add_get("/api/history", routes.history)
+    app.on_response_prepare.append(_add_headers)
+    runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=_CLOSE_S)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as e:
+        await runner.cleanup()
+        raise ConfigError(
+            f"observe.host = {host!r}, observe.port = {port}: cannot listen there: {e.strerror or e}; "
+            "allowed: an address of this machine and a free port, or 0 for any"
+        ) from e
+    return ObserveServer(runner, url_of(host, runner.addresses[0][1]))
+
+
+def url_of(host: str, port: int) -> str:
+    """Where a browser finds what listens on ``host:port``; all addresses: under this machine's name."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return f"http://{host}:{port}/"
+    if address.is_unspecified:
+        return f"http://{socket.gethostname()}:{port}/"
+    return f"http://[{host}]:{port}/" if address.version == 6 else f"http://{host}:{port}/"
+
+
+def is_loopback(host: str) -> bool:
+    """True if only this machine can reach ``host``."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class _Routes:
+    def __init__(self, controller: ControllerFacts | None, agent: AgentFacts | None) -> None:
+        self._controller = controller
+        self._agent = agent
+        self._page = resources.files("flashrecovery.observe").joinpath("templates/page.html").read_text("utf-8")
+        self.status = _Shared(self._look, views.status_view).answer
+        self.history = _Shared(self._look, lambda job, node: views.history_view(job)).answer
+
+    def _look(self) -> tuple[JobFacts | None, NodeWorkers | None]:
+        job = None if self._controller is None else self._controller()
+        return job, None if self._agent is None else self._agent()
+
+    async def page(self, request: web.Request) -> web.Response:
+        nonce = secrets.token_urlsafe(16)
+        policy = (
+            f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'; "
+            "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        )
+        text = self._page.replace("{{ nonce }}", nonce)
+        return web.Response(text=text, content_type="text/html", headers={"Content-Security-Policy": policy})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        accept = request.headers.get("Accept", "")
+        body, content_type = await asyncio.to_thread(metrics.exposition, accept, *self._look())
+        response = web.Response(body=body, headers={"Content-Type": content_type})
+        response.enable_compression()
+        return response
+
+
+class _Shared:
+    """One answer for all who ask at about the same time."""
+
+    def __init__(self, look: Callable[[], tuple[JobFacts | None, NodeWorkers | None]], view: _View) -> None:
+        self._look = look
+        self._view = view
+        self._lock = asyncio.Lock()
+        self._text = ""
+        self._until = 0.0
+
+    async def answer(self, request: web.Request) -> web.Response:
+        async with self._lock:
+            if time.monotonic() >= self._until:
+                self._text = await asyncio.to_thread(self._render, *self._look())
+                self._until = time.monotonic() + _SHARED_S
+        response = web.json_response(text=self._text)
+        response.enable_compression()
+        return response
+
+    def _render(self, job: JobFacts | None, node: NodeWorkers | None) -> str:
+        return json.dumps(self._view(job, node), separators=(",", ":"))
+
+
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Cache-Control"] = "no-store"
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    response.headers["Referrer-Policy"] = "no-referrer"

@@ -1,0 +1,98 @@
+"""Facts from a live controller and from a live agent. Called on their event loop; only reads."""
+
+from __future__ import annotations
+
+import time
+
+from flashrecovery.agent.agent import Agent
+from flashrecovery.controller.history import Recovery
+from flashrecovery.controller.service import ControllerService
+from flashrecovery.controller.states import State
+from flashrecovery.observe.facts import (
+    AgentFacts,
+    CheckpointFacts,
+    ControllerFacts,
+    JobFacts,
+    NodeFacts,
+    NodeWorkers,
+    RecoveryFacts,
+    WorkerFacts,
+)
+from flashrecovery.observe.tally import Tally
+
+PHASE_OF = {
+    State.QUIESCING: "quiesce",
+    State.REPLACING: "replace",
+    State.FALLBACK: "fallback",
+    State.REGROUPING: "regroup",
+    State.RESTORING: "restore",
+    State.VERIFYING: "verify",
+    State.RUNNING: "redo",
+}
+
+
+def controller_facts(service: ControllerService, tally: Tally) -> ControllerFacts:
+    """The facts of a controller in this process."""
+
+    def look() -> JobFacts:
+        now = time.monotonic()
+        counts = tally.counts()
+        machine = service.machine
+        saved = machine.checkpoint
+        status = service.status()
+        return JobFacts(
+            status=status,
+            nodes=tuple(
+                NodeFacts(i, n.name, n.host, tuple(n.ranks), n.heartbeat_age_s) for i, n in enumerate(status.nodes)
+            ),
+            recovery=None if machine.recovery is None else recovery_facts(machine.recovery, machine.state, now),
+            checkpoint=None if saved is None else CheckpointFacts(saved[0], counts.checkpoint_saved_at),
+            counts=counts,
+        )
+
+    return look
+
+
+def recovery_facts(recovery: Recovery, state: State, now: float) -> RecoveryFacts:
+    """How far a recovery has come at ``now`` (CLOCK_MONOTONIC seconds).
+
+    Phases follow each other, so the present one has had what the others leave, and with it the milliseconds that the
+    report of the failure took to the controller.
+    """
+    seconds = max(now - recovery.failed_at, 0.0)
+    return RecoveryFacts(
+        generation=recovery.generation,
+        victims=tuple(recovery.victims),
+        cause=recovery.cause,
+        seconds=seconds,
+        phases=dict(recovery.phases),
+        phase=PHASE_OF.get(state, ""),
+        phase_s=max(seconds - sum(recovery.phases.values()), 0.0),
+    )
+
+
+def agent_facts(agent: Agent, node_rank: int) -> AgentFacts:
+    """The facts of an agent in this process, straight from its workers' pages."""
+
+    def look() -> NodeWorkers:
+        now = time.monotonic()
+        workers = []
+        for process in agent.workers():
+            health = process.page.health()
+            workers.append(
+                WorkerFacts(
+                    rank=process.place,
+                    pid=process.pid,
+                    generation=process.generation,
+                    tag=health.tag,
+                    committed=health.committed,
+                    progress=health.progress,
+                    progress_age_s=now - health.progress_at if health.progress_at else None,
+                    step_s=health.step_s,
+                )
+            )
+        ready, starting = agent.standbys()
+        workers.sort(key=lambda w: w.rank)
+        return NodeWorkers(agent.node, node_rank, tuple(workers), ready, starting)
+
+    return look

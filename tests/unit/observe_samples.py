@@ -1,0 +1,76 @@
+"""Facts of a small job, for the tests of what is shown of it."""
+
+from __future__ import annotations
+
+from flashrecovery.observe.facts import CheckpointFacts, JobFacts, NodeFacts, NodeWorkers, RecoveryFacts, WorkerFacts
+from flashrecovery.observe.tally import Tally
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+from .history_samples import START, two_recoveries
+
+NASTY = 'a<b>"\\\n</script><img src=x onerror=alert(1)>'
+"""Text as a user's exception may have it."""
+
+
+def rank(number: int, state: str = "running", node: str = "n0", age_s: float = 0.25) -> pb.RankStatus:
+    return pb.RankStatus(
+        rank=number,
+        pid=100 + number,
+        node=node if state != "empty" else "",
+        state=state,
+        tag=41 if state == "running" else -2,
+        progress_age_s=age_s,
+        generation=1,
+        committed=41,
+        step_s=0.125,
+    )
+
+
+def job() -> JobFacts:
+    """Four ranks on two nodes in the middle of a recovery, after two others."""
+    tally = Tally()
+    for event in two_recoveries():
+        tally.take(event)
+    status = pb.JobStatus(
+        state="replacing",
+        generation=3,
+        ranks=[rank(0), rank(1, age_s=99.0), rank(2, "recovering", "n1"), rank(3, "empty")],
+        standby_ready=1,
+        standby_starting=2,
+        last_failure=NASTY,
+        failure_reason=NASTY,
+        run_dir="/runs/a",
+        uptime_s=12.0,
+    )
+    return JobFacts(
+        status=status,
+        nodes=(NodeFacts(0, "n0", "10.0.0.1", (0, 1), 0.5), NodeFacts(1, "n1", "10.0.0.2", (2, 3), 9.0)),
+        recovery=RecoveryFacts(3, (3,), "killed", 1.5, {"detect": 0.25, "quiesce": 0.25}, "replace", 1.0),
+        checkpoint=CheckpointFacts(30, START + 60),
+        counts=tally.counts(),
+    )
+
+
+def node() -> NodeWorkers:
+    """What one agent sees."""
+    workers = (
+        WorkerFacts(0, 100, 1, 41, 41, 900, 0.25, 0.125),
+        WorkerFacts(1, 101, 1, -2, -1, 0, None, 0.0),
+    )
+    return NodeWorkers("n0", 0, workers, 1, 2)
+
+
+def big_job(ranks: int) -> JobFacts:
+    """Eight ranks a node, all well but a few."""
+    odd = {17: "recovering", 40: "empty", 41: "stopped"}
+    facts = job()
+    status = pb.JobStatus(
+        state="running",
+        generation=2,
+        ranks=[rank(i, odd.get(i, "running"), f"n{i // 8}", 60.0 if i == 100 else 0.2) for i in range(ranks)],
+        standby_ready=4,
+        run_dir="/runs/big",
+        uptime_s=86400.0,
+    )
+    nodes = tuple(NodeFacts(n, f"n{n}", "h", tuple(range(8 * n, 8 * n + 8)), 0.1) for n in range(ranks // 8))
+    return JobFacts(status, nodes, None, facts.checkpoint, facts.counts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -22,7 +23,7 @@ PORT = 29400
 
 class NodesJob:
     """A job on the hosts of ``net``: ``nnodes`` of them hold ranks, the others are spare. The first one has the
-    controller."""
+    controller, and if it is ``alone``, nothing else."""
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class NodesJob:
         flags: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         tokens: Mapping[str, str] | None = None,
+        alone: bool = False,
     ) -> None:
         self.net = net
         self.run_dir = run_dir
@@ -45,12 +47,15 @@ class NodesJob:
         self._began = time.monotonic()
         self._outputs = run_dir.parent / f"{run_dir.name}-output"
         self._outputs.mkdir(parents=True)
-        spares = len(net.hosts) - nnodes
-        for number, host in enumerate(net.hosts):
-            command = [*host.command, sys.executable, "-m", "flashrecovery.cli.main", "run"]
-            command += ["--nnodes", str(nnodes), "--spare-nodes", str(spares), "--node-rank", str(number)]
-            command += ["--nproc-per-node", str(layout.nproc // nnodes), "--node-name", host.name]
-            command += ["--controller", f"{net.hosts[0].address}:{PORT}", "--run-dir", str(run_dir), *options]
+        members = net.hosts[1:] if alone else net.hosts
+        self._address = f"{net.hosts[0].address}:{PORT}"
+        self._shape = ["--nnodes", str(nnodes), "--spare-nodes", str(len(members) - nnodes)]
+        self._shape += ["--nproc-per-node", str(layout.nproc // nnodes), "--run-dir", str(run_dir)]
+        if alone:
+            self.start_controller()
+        for number, host in enumerate(members):
+            command = [*host.command, sys.executable, "-m", "flashrecovery.cli.main", "run", *self._shape]
+            command += ["--node-rank", str(number), "--node-name", host.name, "--controller", self._address, *options]
             command += [str(GPT / layout.script), *SMALL, "--steps", str(steps), "--step-time", str(step_ms)]
             command += [*layout.flags, *flags]
             token = {"FLASHRECOVERY_TOKEN": (tokens or {}).get(host.name, TOKEN)}
@@ -67,6 +72,12 @@ class NodesJob:
                 start_new_session=True,
                 env={**inherited, "PYTHONFAULTHANDLER": "1", MARKER: self.marker, **env},
             )
+
+    def start_controller(self) -> None:
+        """A stand-alone one on the first host; for a second time after it was killed."""
+        host = self.net.hosts[0]
+        command = [*host.command, sys.executable, "-m", "flashrecovery.cli.main", "controller", *self._shape]
+        self._start(host, [*command, "--bind", self._address], {"FLASHRECOVERY_TOKEN": TOKEN})
 
     # -- looking ----------------------------------------------------------------------------------
 
@@ -114,6 +125,12 @@ class NodesJob:
         pids = [pid for pid in marked_processes(self.marker) if _namespace(pid) == host.namespace]
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
+
+    def kill_worker(self, host: Host, rank: int) -> None:
+        """SIGKILL to the process of ``rank``, which is on ``host``."""
+        table = json.loads((self.run_dir / "nodes" / host.name / "ranktable.json").read_text())
+        (pid,) = (r["pid"] for r in table["ranks"] if r["rank"] == rank and r["node"] == host.name)
+        os.kill(pid, signal.SIGKILL)
 
     def kill_agent(self, host: Host) -> None:
         """SIGKILL to the agent alone."""

@@ -75,6 +75,11 @@ class Timeouts(_Model):
         1800.0, gt=0, description="ranks of a lost node wait this long for a node with room; schedulers take minutes"
     )
     rendezvous_s: float = Field(900.0, gt=0, description="an agent tries to reach the controller at the start")
+    takeover_s: float = Field(
+        10.0,
+        gt=0,
+        description="a controller that is started anew waits for the agents of its job, then recovers it",
+    )
     controller_gone_s: float = Field(
         600.0, gt=0, description="training goes on without its controller; an agent ends its workers after this time"
     )

@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.slow,
 ]
 STEPS = 30
+LONG = Layout("ddp-long", DDP.script, ("--steps", "60"))
 KILL_AFTER = 8
 
 
@@ -63,6 +64,24 @@ def test_a_lost_node(how: str, layout: Layout, net: Network, tmp_path: Path, ref
     check_same(ended, reference(layout))
     if how == "cut":
         assert job.newest_step(lost) == stopped_at, "the side without the controller has gone on"
+
+
+def test_a_controller_that_is_killed_and_started_anew(net: Network, tmp_path: Path, reference: References) -> None:
+    """Training goes on without it; the new one finds the job running, and recovers its next failure."""
+    job = NodesJob(net, tmp_path / "run", LONG, alone=True)
+    job.wait_for_step(KILL_AFTER)
+    job.kill_agent(net.hosts[0])
+    without = job.newest_step()
+    job.wait_for_step(without + 5)
+    assert not [e for e in job.of("notice") if e["kind"] == "taken_over"]
+    job.start_controller()
+    job.wait_for("notice", 2)  # how the ranks are protected, and taken_over
+    job.kill_worker(net.hosts[1], rank=1)
+    ended = job.wait()
+    assert [e["kind"] for e in ended.of("notice")][-1] == "taken_over"
+    (recovery,) = ended.of("recovery_finished")
+    assert recovery["victims"] == [1] and recovery["generation"] == 1
+    check_same(ended, reference(LONG))
 
 
 def test_a_short_break_is_none(net: Network, tmp_path: Path, reference: References) -> None:

@@ -231,6 +231,79 @@ def test_two_nodes_of_one_rank_are_refused() -> None:
     assert world.machine.state is State.FAILED and "--node-rank 1" in world.machine.failure_reason
 
 
+# -- a new controller -----------------------------------------------------------------------------
+
+
+def heir(world: World, *, missing: tuple[int, ...] = (), **states: object) -> World:
+    """The same workers under a new controller, which hears of all but the ``missing`` ones. ``states``: of every
+    worker, in place of being in its loop."""
+    new = World(world.config.nproc_per_node, nnodes=world.config.nnodes, controller="h:1", timeouts={"takeover_s": 5})
+    new.version, new.pids, new.next_pid, new.now = world.version, world.pids, world.next_pid, world.now
+    old = world.machine
+    for node in old.nodes.values():
+        workers = [
+            pb.WorkerState(
+                rank=r.rank,
+                pid=r.pid,
+                local_rank=r.local_rank,
+                joined=pb.Joined(rank=r.rank, needs=[pb.ShardNeed(name=n, nbytes=b) for n, b in r.needs.items()]),
+                **{"resumed": True, "stepping": True, **states},  # type: ignore[arg-type]
+            )
+            for r in old.ranks.values()
+            if r.home == node.name and r.rank not in missing
+        ]
+        new.join(node.name, workers=workers, generation=old.generation, stride=old.stride)
+    return new
+
+
+def running(**config: object) -> World:
+    world = World(2, nnodes=2, controller="h:1", **config)
+    world.join("a")
+    world.join("b")
+    while world.machine.state is not State.RUNNING or world.inbox:
+        world.step()
+    return world
+
+
+def test_a_new_controller_goes_on_where_everybody_steps() -> None:
+    new = heir(running())
+    assert new.machine.state is State.RUNNING and new.machine.generation == 0
+    assert new.run() is State.FINISHED and not new.of(ev.RecoveryStarted)
+
+
+def test_a_new_controller_still_recovers() -> None:
+    new = heir(running())
+    new.kill(1)
+    assert new.run() is State.FINISHED
+    (finished,) = new.of(ev.RecoveryFinished)
+    assert finished.generation == 1
+
+
+def test_a_new_controller_ends_the_recovery_that_the_old_one_had_begun() -> None:
+    new = heir(running(), stepping=False)
+    assert new.machine.state is State.QUIESCING and new.machine.generation == 1
+    assert new.run() is State.FINISHED
+
+
+def test_a_new_controller_replaces_who_died_meanwhile() -> None:
+    new = heir(running(), missing=(3,))
+    assert new.machine.state is State.STARTING
+    new.machine.on_tick(new.now + 6)
+    new.collect()
+    assert new.machine.generation == 1 and new.machine.ranks[3].home == "b"  # which has room for it
+    assert new.run() is State.FINISHED
+
+
+def test_a_stale_node_is_fenced_by_a_new_controller() -> None:
+    world = running()
+    new = heir(world)
+    new.inbox.clear()
+    stale = pb.WorkerState(rank=2, pid=9, resumed=True)
+    new.join("z", workers=[stale], generation=0)
+    assert [c.HasField("fence") for _, c in new.inbox] == [True]
+    assert new.machine.ranks[2].home == "b"
+
+
 # -- configuration and link -----------------------------------------------------------------------
 
 

@@ -70,6 +70,8 @@ class Agent:
         self._send: Send = _unsent
         self._send_heartbeat: Send = _unsent
         self._generation = 0
+        self._attempt = 0
+        self._checkpoint: pb.CheckpointSaved | None = None
         self._ranks: dict[int, WorkerProcess] = {}
         self._closing = False
         self._resumed_at: int | None = None  # version after which the first new step is awaited
@@ -108,7 +110,25 @@ class Agent:
 
     def register(self) -> pb.Register:
         """Who this node is now."""
-        return self._identity.register(self._store.port, self._peers.port if self._peers is not None else 0)
+        message = self._identity.register(self._store.port, self._peers.port if self._peers is not None else 0)
+        message.generation, message.attempt, message.stride = self._generation, self._attempt, self._table.stride
+        message.workers.extend(self._state_of(p) for p in self._ranks.values() if not p.dead)
+        if self._checkpoint is not None:
+            message.checkpoint.CopyFrom(self._checkpoint)
+        return message
+
+    def _state_of(self, process: WorkerProcess) -> pb.WorkerState:
+        here = process.page.health().generation == self._generation
+        return pb.WorkerState(
+            rank=process.place,
+            pid=process.pid,
+            local_rank=process.local_rank,
+            resumed=process.resumed,
+            stepping=process.stepping and here,
+            joined=process.joined,
+            done=process.done if process.done is not None and process.done.generation == self._generation else None,
+            capsules=process.page.capsule_versions(),
+        )
 
     def incarnation(self) -> str:
         return self._identity.incarnation
@@ -229,6 +249,7 @@ class Agent:
         """Fence what fills the rank, then fill it anew."""
         began = time.monotonic()
         rank, replace = command.rank, command.replace
+        self._attempt = replace.attempt
         env = self._env(rank, command)
         old = self._ranks.pop(rank, None)
         if old is not None:
@@ -325,8 +346,9 @@ class Agent:
             if body == "reply" and self._hang.answered(process, message.reply):
                 return
             if body == "done":
-                process.stepping = False
+                process.stepping, process.done = False, message.done
             elif body == "joined":
+                process.joined = message.joined
                 self._task(self._setup_logs.spread(self._table, self._ranks, self._identity.name))
                 if message.joined.hang_floor_s:
                     self._hang.floor_s = message.joined.hang_floor_s
@@ -334,6 +356,8 @@ class Agent:
         elif body in ("checkpoint", "notice"):
             if body == "notice" and message.notice.kind == "fault_fired":
                 self._faults.fired(message.notice.rank, message.notice.fault)
+            elif body == "checkpoint":
+                self._checkpoint = message.checkpoint
             self._send(pb.AgentMessage(**{body: getattr(message, body)}))
 
     def _on_death(self, process: WorkerProcess, late: float) -> None:

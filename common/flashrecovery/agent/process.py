@@ -35,6 +35,8 @@ class WorkerProcess:
         self.resumed = False  # has it ever been?
         self.dead = False
         self.last_words: pb.LastWords | None = None
+        self.joined: pb.Joined | None = None
+        self.done: pb.Done | None = None
         self._sock = sock
         self._writer: asyncio.StreamWriter | None = None
         self._unsent: list[bytes] = []

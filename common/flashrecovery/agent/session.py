@@ -49,6 +49,7 @@ class ControllerSession:
         self._link: Link[pb.AgentMessage, pb.Command] = Link()
         self._heard_at = time.monotonic()
         self._joined = False
+        self._controller = ""
         self._fresh = False
         self._attempt: asyncio.Task[None] | None = None
         self._attempt_at = 0.0
@@ -103,7 +104,12 @@ class ControllerSession:
 
     async def _converse(self) -> None:
         async with grpc.aio.insecure_channel(self._address, options=_OPTIONS) as channel:
-            call = rpc.ControllerStub(channel).Session(self._messages(), metadata=metadata(self._token))
+            stub, known = rpc.ControllerStub(channel), metadata(self._token)
+            found = (await stub.Who(pb.WhoRequest(), metadata=known, timeout=_ATTEMPT_S)).incarnation
+            if self._controller and found != self._controller:
+                self._link = Link()  # another one: it is told in Register what there is; what was on its way is void
+            self._controller = found
+            call = stub.Session(self._messages(), metadata=known)
             async for command in call:
                 self._heard(command)
 

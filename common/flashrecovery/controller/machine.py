@@ -16,12 +16,11 @@ from dataclasses import dataclass
 
 from flashrecovery import events as ev
 from flashrecovery.controller.history import Recovery
-from flashrecovery.controller.job_state import AGENT
 from flashrecovery.controller.nodes import NodeRecord, NodeState, launch_order
 from flashrecovery.controller.records import Place, RankRecord, unequal_claims, unequal_steps
-from flashrecovery.controller.recovery import RecoverySteps
 from flashrecovery.controller.restore import RestoreRound
 from flashrecovery.controller.states import RECOVERY_STATES, State
+from flashrecovery.controller.takeover import TakeOver
 from flashrecovery.errors import ConfigError
 from flashrecovery.plan.placement import neighbour_stride
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -30,7 +29,7 @@ _RETRY_AFTER_S = 1.0
 
 
 @dataclass
-class Machine(RecoverySteps):
+class Machine(TakeOver):
     """What each event means for the job."""
 
     def on_register(self, message: pb.Register, now: float) -> None:
@@ -38,8 +37,7 @@ class Machine(RecoverySteps):
         known = self.nodes.get(message.node)
         if known is not None and known.incarnation == message.incarnation:
             if not known.alive:
-                fence = pb.Fence(reason=f"node {known.name} was taken for lost, and its ranks were given away")
-                self.outbox.send(known.name, pb.Command(generation=self.generation, rank=AGENT, fence=fence))
+                self._fence(known, "it was taken for lost, and its ranks were given away")
             return
         if known is not None and known.alive:
             self.on_node_lost(known.name, "its agent has ended and was started anew", 0.0, now)
@@ -49,10 +47,14 @@ class Machine(RecoverySteps):
                 generation=self.generation, node=node.name, host=node.host, domain=node.domain, slots=node.slots
             )
         )
-        if self._launched:
+        if message.workers and not self._launched:
+            self._find(node, message, now)
+        elif message.workers:
+            self._fence(node, "its ranks belong to others")
+        elif self._launched:
             node.state = NodeState.SPARE
             self._settle_homeless(now)
-        else:
+        elif self._found_since is None:
             self._launch(now)
 
     def _launch(self, now: float) -> None:
@@ -251,6 +253,7 @@ class Machine(RecoverySteps):
         """Look at the deadlines; call a few times a second."""
         if self._retry_at is not None and now >= self._retry_at:
             self._retry(now)
+        self._take_over_if_late(now)
         if self._homeless_since is not None and now - self._homeless_since >= self.config.timeouts.node_wait_s:
             self._fail(
                 f"{self.last_failure}; no node with room for ranks {self._homeless()} has come within "

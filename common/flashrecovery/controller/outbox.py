@@ -64,6 +64,11 @@ class Outbox:
             self.pending[self._serial] = Pending(command.rank, what, deadline)
         self.actions.append(Send(node, command))
 
+    def expect(self, rank: int, what: str, deadline: float) -> None:
+        """Wait for what another controller has asked for."""
+        self._serial += 1
+        self.pending[self._serial] = Pending(rank, what, deadline)
+
     def acknowledge(self, serial: int) -> Pending | None:
         """The pending command of this serial number, which no longer is."""
         return self.pending.pop(serial, None)

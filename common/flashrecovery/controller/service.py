@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sys
 import time
+import uuid
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -57,6 +58,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._connections: dict[str, object] = {}
         self._liveness = Liveness(config.timeouts)
         self._beat_at = 0.0
+        self._incarnation = uuid.uuid4().hex
         self._standbys: dict[str, tuple[int, int]] = {}
         self._to_arm: list[FaultSpec] = []
         self._started = time.monotonic()
@@ -98,6 +100,10 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     # -- rpc --------------------------------------------------------------------------------------
 
+    async def Who(self, request: pb.WhoRequest, context: Context) -> pb.WhoReply:
+        """Is this still the controller that an agent knows?"""
+        return pb.WhoReply(incarnation=self._incarnation)
+
     async def Session(
         self, request_iterator: AsyncIterator[pb.AgentMessage], context: Context
     ) -> AsyncIterator[pb.Command]:
@@ -118,7 +124,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         if self.machine.nodes[node].alive:
             self._tell_modules(node)
             # At once, because an agent that was cut off waits for it.
-            yield pb.Command(generation=self.machine.generation, beat=pb.Beat())
+            yield self._beat()
         reader = asyncio.create_task(self._read(request_iterator, node, link))
         try:
             async for command in link.outgoing():
@@ -177,6 +183,9 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             nodes=self._node_status(),
         )
 
+    def _beat(self) -> pb.Command:
+        return pb.Command(generation=self.machine.generation, beat=pb.Beat())
+
     def _node_status(self) -> list[pb.NodeStatus]:
         now = time.monotonic()
         held: dict[str, list[int]] = {}
@@ -219,8 +228,11 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._post(self.machine.ranks[rank].home, pb.Command(generation=generation, rank=rank, fault=message))
 
     def _link_of(self, message: pb.Register) -> AgentLink:
-        """The node's link; a new one for a new incarnation of its agent."""
-        if self._incarnations.get(message.node) != message.incarnation:
+        """The node's link; a new one for a new incarnation of its agent, and for one that was taken for lost: what it
+        was told before is void."""
+        known = self.machine.nodes.get(message.node)
+        lost = known is not None and not known.alive
+        if lost or self._incarnations.get(message.node) != message.incarnation:
             self._incarnations[message.node] = message.incarnation
             self._links[message.node] = Link()
         return self._links[message.node]
@@ -317,7 +329,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         if now - self._beat_at >= self._config.timeouts.heartbeat_s:
             self._beat_at = now
             for name in self._connections:
-                self._links[name].send_now_or_never(pb.Command(generation=self.machine.generation, beat=pb.Beat()))
+                self._links[name].send_now_or_never(self._beat())
         for found in self._liveness.check(now):
             if isinstance(found, Ask):
                 probe = pb.Probe(

@@ -128,6 +128,11 @@ class Register(_message.Message):
     STORE_PORT_FIELD_NUMBER: _builtins.int
     PEER_PORT_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    STRIDE_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """name, unique in the job"""
     host: _builtins.str
@@ -146,6 +151,14 @@ class Register(_message.Message):
     peer_port: _builtins.int
     """of its Peer service"""
     incarnation: _builtins.str
+    generation: _builtins.int
+    """For a controller that does not know the job yet, because it has been started anew:"""
+    attempt: _builtins.int
+    stride: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerState]: ...
+    @_builtins.property
+    def checkpoint(self) -> Global___CheckpointSaved: ...
     def __init__(
         self,
         *,
@@ -159,14 +172,70 @@ class Register(_message.Message):
         store_port: _builtins.int = ...,
         peer_port: _builtins.int = ...,
         incarnation: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        workers: _abc.Iterable[Global___WorkerState] | None = ...,
+        checkpoint: Global___CheckpointSaved | None = ...,
+        attempt: _builtins.int = ...,
+        stride: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain", "host", b"host", "incarnation", b"incarnation", "node", b"node", "node_rank", b"node_rank", "peer_port", b"peer_port", "pid", b"pid", "slots", b"slots", "spare", b"spare", "store_port", b"store_port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoint", b"checkpoint", "domain", b"domain", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "node", b"node", "node_rank", b"node_rank", "peer_port", b"peer_port", "pid", b"pid", "slots", b"slots", "spare", b"spare", "store_port", b"store_port", "stride", b"stride", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Register: _TypeAlias = Register  # noqa: Y015
+
+@_typing.final
+class WorkerState(_message.Message):
+    """A process that fills a rank."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    LOCAL_RANK_FIELD_NUMBER: _builtins.int
+    RESUMED_FIELD_NUMBER: _builtins.int
+    STEPPING_FIELD_NUMBER: _builtins.int
+    JOINED_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    CAPSULES_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    pid: _builtins.int
+    local_rank: _builtins.int
+    resumed: _builtins.bool
+    """it has been let into its loop at least once"""
+    stepping: _builtins.bool
+    """in the generation of the Register, and no stop has come since"""
+    @_builtins.property
+    def joined(self) -> Global___Joined:
+        """what it has said at its first step, unset before that"""
+
+    @_builtins.property
+    def done(self) -> Global___Done:
+        """of this generation, else unset"""
+
+    @_builtins.property
+    def capsules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        pid: _builtins.int = ...,
+        local_rank: _builtins.int = ...,
+        resumed: _builtins.bool = ...,
+        stepping: _builtins.bool = ...,
+        joined: Global___Joined | None = ...,
+        done: Global___Done | None = ...,
+        capsules: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "joined", b"joined"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capsules", b"capsules", "done", b"done", "joined", b"joined", "local_rank", b"local_rank", "pid", b"pid", "rank", b"rank", "resumed", b"resumed", "stepping", b"stepping"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final
 class Probed(_message.Message):
@@ -1593,9 +1662,43 @@ class FromWorker(_message.Message):
 Global___FromWorker: _TypeAlias = FromWorker  # noqa: Y015
 
 @_typing.final
-class ProbeRequest(_message.Message):
+class WhoRequest(_message.Message):
     """---- tools --------------------------------------------------------------------------------------"""
 
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WhoRequest: _TypeAlias = WhoRequest  # noqa: Y015
+
+@_typing.final
+class WhoReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.str
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WhoReply: _TypeAlias = WhoReply  # noqa: Y015
+
+@_typing.final
+class ProbeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FROM_FIELD_NUMBER: _builtins.int

@@ -34,6 +34,11 @@ class ControllerStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Who = channel.unary_unary(
+                '/flashrecovery.v1.Controller/Who',
+                request_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.WhoRequest.SerializeToString,
+                response_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.WhoReply.FromString,
+                _registered_method=True)
         self.Session = channel.stream_stream(
                 '/flashrecovery.v1.Controller/Session',
                 request_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.AgentMessage.SerializeToString,
@@ -53,6 +58,12 @@ class ControllerStub:
 
 class ControllerServicer:
     """Missing associated documentation comment in .proto file."""
+
+    def Who(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Session(self, request_iterator, context):
         """Missing associated documentation comment in .proto file."""
@@ -75,6 +86,11 @@ class ControllerServicer:
 
 def add_ControllerServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Who': grpc.unary_unary_rpc_method_handler(
+                    servicer.Who,
+                    request_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.WhoRequest.FromString,
+                    response_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.WhoReply.SerializeToString,
+            ),
             'Session': grpc.stream_stream_rpc_method_handler(
                     servicer.Session,
                     request_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.AgentMessage.FromString,
@@ -100,6 +116,33 @@ def add_ControllerServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Controller:
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Who(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flashrecovery.v1.Controller/Who',
+            flashrecovery_dot_proto_dot_flashrecovery__pb2.WhoRequest.SerializeToString,
+            flashrecovery_dot_proto_dot_flashrecovery__pb2.WhoReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Session(request_iterator,

@@ -1,0 +1,109 @@
+"""A controller that is started while its job runs: it learns from the agents what there is, and goes on.
+
+Nothing of the old controller is needed. Every agent says which ranks it holds and whether they take steps. If all do,
+in one generation, the job simply runs; if not, because a rank is missing or the old controller died in the middle of a
+recovery, a recovery in the next generation brings everybody together, as any further failure would. Generations never
+go back: the newest that any agent has seen counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashrecovery import events as ev
+from flashrecovery.controller.history import Recovery
+from flashrecovery.controller.job_state import AGENT
+from flashrecovery.controller.nodes import NodeRecord, NodeState
+from flashrecovery.controller.records import Place, RankRecord
+from flashrecovery.controller.recovery import RecoverySteps
+from flashrecovery.controller.states import State
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+
+@dataclass
+class TakeOver(RecoverySteps):
+    """The way from a running job to a machine that knows it."""
+
+    def _find(self, node: NodeRecord, message: pb.Register, now: float) -> None:
+        """A node with ranks has come to a controller that has not launched them."""
+        if self._found_since is None:
+            self._found_since = self._started_at = now
+        for worker in message.workers:
+            record = self.ranks[worker.rank]
+            if record.place is not Place.EMPTY and record.joined_generation >= message.generation:
+                self._fence(node, f"rank {worker.rank} lives on node {record.home}")
+                return
+        for worker in message.workers:
+            record = self.ranks[worker.rank]
+            if record.place is not Place.EMPTY:
+                self._fence(self.nodes[record.home], f"rank {worker.rank} lives on node {node.name}")
+            self._adopt_worker(record, worker, node, message.generation)
+        self.generation = max(self.generation, message.generation)
+        self.stride = message.stride or self.stride
+        self._restarts = max(self._restarts, message.attempt)
+        if message.HasField("checkpoint"):
+            found = (message.checkpoint.version, message.checkpoint.path)
+            self.checkpoint = max(self.checkpoint, found) if self.checkpoint is not None else found
+        if all(r.place is not Place.EMPTY for r in self.ranks.values()):
+            self._take_over(now)
+
+    def _adopt_worker(self, record: RankRecord, worker: pb.WorkerState, node: NodeRecord, generation: int) -> None:
+        record.pid, record.node, record.host = worker.pid, node.name, node.host
+        record.home = record.page_on = node.name
+        record.local_rank, record.joined_generation = worker.local_rank, generation
+        record.capsules = tuple(worker.capsules)
+        record.place = Place.STARTING
+        if worker.HasField("joined"):
+            record.joined(worker.joined)
+        if worker.HasField("done"):
+            record.place, record.committed = Place.DONE, worker.done.version
+        elif worker.stepping:
+            record.place = Place.RUNNING
+        elif worker.resumed:
+            record.place = Place.STOPPING  # in the middle of a recovery; the next one tells it what to do
+
+    def _take_over_if_late(self, now: float) -> None:
+        since = self._found_since
+        if since is not None and not self._launched and now - since >= self.config.timeouts.takeover_s:
+            self._take_over(now)
+
+    def _take_over(self, now: float) -> None:
+        """All agents are there, or have had the time."""
+        self._launched = True
+        homes = {r.home for r in self.ranks.values()}
+        for node in self.nodes.values():
+            if node.alive:
+                node.state = NodeState.ACTIVE if node.name in homes else NodeState.SPARE
+        records = list(self.ranks.values())
+        missing = [r.rank for r in records if r.place is Place.EMPTY]
+        behind = [r.rank for r in records if r.joined_generation < self.generation and r.rank not in missing]
+        said = f"a new controller has found {len(records) - len(missing)} of {len(records)} ranks"
+        self._emit(ev.Notice(generation=self.generation, kind="taken_over", text=said))
+        going = all(r.place in (Place.RUNNING, Place.DONE) for r in records) and not behind
+        if going:
+            self._to(State.RUNNING)
+            self._publish_rank_table()
+            self._confirm(now)
+            return
+        self.last_failure = self.last_failure or f"{said}, not all of them in their loop"
+        if not any(r.place in (Place.RUNNING, Place.DONE, Place.STOPPING) for r in records):
+            if missing:
+                self._settle(missing, now)
+            self._start_again(f"{said}, before the first step", now)
+            return
+        self.recovery = Recovery(self.generation, now, 0.0)
+        for rank in missing:
+            self.recovery.add_victim(rank, "controller", self.generation + 1)
+        if missing:
+            self._settle(missing, now)
+        limit = now + self.config.timeouts.replacement_s
+        for record in records:
+            if record.place is Place.STARTING:
+                self.outbox.expect(record.rank, "replace", limit)
+        self._enter_recovery("controller", now, missing)
+
+    def _fence(self, node: NodeRecord, why: str) -> None:
+        """Have the node end its processes; it may come back as a spare one."""
+        node.state = NodeState.LOST
+        fence = pb.Fence(reason=f"node {node.name}: {why}")
+        self.outbox.send(node.name, pb.Command(generation=self.generation, rank=AGENT, fence=fence))

@@ -1,0 +1,180 @@
+"""Whoever does not know the job's token can neither register, report, command nor look; and nothing of it does harm."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from flashrecovery.agent.peers import PeerService, fetch_from, probe
+from flashrecovery.config import RunConfig
+from flashrecovery.controller.service import ControllerService
+from flashrecovery.controller.states import State
+from flashrecovery.errors import ConfigError
+from flashrecovery.events import EventLog, RunDir
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+from flashrecovery.security import job_token, metadata
+
+TOKEN = "the-token-of-this-test-job"
+
+
+async def with_controller(folder: Path, use: Callable[[ControllerService, str], Awaitable[None]]) -> None:
+    run_dir = RunDir(folder / "run")
+    log = EventLog(run_dir.events_path)
+    service = ControllerService(RunConfig(nproc_per_node=1), TOKEN, log, run_dir)
+    port = await service.start("127.0.0.1", 0)
+    try:
+        await use(service, f"127.0.0.1:{port}")
+    finally:
+        await service.stop()
+        log.close()
+        run_dir.close()
+
+
+def register(name: str = "node") -> pb.AgentMessage:
+    return pb.AgentMessage(register=pb.Register(node=name, host="h", slots=1, node_rank=-1, incarnation=name))
+
+
+async def session(address: str, token: str, *messages: pb.AgentMessage) -> pb.Command:
+    """The first command that comes of a session that begins with ``messages``."""
+
+    async def sent() -> AsyncIterator[pb.AgentMessage]:
+        for message in messages:
+            yield message
+        await asyncio.sleep(5)
+
+    async with grpc.aio.insecure_channel(address) as channel:
+        async for command in rpc.ControllerStub(channel).Session(sent(), metadata=metadata(token)):
+            return command
+    raise AssertionError("the session ended without a command")
+
+
+@pytest.mark.parametrize("token", ["", "another-token-of-this-length", TOKEN[:-1], TOKEN + "x"])
+def test_a_wrong_token_opens_nothing(token: str, tmp_path: Path) -> None:
+    async def use(service: ControllerService, address: str) -> None:
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = rpc.ControllerStub(channel)
+            for call in (
+                stub.Status(pb.StatusRequest(), metadata=metadata(token), timeout=5),
+                stub.Inject(pb.InjectRequest(rank=0, fault="sigkill"), metadata=metadata(token), timeout=5),
+                session(address, token, register()),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await call
+                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert not service.machine.nodes and service.machine.state is State.STARTING
+
+    asyncio.run(with_controller(tmp_path, use))
+
+
+def test_the_right_token_opens_everything(tmp_path: Path) -> None:
+    async def use(service: ControllerService, address: str) -> None:
+        first = await session(address, TOKEN, register())
+        assert first.HasField("beat")
+        async with grpc.aio.insecure_channel(address) as channel:
+            status = await rpc.ControllerStub(channel).Status(pb.StatusRequest(), metadata=metadata(TOKEN), timeout=5)
+        assert [n.name for n in status.nodes] == ["node"]
+
+    asyncio.run(with_controller(tmp_path, use))
+
+
+def test_a_session_must_begin_with_who_it_is(tmp_path: Path) -> None:
+    async def use(service: ControllerService, address: str) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await session(address, TOKEN, pb.AgentMessage(heartbeat=pb.Heartbeat()))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    asyncio.run(with_controller(tmp_path, use))
+
+
+def test_garbage_on_the_port_does_no_harm(tmp_path: Path) -> None:
+    async def use(service: ControllerService, address: str) -> None:
+        host, port = address.split(":")
+        for garbage in (
+            b"",
+            b"\0" * 64,
+            os.urandom(4096),
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        ):
+            with socket.create_connection((host, int(port)), timeout=5) as s:
+                s.sendall(garbage)
+        async with grpc.aio.insecure_channel(address) as channel:
+            # well-formed gRPC, with the right token, that is no message of ours
+            call = channel.unary_unary("/flashrecovery.v1.Controller/Status")
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call(b"\xff" * 1000, metadata=metadata(TOKEN), timeout=5)
+        assert (await session(address, TOKEN, register())).HasField("beat")
+
+    asyncio.run(with_controller(tmp_path, use))
+
+
+def test_an_oversized_message_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashrecovery.controller.service._MESSAGE_LIMIT", 1 << 20)
+
+    async def use(service: ControllerService, address: str) -> None:
+        async with grpc.aio.insecure_channel(address) as channel:
+            request = pb.InjectRequest(rank=0, fault="x" * (2 << 20))
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await rpc.ControllerStub(channel).Inject(request, metadata=metadata(TOKEN), timeout=5)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    asyncio.run(with_controller(tmp_path, use))
+
+
+def test_messages_of_a_lost_node_and_of_old_generations_change_nothing(tmp_path: Path) -> None:
+    async def use(service: ControllerService, address: str) -> None:
+        assert (await session(address, TOKEN, register())).HasField("beat")
+        machine = service.machine
+        (record,) = machine.ranks.values()
+        started = pb.WorkerStarted(rank=0, generation=0, pid=77)
+        machine.on_started(started, "node", "h")
+        machine.on_node_lost("node", "test", 0.0, 0.0)
+        machine.take_actions()
+        before = (machine.state, machine.generation, record.place)
+        late = pb.AgentMessage(sequence=1, done=pb.Done(rank=0, generation=0, version=5))
+        fenced = await session(address, TOKEN, register(), late)
+        assert fenced.HasField("fence")
+        assert (machine.state, machine.generation, record.place) == before
+
+    asyncio.run(with_controller(tmp_path, use))
+
+
+def test_agents_ask_each_other_for_the_token_too() -> None:
+    async def main() -> None:
+        peer = PeerService(lambda: "incarnation", TOKEN)
+        await peer.start("127.0.0.1")
+        try:
+            address = f"127.0.0.1:{peer.port}"
+            assert (await probe(address, TOKEN, 5.0)).reachable
+            refused = await probe(address, "another-token-of-this-length", 5.0)
+            assert not refused.reachable and "unauthenticated" in refused.evidence
+            with pytest.raises(grpc.aio.AioRpcError):
+                await fetch_from(address, "", 0)
+        finally:
+            await peer.stop()
+
+    asyncio.run(main())
+
+
+def test_a_token_is_needed_where_others_can_reach_the_controller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FLASHRECOVERY_TOKEN", raising=False)
+    assert job_token(None, host="127.0.0.1") == ""
+    with pytest.raises(ConfigError, match="FLASHRECOVERY_TOKEN"):
+        job_token(None, host="10.1.2.3")
+    short = tmp_path / "token"
+    short.write_text("short\n")
+    with pytest.raises(ConfigError, match="this one has 5"):
+        job_token(short, host="10.1.2.3")
+    with pytest.raises(ConfigError, match="No such file"):
+        job_token(tmp_path / "missing", host="10.1.2.3")
+    short.write_text(TOKEN + "\n")
+    assert job_token(short, host="10.1.2.3") == TOKEN

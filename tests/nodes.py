@@ -128,7 +128,7 @@ class NodesJob:
 
     def kill_worker(self, host: Host, rank: int) -> None:
         """SIGKILL to the process of ``rank``, which is on ``host``."""
-        table = json.loads((self.run_dir / "nodes" / host.name / "ranktable.json").read_text())
+        table = json.loads((self.run_dir / "ranktable.json").read_text())
         (pid,) = (r["pid"] for r in table["ranks"] if r["rank"] == rank and r["node"] == host.name)
         os.kill(pid, signal.SIGKILL)
 

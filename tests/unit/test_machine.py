@@ -9,7 +9,7 @@ import pytest
 from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.outbox import Emit
+from flashrecovery.controller.outbox import Emit, Send
 from flashrecovery.controller.records import Place
 from flashrecovery.controller.states import RECOVERY_STATES, TRANSITIONS, State, check_transition
 from flashrecovery.errors import ProtocolError
@@ -51,7 +51,7 @@ class World:
         for action in self.machine.take_actions():
             if isinstance(action, Emit):
                 self.events.append(action.event)
-            else:
+            elif isinstance(action, Send):
                 self.inbox.append((action.command.rank, action.command))
 
     def of(self, kind: type[ev.Event]) -> list[ev.Event]:

@@ -191,11 +191,8 @@ class Agent:
             self._relay(command)
 
     def _adopt(self, command: pb.Command) -> None:
-        """A new rank table."""
+        """What concerns this node of a new rank table."""
         self._table = command.rank_table
-        columns = ("rank", "host", "pid", "node", "joined_generation")
-        entries = [{c: getattr(e, c) for c in columns} for e in command.rank_table.ranks]
-        self._run_dir.write_rank_table(command.generation, entries)
         self._task(self._setup_logs.spread(self._table, self._ranks, self._identity.name))
 
     async def _probe(self, message: pb.Probe) -> None:

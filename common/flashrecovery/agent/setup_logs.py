@@ -29,9 +29,11 @@ class SetupLogs:
         A keeper that cannot be reached is about to be found lost; the next table names another one.
         """
         entries = {e.rank: e for e in table.ranks}
+        if not entries:
+            return
         async with self._lock:
             for rank, process in list(processes.items()):
-                keeper = entries.get((rank + table.stride) % len(entries))
+                keeper = entries.get((rank + table.stride) % table.world_size)
                 if keeper is None or not keeper.peer or keeper.node == here:
                     continue
                 data = process.page.read_setup_log() if not process.dead else None

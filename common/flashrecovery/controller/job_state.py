@@ -144,8 +144,7 @@ class JobState:
             )
             for r in self.ranks.values()
         ]
-        table = pb.RankTable(ranks=entries, stride=self.stride)
-        self._command(AGENT, pb.Command(rank_table=table))
+        self.outbox.publish(self.generation, pb.RankTable(ranks=entries, stride=self.stride, world_size=len(entries)))
 
     def _command(self, rank: int, command: pb.Command, deadline: float | None = None, what: str = "") -> None:
         command.generation, command.rank = self.generation, rank

@@ -28,7 +28,15 @@ class Emit:
     event: ev.Event
 
 
-Action = Send | Emit
+@dataclass(frozen=True)
+class Publish:
+    """Make this the job's rank table."""
+
+    generation: int
+    table: pb.RankTable
+
+
+Action = Send | Emit | Publish
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,9 @@ class Outbox:
 
     def emit(self, event: ev.Event) -> None:
         self.actions.append(Emit(event))
+
+    def publish(self, generation: int, table: pb.RankTable) -> None:
+        self.actions.append(Publish(generation, table))
 
     def send(self, node: str | None, command: pb.Command, deadline: float | None = None, what: str = "") -> None:
         """Send ``command``; with a deadline its acknowledgement by the command's rank is waited for."""

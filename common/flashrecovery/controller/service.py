@@ -19,7 +19,8 @@ from flashrecovery.controller.job_state import AGENT
 from flashrecovery.controller.liveness import NODE_PROBE, Ask, Liveness, Lost
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.nodes import NodeState
-from flashrecovery.controller.outbox import Emit
+from flashrecovery.controller.outbox import Emit, Publish
+from flashrecovery.controller.rank_table import Parts, rows
 from flashrecovery.controller.states import State
 from flashrecovery.errors import ConfigError
 from flashrecovery.link import Link
@@ -384,6 +385,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                     self._to_arm = []
                 elif isinstance(action.event, ev.RecoveryStarted):
                     self._schedule.recovered()
+            elif isinstance(action, Publish):
+                self._publish(action)
             else:
                 self._post(action.node, action.command)
         if self.machine.state is State.FINISHED and not self._dismissed:
@@ -392,10 +395,20 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         if self.machine.state in (State.FINISHED, State.FAILED):
             self.over.set()
 
+    def _publish(self, action: Publish) -> None:
+        """The whole table into the run directory, where whoever needs it reads it; to each agent only what concerns its
+        own ranks, so that nothing that is sent grows with the number of nodes squared."""
+        self.run_dir.write_rank_table(action.generation, rows(action.table))
+        parts = Parts(action.table)
+        for node in self._links:
+            command = pb.Command(generation=action.generation, rank=AGENT, rank_table=parts.part_for(node))
+            self._post(node, command)
+
     def _post(self, node: str | None, command: pb.Command) -> None:
         """To one agent, or to all (None)."""
         if node is not None:
-            self._links[node].send(command)
+            if node:  # a rank that waits for a node has nobody to be told
+                self._links[node].send(command)
             return
         for link in self._links.values():
             copy = pb.Command()

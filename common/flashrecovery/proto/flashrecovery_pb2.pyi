@@ -1366,11 +1366,15 @@ Global___RankEntry: _TypeAlias = RankEntry  # noqa: Y015
 
 @_typing.final
 class RankTable(_message.Message):
+    """To an agent only those entries that it needs: its own ranks, their neighbours, and the next nodes in the ring."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RANKS_FIELD_NUMBER: _builtins.int
     STRIDE_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
     stride: _builtins.int
+    world_size: _builtins.int
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankEntry]: ...
     def __init__(
@@ -1378,10 +1382,11 @@ class RankTable(_message.Message):
         *,
         ranks: _abc.Iterable[Global___RankEntry] | None = ...,
         stride: _builtins.int = ...,
+        world_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranks", b"ranks", "stride", b"stride"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranks", b"ranks", "stride", b"stride", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -92,6 +92,8 @@ class Agent:
     def connect(self, send: Send, send_heartbeat: Send) -> None:
         """``send`` takes a message for the controller and does not lose it; a heartbeat may be lost."""
         self._send, self._send_heartbeat = send, send_heartbeat
+        self._task(self._heartbeats())
+        self._health.start()
 
     @property
     def node(self) -> str:
@@ -104,9 +106,6 @@ class Agent:
     def standbys(self) -> tuple[int, int]:
         """(ready, starting)"""
         return self._pool.counts()
-
-        self._task(self._heartbeats())
-        self._health.start()
 
     def register(self) -> pb.Register:
         """Who this node is now."""

@@ -1,0 +1,185 @@
+"""The control part of a recovery from 32 to 18,000 devices: the real controller, and agents without workers.
+
+What does not depend on the hardware that trains: heartbeats, the decision, the fan-out of commands and their
+acknowledgements, the rank table. Agents are simulated (:mod:`simulated_agents`), eight devices each; controller,
+protocol and network stack are real, all on this machine, so the agents' own work is in every time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+import harness
+
+PER_NODE = 8
+AGENTS_PER_PROCESS = 600
+STEADY_S = 8.0
+LIMIT_S = 240.0
+PAPER = {1000: ("8", "0.1"), 4000: ("31", "0.1"), 8000: ("60", "< 0.5"), 18000: ("249", "< 0.5")}
+"""FlashRecovery (arXiv 2509.03047), Table I: seconds of the original update of the rank table, and of loading it."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one size. Seconds; ``cores``: of the controller while the job runs; ``sent_s``: from the failure to the last
+    survivor's hold command; ``control_s``: all phases of the recovery but the repeated step."""
+
+    devices: int
+    launch_s: float
+    cores: float
+    sent_s: float
+    control_s: float
+    load_s: float
+
+
+class Agents:
+    """The processes of simulated agents, and what they have said."""
+
+    def __init__(self, address: str, nodes: int, devices: int, folder: Path) -> None:
+        script = str(Path(__file__).with_name("simulated_agents.py"))
+        self.processes: list[subprocess.Popen[str]] = []
+        self.outputs: list[IO[str]] = []
+        for first in range(0, nodes, AGENTS_PER_PROCESS):
+            last = min(first + AGENTS_PER_PROCESS, nodes)
+            out = open(folder / f"agents{first}.out", "w")  # noqa: SIM115 - closed in stop()
+            command = [sys.executable, script, address, str(first), str(last), str(PER_NODE), str(devices)]
+            self.outputs.append(out)
+            self.processes.append(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, text=True, env=harness.environment())
+            )
+
+    def tell(self, line: str) -> None:
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+
+    def said(self, what: str) -> list[float]:
+        """When, by CLOCK_MONOTONIC, for each time that any agent has said ``what``."""
+        found = []
+        for out in self.outputs:
+            lines = Path(out.name).read_text().splitlines()
+            found += [float(line.split()[1]) for line in lines if line.startswith(f"{what} ")]
+        return found
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        for out in self.outputs:
+            out.close()
+
+
+def measure(devices: int, folder: Path) -> Measured:
+    """Launch, run for a while, lose one rank, recover."""
+    nodes = max(devices // PER_NODE, 1)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    run_dir = folder / "run"
+    command = [sys.executable, "-m", "flashrecovery.cli.main", "controller", "--bind", f"127.0.0.1:{port}"]
+    command += ["--nnodes", str(nodes), "--nproc-per-node", str(PER_NODE), "--run-dir", str(run_dir)]
+    controller = subprocess.Popen(command, env=harness.environment())
+    agents = Agents(f"127.0.0.1:{port}", nodes, devices, folder)
+    try:
+        began = time.monotonic()
+        wait_for(run_dir, "job_started", controller)
+        launch_s = time.monotonic() - began
+        time.sleep(2.0)
+        process = psutil.Process(controller.pid)
+        before = sum(process.cpu_times()[:2])
+        time.sleep(STEADY_S)
+        cores = (sum(process.cpu_times()[:2]) - before) / STEADY_S
+        agents.tell(f"kill {devices // 2}")
+        finished = wait_for(run_dir, "recovery_finished", controller)
+        (failed,) = agents.said("failed")
+        phases = {name: s for name, s in finished["phases"].items() if name != "redo"}
+        loads = [load_seconds(run_dir / "ranktable.json") for _ in range(5)]
+        sent_s = max(agents.said("hold")) - failed
+        return Measured(devices, launch_s, cores, sent_s, sum(phases.values()), statistics.median(loads))
+    finally:
+        agents.stop()
+        controller.kill()
+        controller.wait()
+
+
+def wait_for(run_dir: Path, event: str, controller: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """The first event of this name. Raises TimeoutError."""
+    deadline = time.monotonic() + LIMIT_S
+    path = run_dir / "events.jsonl"
+    while time.monotonic() < deadline and controller.poll() is None:
+        if path.exists():
+            for line in path.read_text().splitlines():
+                if f'"event":"{event}"' in line and line.endswith("}"):
+                    found: dict[str, Any] = json.loads(line)
+                    return found
+        time.sleep(0.1)
+    raise TimeoutError(f"no {event} within {LIMIT_S:g} s")
+
+
+def load_seconds(path: Path) -> float:
+    """To read the rank table, as a process that needs it does."""
+    began = time.monotonic()
+    json.loads(path.read_text())
+    return time.monotonic() - began
+
+
+def main() -> None:
+    """Measure and judge."""
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--devices", default="32,256,1000,4000,8000,18000")
+    args = flags.parse_args()
+    harness.begin()
+    results = []
+    for devices in map(int, args.devices.split(",")):
+        with harness.job_directory() as folder:
+            results.append(measure(devices, folder))
+            print(f"  {results[-1]}", flush=True)
+    rows = []
+    for r in results:
+        before, after = PAPER.get(r.devices, ("", ""))
+        rows.append(
+            (
+                f"{r.devices:,}",
+                f"{r.cores:.2f}",
+                f"{r.sent_s:.2f}",
+                f"{r.control_s:.2f}",
+                f"{r.load_s:.3f}",
+                before,
+                after,
+            )
+        )
+    head = (
+        "devices",
+        "controller, cores",
+        "failure to last command",
+        "control part",
+        "rank table",
+        "Table I",
+        "loaded",
+    )
+    harness.table("Seconds; the two last columns are FlashRecovery's Table I", head, rows)
+    largest, smallest = results[-1], results[0]
+    goals = [
+        ("heartbeats, cores", largest.cores, 0.5),
+        ("failure to last command, s", largest.sent_s, 1.0),
+        ("rank table, s a reader", largest.load_s, 0.5),
+        ("growth of the control part", largest.control_s / smallest.control_s, 2.0),
+    ]
+    judged = [(n, f"{v:.2f}", f"<= {g:g}", "met" if v <= g else "NOT MET") for n, v, g in goals]
+    harness.table(f"Goals at {largest.devices:,} devices", ("measure", "", "goal", ""), judged)
+    sys.exit(0 if all(v <= g for _, v, g in goals) else 1)
+
+
+if __name__ == "__main__":
+    main()

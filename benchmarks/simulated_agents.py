@@ -1,0 +1,168 @@
+"""Thousands of agents without workers, for :mod:`scale`: they speak the real protocol and answer at once.
+
+    python simulated_agents.py ADDRESS FIRST LAST RANKS_PER_NODE
+
+Each agent has a stream of its own to the controller, heartbeats at the real pace, and ranks that report, hold, stop,
+regroup, restore and resume as soon as they are told. On standard input ``kill RANK`` lets a rank die; on standard
+output come lines ``NAME MONOTONIC_SECONDS`` for what the benchmark wants to know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator
+
+import grpc
+
+from flashrecovery.link import Link
+from flashrecovery.proto import CHANNEL_OPTIONS
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+
+HEARTBEAT_S = 0.25
+STEP_S = 1.0
+SHARD_BYTES = 1 << 30
+
+
+def say(what: str) -> None:
+    print(what, f"{time.monotonic():.6f}", flush=True)
+
+
+class SimulatedRank:
+    """A rank whose shards have one replica each, half the world away, and whose capsule its neighbour keeps."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        self.pid = 0
+        self.generation = 0
+        self.version = -1
+        self.running = False
+        self.resumed_at = 0.0
+
+    def needs(self) -> list[pb.ShardNeed]:
+        shard = self.rank % max(self.world // 2, 1)
+        return [
+            pb.ShardNeed(name=f"model/{shard}", nbytes=SHARD_BYTES, replicated=True),
+            pb.ShardNeed(name="common", nbytes=1000, replicated=True),
+            pb.ShardNeed(name=f"capsule@{self.rank}", nbytes=1000),
+        ]
+
+    def held(self) -> list[pb.Held]:
+        kept = (self.rank - 8) % self.world
+        capsule = f"capsule@{kept}"
+        return [pb.Held(kind="copy", version=self.version, owner=kept, shards=[capsule], nbytes=[1000])]
+
+    def committed(self) -> int:
+        return self.version + int((time.monotonic() - self.resumed_at) / STEP_S) if self.running else self.version
+
+
+class SimulatedAgent:
+    """One node."""
+
+    def __init__(self, node: int, ranks: int, world: int) -> None:
+        self.name = f"node{node:05d}"
+        self.node = node
+        self.slots = ranks
+        self.world = world
+        self.link: Link[pb.AgentMessage, pb.Command] = Link()
+        self.ranks: dict[int, SimulatedRank] = {}
+        self.generation = 0
+
+    async def run(self, channel: grpc.aio.Channel) -> None:
+        asyncio.create_task(self.beat())  # noqa: RUF006 - ends with the process
+        async for command in rpc.ControllerStub(channel).Session(self.messages()):
+            if self.link.accept(command):
+                self.handle(command)
+
+    async def messages(self) -> AsyncIterator[pb.AgentMessage]:
+        register = pb.Register(
+            node=self.name, host="127.0.0.1", node_rank=self.node, slots=self.slots, incarnation=self.name, peer_port=1
+        )
+        yield pb.AgentMessage(register=register)
+        async for message in self.link.outgoing():
+            yield message
+
+    async def beat(self) -> None:
+        await asyncio.sleep(HEARTBEAT_S * (self.node % 100) / 100)  # real agents do not beat in step, either
+        while True:
+            health = [
+                pb.RankHealth(rank=r.rank, pid=r.pid, tag=r.committed(), committed=r.committed(), step_s=STEP_S)
+                for r in self.ranks.values()
+            ]
+            beat = pb.Heartbeat(generation=self.generation, ranks=health)
+            self.link.send_now_or_never(pb.AgentMessage(heartbeat=beat))
+            await asyncio.sleep(HEARTBEAT_S)
+
+    def send(self, **body: object) -> None:
+        self.link.send(pb.AgentMessage(age_base=time.monotonic(), **body))  # type: ignore[arg-type]
+
+    def handle(self, command: pb.Command) -> None:
+        self.generation = max(self.generation, command.generation)
+        body = command.WhichOneof("body")
+        if body == "replace":
+            self.replace(command)
+        elif body in ("hold", "stop", "regroup", "restore", "resume"):
+            say(body)
+            self.reply(command, body)
+        elif body == "shutdown":
+            sys.exit(0)
+
+    def replace(self, command: pb.Command) -> None:
+        rank = self.ranks[command.rank] = SimulatedRank(command.rank, self.world)
+        rank.pid, rank.generation = 1000 + command.rank + 100_000 * command.generation, command.generation
+        started = pb.WorkerStarted(rank=rank.rank, generation=command.generation, pid=rank.pid)
+        self.send(started=started)
+        if not command.replace.detached:
+            rank.version = 0
+        self.send(joined=pb.Joined(rank=rank.rank, generation=command.generation, needs=rank.needs(), steps=1 << 40))
+
+    def reply(self, command: pb.Command, body: str) -> None:
+        rank = self.ranks[command.rank]
+        reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank.rank)
+        if body in ("hold", "stop"):
+            rank.version, rank.running = rank.committed(), False
+            reply.position.CopyFrom(pb.Position(settled=True, version=rank.version))
+            if body == "stop":
+                reply.live_version = rank.version
+                reply.held.extend(rank.held())
+                reply.needs.extend(rank.needs())
+        elif body == "restore":
+            rank.version = command.restore.version
+            for item in command.restore.transfers:
+                sums = reply.sent_digests if item.source == rank.rank else reply.received_digests
+                sums[item.shard] = "0"
+        elif body == "resume":
+            rank.version, rank.running, rank.resumed_at = command.resume.version, True, time.monotonic()
+        self.send(reply=reply)
+
+    def die(self, rank: SimulatedRank) -> None:
+        rank.running = False
+        now = time.monotonic()
+        self.send(failure=pb.Failure(rank=rank.rank, pid=rank.pid, kind="killed", evidence="simulated", failed_at=now))
+
+
+async def main() -> None:
+    address, first, last, per_node, world = sys.argv[1], *map(int, sys.argv[2:6])
+    agents = [SimulatedAgent(node, per_node, world) for node in range(first, last)]
+    options = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+    channels = [grpc.aio.insecure_channel(address, options=options) for _ in agents]
+    running = [asyncio.ensure_future(a.run(c)) for a, c in zip(agents, channels, strict=True)]
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := (await reader.readline()).decode().split():
+        if line[0] == "kill":
+            for agent in agents:
+                if int(line[1]) in agent.ranks:
+                    say("failed")
+                    agent.die(agent.ranks[int(line[1])])
+        elif line[0] == "vanish":  # the whole process: all of its nodes fall silent
+            say("vanished")
+            for task in running:
+                task.cancel()
+            return
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

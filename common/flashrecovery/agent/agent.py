@@ -8,7 +8,6 @@ process is alive (:mod:`.watch`) and moving (:mod:`.hang`).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import time
@@ -23,9 +22,10 @@ from flashrecovery.agent.hang import HangMonitor
 from flashrecovery.agent.identity import Identity
 from flashrecovery.agent.logs import LogTail
 from flashrecovery.agent.node_health import NodeHealth
-from flashrecovery.agent.peers import PeerService, probe
+from flashrecovery.agent.peers import PeerService, neighbours, probe
 from flashrecovery.agent.process import WorkerProcess
 from flashrecovery.agent.procfs import Exit, exit_of
+from flashrecovery.agent.pulse import Pulse
 from flashrecovery.agent.setup_logs import SetupLogs
 from flashrecovery.agent.standby import StandbyPool
 from flashrecovery.agent.store import StoreServer
@@ -33,15 +33,10 @@ from flashrecovery.agent.watch import DeathWatch
 from flashrecovery.config import RunConfig
 from flashrecovery.errors import ProtocolError
 from flashrecovery.events import RunDir
-from flashrecovery.page import Health
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 REPLACING = "recovery:replacing"
-NEIGHBOURS = 2
 _LAST_WORDS_S = 0.2
-_CONFIRM_POLL_S = 0.002
-"""Pace of the look at the pages while the first new step after a recovery is awaited."""
-
 log = logging.getLogger("flashrecovery")
 Send = Callable[[pb.AgentMessage], None]
 
@@ -68,14 +63,11 @@ class Agent:
         self._table = pb.RankTable()
         self._halted = False
         self._send: Send = _unsent
-        self._send_heartbeat: Send = _unsent
         self._generation = 0
         self._attempt = 0
         self._checkpoint: pb.CheckpointSaved | None = None
         self._ranks: dict[int, WorkerProcess] = {}
         self._closing = False
-        self._resumed_at: int | None = None  # version after which the first new step is awaited
-        self._wake = asyncio.Event()
         self._kill_at_replace: set[int] = set()
         self._faults = ArmedFaults()
         self._health = NodeHealth(config, run_dir.path, self._ranks.values, self._report_failure, self._notice)
@@ -91,13 +83,20 @@ class Agent:
 
     def connect(self, send: Send, send_heartbeat: Send) -> None:
         """``send`` takes a message for the controller and does not lose it; a heartbeat may be lost."""
-        self._send, self._send_heartbeat = send, send_heartbeat
-        self._task(self._heartbeats())
+        self._send = send
+        self._pulse = Pulse(self, self._ranks, send_heartbeat, self._config.timeouts.heartbeat_s)
+        self._task(self._pulse.run())
         self._health.start()
 
     @property
     def node(self) -> str:
+        """This node's name."""
         return self._identity.name
+
+    @property
+    def generation(self) -> int:
+        """The newest one that the controller has named."""
+        return self._generation
 
     def workers(self) -> list[WorkerProcess]:
         """The living processes that fill ranks; none once the end has begun, for then their pages are given back."""
@@ -133,11 +132,8 @@ class Agent:
         return self._identity.incarnation
 
     def neighbours(self) -> list[str]:
-        """The next agents in the ring of nodes that hold ranks, those that the controller would ask about this one."""
-        found = {e.node: e.peer for e in self._table.ranks if e.peer and e.node != self._identity.name}
-        ring = sorted(found)
-        after = [n for n in ring if n > self._identity.name]
-        return [found[n] for n in (*after, *ring)][: min(NEIGHBOURS, len(ring))]
+        """The agents that the controller would ask about this one."""
+        return neighbours(self._table, self._identity.name)
 
     def halt(self) -> None:
         """This node is cut off: no process of it may take a step until :meth:`go_on`."""
@@ -160,7 +156,8 @@ class Agent:
             process.kill()
             self._task(self._bury(process))
         self._ranks.clear()
-        self._halted, self._resumed_at = False, None
+        self._halted = False
+        self._pulse.resumed(None)
         self._identity = self._identity.anew()
 
     def handle(self, command: pb.Command) -> None:
@@ -208,9 +205,8 @@ class Agent:
             if body in ("stop", "release"):
                 process.stepping = False
             elif body == "resume":
-                process.stepping, self._resumed_at = True, command.resume.version
-                process.resumed = True
-                self._wake.set()
+                process.stepping = process.resumed = True
+                self._pulse.resumed(command.resume.version)
             process.send(pb.ToWorker(command=command))
 
     async def shutdown(self, reason: str | None) -> None:
@@ -422,47 +418,11 @@ class Agent:
 
     # -- periodic ---------------------------------------------------------------------------------
 
-    async def _heartbeats(self) -> None:
-        """Every worker's tag and health in one message; at once when the first new step after a recovery commits."""
-        period = self._config.timeouts.heartbeat_s
-        committed: list[int] = []
-        last = 0.0
-        while True:
-            now = time.monotonic()
-            alive = [p for p in self._ranks.values() if not p.dead]
-            fresh = [self._committed(p.page.health()) for p in alive]
-            if now - last >= period or (self._resumed_at is not None and fresh != committed):
-                last, committed = now, fresh
-                if self._resumed_at is not None and all(version > self._resumed_at for version in fresh):
-                    self._resumed_at = None
-                self._heartbeat(alive, now)
-                for process, kind, evidence, late in self._hang.check([] if self._halted else alive, now):
-                    self._report_failure(process, kind, evidence, late)
-                await self._replenish()
-            self._wake.clear()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), period if self._resumed_at is None else _CONFIRM_POLL_S)
-
-    def _heartbeat(self, alive: list[WorkerProcess], now: float) -> None:
-        ranks = []
-        for process in alive:
-            health = process.page.health()
-            ranks.append(
-                pb.RankHealth(
-                    rank=process.place,
-                    tag=health.tag,
-                    progress=health.progress,
-                    progress_age_s=now - health.progress_at if health.progress_at else 0.0,
-                    committed=self._committed(health),
-                    pid=process.pid,
-                    step_s=health.step_s,
-                )
-            )
-        self._send_heartbeat(pb.AgentMessage(heartbeat=pb.Heartbeat(generation=self._generation, ranks=ranks)))
-
-    def _committed(self, health: Health) -> int:
-        """The worker's newest version in this generation, -1 if it has not resumed yet."""
-        return health.committed if health.generation == self._generation else -1
+    async def look(self, alive: list[WorkerProcess], now: float) -> None:
+        """With every heartbeat: who hangs, and are there standbys enough?"""
+        for process, kind, evidence, late in self._hang.check([] if self._halted else alive, now):
+            self._report_failure(process, kind, evidence, late)
+        await self._replenish()
 
     def _report_standbys(self) -> None:
         ready, starting = self._pool.counts()

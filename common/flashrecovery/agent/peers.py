@@ -24,6 +24,7 @@ from flashrecovery.security import TokenCheck, metadata
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
+NEIGHBOURS = 2
 _PART_BYTES = 1 << 20
 _KEEP_S = 30.0
 _FETCH_S = 30.0
@@ -86,6 +87,14 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no set-up log of rank {request.rank} here")
         for data in _parts(self._logs[request.rank]):
             yield pb.SetupLogPart(rank=request.rank, data=data)
+
+
+def neighbours(table: pb.RankTable, here: str) -> list[str]:
+    """Peer services of the next agents in the ring of nodes that hold ranks, as far as ``table`` names them."""
+    found = {e.node: e.peer for e in table.ranks if e.peer and e.node != here}
+    ring = sorted(found)
+    after = [n for n in ring if n > here]
+    return [found[n] for n in (*after, *ring)][: min(NEIGHBOURS, len(ring))]
 
 
 async def probe(peer: str, token: str, timeout_s: float) -> Seen:

@@ -22,6 +22,7 @@ from flashrecovery.controller.nodes import NodeState
 from flashrecovery.controller.outbox import Emit, Publish
 from flashrecovery.controller.rank_table import Parts, rows
 from flashrecovery.controller.states import State
+from flashrecovery.controller.status import job_status
 from flashrecovery.errors import ConfigError
 from flashrecovery.link import Link
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -122,12 +123,11 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._liveness.heard(node, time.monotonic())
         self.machine.on_register(first.register, time.monotonic())
         self._act()
-        if self.machine.nodes[node].alive:
-            self._tell_modules(node)
-            # At once, because an agent that was cut off waits for it.
-            yield self._beat()
         reader = asyncio.create_task(self._read(request_iterator, node, link))
         try:
+            if self.machine.nodes[node].alive:
+                self._tell_modules(node)
+                yield self._beat()  # at once, because an agent that was cut off waits for it
             async for command in link.outgoing():
                 if self._connections.get(node) is not connection:
                     return
@@ -144,66 +144,17 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     def status(self) -> pb.JobStatus:
         """What the rpc of this name answers."""
-        m = self.machine
-        ready = sum(r for r, _ in self._standbys.values())
-        starting = sum(s for _, s in self._standbys.values())
-        return pb.JobStatus(
-            state=m.state.value,
-            generation=m.generation,
-            run_dir=str(self.run_dir.path),
-            uptime_s=time.monotonic() - self._started,
-            standby_ready=ready,
-            standby_starting=starting,
-            last_failure=m.last_failure,
-            failure_reason=m.failure_reason,
-            ranks=[
-                pb.RankStatus(
-                    rank=r.rank,
-                    pid=r.pid,
-                    node=r.node,
-                    host=r.host,
-                    state=r.place.value,
-                    tag=r.tag,
-                    progress_age_s=r.progress_age_s,
-                    generation=r.joined_generation,
-                    committed=r.committed,
-                    step_s=r.step_s,
-                )
-                for r in m.ranks.values()
-            ],
-            recoveries=[
-                pb.RecoverySummary(
-                    generation=x.generation,
-                    victims=x.victims,
-                    resume_step=x.resume_step,
-                    total_s=x.total_s,
-                    kind=x.cause,
-                )
-                for x in m.history
-            ],
-            nodes=self._node_status(),
-        )
+        now = time.monotonic()
+        status = job_status(self.machine, self._liveness, self._standby_counts(), now)
+        status.run_dir, status.uptime_s = str(self.run_dir.path), now - self._started
+        return status
+
+    def _standby_counts(self) -> tuple[int, int]:
+        """(ready, starting), of all nodes"""
+        return sum(r for r, _ in self._standbys.values()), sum(s for _, s in self._standbys.values())
 
     def _beat(self) -> pb.Command:
         return pb.Command(generation=self.machine.generation, beat=pb.Beat())
-
-    def _node_status(self) -> list[pb.NodeStatus]:
-        now = time.monotonic()
-        held: dict[str, list[int]] = {}
-        for record in self.machine.ranks.values():
-            held.setdefault(record.home, []).append(record.rank)
-        return [
-            pb.NodeStatus(
-                name=n.name,
-                host=n.host,
-                domain=n.domain,
-                state="silent" if n.alive and self._liveness.silent(n.name, now) else n.state.value,
-                heartbeat_age_s=self._liveness.age(n.name, now),
-                slots=n.slots,
-                ranks=held.get(n.name, []),
-            )
-            for n in self.machine.nodes.values()
-        ]
 
     async def Inject(self, request: pb.InjectRequest, context: Context) -> pb.InjectReply:
         """Arm or deliver a fault."""
@@ -292,8 +243,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             )
         elif body == "standby":
             self._standbys[node] = (message.standby.ready, message.standby.starting)
-            ready = sum(r for r, _ in self._standbys.values())
-            starting = sum(s for _, s in self._standbys.values())
+            ready, starting = self._standby_counts()
             self._record(ev.StandbyReady(generation=m.generation, ready=ready, starting=starting))
         elif body == "notice":
             n = message.notice

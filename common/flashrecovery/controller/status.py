@@ -1,0 +1,64 @@
+"""The whole job at one look, as the rpc ``Status`` answers it."""
+
+from __future__ import annotations
+
+from flashrecovery.controller.liveness import Liveness
+from flashrecovery.controller.machine import Machine
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+
+def job_status(machine: Machine, liveness: Liveness, standbys: tuple[int, int], now: float) -> pb.JobStatus:
+    """``standbys``: (ready, starting) of all nodes. ``now``: CLOCK_MONOTONIC seconds."""
+    ready, starting = standbys
+    return pb.JobStatus(
+        state=machine.state.value,
+        generation=machine.generation,
+        standby_ready=ready,
+        standby_starting=starting,
+        last_failure=machine.last_failure,
+        failure_reason=machine.failure_reason,
+        ranks=[
+            pb.RankStatus(
+                rank=r.rank,
+                pid=r.pid,
+                node=r.node,
+                host=r.host,
+                state=r.place.value,
+                tag=r.tag,
+                progress_age_s=r.progress_age_s,
+                generation=r.joined_generation,
+                committed=r.committed,
+                step_s=r.step_s,
+            )
+            for r in machine.ranks.values()
+        ],
+        recoveries=[
+            pb.RecoverySummary(
+                generation=x.generation,
+                victims=x.victims,
+                resume_step=x.resume_step,
+                total_s=x.total_s,
+                kind=x.cause,
+            )
+            for x in machine.history
+        ],
+        nodes=_nodes(machine, liveness, now),
+    )
+
+
+def _nodes(machine: Machine, liveness: Liveness, now: float) -> list[pb.NodeStatus]:
+    held: dict[str, list[int]] = {}
+    for record in machine.ranks.values():
+        held.setdefault(record.home, []).append(record.rank)
+    return [
+        pb.NodeStatus(
+            name=n.name,
+            host=n.host,
+            domain=n.domain,
+            state="silent" if n.alive and liveness.silent(n.name, now) else n.state.value,
+            heartbeat_age_s=liveness.age(n.name, now),
+            slots=n.slots,
+            ranks=held.get(n.name, []),
+        )
+        for n in machine.nodes.values()
+    ]

@@ -70,10 +70,12 @@ def main() -> None:
     """Measure and judge."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--quick", action="store_true", help="3 pairs of 40 steps instead of 10 of 100")
+    flags.add_argument("--pairs", type=int, help="pairs of launches")
     flags.add_argument("--layouts", default="ddp,fsdp")
     flags.add_argument("--sleep-ms", type=float, default=70.0, help="the part of a step that is no work")
     args = flags.parse_args()
     pairs, steps = (3, 40) if args.quick else (10, 100)
+    pairs = args.pairs or pairs
     harness.begin()
     rows = []
     met = True
@@ -93,8 +95,9 @@ def main() -> None:
                     )
                     times[recovery].append(mean_step(job, recovery, limit_s=120))
             print(f"  {layout} {i + 1}/{pairs}: on {times[True][-1] * 1e3:.2f}, off {times[False][-1] * 1e3:.2f} ms")
-        on, off = statistics.median(times[True]), statistics.median(times[False])
-        extra = on / off - 1
+        off = statistics.median(times[False])
+        # Of the pairs' own ratios: the machine drifts by more between pairs than within one.
+        extra = statistics.median(a / b for a, b in zip(times[True], times[False], strict=True)) - 1
         if layout in UNIQUE:
             sent = UNIQUE[layout](job)
             # The copies have until the end of the next forward pass, about a third of the step.
@@ -114,7 +117,7 @@ def main() -> None:
                 "met" if extra <= goal else "NOT MET",
             )
         )
-    head = ("layout", "on, ms", "off, ms", "difference", "goal", "")
+    head = ("layout", "on, ms", "off, ms", "difference, median of pairs", "goal", "")
     harness.table(f"Step time, 4 ranks, {steps - WARM_UP} steps a launch", head, rows)
     sys.exit(0 if met else 1)
 

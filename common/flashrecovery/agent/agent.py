@@ -74,7 +74,7 @@ class Agent:
         self.finished: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._watch = DeathWatch(asyncio.get_running_loop())
         self._tail = LogTail()
-        self._hang = HangMonitor(config.timeouts)
+        self._hang = HangMonitor(config.timeouts, whole_job=config.nnodes == 1)
         self._store = StoreServer(identity.host, config.master_port)
         self._pool = StandbyPool(config.standby, self._spawn_standby, run_dir.log_dir)
         self._tasks: set[asyncio.Task[None]] = set()

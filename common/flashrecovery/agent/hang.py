@@ -5,7 +5,7 @@ counter has
 stood still for ``max(hang_floor_s, hang_factor * usual step time)``. Since all ranks stand still when one hangs,
 the suspects are asked (their control threads answer while the training thread is blocked): who does not answer, or who
 is not waiting in a collective while others are, is the culprit. If every one waits in a collective, the rank that has
-started the fewest operations is.
+started the fewest operations is; but only where all ranks of the job are here, for else the culprit may be elsewhere.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ class Answer:
 
 class HangMonitor:
     """Called with every heartbeat; asks suspects once and judges after ``ping_s``. ``floor_s``: no progress for less
-    than this is never a hang."""
+    than this is never a hang. ``whole_job``: all of its ranks are on this node."""
 
-    def __init__(self, limits: Timeouts) -> None:
+    def __init__(self, limits: Timeouts, *, whole_job: bool = True) -> None:
         self._limits = limits
+        self._whole_job = whole_job
         self.floor_s = limits.hang_floor_s
         self._stopped_since: dict[int, float] = {}
         self._asked_at: float | None = None
@@ -71,7 +72,7 @@ class HangMonitor:
                 process.send(pb.ToWorker(command=pb.Command(rank=process.rank or 0, ping=pb.Ping())))
         elif now - self._asked_at >= self._limits.ping_s:
             ages = {p.pid: age for p, age in suspects}
-            for process, evidence in judge([p for p, _ in suspects], self._answers):
+            for process, evidence in judge([p for p, _ in suspects], self._answers, self._whole_job):
                 process.stepping = False
                 yield process, "hang", evidence, ages[process.pid]
             self._asked_at = None
@@ -84,7 +85,9 @@ class HangMonitor:
         return True
 
 
-def judge(suspects: list[WorkerProcess], answers: dict[int, Answer]) -> list[tuple[WorkerProcess, str]]:
+def judge(
+    suspects: list[WorkerProcess], answers: dict[int, Answer], whole_job: bool = True
+) -> list[tuple[WorkerProcess, str]]:
     """The culprits among processes that all stand still, with the evidence."""
     silent = [p for p in suspects if p.pid not in answers]
     if silent:
@@ -94,6 +97,6 @@ def judge(suspects: list[WorkerProcess], answers: dict[int, Answer]) -> list[tup
         return [(p, f"no progress, not in a collective:\n{answers[p.pid].stack}") for p in outside]
     fewest = min(answers[p.pid].ops for p in suspects)
     behind = [p for p in suspects if answers[p.pid].ops == fewest]
-    if len(behind) == len(suspects):
-        return []  # everybody waits in the same place: nothing local tells the culprit
+    if len(behind) == len(suspects) or not whole_job:
+        return []  # everybody waits in the same place, or for somebody elsewhere: nothing local tells the culprit
     return [(p, f"no progress, behind the others in {answers[p.pid].waiting_in}") for p in behind]

@@ -248,7 +248,9 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         elif body == "notice":
             n = message.notice
             self._record(ev.Notice(generation=m.generation, rank=n.rank, kind=n.kind, text=n.text))
-            if n.kind == "undo_enabled":
+            if n.kind == "health_warning":
+                m.nodes[node].suspect = n.text  # the last to get ranks of a lost node
+            elif n.kind == "undo_enabled":
                 # a rank whose steps need it cannot be brought back unless the others can go back, too
                 for rank in m.ranks:
                     command = pb.Command(generation=m.generation, rank=rank, keep_undo=pb.KeepUndo(reason=n.text))

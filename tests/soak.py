@@ -64,7 +64,7 @@ def soak(layout: Layout, kills: int, phases: Sequence[str], folder: Path, env: M
     flags = ["--step-time", "40"]
     reference = run_job(folder / "reference", layout, steps=steps, standby=0, flags=flags, timeout_s=1200, env=env)
     job = RunningJob(folder / "run", layout, steps=steps, standby=1, config=CONFIG, flags=flags, env=env)
-    job.wait_for("standby_ready")
+    job.wait_for("standby_ready", 300)  # a framework is imported five times before
     launcher = Usage.of(job.popen.pid)
     first: dict[int, tuple[int, Usage]] = {}
     survived: list[tuple[int, Usage, Usage]] = []

@@ -1,0 +1,54 @@
+"""DeepSpeed and Megatron on three hosts, one of them spare: a whole node dies, with the only live copy of its shards."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import hosts
+from tests import megatron as mg
+from tests.hosts import Network
+from tests.jobs import Layout, check_same
+from tests.nodes import NodesJob
+
+pytestmark = [
+    pytest.mark.skipif(not hosts.available(), reason="network namespaces need CAP_NET_ADMIN"),
+    pytest.mark.timeout(900),
+    pytest.mark.slow,
+]
+ZERO2 = Layout("zero2", "train_deepspeed.py", ("--zero", "2"))
+
+
+@pytest.fixture
+def net() -> Iterator[Network]:
+    with hosts.network(3) as network:
+        yield network
+
+
+def lose_a_node(net: Network, folder: Path, layout: Layout, env: dict[str, str]) -> None:
+    reference = NodesJob(net, folder / "reference", layout, steps=16, env=env).wait(400)
+    job = NodesJob(net, folder / "run", layout, steps=16, env=env)
+    job.wait_for_step(5, 240)
+    job.kill_node(net.hosts[1])
+    ended = job.wait(400, of=[net.hosts[0], net.hosts[2]])
+    (gone,) = ended.of("node_lost")
+    assert gone["ranks"] == [2, 3]
+    (recovery,) = ended.of("recovery_finished")
+    assert recovery["victims"] == [2, 3] and recovery["bytes"] > 0
+    assert not ended.of("fallback_started")
+    check_same(ended, reference)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+def test_zero2(net: Network, tmp_path: Path) -> None:
+    lose_a_node(net, tmp_path, ZERO2, {})
+
+
+@pytest.mark.megatron
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
+def test_megatrons_distributed_optimizer(net: Network, tmp_path: Path) -> None:
+    lose_a_node(net, tmp_path, mg.DP4_DISTRIBUTED, dict(mg.ENVIRONMENT))

@@ -1,4 +1,4 @@
-"""DeepSpeed and Megatron on three hosts, one of them spare: a whole node dies, with the only live copy of its shards."""
+"""DeepSpeed and Megatron on three hosts, one of them spare: a whole node dies, with the only live copies it had."""
 
 from __future__ import annotations
 

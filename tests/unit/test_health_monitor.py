@@ -1,4 +1,4 @@
-"""Discovery of device plugins, the monitor's thread, and what the agent makes of a finding."""
+"""Discovery of device plugins, the monitor's thread, and what a finding means for processes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import pytest
 
-from flashrecovery.agent import agent as agent_module
-from flashrecovery.agent.agent import Agent
+from flashrecovery.agent import node_health
+from flashrecovery.agent.node_health import NodeHealth
 from flashrecovery.cli import health_checks
 from flashrecovery.cli.checks import Level
 from flashrecovery.config import RunConfig, Timeouts
@@ -22,7 +22,6 @@ from flashrecovery.errors import ConfigError, PluginError
 from flashrecovery.health.findings import HealthContext, HealthFinding, Severity
 from flashrecovery.health.monitor import MAX_ERRORS, HealthMonitor, Reported
 from flashrecovery.health.plugins import installed, open_plugin, select
-from flashrecovery.proto import flashrecovery_pb2 as pb
 
 FATAL, WARNING = Severity.FATAL, Severity.WARNING
 LIMITS = Timeouts(health_s=0.01, health_stuck_s=0.2)
@@ -202,70 +201,77 @@ def test_a_stuck_plugin_is_told_and_the_others_go_on() -> None:
     assert findings == [finding("late")]
 
 
-# -- the agent ------------------------------------------------------------------------------------
+# -- the node's processes --------------------------------------------------------------------------
 
 
 class Worker(SimpleNamespace):
-    """As much of a worker process as the agent looks at here."""
+    """As much of a worker process as is looked at here."""
 
     def __init__(self, rank: int) -> None:
-        page = SimpleNamespace(committed=7)
-        super().__init__(place=rank, pid=1000 + rank, generation=0, dead=False, killed=False, page=page, resumed=True)
-        self.last_words = None
+        super().__init__(place=rank, local_rank=rank % 2, pid=1000 + rank, dead=False, killed=False, resumed=True)
 
     def kill(self) -> None:
         self.killed = True
 
 
+class Node:
+    """A node with ranks 2 and 3, without any process, and what is said of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        monkeypatch.setattr(node_health, "is_exiting", lambda pid: pid == 0)
+        self.workers = [Worker(2), Worker(3)]
+        self.failures: list[tuple[int, str, str]] = []
+        self.notices: list[tuple[int, str, str]] = []
+        self.health = asyncio.run(self.watched(folder))
+
+    async def watched(self, folder: Path) -> NodeHealth:
+        return NodeHealth(
+            RunConfig(nproc_per_node=2, health="none"),
+            folder,
+            lambda: cast(Any, self.workers),
+            lambda process, kind, evidence, late: self.failures.append((process.place, kind, evidence)),
+            lambda rank, kind, text: self.notices.append((rank, kind, text)),
+        )
+
+    def finds(self, found: HealthFinding) -> None:
+        self.health._on_finding(found)
+
+
 @pytest.fixture
-def agent(monkeypatch: pytest.MonkeyPatch) -> tuple[Agent, list[pb.AgentMessage]]:
-    """An agent with two workers, without any process."""
-    sent: list[pb.AgentMessage] = []
-    made = Agent.__new__(Agent)
-    made.__dict__.update(
-        _config=RunConfig(nproc_per_node=2), _ranks={0: Worker(0), 1: Worker(1)}, _send=sent.append, suspect=None
-    )
-    monkeypatch.setattr(agent_module, "is_exiting", lambda pid: pid == 0)
-    return made, sent
+def node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Node:
+    return Node(monkeypatch, tmp_path)
 
 
-def test_a_fatal_finding_kills_and_reports_the_devices_worker(agent: tuple[Agent, list[pb.AgentMessage]]) -> None:
-    made, sent = agent
-    made._on_finding(finding("xid_79", device=1))
-    workers = cast(dict[int, Worker], made._ranks)
-    assert [w.killed for w in workers.values()] == [False, True] and workers[1].dead
-    (message,) = sent
-    assert (message.failure.rank, message.failure.kind, message.failure.pid) == (1, "device", 1001)
-    assert "xid_79" in message.failure.evidence and message.failure.step == 7
-    made._on_finding(finding("gpu_is_lost", device=1))
-    assert [m.WhichOneof("body") for m in sent] == ["failure", "notice"], "the dead are not killed again"
-    assert sent[1].notice.kind == "health_fatal" and sent[1].notice.rank == 1
+def test_a_fatal_finding_kills_and_reports_the_devices_worker(node: Node) -> None:
+    node.finds(finding("xid_79", device=1))
+    assert [w.killed for w in node.workers] == [False, True] and node.workers[1].dead
+    ((rank, kind, evidence),) = node.failures
+    assert (rank, kind) == (3, "device") and "xid_79" in evidence
+    node.finds(finding("gpu_is_lost", device=1))
+    assert len(node.failures) == 1, "the dead are not killed again"
+    assert [(rank, kind) for rank, kind, _ in node.notices] == [(3, "health_fatal")]
 
 
-def test_a_fatal_finding_of_the_node_hits_all_its_workers(agent: tuple[Agent, list[pb.AgentMessage]]) -> None:
-    made, sent = agent
-    made._on_finding(finding("power", device=None))
-    assert [m.failure.rank for m in sent] == [0, 1] and all(m.failure.kind == "device" for m in sent)
+def test_a_fatal_finding_of_the_node_hits_all_its_workers(node: Node) -> None:
+    node.finds(finding("power", device=None))
+    assert [(rank, kind) for rank, kind, _ in node.failures] == [(2, "device"), (3, "device")]
 
 
 @pytest.mark.parametrize("why", [{"pid": 0}, {"resumed": False}], ids=["ending", "not yet trained"])
-def test_a_worker_is_left_alone(agent: tuple[Agent, list[pb.AgentMessage]], why: dict[str, int]) -> None:
+def test_a_worker_is_left_alone(node: Node, why: dict[str, int]) -> None:
     """It may have finished its work (its exit tells), or the finding may be of its predecessor."""
-    made, sent = agent
-    ending = cast(dict[int, Worker], made._ranks)[0]
-    ending.__dict__.update(why)
-    made._on_finding(finding("xid_79", device=0))
-    assert not ending.killed and [m.notice.kind for m in sent] == ["health_fatal"]
+    node.workers[0].__dict__.update(why)
+    node.finds(finding("xid_79", device=0))
+    assert not node.workers[0].killed and [kind for _, kind, _ in node.notices] == ["health_fatal"]
 
 
-def test_a_warning_marks_the_node(agent: tuple[Agent, list[pb.AgentMessage]]) -> None:
-    made, sent = agent
+def test_a_warning_marks_the_node(node: Node) -> None:
     warning = finding("row_remap_pending", WARNING, device=1)
-    made._on_finding(warning)
-    assert made.suspect == warning
-    (message,) = sent
-    assert (message.notice.kind, message.notice.rank) == ("health_warning", 1)
-    assert "npu 0" in message.notice.text and "row_remap_pending" in message.notice.text
+    node.finds(warning)
+    assert node.health.suspect == warning
+    ((rank, kind, text),) = node.notices
+    assert (rank, kind) == (3, "health_warning")
+    assert "npu 0" in text and "row_remap_pending" in text
 
 
 # -- doctor ---------------------------------------------------------------------------------------

@@ -110,9 +110,9 @@ class NeighbourCopies:
 
     # -- each step --------------------------------------------------------------------------------
 
-    def commit(self, version: int, capsule: bytes) -> None:
+    def commit(self, version: int, capsule: bytes | None) -> None:
         """The live state is ``version`` and does not change before :meth:`before_mutation`. Starts the
-        exchange.
+        exchange. Without a ``capsule`` this rank only takes its turn in it, and nothing of it is kept.
 
         Also to be called when training resumes after a recovery: it makes whole again what the lost rank
         held. Every rank must call it for the same versions. Raises what the previous exchange raised.
@@ -232,11 +232,11 @@ class NeighbourCopies:
 
     # -- the exchange, in the background thread ---------------------------------------------------
 
-    def _exchange(self, version: int, capsule: bytes, capture: Capture) -> None:
+    def _exchange(self, version: int, capsule: bytes | None, capture: Capture) -> None:
         own = self.undo.copy(version, capture)
         self._send_and_receive(version, capsule, own)
 
-    def _send_and_receive(self, version: int, capsule: bytes, own: Slot) -> None:
+    def _send_and_receive(self, version: int, capsule: bytes | None, own: Slot) -> None:
         layout = self._layout_on_the_wire(own.layout)
         values = {name: v for name, v in own.values.items() if name in self._unique_names}
         new_layout = layout.encoded if layout.ident != self._sent_layout else None
@@ -249,13 +249,13 @@ class NeighbourCopies:
         if memory is _Memory.SENT:
             sends += [self._send(part) for part in _parts(own.buffer[: layout.nbytes])]
         self._wait(self._recv(theirs))
-        slot, follows = self._receive_header(version, theirs.tolist(), sends)
+        slot, follows, whole = self._receive_header(version, theirs.tolist(), sends)
         if memory is _Memory.OFFERED and not self._accepted(address):
             sends += [self._send(part) for part in _parts(own.buffer[: layout.nbytes])]
         if follows:
             for work in [self._recv(part) for part in _parts(slot.buffer)]:
                 self._wait(work)
-        slot.version = version if slot.capsule else -1  # without one it is only a turn in the exchange
+        slot.version = version if whole else -1
         for work in sends:
             self._wait(work)
         self._sent_layout = layout.ident
@@ -275,9 +275,9 @@ class NeighbourCopies:
         self._mapped_there[address.inode] = bool(answer.item())
         return self._mapped_there[address.inode]
 
-    def _receive_header(self, version: int, frame: list[int], sends: list[dist.Work | None]) -> tuple[Slot, bool]:
-        """The slot for this version with all but its tensors, and whether these will be sent. Answers an offer; a send
-        ends when it is received, so nothing waits for that here."""
+    def _receive_header(self, version: int, frame: list[int], sends: list[dist.Work | None]) -> tuple[Slot, bool, bool]:
+        """The slot for this version with all but its tensors, whether these will be sent, and whether the slot is then
+        something to keep. Answers an offer; a send ends when it is received, so nothing waits for that here."""
         magic, generation, their_version, ident, nbytes, header_nbytes, memory = frame[:7]
         if (magic, generation, their_version) != (_MAGIC, self._generation, version):
             raise ProtocolError(
@@ -295,9 +295,9 @@ class NeighbourCopies:
         slot, mapped = self._slot_for(Address(*frame[7:]), layout, _Memory(memory))
         if memory == _Memory.OFFERED:
             sends.append(self._group.send([torch.tensor([int(mapped)])], self.source_rank, _ANSWER_TAG))
-        slot.capsule = capsule
+        slot.capsule = capsule or b""
         slot.values = values
-        return slot, not mapped
+        return slot, not mapped, capsule is not None
 
     def _slot_for(self, address: Address, layout: Layout, memory: _Memory) -> tuple[Slot, bool]:
         """The slot to hold the next version, and whether it shows the owner's memory."""

@@ -133,9 +133,7 @@ class Copies:
         version: its capsule must have left it by then. Not ``final``: it is not known yet, and nothing is kept of it.
         """
         assert self._neighbour is not None
-        capsule = self._registry.capsule.at(version) if final else b""
-        assert capsule is not None
-        self._neighbour.commit(version, capsule)
+        self._neighbour.commit(version, self._registry.capsule.at(version) if final else None)
         self._neighbour.wait()
 
     def save_checkpoint_if_due(self, version: int, generation: int) -> None:

@@ -1,7 +1,7 @@
 """Whoever does not know the job's token can neither register, report, command nor look; and nothing of it does harm.
 
-Real services on loopback. Not among the integration tests, which fork their ranks: once gRPC's asyncio side has run in a
-process, its forks hang.
+Real services on loopback. Not among the integration tests, which fork their ranks: once gRPC's asyncio side has run in
+a process, its forks hang.
 """
 
 from __future__ import annotations

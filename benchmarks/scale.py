@@ -90,6 +90,8 @@ def measure(devices: int, folder: Path) -> Measured:
     command = [sys.executable, "-m", "flashrecovery.cli.main", "controller", "--bind", f"127.0.0.1:{port}"]
     command += ["--nnodes", str(nodes), "--nproc-per-node", str(PER_NODE), "--run-dir", str(run_dir)]
     controller = subprocess.Popen(command, env=harness.environment())
+    while not (run_dir / "controller.json").exists() and controller.poll() is None:
+        time.sleep(0.05)
     agents = Agents(f"127.0.0.1:{port}", nodes, devices, folder)
     try:
         began = time.monotonic()

@@ -123,21 +123,21 @@ class ControllerSession:
         self._joined = True
         if self._peers is not None:
             self._peers.controller_heard_at = self._heard_at
-        if not self._fresh:
-            self._fresh = True
-            if command.WhichOneof("body") != "fence":
-                self._standing = Standing.MEMBER
-                self._agent.go_on()
-        if self._standing is Standing.ORPHANED:
-            self._standing = Standing.MEMBER
-        if not self._link.accept(command):
-            return
         if command.WhichOneof("body") == "fence":
+            # Before the link: to a node that it has taken for lost, the controller counts from one again.
             log.warning("%s", command.fence.reason)
             self._agent.fence()
             self._link = Link()
+            self._standing = Standing.MEMBER
             self._drop_connection()  # and connect as the node that it is now
-        else:
+            return
+        if not self._fresh:
+            self._fresh = True
+            self._standing = Standing.MEMBER
+            self._agent.go_on()
+        elif self._standing is Standing.ORPHANED:
+            self._standing = Standing.MEMBER
+        if self._link.accept(command):
             self._agent.handle(command)
 
     def _give_up_if_late(self) -> None:

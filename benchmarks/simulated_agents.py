@@ -125,6 +125,7 @@ class SimulatedAgent:
             rank.version, rank.running = rank.committed(), False
             reply.position.CopyFrom(pb.Position(settled=True, version=rank.version))
             if body == "stop":
+                rank.version = max(rank.version, command.stop.finish_to)
                 reply.live_version = rank.version
                 reply.held.extend(rank.held())
                 reply.needs.extend(rank.needs())

@@ -6,6 +6,7 @@ root (``CAP_NET_ADMIN``).
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import uuid
 from collections.abc import Iterator
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 
 
 def available() -> bool:
-    """Whether this process may make namespaces."""
+    """Whether this process can make namespaces: it has iproute2, and may."""
+    if shutil.which("ip") is None or shutil.which("tc") is None:
+        return False
     name = f"fr-{uuid.uuid4().hex[:6]}"
     if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode != 0:
         return False

@@ -63,9 +63,10 @@ async def run_job(config: RunConfig, command: list[str], path: Path) -> tuple[in
     """
     place = place_of(config)
     async with AsyncExitStack() as stack:
-        own = path / "nodes" / _name(config) if config.several_nodes else path
+        identity = Identity.of(config, place.here)
+        own = path / "nodes" / identity.name if config.several_nodes else path
         agents_dir = stack.enter_context(closing(RunDir(own)))
-        agent, peers = await stack.enter_async_context(_agent(config, command, agents_dir, place))
+        agent, peers = await stack.enter_async_context(_agent(config, command, agents_dir, identity, place.token))
         if not place.embeds:
             observer = Observer(config.observe, agent=agent, node_rank=config.node_rank or 0, run_dir=str(own))
             await stack.enter_async_context(_observed(observer))
@@ -122,14 +123,14 @@ async def _controller(
 
 @asynccontextmanager
 async def _agent(
-    config: RunConfig, command: list[str], run_dir: RunDir, place: Place
+    config: RunConfig, command: list[str], run_dir: RunDir, identity: Identity, token: str
 ) -> AsyncIterator[tuple[Agent, PeerService | None]]:
     """This node's agent, and what it does for others where there are any."""
     peers: PeerService | None = None
     if config.several_nodes:
-        peers = PeerService(lambda: agent.incarnation(), place.token)
-        await peers.start(place.here)
-    agent = Agent(config, command, run_dir, Identity.of(config, place.here), place.token, peers)
+        peers = PeerService(lambda: agent.incarnation(), token)
+        await peers.start(identity.host)
+    agent = Agent(config, command, run_dir, identity, token, peers)
     try:
         yield agent, peers
     finally:
@@ -155,7 +156,3 @@ def _leave(agent: Agent, reason: str) -> None:
 def _on_signals(stop: Callable[[str], None]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop, f"stopped by {signal.Signals(number).name}")
-
-
-def _name(config: RunConfig) -> str:
-    return Identity.of(config, LOOPBACK).name

@@ -8,6 +8,7 @@ the agent of the rank that holds its neighbour copies.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from flashrecovery.errors import ConfigError
+from flashrecovery.plan.ring import OBSERVERS, following
 from flashrecovery.proto import CHANNEL_OPTIONS
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
@@ -24,7 +26,6 @@ from flashrecovery.security import TokenCheck, metadata
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
-NEIGHBOURS = 2
 _PART_BYTES = 1 << 20
 _KEEP_S = 30.0
 _FETCH_S = 30.0
@@ -92,9 +93,7 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
 def neighbours(table: pb.RankTable, here: str) -> list[str]:
     """Peer services of the next agents in the ring of nodes that hold ranks, as far as ``table`` names them."""
     found = {e.node: e.peer for e in table.ranks if e.peer and e.node != here}
-    ring = sorted(found)
-    after = [n for n in ring if n > here]
-    return [found[n] for n in (*after, *ring)][: min(NEIGHBOURS, len(ring))]
+    return [found[n] for n in itertools.islice(following(here, sorted(found)), OBSERVERS)]
 
 
 async def probe(peer: str, token: str, timeout_s: float) -> Seen:

@@ -8,7 +8,7 @@ from flashrecovery import events as ev
 from flashrecovery.controller.restore import RestoreRound
 from flashrecovery.controller.states import State
 
-_PHASE = {
+PHASE_OF = {
     State.QUIESCING: "quiesce",
     State.REPLACING: "replace",
     State.FALLBACK: "fallback",
@@ -52,7 +52,7 @@ class Recovery:
             name, since = self._open
             closed = (name, now - since)
             self.phases[name] = self.phases.get(name, 0.0) + closed[1]
-        self._open = (_PHASE[state], now) if state in _PHASE else None
+        self._open = (PHASE_OF[state], now) if state in PHASE_OF else None
         return closed
 
     def add_round(self, done: RestoreRound) -> None:

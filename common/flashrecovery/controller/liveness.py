@@ -12,12 +12,13 @@ nobody is suspected before having had the time again.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from flashrecovery.config import Timeouts
+from flashrecovery.plan.ring import OBSERVERS, following
 
-OBSERVERS = 2
 NODE_PROBE = 0.8
 """Part of ``node_probe_s`` that an observer has; the rest is for its answer."""
 
@@ -135,10 +136,8 @@ class Liveness:
 
     def _observers(self, suspect: str, now: float) -> Sequence[str]:
         """The next nodes in the ring that are heard themselves."""
-        ring = sorted(self._pulses)
-        start = ring.index(suspect)
-        others = [ring[(start + i) % len(ring)] for i in range(1, len(ring))]
-        return [o for o in others if not self.silent(o, now)][:OBSERVERS]
+        others = following(suspect, sorted(self._pulses))
+        return list(itertools.islice((o for o in others if not self.silent(o, now)), OBSERVERS))
 
     def _forgive_own_pause(self, now: float) -> None:
         """While this process did not run, it heard nobody."""

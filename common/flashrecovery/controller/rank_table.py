@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import bisect
+import itertools
 from typing import Any
 
+from flashrecovery.plan.ring import OBSERVERS, following
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _COLUMNS = ("rank", "host", "pid", "node", "joined_generation")
-RING = 2
-"""Nodes after one in the ring, which its agent asks when it does not hear the controller."""
 
 
 def rows(table: pb.RankTable) -> list[dict[str, Any]]:
@@ -35,9 +34,8 @@ class Parts:
         wanted = {e.rank: e for e in self._of.get(node, ())}
         keepers = [self._by_rank[(rank + table.stride) % table.world_size] for rank in wanted]
         wanted.update({e.rank: e for e in keepers})
-        start = bisect.bisect_right(self._ring, node)
-        near = [self._ring[(start + i) % len(self._ring)] for i in range(min(RING, len(self._ring)))]
-        wanted.update({self._of[n][0].rank: self._of[n][0] for n in near if n != node})
+        near = [self._of[n][0] for n in itertools.islice(following(node, self._ring), OBSERVERS)]
+        wanted.update({e.rank: e for e in near})
         part = pb.RankTable(stride=table.stride, world_size=table.world_size)
         part.ranks.extend(wanted.values())
         return part

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from flashrecovery.agent.agent import Agent
-from flashrecovery.controller.history import Recovery
+from flashrecovery.controller.history import PHASE_OF, Recovery
 from flashrecovery.controller.service import ControllerService
 from flashrecovery.controller.states import State
 from flashrecovery.observe.facts import (
@@ -19,16 +19,6 @@ from flashrecovery.observe.facts import (
     WorkerFacts,
 )
 from flashrecovery.observe.tally import Tally
-
-PHASE_OF = {
-    State.QUIESCING: "quiesce",
-    State.REPLACING: "replace",
-    State.FALLBACK: "fallback",
-    State.REGROUPING: "regroup",
-    State.RESTORING: "restore",
-    State.VERIFYING: "verify",
-    State.RUNNING: "redo",
-}
 
 
 def controller_facts(service: ControllerService, tally: Tally) -> ControllerFacts:

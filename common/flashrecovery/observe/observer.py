@@ -55,9 +55,10 @@ class Observer:
 
     async def _serve(self, host: str, port: int) -> str:
         # here, not at the top: a job that is not observed does not pay for the imports
-        from flashrecovery.observe.server import is_loopback, serve
+        from flashrecovery.observe.server import serve
         from flashrecovery.observe.sources import agent_facts, controller_facts
         from flashrecovery.observe.tally import Tally
+        from flashrecovery.security import is_loopback
 
         tally = Tally()
         if self._log is not None:

@@ -82,14 +82,6 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}/" if address.version == 6 else f"http://{host}:{port}/"
 
 
-def is_loopback(host: str) -> bool:
-    """True if only this machine can reach ``host``."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 class _Routes:
     def __init__(self, controller: ControllerFacts | None, agent: AgentFacts | None) -> None:
         self._controller = controller

@@ -107,7 +107,6 @@ def test_run_directory_of_a_live_job_is_refused(tmp_path: Path) -> None:
         ("unregistered", "no model is registered"),
         ("twice", "registered already"),
         ("not-iterable", "DataSourceError"),
-        ("not-entered", "with step:"),
         ("unequal", "not equal on all ranks"),
         ("uneven-steps", "needs the same number on every rank, but there is steps(8) on rank 0; steps(9) on rank 1"),
         ("late-data", "recovery.data() after the first step"),
@@ -117,6 +116,15 @@ def test_wrong_use_ends_the_job_with_its_reason(mode: str, expected: str, tmp_pa
     job = tiny(tmp_path / "run", "--mode", mode)
     assert job.code == 1, job.explain()
     assert expected in job.output, job.explain()
+    check_clean(job)
+
+
+def test_every_start_from_the_first_line_meets_only_its_own_peers(tmp_path: Path) -> None:
+    """Both ranks fail in step 0 each time; what an earlier start has left in the store must not be read."""
+    job = tiny(tmp_path / "run", "--mode", "not-entered")
+    assert job.code == 1 and "with step:" in job.output and "(max_failures_per_step)" in job.output, job.explain()
+    assert len([e for e in job.of("notice") if e["kind"] == "start_again"]) == 2, job.explain()
+    assert {e["exception"] for e in job.of("failure_detected")} == {"flashrecovery.errors.RegistrationError"}
     check_clean(job)
 
 

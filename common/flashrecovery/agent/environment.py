@@ -32,8 +32,8 @@ def common_env(config: RunConfig) -> dict[str, str]:
 def rank_env(config: RunConfig, rank: int, generation: int, replace: pb.Replace) -> Mapping[str, str]:
     """torchrun's variables for ``rank`` (torch 2.13, torch/distributed/run.py).
 
-    The restart count is that of whole restarts, before the first step: torch's rendezvous separates the keys of
-    each by it. A recovery is no restart.
+    The restart count is that of whole restarts, before the first step: the process groups keep their keys in the
+    store apart by it. A recovery is no restart.
     """
     world = str(config.world_size)
     return {

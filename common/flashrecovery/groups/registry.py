@@ -7,6 +7,7 @@ replacement, because all run the same script; it is the order in which they are 
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from flashrecovery.groups import native_build, torch_private
 from flashrecovery.groups.builder import Builder
 from flashrecovery.groups.inner import Inners
 from flashrecovery.groups.state import STATE
-from flashrecovery.groups.torch_private import GroupRequest, Store
+from flashrecovery.groups.torch_private import GroupRequest, PrefixStore, Store
 
 CONTROL_GROUP = "flashrecovery"
 
@@ -220,9 +221,12 @@ def _created(request: GroupRequest, pg: Any) -> None:
 
 
 def _wrap_store(store: Store) -> Store:
+    """The same store, with waits that can be given up, and under a prefix of this start of the script."""
     if any(store is known for known in STATE.stores):
         return store
-    wrapped: Store = native().wrap_store(store)
+    # The store outlives a start from the first line; torch 2.13 itself does not keep the attempts' keys apart.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    wrapped: Store = native().wrap_store(PrefixStore(f"attempt_{attempt}", store))
     with STATE.lock:
         STATE.stores.append(wrapped)
     return wrapped

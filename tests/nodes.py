@@ -82,7 +82,9 @@ class NodesJob:
     # -- looking ----------------------------------------------------------------------------------
 
     def events(self) -> list[dict[str, Any]]:
-        return read_events(self.run_dir)
+        """Of all controllers, one after the other."""
+        elected = sorted(p for p in self.run_dir.glob("term*") if p.is_dir())
+        return [e for d in (self.run_dir, *elected) for e in read_events(d)]
 
     def of(self, name: str) -> list[dict[str, Any]]:
         return [e for e in self.events() if e["event"] == name]
@@ -146,11 +148,12 @@ class NodesJob:
         names = [h.name for h in of] or list(self.popens)
         while time.monotonic() < deadline and any(self.popens[n].poll() is None for n in names):
             time.sleep(0.02)
-        return self.stop()
+        return self.stop(names[0])
 
-    def stop(self) -> Job:
-        """End what still runs; how the first node ended counts for the job (-1000: it hung)."""
-        code = self.popens[self.net.hosts[0].name].poll()
+    def stop(self, counts: str = "") -> Job:
+        """End what still runs; how the node ``counts`` (default: the first) ended counts for the job (-1000: it
+        hung)."""
+        code = self.popens[counts or self.net.hosts[0].name].poll()
         for popen in self.popens.values():
             if popen.poll() is None:
                 popen.terminate()

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.identity import Identity
 from flashrecovery.agent.peers import PeerService
-from flashrecovery.agent.session import ControllerSession
+from flashrecovery.agent.session import ControllerSession, answers
+from flashrecovery.agent.succession import Succession
 from flashrecovery.config import RunConfig
+from flashrecovery.controller.quorum import Quorum
 from flashrecovery.controller.service import ControllerService
 from flashrecovery.controller.states import State
-from flashrecovery.events import EventLog, RunDir
+from flashrecovery.errors import ConfigError
+from flashrecovery.events import EventLog, RunDir, RunFiles
 from flashrecovery.net import address_towards, is_free, is_here, resolve, split_address
 from flashrecovery.observe import Observer
 from flashrecovery.security import job_token, new_token
@@ -25,6 +30,10 @@ from flashrecovery.security import job_token, new_token
 LOOPBACK = "127.0.0.1"
 _DISMISS_S = 5.0
 """For the last word of an ending controller to its agents."""
+_GATHER_S = 2.0
+"""An elected controller's electors, which are on their way to it, count as heard for so long."""
+
+log = logging.getLogger("flashrecovery")
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,22 @@ def place_of(config: RunConfig) -> Place:
     return Place(address, port, here, token, embeds)
 
 
+async def _moved_to(path: Path, place: Place) -> Place | None:
+    """Where the running job's controller is now, if another node was elected while this one was away.
+
+    Only a node that shares the run directory learns of it; others are given the new ``--controller``.
+    """
+    for directory in (*sorted(path.glob("term*"), reverse=True), path):
+        found = RunFiles(directory).controller()
+        if found is None or found.address == f"{place.controller}:{place.port}":
+            continue
+        if await answers(found.address, place.token):
+            log.warning("the job's controller is at %s now", found.address)
+            host, port = split_address(found.address, str(directory / "controller.json"))
+            return replace(place, controller=host, port=port, embeds=False)
+    return None
+
+
 async def run_job(config: RunConfig, command: list[str], path: Path) -> tuple[int, str]:
     """Run this node's part of the job to its end. Returns the exit code and, if it is not 0, the reason.
 
@@ -62,33 +87,34 @@ async def run_job(config: RunConfig, command: list[str], path: Path) -> tuple[in
             library is missing.
     """
     place = place_of(config)
+    if config.several_nodes and (moved := await _moved_to(path, place)) is not None:
+        place = moved
     async with AsyncExitStack() as stack:
         identity = Identity.of(config, place.here)
         own = path / "nodes" / identity.name if config.several_nodes else path
         agents_dir = stack.enter_context(closing(RunDir(own)))
         agent, peers = await stack.enter_async_context(_agent(config, command, agents_dir, identity, place.token))
+        lead = Leadership(config, place, path, agents_dir, agent)
+        stack.push_async_callback(lead.end)
+        address = await lead.begin() if place.embeds else f"{place.controller}:{place.port}"
         if not place.embeds:
-            observer = Observer(config.observe, agent=agent, node_rank=config.node_rank or 0, run_dir=str(own))
-            await stack.enter_async_context(_observed(observer))
+            await lead.only_follow()
             _on_signals(lambda reason: _leave(agent, reason))
-            address = f"{place.controller}:{place.port}"
-            reason = await ControllerSession(address, place.token, agent, peers, config.timeouts).run()
+        limits = config.timeouts
+        session = ControllerSession(address, place.token, agent, peers, limits, lead.elected, lead.leave)
+        reason = await session.run()
+        if lead.service is None:
             return (0, "") if reason is None else (1, reason)
-        run_dir = agents_dir if own == path else stack.enter_context(closing(RunDir(path)))
-        service, port = await stack.enter_async_context(_controller(config, place, run_dir, agent))
-        for spec in config.inject:
-            service.arm(spec)
-        address = f"{place.controller}:{port}"
-        reason = await ControllerSession(address, place.token, agent, peers, config.timeouts).run()
-        await service.dismissed(_DISMISS_S)
-        return _outcome(service, reason)
+        await lead.service.dismissed(_DISMISS_S)
+        return _outcome(lead.service, reason)
 
 
 async def run_controller(config: RunConfig, path: Path) -> tuple[int, str]:
     """Only the controller, to the job's end. Returns as :func:`run_job`."""
     place = place_of(config)
     with closing(RunDir(path)) as run_dir:
-        async with _controller(config, place, run_dir, None) as (service, _):
+        async with controller(config, place, run_dir, None, Quorum("")) as (service, _):
+            _on_signals(service.request_stop)
             await service.over.wait()
             await service.dismissed(_DISMISS_S)
             return _outcome(service, None)
@@ -100,25 +126,91 @@ def _outcome(service: ControllerService, reason: str | None) -> tuple[int, str]:
 
 
 @asynccontextmanager
-async def _controller(
-    config: RunConfig, place: Place, run_dir: RunDir, agent: Agent | None
-) -> AsyncIterator[tuple[ControllerService, int]]:
-    """The controller, and where it listens. ``agent``: that of the same process."""
+async def controller(
+    config: RunConfig, place: Place, run_dir: RunDir, agent: Agent | None, quorum: Quorum
+) -> AsyncIterator[tuple[ControllerService, str]]:
+    """The controller, and where it listens (HOST:PORT). ``agent``: that of the same process."""
     with closing(EventLog(run_dir.events_path)) as events:
-        service = ControllerService(config, place.token, events, run_dir)
+        service = ControllerService(config, place.token, events, run_dir, quorum)
         node_rank = config.node_rank or 0
         observer = Observer(
             config.observe, service=service, log=events, agent=agent, node_rank=node_rank, run_dir=str(run_dir.path)
         )
-        async with _observed(observer) as url:
+        async with observed(observer) as url:
             try:
                 port = await service.start(place.controller, place.port)
                 address = f"{place.controller}:{port}"
                 run_dir.write_controller(address=address, pid=os.getpid(), token=place.token, observe=url)
-                _on_signals(service.request_stop)
-                yield service, port
+                yield service, address
             finally:
                 await service.stop()
+
+
+class Leadership:
+    """The controller in an agent's process: there from the beginning, or since this node was elected."""
+
+    def __init__(self, config: RunConfig, place: Place, path: Path, agents_dir: RunDir, agent: Agent) -> None:
+        self._config = config
+        self._place = place
+        self._path = path
+        self._agents_dir = agents_dir
+        self._agent = agent
+        self._stack = AsyncExitStack()
+        self.service: ControllerService | None = None
+
+    async def begin(self) -> str:
+        """As the job's first one. Returns where it listens."""
+        address = await self._start(self._place, self._path, Quorum(self._agent.node))
+        assert self.service is not None
+        for spec in self._config.inject:
+            self.service.arm(spec)
+        _on_signals(self.service.request_stop)
+        return address
+
+    async def only_follow(self) -> None:
+        """The controller is elsewhere; only what this agent sees is served."""
+        rank, path = self._config.node_rank or 0, str(self._agents_dir.path)
+        observer = Observer(self._config.observe, agent=self._agent, node_rank=rank, run_dir=path)
+        await self._stack.enter_async_context(observed(observer))
+
+    async def elected(self, succession: Succession, term: int) -> str:
+        """By the electors, for this term. Returns where it listens.
+
+        It writes into the directory of the controller before, unless that one, cut off, still holds it.
+        """
+        await self.leave()
+        here = replace(self._place, controller=self._place.here, port=0)
+        known = succession.electors
+        quorum = Quorum(self._agent.node, term, succession.version, known, until=time.monotonic() + _GATHER_S)
+        try:
+            address = await self._start(here, self._path, quorum)
+        except ConfigError as e:
+            path = self._path / f"term{term}"
+            log.warning("%s; the new controller writes to %s", e, path)
+            address = await self._start(here, path, quorum)
+        assert self.service is not None
+        self.service.take_over(f"node {self._agent.node} has been elected as controller of term {term}")
+        _on_signals(lambda reason: _leave(self._agent, reason))
+        return address
+
+    async def _start(self, place: Place, path: Path, quorum: Quorum) -> str:
+        same = path == self._agents_dir.path
+        run_dir = self._agents_dir if same else self._stack.enter_context(closing(RunDir(path)))
+        started = controller(self._config, place, run_dir, self._agent, quorum)
+        self.service, address = await self._stack.enter_async_context(started)
+        return address
+
+    async def leave(self) -> None:
+        """What has been served here is over: another node leads."""
+        if self.service is not None:
+            _on_signals(lambda reason: _leave(self._agent, reason))
+        self.service = None
+        await self.end()
+
+    async def end(self) -> None:
+        """Close everything. Idempotent."""
+        stack, self._stack = self._stack, AsyncExitStack()
+        await stack.aclose()
 
 
 @asynccontextmanager
@@ -128,7 +220,7 @@ async def _agent(
     """This node's agent, and what it does for others where there are any."""
     peers: PeerService | None = None
     if config.several_nodes:
-        peers = PeerService(lambda: agent.incarnation(), token)
+        peers = PeerService(token)
         await peers.start(identity.host)
     agent = Agent(config, command, run_dir, identity, token, peers)
     try:
@@ -140,7 +232,7 @@ async def _agent(
 
 
 @asynccontextmanager
-async def _observed(observer: Observer) -> AsyncIterator[str]:
+async def observed(observer: Observer) -> AsyncIterator[str]:
     try:
         yield await observer.start()
     finally:

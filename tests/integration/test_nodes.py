@@ -66,6 +66,27 @@ def test_a_lost_node(how: str, layout: Layout, net: Network, tmp_path: Path, ref
         assert job.newest_step(lost) == stopped_at, "the side without the controller has gone on"
 
 
+@pytest.mark.parametrize("how", ["killed", "cut"])
+def test_the_node_with_the_controller_is_lost(how: str, net: Network, tmp_path: Path, reference: References) -> None:
+    """The other nodes elect another controller, which gives the lost ranks to the spare node."""
+    job = NodesJob(net, tmp_path / "run", DDP, steps=STEPS)
+    job.wait_for_step(KILL_AFTER)
+    lost, second, spare = net.hosts
+    job.kill_node(lost) if how == "killed" else net.cut(lost)
+    stopped_at = -1
+    if how == "cut":
+        job.wait_for("recovery_finished")
+        stopped_at = job.newest_step(lost)
+        net.heal(lost)
+    ended = job.wait(of=[second, spare])
+    assert [e["kind"] for e in ended.of("notice")].count("controller_elected") == 1, ended.explain()
+    (recovery,) = ended.of("recovery_finished")
+    assert recovery["victims"] == [0, 1] and recovery["generation"] == 1
+    check_same(ended, reference(DDP))
+    if how == "cut":
+        assert job.newest_step(lost) == stopped_at, "the side without the controller has gone on"
+
+
 def test_a_controller_that_is_killed_and_started_anew(net: Network, tmp_path: Path, reference: References) -> None:
     """Training goes on without it; the new one finds the job running, and recovers its next failure."""
     job = NodesJob(net, tmp_path / "run", LONG, alone=True)

@@ -152,7 +152,7 @@ def test_messages_of_a_lost_node_and_of_old_generations_change_nothing(tmp_path:
 
 def test_agents_ask_each_other_for_the_token_too() -> None:
     async def main() -> None:
-        peer = PeerService(lambda: "incarnation", TOKEN)
+        peer = PeerService(TOKEN)
         await peer.start("127.0.0.1")
         try:
             address = f"127.0.0.1:{peer.port}"

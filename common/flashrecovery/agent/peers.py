@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,32 +24,38 @@ from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.security import TokenCheck, metadata
 
 if TYPE_CHECKING:
+    from flashrecovery.agent.succession import Succession
+
     Context = grpc.aio.ServicerContext[Any, Any]
 
 _PART_BYTES = 1 << 20
 _KEEP_S = 30.0
 _FETCH_S = 30.0
+FRESH_CHANNEL = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+"""Without it gRPC shares connections, and their back-off, between channels."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A peer's answer. ``controller_age_s``: seconds since it heard the controller."""
+    """A peer's answer. ``controller_age_s``: seconds since it heard the ``controller`` (HOST:PORT) of this ``term``."""
 
     peer: str
     reachable: bool
     evidence: str = ""
     controller_age_s: float = float("inf")
+    term: int = 0
+    controller: str = ""
 
 
 class PeerService(rpc.PeerServicer):  # type: ignore[misc]
     """What this agent does for others."""
 
-    def __init__(self, incarnation: Callable[[], str], token: str) -> None:
-        self._incarnation = incarnation
+    def __init__(self, token: str) -> None:
         self._token = token
         self._logs: dict[int, bytes] = {}
         self._server: grpc.aio.Server | None = None
         self.controller_heard_at = time.monotonic()
+        self.succession: Succession | None = None
         self.port = 0
 
     async def start(self, host: str) -> None:
@@ -68,8 +74,16 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
 
     async def Probe(self, request: pb.ProbeRequest, context: Context) -> pb.ProbeReply:
         """This agent lives."""
-        age = time.monotonic() - self.controller_heard_at
-        return pb.ProbeReply(incarnation=self._incarnation(), controller_age_s=age)
+        reply = pb.ProbeReply(controller_age_s=time.monotonic() - self.controller_heard_at)
+        if self.succession is not None:
+            reply.term, reply.controller = self.succession.term, self.succession.controller
+        return reply
+
+    async def Vote(self, request: pb.VoteRequest, context: Context) -> pb.VoteReply:
+        """Elect another controller."""
+        if self.succession is None:
+            return pb.VoteReply(granted=False, reason="it has not come to the job yet")
+        return self.succession.vote(request)
 
     async def Keep(self, request_iterator: AsyncIterator[pb.SetupLogPart], context: Context) -> pb.KeepReply:
         """Keep a rank's set-up log for as long as the job runs."""
@@ -100,16 +114,16 @@ async def probe(peer: str, token: str, timeout_s: float) -> Seen:
     """Does the agent at ``peer`` (host:port) live? On a new connection, so that nothing old can say so."""
     began = time.monotonic()
     try:
-        async with grpc.aio.insecure_channel(peer, options=_FRESH) as channel:
+        async with grpc.aio.insecure_channel(peer, options=FRESH_CHANNEL) as channel:
             reply = await rpc.PeerStub(channel).Probe(
                 pb.ProbeRequest(), metadata=metadata(token), timeout=timeout_s, wait_for_ready=False
             )
     except grpc.aio.AioRpcError as e:
         return Seen(peer, False, f"{e.code().name.lower()} after {time.monotonic() - began:.2f} s")
-    return Seen(peer, True, controller_age_s=reply.controller_age_s)
+    return Seen(peer, True, "", reply.controller_age_s, reply.term, reply.controller)
 
 
-async def probe_all(peers: list[str], token: str, timeout_s: float) -> list[Seen]:
+async def probe_all(peers: Sequence[str], token: str, timeout_s: float) -> list[Seen]:
     """All at once."""
     return list(await asyncio.gather(*(probe(p, token, timeout_s) for p in peers)))
 
@@ -121,19 +135,15 @@ async def keep_there(peer: str, token: str, rank: int, log: bytes) -> None:
         for data in _parts(log):
             yield pb.SetupLogPart(rank=rank, data=data)
 
-    async with grpc.aio.insecure_channel(peer, options=_FRESH) as channel:
+    async with grpc.aio.insecure_channel(peer, options=FRESH_CHANNEL) as channel:
         await rpc.PeerStub(channel).Keep(parts(), metadata=metadata(token), timeout=_KEEP_S)
 
 
 async def fetch_from(peer: str, token: str, rank: int) -> bytes:
     """The set-up log of ``rank`` that ``peer`` keeps. Raises grpc.aio.AioRpcError."""
-    async with grpc.aio.insecure_channel(peer, options=_FRESH) as channel:
+    async with grpc.aio.insecure_channel(peer, options=FRESH_CHANNEL) as channel:
         call = rpc.PeerStub(channel).Fetch(pb.FetchRequest(rank=rank), metadata=metadata(token), timeout=_FETCH_S)
         return b"".join([part.data async for part in call])
-
-
-_FRESH = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-"""Without it gRPC shares connections, and their back-off, between channels."""
 
 
 def _parts(data: bytes) -> list[bytes]:

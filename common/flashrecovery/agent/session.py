@@ -1,7 +1,8 @@
 """The agent's connection to the controller, for as long as the job runs: made, watched, made again.
 
 Messages are carried by a :class:`~flashrecovery.link.Link`, so a broken connection loses none. While the controller is
-not heard, :mod:`.lease` says whether this node's workers may go on.
+not heard, :mod:`.lease` says whether this node's workers may go on, and :mod:`.succession` whether there is another one
+to follow, or this node has to become it.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
 
 from flashrecovery.agent.agent import Agent
-from flashrecovery.agent.lease import LEASE_PROBE, Standing, knock, standing
-from flashrecovery.agent.peers import PeerService, probe_all
+from flashrecovery.agent.lease import FRESH, LEASE_PROBE, Door, Standing, knock, standing
+from flashrecovery.agent.peers import PeerService, Seen, probe_all
+from flashrecovery.agent.succession import Succession, ask_elector
 from flashrecovery.config import Timeouts
 from flashrecovery.errors import ConfigError, ProtocolError
 from flashrecovery.link import Link
@@ -35,17 +37,36 @@ _OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 
 log = logging.getLogger("flashrecovery")
 
+Lead = Callable[[Succession, int], Awaitable[str]]
+"""Start a controller here, which has been elected for this term; returns its address."""
+Leave = Callable[[], Awaitable[None]]
+"""Another node's controller is followed now: if there was one in this process, its time is over."""
+
 
 class ControllerSession:
     """Runs the agent under the controller at ``address``. ``peers`` is None where there is one node only."""
 
-    def __init__(self, address: str, token: str, agent: Agent, peers: PeerService | None, limits: Timeouts) -> None:
-        self._address = address
-        self._host, self._port = split_address(address, "--controller")
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        agent: Agent,
+        peers: PeerService | None,
+        limits: Timeouts,
+        lead: Lead,
+        leave: Leave,
+    ) -> None:
         self._token = token
         self._agent = agent
         self._peers = peers
         self._limits = limits
+        self._lead, self._leave = lead, leave
+        self._succession = Succession(agent.node, agent.incarnation, self._silent_s, FRESH * limits.lease_s)
+        self._succession.controller = address
+        if peers is not None:
+            peers.succession = self._succession
+        self._suspended = False
+        self._lost_at: float | None = None
         self._link: Link[pb.AgentMessage, pb.Command] = Link()
         self._heard_at = time.monotonic()
         self._joined = False
@@ -55,6 +76,14 @@ class ControllerSession:
         self._attempt_at = 0.0
         self._standing = Standing.MEMBER
         agent.connect(self._send, self._send_heartbeat)
+
+    @property
+    def _address(self) -> str:
+        return self._succession.controller
+
+    def _silent_s(self) -> float:
+        """Seconds since a controller was heard."""
+        return time.monotonic() - self._heard_at
 
     def _send(self, message: pb.AgentMessage) -> None:
         message.age_base = time.monotonic()
@@ -105,10 +134,14 @@ class ControllerSession:
     async def _converse(self) -> None:
         async with grpc.aio.insecure_channel(self._address, options=_OPTIONS) as channel:
             stub, known = rpc.ControllerStub(channel), metadata(self._token)
-            found = (await stub.Who(pb.WhoRequest(), metadata=known, timeout=_ATTEMPT_S)).incarnation
-            if self._controller and found != self._controller:
+            request = pb.WhoRequest(promised=self._succession.promised)
+            who = await stub.Who(request, metadata=known, timeout=_ATTEMPT_S)
+            if not self._succession.follows(who.term, known=self._controller in ("", who.incarnation)):
+                log.debug("the controller at %s, of term %d, is not the one to follow", self._address, who.term)
+                return
+            if self._controller and who.incarnation != self._controller:
                 self._link = Link()  # another one: it is told in Register what there is; what was on its way is void
-            self._controller = found
+            self._controller = who.incarnation
             call = stub.Session(self._messages(), metadata=known)
             async for command in call:
                 self._heard(command)
@@ -119,11 +152,15 @@ class ControllerSession:
             yield message
 
     def _heard(self, command: pb.Command) -> None:
-        self._heard_at = time.monotonic()
+        body = command.WhichOneof("body")
+        self._suspended = body == "beat" and command.beat.suspended
+        if self._suspended:
+            return  # whether there is another one, the watch will find
+        self._heard_at, self._lost_at = time.monotonic(), None
         self._joined = True
         if self._peers is not None:
             self._peers.controller_heard_at = self._heard_at
-        if command.WhichOneof("body") == "fence":
+        if body == "fence":
             # Before the link: to a node that it has taken for lost, the controller counts from one again.
             log.warning("%s", command.fence.reason)
             self._agent.fence()
@@ -137,7 +174,12 @@ class ControllerSession:
             self._agent.go_on()
         elif self._standing is Standing.ORPHANED:
             self._standing = Standing.MEMBER
-        if self._link.accept(command):
+        if not self._link.accept(command):
+            return
+        if body == "electors":
+            self._succession.learn(command.electors)
+            self._send(pb.AgentMessage(electors_known=pb.ElectorsKnown(version=command.electors.version)))
+        else:
             self._agent.handle(command)
 
     def _give_up_if_late(self) -> None:
@@ -173,18 +215,60 @@ class ControllerSession:
             self._attempt.cancel()
 
     async def _ask(self) -> None:
-        """Where does this node stand?"""
+        """Where does this node stand, and whom does it follow?"""
         asked_at = time.monotonic()
         wait_s = LEASE_PROBE * self._limits.node_probe_s
+        host, port = split_address(self._address, "--controller")
+        asked = {e.peer for e in self._succession.electors if e.node != self._agent.node}
         door, seen = await asyncio.gather(
-            knock(self._host, self._port, wait_s), probe_all(self._agent.neighbours(), self._token, wait_s)
+            knock(host, port, wait_s), probe_all(sorted(asked | set(self._agent.neighbours())), self._token, wait_s)
         )
-        if self._heard_at > asked_at or self._standing is Standing.CUT_OFF:
-            return  # once cut off, only a new connection restores it
-        found = standing(door, seen, self._limits.lease_s)
-        if found is not self._standing:
-            log.warning("the controller has not been heard for %.2f s: %s", asked_at - self._heard_at, found.value)
-            self._standing = found
-        if found is Standing.CUT_OFF:
-            self._agent.halt()
-            self._drop_connection()
+        if self._heard_at > asked_at:
+            return
+        if self._standing is not Standing.CUT_OFF:  # once cut off, only a new connection restores it
+            found = standing(Door.SILENT if self._suspended else door, seen, self._limits.lease_s)
+            if found is not self._standing:
+                log.warning("the controller has not been heard for %.2f s: %s", self._silent_s(), found.value)
+                self._standing = found
+            if found is Standing.CUT_OFF:
+                self._agent.halt()
+                self._drop_connection()
+        await self._succeed(door, seen)
+
+    async def _succeed(self, door: Door, seen: Sequence[Seen]) -> None:
+        """Follow a newer controller, or become one if this one is lost and it is this node's turn."""
+        newer = self._succession.newer(seen)
+        if newer is not None:
+            await self._follow(newer.term, newer.controller)
+            return
+        gone_after_s = self._limits.node_silence_s + self._limits.node_probe_s
+        if self._standing is Standing.MEMBER or (door is not Door.REFUSED and self._silent_s() < gone_after_s):
+            return
+        now = time.monotonic()
+        self._lost_at = now if self._lost_at is None else self._lost_at
+        if not self._succession.turn(now - self._lost_at):
+            return
+        term = await self._succession.stand(lambda e, request: ask_elector(e, request, self._token))
+        if term is not None:
+            await self._follow(term, await self._lead(self._succession, term))
+
+    async def _follow(self, term: int, address: str) -> None:
+        log.warning("follows the controller of term %d at %s", term, address)
+        previous, self._succession.controller = self._succession.controller, address
+        self._succession.term, self._suspended, self._lost_at = term, False, None
+        self._controller = ""  # any incarnation there
+        self._link = Link()
+        self._drop_connection()
+        if previous != address:
+            await self._leave()
+
+
+async def answers(address: str, token: str) -> bool:
+    """Whether a controller of this job listens at ``address`` (HOST:PORT)."""
+    try:
+        async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
+            await rpc.ControllerStub(channel).Who(pb.WhoRequest(), metadata=metadata(token), timeout=_ATTEMPT_S)
+    except grpc.aio.AioRpcError as e:
+        log.debug("no controller answers at %s: %s", address, e.code())
+        return False
+    return True

@@ -45,6 +45,7 @@ class JobState:
     _launched: bool = False
     _homeless_since: float | None = None
     _found_since: float | None = None
+    _found_at: float | None = None
 
     def __post_init__(self) -> None:
         self.ranks = {r: RankRecord(r) for r in range(self.config.world_size)}

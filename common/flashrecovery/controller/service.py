@@ -15,11 +15,13 @@ import grpc
 from flashrecovery import events as ev
 from flashrecovery.config import FaultSpec, RunConfig, check_phase
 from flashrecovery.controller.console import line_of
+from flashrecovery.controller.electorate import Electorate
 from flashrecovery.controller.job_state import AGENT
 from flashrecovery.controller.liveness import NODE_PROBE, Ask, Liveness, Lost
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.nodes import NodeState
 from flashrecovery.controller.outbox import Emit, Publish
+from flashrecovery.controller.quorum import Quorum
 from flashrecovery.controller.rank_table import Parts, rows
 from flashrecovery.controller.states import State
 from flashrecovery.controller.status import job_status
@@ -49,7 +51,9 @@ log = logging.getLogger("flashrecovery")
 class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
     """Feeds :class:`Machine` from the agents' streams. Runs on one event loop, so the machine needs no lock."""
 
-    def __init__(self, config: RunConfig, token: str, log: ev.EventLog, run_dir: ev.RunDir) -> None:
+    def __init__(
+        self, config: RunConfig, token: str, log: ev.EventLog, run_dir: ev.RunDir, quorum: Quorum | None = None
+    ) -> None:
         self.machine = Machine(config)
         self._config = config
         self._token = token
@@ -59,7 +63,9 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._incarnations: dict[str, str] = {}
         self._connections: dict[str, object] = {}
         self._liveness = Liveness(config.timeouts)
+        self._electorate = Electorate(quorum or Quorum(""), self.machine, self._liveness, config.timeouts)
         self._beat_at = 0.0
+        self._suspended = False
         self._incarnation = uuid.uuid4().hex
         self._standbys: dict[str, tuple[int, int]] = {}
         self._to_arm: list[FaultSpec] = []
@@ -73,6 +79,11 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._modules: pb.Modules | None = None
         self.over = asyncio.Event()
         """The job has finished or failed, or this controller has ended."""
+
+    def take_over(self, why: str) -> None:
+        """This controller is not the job's first one, which has been lost."""
+        self._record(ev.Notice(generation=0, kind="controller_elected", text=why))
+        self.machine.inherit(time.monotonic())
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises ConfigError if it is in use."""
@@ -104,7 +115,9 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     async def Who(self, request: pb.WhoRequest, context: Context) -> pb.WhoReply:
         """Is this still the controller that an agent knows?"""
-        return pb.WhoReply(incarnation=self._incarnation)
+        if self._electorate.raised_to(request.promised, time.monotonic()):
+            self._post(None, self._electorate.command())
+        return pb.WhoReply(incarnation=self._incarnation, term=self._electorate.term)
 
     async def Session(
         self, request_iterator: AsyncIterator[pb.AgentMessage], context: Context
@@ -127,6 +140,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         try:
             if self.machine.nodes[node].alive:
                 self._tell_modules(node)
+                if self._electorate.named:
+                    self._post(node, self._electorate.command())
                 yield self._beat()  # at once, because an agent that was cut off waits for it
             async for command in link.outgoing():
                 if self._connections.get(node) is not connection:
@@ -154,7 +169,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         return sum(r for r, _ in self._standbys.values()), sum(s for _, s in self._standbys.values())
 
     def _beat(self) -> pb.Command:
-        return pb.Command(generation=self.machine.generation, beat=pb.Beat())
+        return pb.Command(generation=self.machine.generation, beat=pb.Beat(suspended=self._suspended))
 
     async def Inject(self, request: pb.InjectRequest, context: Context) -> pb.InjectReply:
         """Arm or deliver a fault."""
@@ -213,6 +228,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         elif body == "probed":
             probed = message.probed
             self._liveness.answered(node, probed.node, probed.reachable, probed.evidence)
+        elif body == "electors_known":
+            self._electorate.known(node, message.electors_known.version)
         elif body == "modules":
             self._modules = message.modules
             for name in m.nodes:
@@ -272,17 +289,28 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         while True:
             await asyncio.sleep(_TICK_S)
             now = time.monotonic()
-            self._look_for_the_silent(now)
-            self.machine.on_tick(now)
-            self._announce_checkpoint(now)
-            self._act()
+            self._beat_all(now)
+            if self._electorate.may_decide(now):
+                self._look_for_the_silent(now)
+                self.machine.on_tick(now)
+                self._announce_checkpoint(now)
+                self._act()
+                if self._electorate.changed():
+                    self._post(None, self._electorate.command())
 
-    def _look_for_the_silent(self, now: float) -> None:
-        """Beats to the agents, and what follows from theirs."""
+    def _beat_all(self, now: float) -> None:
+        """Tell the agents that this controller is there, and whether it may decide."""
+        suspended = self._electorate.suspended(now)
+        if suspended is not self._suspended:
+            self._suspended, self._beat_at = suspended, 0.0
+            self._record(self._electorate.notice(suspended=suspended))
         if now - self._beat_at >= self._config.timeouts.heartbeat_s:
             self._beat_at = now
             for name in self._connections:
                 self._links[name].send_now_or_never(self._beat())
+
+    def _look_for_the_silent(self, now: float) -> None:
+        """Who is lost?"""
         for found in self._liveness.check(now):
             if isinstance(found, Ask):
                 probe = pb.Probe(

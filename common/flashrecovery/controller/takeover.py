@@ -19,15 +19,24 @@ from flashrecovery.controller.recovery import RecoverySteps
 from flashrecovery.controller.states import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
+_QUIET = 3.0
+"""Times ``node_silence_s`` without another agent: all that live have come to an elected controller."""
+
 
 @dataclass
 class TakeOver(RecoverySteps):
     """The way from a running job to a machine that knows it."""
 
+    def inherit(self, now: float) -> None:
+        """The job runs already, under a controller that is lost with its node; the others' agents are on their way."""
+        self._found_since = self._started_at = self._found_at = now
+
     def _find(self, node: NodeRecord, message: pb.Register, now: float) -> None:
         """A node with ranks has come to a controller that has not launched them."""
         if self._found_since is None:
             self._found_since = self._started_at = now
+        if self._found_at is not None:
+            self._found_at = now
         for worker in message.workers:
             record = self.ranks[worker.rank]
             if record.place is not Place.EMPTY and record.joined_generation >= message.generation:
@@ -63,8 +72,11 @@ class TakeOver(RecoverySteps):
             record.place = Place.STOPPING  # in the middle of a recovery; the next one tells it what to do
 
     def _take_over_if_late(self, now: float) -> None:
-        since = self._found_since
-        if since is not None and not self._launched and now - since >= self.config.timeouts.takeover_s:
+        if self._found_since is None or self._launched:
+            return
+        limits = self.config.timeouts
+        quiet = self._found_at is not None and now - self._found_at >= _QUIET * limits.node_silence_s
+        if quiet or now - self._found_since >= limits.takeover_s:
             self._take_over(now)
 
     def _take_over(self, now: float) -> None:
@@ -78,6 +90,9 @@ class TakeOver(RecoverySteps):
         missing = [r.rank for r in records if r.place is Place.EMPTY]
         behind = [r.rank for r in records if r.joined_generation < self.generation and r.rank not in missing]
         said = f"a new controller has found {len(records) - len(missing)} of {len(records)} ranks"
+        if len(missing) == len(records):
+            self._fail(f"{said}, so nobody holds any state; start the job again, with --resume if it had checkpoints")
+            return
         self._emit(ev.Notice(generation=self.generation, kind="taken_over", text=said))
         going = all(r.place in (Place.RUNNING, Place.DONE) for r in records) and not behind
         if going:

@@ -49,6 +49,7 @@ class AgentMessage(_message.Message):
     NOTICE_FIELD_NUMBER: _builtins.int
     PROBED_FIELD_NUMBER: _builtins.int
     MODULES_FIELD_NUMBER: _builtins.int
+    ELECTORS_KNOWN_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     acknowledged: _builtins.int
     """newest number received from the other side"""
@@ -82,6 +83,8 @@ class AgentMessage(_message.Message):
     def probed(self) -> Global___Probed: ...
     @_builtins.property
     def modules(self) -> Global___Modules: ...
+    @_builtins.property
+    def electors_known(self) -> Global___ElectorsKnown: ...
     def __init__(
         self,
         *,
@@ -101,12 +104,13 @@ class AgentMessage(_message.Message):
         notice: Global___Notice | None = ...,
         probed: Global___Probed | None = ...,
         modules: Global___Modules | None = ...,
+        electors_known: Global___ElectorsKnown | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "exited", b"exited", "failure", b"failure", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "probed", b"probed", "register", b"register", "reply", b"reply", "standby", b"standby", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "probed", b"probed", "register", b"register", "reply", b"reply", "standby", b"standby", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "age_base", b"age_base", "body", b"body", "checkpoint", b"checkpoint", "done", b"done", "exited", b"exited", "failure", b"failure", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "probed", b"probed", "register", b"register", "reply", b"reply", "sequence", b"sequence", "standby", b"standby", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "age_base", b"age_base", "body", b"body", "checkpoint", b"checkpoint", "done", b"done", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "probed", b"probed", "register", b"register", "reply", b"reply", "sequence", b"sequence", "standby", b"standby", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice", "probed", "modules"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice", "probed", "modules", "electors_known"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -263,6 +267,25 @@ class Probed(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Probed: _TypeAlias = Probed  # noqa: Y015
+
+@_typing.final
+class ElectorsKnown(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ElectorsKnown: _TypeAlias = ElectorsKnown  # noqa: Y015
 
 @_typing.final
 class RankHealth(_message.Message):
@@ -864,6 +887,7 @@ class Command(_message.Message):
     PROBE_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
     MODULES_FIELD_NUMBER: _builtins.int
+    ELECTORS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """see AgentMessage"""
     acknowledged: _builtins.int
@@ -909,6 +933,8 @@ class Command(_message.Message):
     def modules(self) -> Global___Modules:
         """what a spare node's standbys import"""
 
+    @_builtins.property
+    def electors(self) -> Global___Electors: ...
     def __init__(
         self,
         *,
@@ -934,12 +960,13 @@ class Command(_message.Message):
         probe: Global___Probe | None = ...,
         fence: Global___Fence | None = ...,
         modules: Global___Modules | None = ...,
+        electors: Global___Electors | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "fault", b"fault", "fence", b"fence", "hold", b"hold", "keep_undo", b"keep_undo", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank_table", b"rank_table", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "electors", b"electors", "fault", b"fault", "fence", b"fence", "hold", b"hold", "keep_undo", b"keep_undo", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank_table", b"rank_table", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "fault", b"fault", "fence", b"fence", "generation", b"generation", "hold", b"hold", "keep_undo", b"keep_undo", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank", b"rank", "rank_table", b"rank_table", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "electors", b"electors", "fault", b"fault", "fence", b"fence", "generation", b"generation", "hold", b"hold", "keep_undo", b"keep_undo", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank", b"rank", "rank_table", b"rank_table", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold", "beat", "probe", "fence", "modules"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold", "beat", "probe", "fence", "modules", "electors"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -993,20 +1020,85 @@ Global___Replace: _TypeAlias = Replace  # noqa: Y015
 
 @_typing.final
 class Beat(_message.Message):
-    """The controller is there, and this node belongs to the job. At least 4 Hz."""
+    """The controller is there, and this node belongs to the job. At least 4 Hz.
+    suspended: it is there, but has lost the majority of its electors, so it decides nothing and counts as not heard.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    SUSPENDED_FIELD_NUMBER: _builtins.int
+    suspended: _builtins.bool
     def __init__(
         self,
+        *,
+        suspended: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["suspended", b"suspended"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Beat: _TypeAlias = Beat  # noqa: Y015
+
+@_typing.final
+class Electors(_message.Message):
+    """Who elects the next controller when this one is lost with its node; none: nobody does."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TERM_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    ELECTORS_FIELD_NUMBER: _builtins.int
+    LEADER_FIELD_NUMBER: _builtins.int
+    term: _builtins.int
+    """of the controller; each election begins a higher one"""
+    version: _builtins.int
+    """grows with each change of the electors, also from term to term"""
+    leader: _builtins.str
+    """node of the controller"""
+    @_builtins.property
+    def electors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Elector]: ...
+    def __init__(
+        self,
+        *,
+        term: _builtins.int = ...,
+        version: _builtins.int = ...,
+        electors: _abc.Iterable[Global___Elector] | None = ...,
+        leader: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["electors", b"electors", "leader", b"leader", "term", b"term", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Electors: _TypeAlias = Electors  # noqa: Y015
+
+@_typing.final
+class Elector(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    peer: _builtins.str
+    incarnation: _builtins.str
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        peer: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "node", b"node", "peer", b"peer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Elector: _TypeAlias = Elector  # noqa: Y015
 
 @_typing.final
 class Probe(_message.Message):
@@ -1672,12 +1764,16 @@ class WhoRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PROMISED_FIELD_NUMBER: _builtins.int
+    promised: _builtins.int
     def __init__(
         self,
+        *,
+        promised: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["promised", b"promised"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1688,15 +1784,18 @@ class WhoReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INCARNATION_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
+    term: _builtins.int
     def __init__(
         self,
         *,
         incarnation: _builtins.str = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1722,26 +1821,89 @@ Global___ProbeRequest: _TypeAlias = ProbeRequest  # noqa: Y015
 class ProbeReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    INCARNATION_FIELD_NUMBER: _builtins.int
     CONTROLLER_AGE_S_FIELD_NUMBER: _builtins.int
-    GENERATION_FIELD_NUMBER: _builtins.int
-    incarnation: _builtins.str
+    TERM_FIELD_NUMBER: _builtins.int
+    CONTROLLER_FIELD_NUMBER: _builtins.int
     controller_age_s: _builtins.float
-    generation: _builtins.int
+    term: _builtins.int
+    controller: _builtins.str
+    """which one it follows, and where that listens (HOST:PORT)"""
     def __init__(
         self,
         *,
-        incarnation: _builtins.str = ...,
         controller_age_s: _builtins.float = ...,
-        generation: _builtins.int = ...,
+        term: _builtins.int = ...,
+        controller: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["controller_age_s", b"controller_age_s", "generation", b"generation", "incarnation", b"incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["controller", b"controller", "controller_age_s", b"controller_age_s", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ProbeReply: _TypeAlias = ProbeReply  # noqa: Y015
+
+@_typing.final
+class VoteRequest(_message.Message):
+    """For the election of ``candidate`` (a node) for ``term``, from an elector in its present life."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TERM_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    CANDIDATE_FIELD_NUMBER: _builtins.int
+    VOTER_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    PRELIMINARY_FIELD_NUMBER: _builtins.int
+    term: _builtins.int
+    version: _builtins.int
+    candidate: _builtins.str
+    voter: _builtins.str
+    incarnation: _builtins.str
+    preliminary: _builtins.bool
+    """would you? So that a node that is cut off alone does not begin a term"""
+    def __init__(
+        self,
+        *,
+        term: _builtins.int = ...,
+        version: _builtins.int = ...,
+        candidate: _builtins.str = ...,
+        voter: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        preliminary: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate", b"candidate", "incarnation", b"incarnation", "preliminary", b"preliminary", "term", b"term", "version", b"version", "voter", b"voter"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VoteRequest: _TypeAlias = VoteRequest  # noqa: Y015
+
+@_typing.final
+class VoteReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRANTED_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    granted: _builtins.bool
+    term: _builtins.int
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        granted: _builtins.bool = ...,
+        term: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["granted", b"granted", "reason", b"reason", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VoteReply: _TypeAlias = VoteReply  # noqa: Y015
 
 @_typing.final
 class SetupLogPart(_message.Message):

@@ -251,6 +251,11 @@ class PeerStub:
                 request_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.FetchRequest.SerializeToString,
                 response_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.SetupLogPart.FromString,
                 _registered_method=True)
+        self.Vote = channel.unary_unary(
+                '/flashrecovery.v1.Peer/Vote',
+                request_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.VoteRequest.SerializeToString,
+                response_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.VoteReply.FromString,
+                _registered_method=True)
 
 
 class PeerServicer:
@@ -275,6 +280,12 @@ class PeerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Vote(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PeerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -292,6 +303,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Fetch,
                     request_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.FetchRequest.FromString,
                     response_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.SetupLogPart.SerializeToString,
+            ),
+            'Vote': grpc.unary_unary_rpc_method_handler(
+                    servicer.Vote,
+                    request_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.VoteRequest.FromString,
+                    response_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.VoteReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -376,6 +392,33 @@ class Peer:
             '/flashrecovery.v1.Peer/Fetch',
             flashrecovery_dot_proto_dot_flashrecovery__pb2.FetchRequest.SerializeToString,
             flashrecovery_dot_proto_dot_flashrecovery__pb2.SetupLogPart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Vote(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flashrecovery.v1.Peer/Vote',
+            flashrecovery_dot_proto_dot_flashrecovery__pb2.VoteRequest.SerializeToString,
+            flashrecovery_dot_proto_dot_flashrecovery__pb2.VoteReply.FromString,
             options,
             channel_credentials,
             insecure,

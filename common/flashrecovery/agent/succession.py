@@ -1,0 +1,134 @@
+"""Which controller this agent follows, its vote, and its own candidacy when the controller is lost with its node.
+
+Every election has a *term*. An elector votes once a term, never for one that is older than what it has promised, and
+not while it hears a controller itself; after its vote it does not go back to the controller before. Votes are kept in
+memory: an agent that is started anew has another incarnation, and is no elector any more. (Leader election as in Raft,
+without the log: what the next controller must know, all agents tell it when they register.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+import grpc
+
+from flashrecovery.agent.peers import FRESH_CHANNEL, Seen
+from flashrecovery.plan.electors import Elector, majority
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+from flashrecovery.security import metadata
+
+VOTE_S = 0.3
+"""For the electors' answers."""
+TURN_S = 0.5
+"""The electors stand one after the other, so long apart: time for an election, and for the others to hear of it."""
+
+log = logging.getLogger("flashrecovery")
+Ask = Callable[[Elector, pb.VoteRequest], Awaitable[pb.VoteReply]]
+
+
+class Succession:
+    """``silent_s`` says how long no controller has been heard; ``lease_s`` is how long that is usual."""
+
+    def __init__(
+        self, node: str, incarnation: Callable[[], str], silent_s: Callable[[], float], lease_s: float
+    ) -> None:
+        self._node = node
+        self._incarnation = incarnation
+        self._silent_s = silent_s
+        self._lease_s = lease_s
+        self.controller = ""
+        """HOST:PORT of the controller that this agent follows."""
+        self.term = 0
+        self.version = 0
+        self.electors: tuple[Elector, ...] = ()
+        self.promised = 0
+        self._leader = ""
+
+    def learn(self, message: pb.Electors) -> None:
+        """The controller has named its electors."""
+        self.term, self.version, self._leader = message.term, message.version, message.leader
+        self.electors = tuple(Elector(e.node, e.peer, e.incarnation) for e in message.electors)
+
+    def follows(self, term: int, *, known: bool) -> bool:
+        """Whether to follow a controller of this term. ``known``: it is the one that has been followed so far.
+
+        Where there are electors, nobody is followed but whom they have elected.
+        """
+        return not self.electors or (term >= self.promised and (term > self.term or (known and term == self.term)))
+
+    def newer(self, seen: Sequence[Seen]) -> Seen | None:
+        """The newest controller that others follow, if this agent should follow it, too."""
+        best = max(seen, key=lambda s: s.term, default=None)
+        return best if best is not None and best.controller and best.term > self.term else None
+
+    # -- as an elector ----------------------------------------------------------------------------
+
+    def vote(self, request: pb.VoteRequest) -> pb.VoteReply:
+        """Answer a candidate."""
+        reason = ""
+        if not self._is_elector() or request.voter != self._node or request.incarnation != self._incarnation():
+            reason = "it is no elector any more"
+        elif request.version < self.version:
+            reason = "the electors have changed since"
+        elif request.term <= max(self.term, self.promised):
+            reason = f"term {request.term} is too old"
+        elif self._silent_s() < self._lease_s:
+            reason = "it hears the controller"
+        elif not request.preliminary:
+            self.promised = request.term
+            log.warning("votes for node %s as controller of term %d", request.candidate, request.term)
+        return pb.VoteReply(granted=not reason, term=max(self.term, self.promised), reason=reason)
+
+    def turn(self, lost_for_s: float) -> bool:
+        """Whether it is this elector's turn to stand, ``lost_for_s`` after the controller was found lost."""
+        others = [e.node for e in self.electors if e.node != self._leader]
+        if not self._is_elector() or self._node not in others:
+            return False
+        return int(lost_for_s / TURN_S) % len(others) == others.index(self._node)
+
+    async def stand(self, ask: Ask) -> int | None:
+        """Be a candidate, if the electors would have it. Returns the term if this node has been elected."""
+        term = max(self.term, self.promised) + 1
+        if not await self._poll(term, ask, preliminary=True):
+            return None
+        if max(self.term, self.promised) >= term or self._silent_s() < self._lease_s:
+            return None  # meanwhile it has voted for another one, or the controller is there again
+        self.promised = term
+        elected = await self._poll(term, ask, preliminary=False)
+        return term if elected and self.promised == term else None
+
+    async def _poll(self, term: int, ask: Ask, *, preliminary: bool) -> bool:
+        asked = [e for e in self.electors if e.node != self._node]
+        requests = [
+            pb.VoteRequest(
+                term=term,
+                version=self.version,
+                candidate=self._node,
+                voter=e.node,
+                incarnation=e.incarnation,
+                preliminary=preliminary,
+            )
+            for e in asked
+        ]
+        replies = await asyncio.gather(*(ask(e, r) for e, r in zip(asked, requests, strict=True)))
+        said = [f"{e.node}: {'yes' if r.granted else r.reason}" for e, r in zip(asked, replies, strict=True)]
+        log.warning("%s be controller of term %d? %s", "may" if preliminary else "shall", term, "; ".join(said))
+        if not preliminary:
+            self.promised = max(self.promised, *(r.term for r in replies))
+        return 1 + sum(r.granted for r in replies) >= majority(len(self.electors))
+
+    def _is_elector(self) -> bool:
+        return any(e.node == self._node and e.incarnation == self._incarnation() for e in self.electors)
+
+
+async def ask_elector(elector: Elector, request: pb.VoteRequest, token: str) -> pb.VoteReply:
+    """Over the network; no answer is a refusal."""
+    try:
+        async with grpc.aio.insecure_channel(elector.peer, options=FRESH_CHANNEL) as channel:
+            reply: pb.VoteReply = await rpc.PeerStub(channel).Vote(request, metadata=metadata(token), timeout=VOTE_S)
+            return reply
+    except grpc.aio.AioRpcError as e:
+        return pb.VoteReply(granted=False, reason=e.code().name.lower())

@@ -15,7 +15,7 @@ DEMO_DIR ?= runs/demo
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test lint format grid grid-deepspeed grid-megatron soak soak-deepspeed soak-megatron bench bench-setup clean
+.PHONY: help setup demo test lint format grid grid-deepspeed grid-megatron soak soak-deepspeed soak-megatron chaos bench bench-setup clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -81,6 +81,9 @@ soak-deepspeed: setup $(BIN)/.frameworks-done  ## 50 kills over the ZeRO stages
 
 soak-megatron: setup $(BIN)/.frameworks-done  ## 200 kills of TP2 x DP2
 	$(BIN)/python -m pytest -m "soak and megatron" -s $(PYTEST_ARGS)
+
+chaos: setup  ## 200 random faults of ranks, nodes, links and controllers on four hosts (needs root)
+	$(BIN)/python -m pytest -m chaos -s $(PYTEST_ARGS)
 
 bench-setup:  ## an environment of its own with the peers that the benchmarks compare with
 	BENCH_VENV=$(BENCH_VENV) PYTHON=$(PYTHON) TORCH_VERSION=$(TORCH_VERSION) TORCH_INDEX='$(TORCH_INDEX)' \

@@ -6,6 +6,7 @@ root (``CAP_NET_ADMIN``).
 
 from __future__ import annotations
 
+import copy
 import shutil
 import subprocess
 import uuid
@@ -16,13 +17,18 @@ from dataclasses import dataclass
 
 def available() -> bool:
     """Whether this process can make namespaces: it has iproute2, and may."""
-    if shutil.which("ip") is None or shutil.which("tc") is None:
+    if shutil.which("ip") is None:
         return False
     name = f"fr-{uuid.uuid4().hex[:6]}"
     if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode != 0:
         return False
     _ip("netns", "del", name)
     return True
+
+
+def can_lose() -> bool:
+    """Whether packets can be dropped at random."""
+    return shutil.which("nft") is not None
 
 
 def _ip(*args: str) -> None:
@@ -49,7 +55,14 @@ class Network:
     def __init__(self, number: int) -> None:
         self._id = f"fr{uuid.uuid4().hex[:5]}"
         self.switch = f"{self._id}-sw"
+        self._losses: dict[tuple[str, str], float] = {}
         self.hosts = [Host(f"host{i}", f"10.77.0.{i + 1}", f"p{i}", f"{self._id}-{i}") for i in range(number)]
+
+    def part(self, number: int) -> Network:
+        """The first ``number`` hosts of this network, for a job on fewer of them."""
+        part = copy.copy(self)
+        part.hosts = self.hosts[:number]
+        return part
 
     def make(self) -> None:
         _ip("netns", "add", self.switch)
@@ -79,15 +92,18 @@ class Network:
             _ip("-n", self.switch, "link", "set", host.port, "master", "br0")
 
     def lose(self, host: Host, percent: float, *, to_host: bool = True, from_host: bool = True) -> None:
-        """Drop packets at random; 0 ends it."""
-        places = [(self.switch, host.port)] * to_host + [(host.namespace, "eth0")] * from_host
-        for namespace, device in places:
-            base = ["tc", "-n", namespace, "qdisc"]
-            if percent:
-                command = [*base, "replace", "dev", device, "root", "netem", "loss", f"{percent}%"]
-            else:
-                command = [*base, "del", "dev", device, "root"]
-            subprocess.run(command, check=True, capture_output=True)
+        """Drop this part of its packets at random on the switch; 0 ends it. Needs nft."""
+        for way, wanted in (("oifname", to_host), ("iifname", from_host)):
+            self._losses[way, host.port] = percent if wanted else 0.0
+        rules = [
+            f"add rule bridge loss forward {way} {port} numgen random mod 1000 < {round(10 * percent)} drop"
+            for (way, port), percent in self._losses.items()
+            if percent
+        ]
+        chain = ["add table bridge loss", "add chain bridge loss forward { type filter hook forward priority 0; }"]
+        program = "\n".join([*chain, "flush chain bridge loss forward", *rules, ""])
+        command = ["ip", "netns", "exec", self.switch, "nft", "-f", "-"]
+        subprocess.run(command, input=program, check=True, capture_output=True, text=True)
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.hosts import Host, Network
 from tests.jobs import GPT, MARKER, SMALL, Job, Layout, marked_processes, read_digests, read_events
 
@@ -53,13 +55,19 @@ class NodesJob:
         self._shape += ["--nproc-per-node", str(layout.nproc // nnodes), "--run-dir", str(run_dir)]
         if alone:
             self.start_controller()
+        self._commands: dict[str, tuple[list[str], dict[str, str]]] = {}
         for number, host in enumerate(members):
             command = [*host.command, sys.executable, "-m", "flashrecovery.cli.main", "run", *self._shape]
             command += ["--node-rank", str(number), "--node-name", host.name, "--controller", self._address, *options]
             command += [str(GPT / layout.script), *SMALL, "--steps", str(steps), "--step-time", str(step_ms)]
             command += [*layout.flags, *flags]
             token = {"FLASHRECOVERY_TOKEN": (tokens or {}).get(host.name, TOKEN)}
-            self._start(host, command, {**token, **(env or {})})
+            self._commands[host.name] = (command, {**token, **(env or {})})
+            self.start_node(host)
+
+    def start_node(self, host: Host) -> None:
+        """Its agent, with the same command as at first."""
+        self._start(host, *self._commands[host.name])
 
     def _start(self, host: Host, command: Sequence[str], env: Mapping[str, str]) -> None:
         inherited = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"}
@@ -120,19 +128,53 @@ class NodesJob:
         """Of every node."""
         return "\n".join(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self._outputs.iterdir()))
 
+    def output_of(self, host: Host) -> str:
+        return (self._outputs / host.name).read_text()
+
+    def agent_ports(self, host: Host) -> list[int]:
+        """TCP ports on which controller and agent listen there, but for the TCPStore (see docs/security.md)."""
+        listening = [
+            c
+            for c in psutil.Process(self.popens[host.name].pid).net_connections("tcp")
+            if c.status == psutil.CONN_LISTEN
+        ]
+        return sorted({c.laddr.port for c in listening if c.laddr.ip not in ("::", "0.0.0.0")})
+
+    def directory(self) -> Path:
+        """Of the newest controller."""
+        return max(self.run_dir.glob("**/controller.json"), key=lambda p: p.stat().st_mtime).parent
+
+    def controller_host(self) -> Host:
+        """Where the newest controller is."""
+        address = json.loads((self.directory() / "controller.json").read_text())["address"]
+        return next(h for h in self.net.hosts if address.startswith(f"{h.address}:"))
+
+    def rank_hosts(self) -> dict[int, Host]:
+        """Where each rank is, as the newest rank table has it."""
+        table = json.loads((self.directory() / "ranktable.json").read_text())
+        by_name = {h.name: h for h in self.net.hosts}
+        return {r["rank"]: by_name[r["node"]] for r in table["ranks"]}
+
     # -- doing ------------------------------------------------------------------------------------
+
+    def pids(self, host: Host) -> list[int]:
+        """Of the job's processes that run there."""
+        return [pid for pid in marked_processes(self.marker) if _namespace(pid) == host.namespace]
 
     def kill_node(self, host: Host) -> None:
         """SIGKILL to every process of the job that runs there, at once: the host has lost its power."""
-        pids = [pid for pid in marked_processes(self.marker) if _namespace(pid) == host.namespace]
-        for pid in pids:
+        for pid in self.pids(host):
             os.kill(pid, signal.SIGKILL)
+        self.popens[host.name].wait()
 
     def kill_worker(self, host: Host, rank: int) -> None:
         """SIGKILL to the process of ``rank``, which is on ``host``."""
-        table = json.loads((self.run_dir / "ranktable.json").read_text())
+        self.signal_worker(host, rank, signal.SIGKILL)
+
+    def signal_worker(self, host: Host, rank: int, number: signal.Signals) -> None:
+        table = json.loads((self.directory() / "ranktable.json").read_text())
         (pid,) = (r["pid"] for r in table["ranks"] if r["rank"] == rank and r["node"] == host.name)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
 
     def kill_agent(self, host: Host) -> None:
         """SIGKILL to the agent alone."""

@@ -1,0 +1,190 @@
+"""Nodes, links and controllers that fail in the middle of a recovery, one after the other, or only half."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import hosts
+from tests.hosts import Network
+from tests.jobs import DDP, Layout, References, check_same
+from tests.nodes import PORT, NodesJob
+
+pytestmark = [
+    pytest.mark.skipif(not hosts.available(), reason="network namespaces need CAP_NET_ADMIN"),
+    pytest.mark.timeout(400),
+    pytest.mark.slow,
+]
+STEPS = 40
+KILL_AFTER = 8
+LOSSY = Layout("ddp-lossy", DDP.script, ("--steps", "150"))
+MOMENTS = ("recovery_started", "quiesce", "replace", "regroup", "restore")
+"""The end of one phase of a recovery is the beginning of the next one."""
+
+
+@pytest.fixture
+def net() -> Iterator[Network]:
+    with hosts.network(4) as network:
+        yield network
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> References:
+    def launch(run_dir: Path, layout: Layout):  # type: ignore[no-untyped-def]
+        with hosts.network(2) as network:
+            return NodesJob(network, run_dir, layout, steps=STEPS).wait()
+
+    return References(lambda: tmp_path_factory.mktemp("reference"), launch)
+
+
+def await_moment(job: NodesJob, moment: str) -> None:
+    def has_come() -> bool:
+        return any(moment in (e["event"], e.get("name")) for e in job.events())
+
+    deadline = time.monotonic() + 120
+    while not has_come():
+        assert time.monotonic() < deadline, f"{moment} has not come\n{job.stop().explain()}"
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_node_is_lost_during_a_recovery(moment: str, net: Network, tmp_path: Path, reference: References) -> None:
+    first, second, third, fourth = net.hosts
+    job = NodesJob(net, tmp_path / "run", DDP, steps=STEPS)
+    job.wait_for_step(KILL_AFTER)
+    job.kill_worker(first, rank=1)
+    await_moment(job, moment)
+    job.kill_node(second)
+    ended = job.wait(of=[first, third, fourth])
+    assert [e["ranks"] for e in ended.of("node_lost")] == [[2, 3]]
+    assert sorted({v for e in ended.of("recovery_finished") for v in e["victims"]}) == [1, 2, 3]
+    check_same(ended, reference(DDP))
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_the_controllers_node_is_lost_during_a_recovery(
+    moment: str, net: Network, tmp_path: Path, reference: References
+) -> None:
+    first, second, third, fourth = net.hosts
+    job = NodesJob(net, tmp_path / "run", DDP, steps=STEPS)
+    job.wait_for_step(KILL_AFTER)
+    job.kill_worker(second, rank=3)
+    await_moment(job, moment)
+    job.kill_node(first)
+    ended = job.wait(of=[second, third, fourth])
+    assert [e["kind"] for e in ended.of("notice")].count("controller_elected") == 1, ended.explain()
+    check_same(ended, reference(DDP))
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_controller_is_killed_during_a_recovery(
+    moment: str, net: Network, tmp_path: Path, reference: References
+) -> None:
+    job = NodesJob(net, tmp_path / "run", DDP, steps=STEPS, alone=True)
+    job.wait_for_step(KILL_AFTER)
+    job.kill_worker(net.hosts[2], rank=3)
+    await_moment(job, moment)
+    job.kill_agent(net.hosts[0])
+    time.sleep(0.5)
+    job.start_controller()
+    ended = job.wait()
+    assert "taken_over" in [e["kind"] for e in ended.of("notice")]
+    check_same(ended, reference(DDP))
+
+
+def test_two_nodes_are_lost_one_after_the_other(net: Network, tmp_path: Path, reference: References) -> None:
+    """There is one spare node only; the second one's ranks wait until a node is started again."""
+    first, second, third, _ = net.hosts
+    job = NodesJob(net.part(3), tmp_path / "run", DDP, steps=STEPS)
+    job.wait_for_step(KILL_AFTER)
+    job.kill_node(second)
+    job.wait_for("recovery_finished")
+    job.kill_node(third)
+    job.wait_for("node_lost", 2)
+    job.start_node(second)
+    ended = job.wait(of=[first, second])
+    assert "waiting_for_node" in [e["kind"] for e in ended.of("notice")]
+    assert [e["victims"] for e in ended.of("recovery_finished")] == [[2, 3], [2, 3]]
+    check_same(ended, reference(DDP))
+
+
+def test_a_link_is_down_for_three_seconds(net: Network, tmp_path: Path, reference: References) -> None:
+    first, second, third, fourth = net.hosts
+    job = NodesJob(net, tmp_path / "run", DDP, steps=STEPS)
+    job.wait_for_step(KILL_AFTER)
+    net.cut(second)
+    time.sleep(3.0)
+    net.heal(second)
+    ended = job.wait(of=[first, third, fourth])
+    assert [e["ranks"] for e in ended.of("node_lost")] == [[2, 3]]
+    check_same(ended, reference(DDP))
+
+
+@pytest.mark.skipif(not hosts.can_lose(), reason="needs nft")
+@pytest.mark.parametrize("way", ["to", "from"])
+def test_packets_are_lost_one_way(way: str, net: Network, tmp_path: Path, reference: References) -> None:
+    """A node that is heard but hears nothing, or the other way round, is lost, and knows it in time."""
+    first, second, third, fourth = net.hosts
+    job = NodesJob(net, tmp_path / "run", DDP, steps=STEPS)
+    job.wait_for_step(KILL_AFTER)
+    net.lose(second, 100, to_host=way == "to", from_host=way == "from")
+    job.wait_for("recovery_finished")
+    stopped_at = job.newest_step(second)
+    net.lose(second, 0)
+    job.wait_for("node_joined", 5)
+    ended = job.wait(of=[first, third, fourth])
+    assert [e["ranks"] for e in ended.of("node_lost")] == [[2, 3]]
+    check_same(ended, reference(DDP))
+    assert job.newest_step(second) == stopped_at
+
+
+@pytest.mark.skipif(not hosts.can_lose(), reason="needs nft")
+def test_some_packets_are_lost_for_a_minute(net: Network, tmp_path: Path, reference: References) -> None:
+    job = NodesJob(net, tmp_path / "run", LOSSY)
+    job.wait_for_step(KILL_AFTER)
+    for host in net.hosts:
+        net.lose(host, 2.5)  # of what it sends and of what it gets: 5 % of each packet's way
+    time.sleep(60)
+    assert all(p.poll() is None for p in job.popens.values()), "the job has ended before"
+    for host in net.hosts:
+        net.lose(host, 0)
+    ended = job.wait()
+    assert not ended.of("node_lost") and not ended.of("recovery_started"), ended.explain()
+    check_same(ended, reference(LOSSY))
+
+
+def test_strangers_are_refused_and_harmless(net: Network, tmp_path: Path, reference: References) -> None:
+    """A node with another token, and garbage on every port of controller and agents."""
+    first, second, third, stranger = net.hosts
+    job = NodesJob(net, tmp_path / "run", DDP, steps=STEPS, tokens={stranger.name: "another-token-of-16"})
+    job.wait_for_step(KILL_AFTER)
+    assert job.popens[stranger.name].wait(60) != 0
+    assert "token" in job.output_of(stranger)
+    sent = 0
+    for host in (first, second, third):
+        for port in job.agent_ports(host):
+            for data in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 4096, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00"):
+                _send_from(stranger, host, port, data)
+                sent += 1
+    assert sent >= 9 and PORT in job.agent_ports(first)
+    ended = job.wait(of=[first, second, third])
+    assert not ended.of("node_lost") and not ended.of("recovery_started"), ended.explain()
+    check_same(ended, reference(DDP))
+
+
+def _send_from(source: hosts.Host, to: hosts.Host, port: int, data: bytes) -> None:
+    program = (
+        "import socket, sys\n"
+        f"with socket.create_connection(({to.address!r}, {port}), 2) as s:\n"
+        "    s.settimeout(0.5)\n"
+        "    try:\n"
+        "        s.sendall(sys.stdin.buffer.read())\n"
+        "        s.recv(100)\n"
+        "    except OSError as e:\n"
+        "        print(e)\n"
+    )
+    subprocess.run([*source.command, "python3", "-c", program], input=data, check=True, capture_output=True, timeout=20)

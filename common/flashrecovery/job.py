@@ -67,11 +67,11 @@ async def _moved_to(path: Path, place: Place) -> Place | None:
     """
     for directory in (*sorted(path.glob("term*"), reverse=True), path):
         found = RunFiles(directory).controller()
-        if found is None or found.address == f"{place.controller}:{place.port}":
+        if found is None or found["address"] == f"{place.controller}:{place.port}":
             continue
-        if await answers(found.address, place.token):
-            log.warning("the job's controller is at %s now", found.address)
-            host, port = split_address(found.address, str(directory / "controller.json"))
+        if await answers(found["address"], place.token):
+            log.warning("the job's controller is at %s now", found["address"])
+            host, port = split_address(found["address"], str(directory / "controller.json"))
             return replace(place, controller=host, port=port, embeds=False)
     return None
 

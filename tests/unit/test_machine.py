@@ -124,7 +124,7 @@ class World:
                 pb.ShardNeed(name="common", nbytes=10, replicated=True),
                 pb.ShardNeed(name=f"capsule@{rank}", nbytes=5),
             ]
-            m.on_joined(pb.Joined(rank=rank, generation=command.generation, needs=needs), self.now)
+            m.on_joined(pb.Joined(rank=rank, generation=command.generation, steps=self.steps, needs=needs), self.now)
             return
         reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank)
         if body == "hold":

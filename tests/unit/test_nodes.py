@@ -255,7 +255,9 @@ def heir(world: World, *, missing: tuple[int, ...] = (), **states: object) -> Wo
                 rank=r.rank,
                 pid=r.pid,
                 local_rank=r.local_rank,
-                joined=pb.Joined(rank=r.rank, needs=[pb.ShardNeed(name=n, nbytes=b) for n, b in r.needs.items()]),
+                joined=pb.Joined(
+                    rank=r.rank, steps=r.steps, needs=[pb.ShardNeed(name=n, nbytes=b) for n, b in r.needs.items()]
+                ),
                 **{"resumed": True, "stepping": True, **states},  # type: ignore[arg-type]
             )
             for r in old.ranks.values()
@@ -295,11 +297,11 @@ def test_a_new_controller_ends_the_recovery_that_the_old_one_had_begun() -> None
 
 
 def test_a_new_controller_replaces_who_died_meanwhile() -> None:
-    new = heir(running(), missing=(3,))
+    new = heir(running(), missing=(2, 3))
     assert new.machine.state is State.STARTING
     new.machine.on_tick(new.now + 6)
     new.collect()
-    assert new.machine.generation == 1 and new.machine.ranks[3].home == "b"  # which has room for it
+    assert new.machine.generation == 1 and new.machine.ranks[3].home == "b"  # which has room for them
     assert new.run() is State.FINISHED
 
 

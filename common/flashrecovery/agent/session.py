@@ -239,7 +239,8 @@ class ControllerSession:
         """Follow a newer controller, or become one if this one is lost and it is this node's turn."""
         newer = self._succession.newer(seen)
         if newer is not None:
-            await self._follow(newer.term, newer.controller)
+            self._follow(newer.term, newer.controller)
+            await self._leave()
             return
         gone_after_s = self._limits.node_silence_s + self._limits.node_probe_s
         if self._standing is Standing.MEMBER or (door is not Door.REFUSED and self._silent_s() < gone_after_s):
@@ -250,17 +251,16 @@ class ControllerSession:
             return
         term = await self._succession.stand(lambda e, request: ask_elector(e, request, self._token))
         if term is not None:
-            await self._follow(term, await self._lead(self._succession, term))
+            self._follow(term, await self._lead(self._succession, term))
 
-    async def _follow(self, term: int, address: str) -> None:
+    def _follow(self, term: int, address: str) -> None:
         log.warning("follows the controller of term %d at %s", term, address)
-        previous, self._succession.controller = self._succession.controller, address
+        self._succession.controller = address
         self._succession.term, self._suspended, self._lost_at = term, False, None
+        self._heard_at = time.monotonic()  # it has that long to be heard
         self._controller = ""  # any incarnation there
         self._link = Link()
         self._drop_connection()
-        if previous != address:
-            await self._leave()
 
 
 async def answers(address: str, token: str) -> bool:

@@ -38,7 +38,7 @@ class RankRecord:
         home: name of the node that holds the rank, or is to; "" while no node has room for it.
         page_on: name of the node whose agent has the page of its last process; "" if that node is lost.
         live: -1 when the process holds no whole version.
-        steps: -1 when the script's end is the end of its steps.
+        steps: that it will take; -1 when the script's end is the end of its steps, None as long as it has not said so.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class RankRecord:
     page_on: str = ""
     local_rank: int = 0
     joined_generation: int = 0
-    steps: int = -1
+    steps: int | None = None
     from_standby: bool = False
     needs: dict[str, int] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
@@ -106,8 +106,9 @@ def unequal_steps(records: Iterable[RankRecord]) -> str:
     """Ranks that will not take equally many steps, in words; "" if all agree. The others would wait for ever."""
     by_count: dict[int, list[int]] = {}
     for record in records:
-        by_count.setdefault(record.steps, []).append(record.rank)
-    if len(by_count) == 1:
+        if record.steps is not None:
+            by_count.setdefault(record.steps, []).append(record.rank)
+    if len(by_count) <= 1:
         return ""
     said = "; ".join(
         f"{'no steps() but single calls' if n < 0 else f'steps({n})'} on rank{'s' * (len(r) > 1)} {str(r)[1:-1]}"

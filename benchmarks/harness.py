@@ -21,6 +21,8 @@ import psutil
 BENCHMARKS = Path(__file__).resolve().parent
 REPOSITORY = BENCHMARKS.parent
 EXAMPLE = REPOSITORY / "examples" / "gpt"
+JOB_ENV = "FLASHRECOVERY_BENCH_JOB"
+"""Every process of a launch has this variable, and the job's directory in it."""
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -66,12 +68,21 @@ class Launch:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
         psutil.wait_procs(family, timeout=grace_s)
-        for member in family:
+        for member in [*family, *self._orphans()]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
         psutil.wait_procs(family, timeout=grace_s)
         for process in self.processes:
             process.wait(grace_s)
+
+    def _orphans(self) -> list[psutil.Process]:
+        """Processes of this job whose parent has died, such as the writers of a rank that was killed."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if str(self.log.parent) in process.environ().get(JOB_ENV, ""):
+                    found.append(process)
+        return found
 
     def tail(self, lines: int = 12) -> str:
         """The end of the log, for a report of what went wrong."""

@@ -95,8 +95,10 @@ def run_trial(peer: Peer, job: Job, limit_s: float) -> Trial:
                 return Trial(trial.first, trial.whole, trial.step, trouble=f"time-out {state}\n{launch.tail()}")
             if not job.arm_file.exists() and trial.warm and (peer.ready is None or peer.ready(job)):
                 job.arm_file.touch()
-            if not job.kill_file.exists() and launch.processes[0].poll() is not None:
-                return Trial(None, None, 0.0, trouble=f"ended before the kill\n{launch.tail()}")
+            ended = [p.poll() is not None for p in launch.processes]
+            if all(ended) or (ended[0] and not job.kill_file.exists()):
+                state = "after the kill" if job.kill_file.exists() else "before the kill"
+                return Trial(None, None, 0.0, trouble=f"ended {state}\n{launch.tail(40)}")
             if peer.tend is not None:
                 peer.tend(job, launch)
             time.sleep(0.02)

@@ -22,15 +22,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from harness import EXAMPLE
+from harness import EXAMPLE, JOB_ENV
 
 sys.path.append(str(EXAMPLE))
 
 import corpus
 from data import BlockDataset, make_loader
 from model import GPT, GPTConfig
-
-JOB_ENV = "FLASHRECOVERY_BENCH_JOB"
 
 
 @dataclass(frozen=True)

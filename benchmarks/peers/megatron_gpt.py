@@ -145,6 +145,9 @@ class Checkpoint:
         steps = [int(p.name) for p in self._directory.glob("*") if (p / "whole").exists()]
         if not steps:
             return 0
+        for inner in self._training.optimizer.chained_optimizers:
+            if hasattr(inner, "_init_optimizer_states_with_dummy_values"):
+                inner._init_optimizer_states_with_dummy_values()  # torch's Adam has no state to load into before a step
         state = dist_checkpointing.load(self._state(loading=True), str(self._directory / str(max(steps))))
         self._training.chunks[0].module.load_state_dict(state["model"])
         self._training.optimizer.load_state_dict(state["optimizer"])

@@ -18,6 +18,7 @@ import grpc
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.lease import LEASE_PROBE, Standing, knock, standing
 from flashrecovery.agent.peers import PeerService, probe_all
+from flashrecovery.beats.agent import BeatSender
 from flashrecovery.config import Timeouts
 from flashrecovery.errors import ConfigError, ProtocolError
 from flashrecovery.link import Link
@@ -54,6 +55,7 @@ class ControllerSession:
         self._attempt: asyncio.Task[None] | None = None
         self._attempt_at = 0.0
         self._standing = Standing.MEMBER
+        self._beats = BeatSender(token, self._heard_at_least_at, self._drop_connection)
         agent.connect(self._send, self._send_heartbeat)
 
     def _send(self, message: pb.AgentMessage) -> None:
@@ -61,7 +63,7 @@ class ControllerSession:
         self._link.send(message)
 
     def _send_heartbeat(self, message: pb.AgentMessage) -> None:
-        if self._fresh:
+        if self._fresh and not self._beats.carry(message.heartbeat):
             self._link.send_now_or_never(message)
 
     async def run(self) -> str | None:
@@ -90,6 +92,7 @@ class ControllerSession:
         ends: set[asyncio.Future[Any]] = {self._attempt, self._agent.finished}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         self._fresh = False
+        self._beats.forget()
         if not self._attempt.done():
             self._attempt.cancel()
         try:
@@ -135,10 +138,23 @@ class ControllerSession:
             self._fresh = True
             self._standing = Standing.MEMBER
             self._agent.go_on()
+            if command.WhichOneof("body") == "beat":
+                self._beats.invited(self._host, command.beat, self._link)
         elif self._standing is Standing.ORPHANED:
             self._standing = Standing.MEMBER
         if self._link.accept(command):
             self._agent.handle(command)
+
+    def _heard_at_least_at(self, when: float) -> None:
+        """The controller has answered a heartbeat of that time. Only while the connection holds: what counts after that
+        comes on a new one."""
+        if not self._fresh:
+            return
+        self._heard_at = max(self._heard_at, when)
+        if self._peers is not None:
+            self._peers.controller_heard_at = self._heard_at
+        if self._standing is Standing.ORPHANED:
+            self._standing = Standing.MEMBER
 
     def _give_up_if_late(self) -> None:
         silent_s = time.monotonic() - self._heard_at
@@ -179,7 +195,8 @@ class ControllerSession:
         door, seen = await asyncio.gather(
             knock(self._host, self._port, wait_s), probe_all(self._agent.neighbours(), self._token, wait_s)
         )
-        if self._heard_at > asked_at or self._standing is Standing.CUT_OFF:
+        heard = self._heard_at > asked_at or time.monotonic() - self._heard_at < self._limits.lease_s
+        if heard or self._standing is Standing.CUT_OFF:
             return  # once cut off, only a new connection restores it
         found = standing(door, seen, self._limits.lease_s)
         if found is not self._standing:

@@ -230,7 +230,16 @@ class Machine(TakeOver):
             self._to(State.FINISHED)
             self._emit(ev.JobFinished(generation=self.generation, exit_code=0, seconds=now - self._started_at))
 
+    @property
+    def wants_every_heartbeat(self) -> bool:
+        """Whether something waits for the next committed step; else the ranks' health is for those who look."""
+        first_steps = self.ranks[0].committed <= self._start_version + 1
+        return self.state is State.RUNNING and (self.recovery is not None or first_steps)
+
     def on_heartbeat(self, message: pb.Heartbeat, now: float) -> None:
+        """What the ranks of one node are doing. A datagram may be older than what has come on the stream meanwhile, or
+        newer: what a rank has committed counts if it is of this generation."""
+        counts = (Place.RUNNING, Place.RECOVERING) if message.generation == self.generation else ()
         for health in message.ranks:
             record = self.ranks.get(health.rank)
             if record is None or record.pid != health.pid:
@@ -240,7 +249,7 @@ class Machine(TakeOver):
                 health.progress_age_s,
                 health.step_s,
             )
-            if record.place is Place.RUNNING:
+            if record.place in counts:
                 record.committed = max(record.committed, health.committed)
         self._confirm(now)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import grpc
 
 from flashrecovery import events as ev
+from flashrecovery.beats.controller import BeatServer
 from flashrecovery.config import FaultSpec, RunConfig, check_phase
 from flashrecovery.controller.console import line_of
 from flashrecovery.controller.job_state import AGENT
@@ -59,6 +60,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._incarnations: dict[str, str] = {}
         self._connections: dict[str, object] = {}
         self._liveness = Liveness(config.timeouts)
+        self._beats = BeatServer(token, self, config.timeouts.heartbeat_s)
         self._beat_at = 0.0
         self._incarnation = uuid.uuid4().hex
         self._standbys: dict[str, tuple[int, int]] = {}
@@ -84,12 +86,15 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         except RuntimeError as e:
             raise ConfigError(f"controller {host}:{port}: the address cannot be bound: {e}") from e
         await self._server.start()
+        if self._config.several_nodes and self._config.datagrams:
+            self._beats.open(host, int(bound))
         self._ticker = asyncio.create_task(self._tick())
         return int(bound)
 
     async def stop(self) -> None:
         if self._ticker is not None:
             self._ticker.cancel()
+        self._beats.close()
         self.over.set()
         for link in self._links.values():
             link.close()
@@ -127,7 +132,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         try:
             if self.machine.nodes[node].alive:
                 self._tell_modules(node)
-                yield self._beat()  # at once, because an agent that was cut off waits for it
+                # at once, because an agent that was cut off waits for it
+                yield pb.Command(generation=self.machine.generation, beat=self._beats.invite(node, link))
             async for command in link.outgoing():
                 if self._connections.get(node) is not connection:
                     return
@@ -136,6 +142,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             reader.cancel()
             if self._connections.get(node) is connection:
                 del self._connections[node]
+                self._beats.forget(node)
                 self._liveness.disconnected(node)
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.JobStatus:
@@ -188,6 +195,25 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             self._incarnations[message.node] = message.incarnation
             self._links[message.node] = Link()
         return self._links[message.node]
+
+    # -- beats.controller.Hearer ------------------------------------------------------------------
+
+    def hears(self, node: str, now: float) -> bool:
+        """A sign of life by datagram."""
+        record = self.machine.nodes.get(node)
+        if record is None or not record.alive:
+            return False
+        self._liveness.heard(node, now)
+        return True
+
+    def urgent(self) -> bool:
+        return self.machine.wants_every_heartbeat
+
+    def health(self, node: str, heartbeat: pb.Heartbeat) -> None:
+        self.machine.on_heartbeat(heartbeat, time.monotonic())
+
+    def after_beats(self) -> None:
+        self._act()
 
     # -- feeding the machine ----------------------------------------------------------------------
 
@@ -278,11 +304,12 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             self._act()
 
     def _look_for_the_silent(self, now: float) -> None:
-        """Beats to the agents, and what follows from theirs."""
+        """Beats to the agents that get none by datagram, and what follows from theirs."""
         if now - self._beat_at >= self._config.timeouts.heartbeat_s:
             self._beat_at = now
             for name in self._connections:
-                self._links[name].send_now_or_never(self._beat())
+                if not self._beats.gets_through(name, now):
+                    self._links[name].send_now_or_never(self._beat())
         for found in self._liveness.check(now):
             if isinstance(found, Ask):
                 probe = pb.Probe(

@@ -993,16 +993,28 @@ Global___Replace: _TypeAlias = Replace  # noqa: Y015
 
 @_typing.final
 class Beat(_message.Message):
-    """The controller is there, and this node belongs to the job. At least 4 Hz."""
+    """The controller is there, and this node belongs to the job. At least 4 Hz, here or as a datagram.
+    The first one of a connection may invite the agent to send its heartbeats as datagrams (beats/wire.py).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PORT_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    SALT_FIELD_NUMBER: _builtins.int
+    port: _builtins.int
+    ticket: _builtins.int
+    salt: _builtins.bytes
     def __init__(
         self,
+        *,
+        port: _builtins.int = ...,
+        ticket: _builtins.int = ...,
+        salt: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["port", b"port", "salt", b"salt", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,9 +15,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
-from flashrecovery.beats.wire import ANSWER, ANSWERED, BEAT, MAGIC, Header, Seal, pack_ranks
+from flashrecovery.beats.wire import ANSWER, ANSWERED, BEAT, MAGIC, Header, Seal, Stream, pack_ranks
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _AGAIN_S = 0.08
@@ -29,21 +28,6 @@ _STUCK_S = 5.0
 _REMEMBERED = 64
 
 log = logging.getLogger("flashrecovery")
-
-
-class Stream(Protocol):
-    """What is needed of the agent's :class:`~flashrecovery.link.Link`."""
-
-    @property
-    def sent(self) -> int:
-        """Number of the newest message."""
-
-    @property
-    def received(self) -> int:
-        """Number of the newest message from the other side."""
-
-    def acknowledge(self, number: int) -> None:
-        """The other side has got everything up to this one."""
 
 
 class BeatSender(asyncio.DatagramProtocol):

@@ -13,11 +13,10 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from flashrecovery.beats.wire import ANSWER, ANSWERED, BEAT, LIMIT, MAGIC, Header, Seal, ticket_of, unpack_ranks
+from flashrecovery.beats.wire import ANSWER, ANSWERED, BEAT, LIMIT, MAGIC, Header, Seal, Stream, ticket_of, unpack_ranks
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _BATCH = 256
@@ -30,21 +29,6 @@ _GRACE = 1.6
 """In heartbeat periods: an agent that was heard within this time is heard by datagram."""
 
 log = logging.getLogger("flashrecovery")
-
-
-class Stream(Protocol):
-    """What the server needs of the agent's :class:`~flashrecovery.link.Link`."""
-
-    @property
-    def sent(self) -> int:
-        """Number of the newest message."""
-
-    @property
-    def received(self) -> int:
-        """Number of the newest message from the other side."""
-
-    def acknowledge(self, number: int) -> None:
-        """The other side has got everything up to this one."""
 
 
 class Hearer(Protocol):

@@ -12,7 +12,7 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -32,6 +32,21 @@ _RANKS = 32
 LIMIT = _HEADER.size + _RANKS * _RANK.size + _DIGEST_BYTES
 """Bytes of the largest datagram; below every usual MTU, so that none is fragmented."""
 _SHORTEST = _HEADER.size + _DIGEST_BYTES
+
+
+class Stream(Protocol):
+    """The :class:`~flashrecovery.link.Link` whose acknowledgements the datagrams carry."""
+
+    @property
+    def sent(self) -> int:
+        """Number of the newest message."""
+
+    @property
+    def received(self) -> int:
+        """Number of the newest message from the other side."""
+
+    def acknowledge(self, number: int) -> None:
+        """The other side has got everything up to this one."""
 
 
 class Header(NamedTuple):

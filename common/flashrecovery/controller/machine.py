@@ -67,8 +67,9 @@ class Machine(TakeOver):
         if order is None:
             return
         self._launched, self._started_at = True, now
+        chosen = {node.name for node in order}
         for node in self.nodes.values():
-            node.state = NodeState.ACTIVE if node in order else NodeState.SPARE
+            node.state = NodeState.ACTIVE if node.name in chosen else NodeState.SPARE
         nproc = self.config.nproc_per_node
         self.stride = neighbour_stride([n.domain for n in order], nproc)
         for record in self.ranks.values():
@@ -126,7 +127,7 @@ class Machine(TakeOver):
         record.joined_generation = self.generation
         record.from_standby = message.standby
         record.capsules = tuple(message.capsules)
-        if all(r.place is not Place.EMPTY for r in self.ranks.values()):
+        if not self.places[Place.EMPTY]:
             self._publish_rank_table()
 
     def on_joined(self, message: pb.Joined, now: float) -> None:
@@ -136,7 +137,7 @@ class Machine(TakeOver):
             return
         known = dict(record.needs)
         record.joined(message)
-        self.outbox.keep(lambda p: (p.what, p.rank) != ("replace", record.rank))
+        self.outbox.forget("replace", record.rank)
         if known and set(known) != set(record.needs):
             odd = sorted(set(known) ^ set(record.needs))[:3]
             self._fail(
@@ -226,7 +227,7 @@ class Machine(TakeOver):
             self._own_failure(record, "exit", "the process ended with code 0 in the middle of the training", now)
             return
         record.place = Place.FINISHED
-        if all(r.place is Place.FINISHED for r in self.ranks.values()):
+        if self._all(Place.FINISHED):
             self._to(State.FINISHED)
             self._emit(ev.JobFinished(generation=self.generation, exit_code=0, seconds=now - self._started_at))
 
@@ -282,7 +283,7 @@ class Machine(TakeOver):
 
     def _try_start(self, now: float) -> None:
         """STARTING is over when every rank has come to its first step."""
-        if any(r.place is not Place.JOINED for r in self.ranks.values()):
+        if not self._all(Place.JOINED):
             return
         uneven = unequal_steps(self.ranks.values())
         if uneven:

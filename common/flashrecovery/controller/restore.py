@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from flashrecovery.controller.records import RankRecord
 from flashrecovery.errors import JobFailedError
@@ -31,19 +32,27 @@ class RestoreRound:
 
     def command(self, rank: int, checkpoint: str, deadline_s: float) -> pb.Restore:
         """What ``rank`` has to do."""
-        transfers = [
-            pb.TransferItem(shard=t.shard, source=t.source, dest=t.dest, kind=t.kind.value)
-            for t in self.plan.transfers
-            if rank in (t.source, t.dest)
-        ]
-        local = [pb.LocalItem(shard=i.shard, kind=i.kind.value) for i in self.plan.local if i.rank == rank]
+        transfers, local = self._items
         return pb.Restore(
             version=self.version,
-            transfers=transfers,
-            local=local,
+            transfers=transfers.get(rank, ()),
+            local=local.get(rank, ()),
             checkpoint=checkpoint,
             deadline_s=deadline_s,
         )
+
+    @cached_property
+    def _items(self) -> tuple[dict[int, list[pb.TransferItem]], dict[int, list[pb.LocalItem]]]:
+        """Transfers and local restores by the ranks that have to do with them."""
+        transfers: dict[int, list[pb.TransferItem]] = {}
+        for t in self.plan.transfers:
+            item = pb.TransferItem(shard=t.shard, source=t.source, dest=t.dest, kind=t.kind.value)
+            for rank in {t.source, t.dest}:
+                transfers.setdefault(rank, []).append(item)
+        local: dict[int, list[pb.LocalItem]] = {}
+        for i in self.plan.local:
+            local.setdefault(i.rank, []).append(pb.LocalItem(shard=i.shard, kind=i.kind.value))
+        return transfers, local
 
     def report(self, rank: int, reply: pb.Reply) -> None:
         self.reports[rank] = reply

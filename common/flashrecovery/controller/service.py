@@ -15,15 +15,16 @@ import grpc
 from flashrecovery import events as ev
 from flashrecovery.beats.controller import BeatServer
 from flashrecovery.config import FaultSpec, RunConfig, check_phase
+from flashrecovery.controller.batches import Batches
 from flashrecovery.controller.console import line_of
 from flashrecovery.controller.job_state import AGENT
 from flashrecovery.controller.liveness import NODE_PROBE, Ask, Liveness, Lost
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.nodes import NodeState
 from flashrecovery.controller.outbox import Emit, Publish
-from flashrecovery.controller.rank_table import Parts, rows
 from flashrecovery.controller.states import State
 from flashrecovery.controller.status import job_status
+from flashrecovery.controller.table_publisher import TablePublisher
 from flashrecovery.errors import ConfigError
 from flashrecovery.link import Link
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -60,6 +61,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._incarnations: dict[str, str] = {}
         self._connections: dict[str, object] = {}
         self._liveness = Liveness(config.timeouts)
+        self._tables = TablePublisher(run_dir)
         self._beats = BeatServer(token, self, config.timeouts.heartbeat_s)
         self._beat_at = 0.0
         self._incarnation = uuid.uuid4().hex
@@ -100,6 +102,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             link.close()
         if self._server is not None:
             await self._server.stop(grace=_GRACE_S)
+        self._tables.close()
 
     def request_stop(self, reason: str) -> None:
         self.machine.on_stop_request(reason)
@@ -252,6 +255,9 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             m.on_failure(message.failure, now)
         elif body == "reply":
             m.on_reply(message.reply, now)
+        elif body == "replies":
+            for reply in message.replies.replies:
+                m.on_reply(reply, now)
         elif body == "done":
             m.on_done(message.done, now)
         elif body == "exited":
@@ -354,10 +360,12 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 self._post(record.home, command)
 
     def _act(self) -> None:
+        batches = Batches()
         for action in self.machine.take_actions():
             if isinstance(action, Emit):
                 self._record(action.event)
                 if isinstance(action.event, ev.JobStarted):
+                    self._post_all(batches)
                     for spec in self._to_arm:
                         step = -1 if spec.step is None else spec.step
                         self._deliver(spec.rank, spec.fault, spec.at or "between", step)
@@ -365,22 +373,22 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 elif isinstance(action.event, ev.RecoveryStarted):
                     self._schedule.recovered()
             elif isinstance(action, Publish):
-                self._publish(action)
+                for node, command in self._tables.publish(action, self._links):
+                    self._post(node, command)
+            elif action.node is None:
+                self._post_all(batches)
+                self._post(None, action.command)
             else:
-                self._post(action.node, action.command)
+                batches.add(action.node, action.command)
+        self._post_all(batches)
         if self.machine.state is State.FINISHED and not self._dismissed:
             self._dismissed = True
             self._post(None, pb.Command(rank=AGENT, shutdown=pb.Shutdown()))
         if self.machine.state in (State.FINISHED, State.FAILED):
             self.over.set()
 
-    def _publish(self, action: Publish) -> None:
-        """The whole table into the run directory, where whoever needs it reads it; to each agent only what concerns its
-        own ranks, so that nothing that is sent grows with the number of nodes squared."""
-        self.run_dir.write_rank_table(action.generation, rows(action.table))
-        parts = Parts(action.table)
-        for node in self._links:
-            command = pb.Command(generation=action.generation, rank=AGENT, rank_table=parts.part_for(node))
+    def _post_all(self, batches: Batches) -> None:
+        for node, command in batches.take(len(self.machine.nodes)):
             self._post(node, command)
 
     def _post(self, node: str | None, command: pb.Command) -> None:

@@ -28,6 +28,8 @@ STEADY_S = 8.0
 LIMIT_S = 240.0
 PAPER = {1000: ("8", "0.1"), 4000: ("31", "0.1"), 8000: ("60", "< 0.5"), 18000: ("249", "< 0.5")}
 """FlashRecovery (arXiv 2509.03047), Table I: seconds of the original update of the rank table, and of loading it."""
+SETTLE_S = 4.0
+"""After the launch: the first steps are watched more closely."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +83,14 @@ class Agents:
             out.close()
 
 
-def measure(devices: int, folder: Path) -> Measured:
-    """Launch, run for a while, lose one rank, recover."""
+def measure(devices: int, folder: Path, profile: Path | None) -> Measured:
+    """Launch, run for a while, lose one rank, recover. ``profile``: where to leave what the controller has done."""
     nodes = max(devices // PER_NODE, 1)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     run_dir = folder / "run"
-    command = [sys.executable, "-m", "flashrecovery.cli.main", "controller", "--bind", f"127.0.0.1:{port}"]
+    profiled = ["-m", "cProfile", "-o", str(profile)] if profile is not None else []
+    command = [sys.executable, *profiled, "-m", "flashrecovery.cli.main", "controller", "--bind", f"127.0.0.1:{port}"]
     command += ["--nnodes", str(nodes), "--nproc-per-node", str(PER_NODE), "--run-dir", str(run_dir)]
     controller = subprocess.Popen(command, env=harness.environment())
     while not (run_dir / "controller.json").exists() and controller.poll() is None:
@@ -97,7 +100,7 @@ def measure(devices: int, folder: Path) -> Measured:
         began = time.monotonic()
         wait_for(run_dir, "job_started", controller)
         launch_s = time.monotonic() - began
-        time.sleep(2.0)
+        time.sleep(SETTLE_S)
         process = psutil.Process(controller.pid)
         before = sum(process.cpu_times()[:2])
         time.sleep(STEADY_S)
@@ -105,13 +108,22 @@ def measure(devices: int, folder: Path) -> Measured:
         agents.tell(f"kill {devices // 2}")
         finished = wait_for(run_dir, "recovery_finished", controller)
         (failed,) = agents.said("failed")
+        agents.tell("report")
+        while len(agents.said("reported")) < len(agents.processes):
+            time.sleep(0.1)
+        if agents.said("stuck"):
+            raise RuntimeError("a stream was taken for dead")
+        print(f"  heartbeats on streams, all told: {sum(agents.said('heartbeats-on-stream')):.0f}", flush=True)
         phases = {name: s for name, s in finished["phases"].items() if name != "redo"}
         loads = [load_seconds(run_dir / "ranktable.json") for _ in range(5)]
         sent_s = max(agents.said("hold")) - failed
         return Measured(devices, launch_s, cores, sent_s, sum(phases.values()), statistics.median(loads))
     finally:
         agents.stop()
-        controller.kill()
+        if profile is not None:
+            controller.terminate()
+        else:
+            controller.kill()
         controller.wait()
 
 
@@ -140,12 +152,14 @@ def main() -> None:
     """Measure and judge."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--devices", default="32,256,1000,4000,8000,18000")
+    flags.add_argument("--profile", type=Path, help="folder for what cProfile says of the controller")
     args = flags.parse_args()
     harness.begin()
     results = []
     for devices in map(int, args.devices.split(",")):
         with harness.job_directory() as folder:
-            results.append(measure(devices, folder))
+            profile = args.profile / f"controller-{devices}.prof" if args.profile else None
+            results.append(measure(devices, folder, profile))
             print(f"  {results[-1]}", flush=True)
     rows = []
     for r in results:

@@ -178,7 +178,7 @@ def test_the_controller_counts_as_heard_when_the_answered_heartbeat_was_sent() -
         before = time.monotonic()
         assert both.agent.sender.carry(pb.Heartbeat())
         sent = time.monotonic()
-        time.sleep(0.1) # the whole process stands still; the answer lies in the buffer
+        time.sleep(0.1)  # the whole process stands still; the answer lies in the buffer
         both.server.look()
         time.sleep(0.1)
         await asyncio.sleep(0.02)

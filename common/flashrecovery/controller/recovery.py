@@ -181,8 +181,8 @@ class RecoverySteps(JobState):
                     self._command(r.rank, pb.Command(release=pb.Release()))
 
     def _all_have_gone_on(self, resume_step: int) -> bool:
-        """Whether every rank has committed a step after ``resume_step`` or has none left. Who has, has for good; so each
-        rank is asked about only until then, however many heartbeats come."""
+        """Whether every rank has committed a step after ``resume_step`` or has none left. Who has, has for good; so
+        each rank is asked about only until then, however many heartbeats come."""
         while self._confirmed < len(self.ranks):
             record = self.ranks[self._confirmed]
             if record.place not in (Place.DONE, Place.FINISHED) and record.committed <= resume_step:

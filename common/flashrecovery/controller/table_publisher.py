@@ -30,8 +30,8 @@ class TablePublisher:
         self._told: dict[str, object] = {}
 
     def publish(self, action: Publish, agents: Mapping[str, object]) -> Iterable[tuple[str, pb.Command]]:
-        """Have the file written, and say what to send to whom. ``agents``: their links, by node; another link is another
-        agent, which knows nothing yet."""
+        """Have the file written, and say what to send to whom. ``agents``: their links, by node; another link is
+        another agent, which knows nothing yet."""
         self._newest = action
         self._writer.submit(self._write, action)
         old, new = self._parts, Parts(action.table)

@@ -54,7 +54,9 @@ class Machine(TakeOver):
         elif self._launched:
             node.state = NodeState.SPARE
             self._settle_homeless(now)
-        elif self._found_since is None:
+        elif self._found_since is None and (
+            len(self.nodes) >= self.config.nnodes or node.slots < self.config.nproc_per_node
+        ):
             self._launch(now)
 
     def _launch(self, now: float) -> None:

@@ -114,6 +114,10 @@ class RankRecord:
         found += [Holding(self.rank, capsule, v, Kind.PAGE, self.needs.get(capsule, 0)) for v in self.capsules]
         return found
 
+    def newest_held(self) -> int:
+        """The newest version of anything that it holds, -1: nothing."""
+        return max(self.live, *self.capsules, *(h.version for h in self.held), -1)
+
     def need_list(self) -> list[Need]:
         return [Need(self.rank, n, b) for n, b in self.needs.items()]
 

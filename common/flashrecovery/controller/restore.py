@@ -14,8 +14,8 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 @dataclass
 class RestoreRound:
-    """One execution of a plan: who takes part, what they reported. ``needs`` and ``holdings`` are those that the plan has
-    to do with."""
+    """One execution of a plan: who takes part, what they reported. ``needs`` and ``holdings``: those that the plan has to
+    do with."""
 
     version: int
     reason: str
@@ -123,8 +123,8 @@ def _any_cut(records: Mapping[int, RankRecord]) -> Cut | NoCut:
 
 
 def _plain_cut(records: Mapping[int, RankRecord]) -> Cut | None:
-    """The usual case, found without writing down who holds what: everything exists at one version, and nothing at a newer
-    one. None in every other case."""
+    """The usual case, found without writing down who holds what: everything exists at one version, and nothing at a
+    newer one. None in every other case."""
     newest = max((r.newest_held() for r in records.values()), default=-1)
     if newest < 0:
         return None

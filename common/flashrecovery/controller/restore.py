@@ -14,8 +14,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 @dataclass
 class RestoreRound:
-    """One execution of a plan: who takes part, what they reported. ``needs`` and ``holdings``: those that the plan has to
-    do with."""
+    """One execution of a plan: who takes part, what they reported. ``needs``, ``holdings``: what the plan is about."""
 
     version: int
     reason: str

@@ -44,6 +44,7 @@ _GRACE_S = 1.0
 """For the connections to end by themselves."""
 _FAULTS = ("sigkill", "sigstop", "exit", "raise", "segv", "corrupt")
 _MESSAGE_LIMIT = 256 << 20
+_CHEAP_S = 0.005
 
 log = logging.getLogger("flashrecovery")
 
@@ -75,6 +76,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._ticker: asyncio.Task[None] | None = None
         self._dismissed = False
         self._modules: pb.Modules | None = None
+        self._undo_told = -1
+        self._status, self._status_until = pb.JobStatus(), 0.0
         self.over = asyncio.Event()
         """The job has finished or failed, or this controller has ended."""
 
@@ -153,11 +156,15 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         return self.status()
 
     def status(self) -> pb.JobStatus:
-        """What the rpc of this name answers."""
+        """What the rpc of this name answers; not to be changed. In a very large job everybody gets the same one for so
+        long that all the looking takes a tenth of a core at most."""
         now = time.monotonic()
-        status = job_status(self.machine, self._liveness, self._standby_counts(), now)
-        status.run_dir, status.uptime_s = str(self.run_dir.path), now - self._started
-        return status
+        if now >= self._status_until:
+            status = job_status(self.machine, self._liveness, self._standby_counts(), now)
+            status.run_dir, status.uptime_s = str(self.run_dir.path), now - self._started
+            self._status, took = status, time.monotonic() - now
+            self._status_until = now + 10 * took if took > _CHEAP_S else 0.0
+        return self._status
 
     def _standby_counts(self) -> tuple[int, int]:
         """(ready, starting), of all nodes"""
@@ -282,7 +289,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             self._record(ev.Notice(generation=m.generation, rank=n.rank, kind=n.kind, text=n.text))
             if n.kind == "health_warning":
                 m.nodes[node].suspect = n.text  # the last to get ranks of a lost node
-            elif n.kind == "undo_enabled":
+            elif n.kind == "undo_enabled" and self._undo_told != m.generation:
+                self._undo_told = m.generation  # once, however many ranks find it out
                 # a rank whose steps need it cannot be brought back unless the others can go back, too
                 for rank in m.ranks:
                     command = pb.Command(generation=m.generation, rank=rank, keep_undo=pb.KeepUndo(reason=n.text))
@@ -349,7 +357,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     def _announce_checkpoint(self, now: float) -> None:
         """Tell every rank which version to save, far enough ahead that all hear it in time."""
-        if not self._checkpoints or self.machine.state is not State.RUNNING:
+        if not self._checkpoints or self.machine.state is not State.RUNNING or not self._schedule.is_due(now):
             return
         records = self.machine.ranks.values()
         version = self._schedule.announce(max(r.committed for r in records), max(r.step_s for r in records), now=now)

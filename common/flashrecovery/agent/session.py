@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 
 from flashrecovery.agent.agent import Agent
-from flashrecovery.agent.lease import LEASE_PROBE, Standing, knock, standing
+from flashrecovery.agent.lease import LEASE_PROBE, Door, Standing, knock, standing
 from flashrecovery.agent.peers import PeerService, probe_all
 from flashrecovery.beats.agent import BeatSender
 from flashrecovery.config import Timeouts
@@ -32,6 +32,8 @@ _LOOK_S = 0.05
 _AGAIN_S = 0.1
 _ATTEMPT_S = 1.0
 """A connection attempt without any answer is given up for a new one after this time."""
+_BUSY_S = 5.0
+"""A controller whose door is open but who says nothing is busy: thousands of new connections would not help it."""
 _OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 
 log = logging.getLogger("flashrecovery")
@@ -55,6 +57,7 @@ class ControllerSession:
         self._attempt: asyncio.Task[None] | None = None
         self._attempt_at = 0.0
         self._standing = Standing.MEMBER
+        self._door = Door.SILENT
         self._beats = BeatSender(token, self._heard_at_least_at, self._drop_connection)
         agent.connect(self._send, self._send_heartbeat)
 
@@ -178,7 +181,8 @@ class ControllerSession:
             if not self._joined or silent_s < self._limits.lease_s:
                 continue
             await self._ask()
-            stale = self._fresh and silent_s >= self._limits.node_silence_s
+            patience_s = _BUSY_S if self._door is Door.OPEN else self._limits.node_silence_s
+            stale = self._fresh and silent_s >= patience_s
             late = not self._fresh and now - self._attempt_at > _ATTEMPT_S
             if stale or late:
                 self._drop_connection()
@@ -195,6 +199,7 @@ class ControllerSession:
         door, seen = await asyncio.gather(
             knock(self._host, self._port, wait_s), probe_all(self._agent.neighbours(), self._token, wait_s)
         )
+        self._door = door
         heard = self._heard_at > asked_at or time.monotonic() - self._heard_at < self._limits.lease_s
         if heard or self._standing is Standing.CUT_OFF:
             return  # once cut off, only a new connection restores it

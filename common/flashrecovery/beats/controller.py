@@ -8,7 +8,6 @@ by which checkpoints are announced), else once a second, because the machine's b
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import secrets
 import socket
@@ -87,9 +86,7 @@ class BeatServer:
             self._socket.bind(found[4])
         except OSError as e:
             self.close()
-            if e.errno != errno.EADDRINUSE:
-                raise
-            log.warning("UDP port %d is taken: heartbeats go on the agents' streams", port)
+            log.warning("heartbeats go on the agents' streams: UDP %s:%d: %s", host, port, e.strerror)
             return
         self._port = port
         asyncio.get_running_loop().add_reader(self._socket, self.look)

@@ -322,7 +322,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         if now - self._beat_at >= self._config.timeouts.heartbeat_s:
             self._beat_at = now
             for name in self._connections:
-                if not self._beats.gets_through(name, now):
+                if self.machine.nodes[name].alive and not self._beats.gets_through(name, now):
                     self._links[name].send_now_or_never(self._beat())
         for found in self._liveness.check(now):
             if isinstance(found, Ask):
@@ -334,6 +334,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 self._post(found.observer, pb.Command(rank=AGENT, probe=probe))
             elif isinstance(found, Lost):
                 self._standbys.pop(found.node, None)
+                self._beats.forget(found.node)
+                self._links[found.node].close()  # if it hears this, it comes back, and is told that it was lost
                 self.machine.on_node_lost(found.node, found.evidence, found.silent_s, now)
             else:
                 text = (

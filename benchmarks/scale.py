@@ -36,7 +36,8 @@ SETTLE_S = 4.0
 @dataclass(frozen=True)
 class Measured:
     """Of one size. Seconds; ``cores``: of the controller while the job runs; ``sent_s``: from the failure to the last
-    survivor's hold command; ``control_s``: all phases of the recovery but the repeated step; ``store_s``: all ranks
+    survivor's hold command; ``control_s``: all phases of the recovery but the repeated step, ``control_cpu_s``: the
+    controller's processor time of the whole recovery; ``store_s``: all ranks
     connect to the TCPStore; ``late_store_s``: one more does while they are connected."""
 
     devices: int
@@ -44,6 +45,7 @@ class Measured:
     cores: float
     sent_s: float
     control_s: float
+    control_cpu_s: float
     load_s: float
     store_s: float
     late_store_s: float
@@ -79,6 +81,14 @@ class Agents:
             found += [float(line.split()[1]) for line in lines if line.startswith(f"{what} ")]
         return found
 
+    def wait_for(self, what: str) -> None:
+        """Until every process has said it. Raises TimeoutError."""
+        deadline = time.monotonic() + LIMIT_S
+        while len(self.said(what)) < len(self.processes):
+            if time.monotonic() > deadline or any(p.poll() is not None for p in self.processes):
+                raise TimeoutError(f"the simulated agents have not said {what!r}")
+            time.sleep(0.1)
+
     def stop(self) -> None:
         for process in self.processes:
             process.kill()
@@ -87,7 +97,7 @@ class Agents:
             out.close()
 
 
-def measure(devices: int, folder: Path, profile: Path | None) -> Measured:
+def measure(devices: int, folder: Path, profile: Path | None, stores: bool) -> Measured:
     """Launch, run for a while, lose one rank, recover. ``profile``: where to leave what the controller has done."""
     nodes = max(devices // PER_NODE, 1)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -109,12 +119,13 @@ def measure(devices: int, folder: Path, profile: Path | None) -> Measured:
         before = sum(process.cpu_times()[:2])
         time.sleep(STEADY_S)
         cores = (sum(process.cpu_times()[:2]) - before) / STEADY_S
+        before = sum(process.cpu_times()[:2])
         agents.tell(f"kill {devices // 2}")
         finished = wait_for(run_dir, "recovery_finished", controller)
+        control_cpu_s = sum(process.cpu_times()[:2]) - before
         (failed,) = agents.said("failed")
         agents.tell("report")
-        while len(agents.said("reported")) < len(agents.processes):
-            time.sleep(0.1)
+        agents.wait_for("reported")
         if agents.said("stuck"):
             raise RuntimeError("a stream was taken for dead")
         print(f"  heartbeats on streams, all told: {sum(agents.said('heartbeats-on-stream')):.0f}", flush=True)
@@ -129,7 +140,8 @@ def measure(devices: int, folder: Path, profile: Path | None) -> Measured:
             controller.kill()
         controller.wait()
     control_s, load_s = sum(phases.values()), statistics.median(loads)
-    return Measured(devices, launch_s, cores, sent_s, control_s, load_s, *store_seconds(devices))
+    found = store_seconds(devices) if stores else (float("nan"), float("nan"))
+    return Measured(devices, launch_s, cores, sent_s, control_s, control_cpu_s, load_s, *found)
 
 
 def wait_for(run_dir: Path, event: str, controller: subprocess.Popen[bytes]) -> dict[str, Any]:
@@ -158,13 +170,14 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--devices", default="32,256,1000,4000,8000,18000")
     flags.add_argument("--profile", type=Path, help="folder for what cProfile says of the controller")
+    flags.add_argument("--no-stores", action="store_true", help="leave the TCPStore out")
     args = flags.parse_args()
     harness.begin()
     results = []
     for devices in map(int, args.devices.split(",")):
         with harness.job_directory() as folder:
             profile = args.profile / f"controller-{devices}.prof" if args.profile else None
-            results.append(measure(devices, folder, profile))
+            results.append(measure(devices, folder, profile, not args.no_stores))
             print(f"  {results[-1]}", flush=True)
     rows = []
     for r in results:
@@ -175,6 +188,7 @@ def main() -> None:
                 f"{r.cores:.2f}",
                 f"{r.sent_s:.2f}",
                 f"{r.control_s:.2f}",
+                f"{r.control_cpu_s:.2f}",
                 f"{r.load_s:.3f}",
                 before,
                 after,
@@ -187,6 +201,7 @@ def main() -> None:
         "controller, cores",
         "failure to last command",
         "control part",
+        "controller's processor time",
         "rank table",
         "Table I",
         "loaded",

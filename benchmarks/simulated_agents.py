@@ -28,7 +28,7 @@ STEP_S = 1.0
 SHARD_BYTES = 1 << 30
 
 
-last: dict[str, float] = {}
+latest: dict[str, float] = {}
 """When any agent of this process last got a command of each kind."""
 
 
@@ -129,7 +129,7 @@ class SimulatedAgent:
         elif body == "replace":
             self.replace(command)
         elif body in ("hold", "stop", "regroup", "restore", "resume"):
-            last[body] = time.monotonic()
+            latest[body] = time.monotonic()
             self.reply(command, body)
         elif body == "shutdown":
             sys.exit(0)
@@ -184,7 +184,7 @@ async def main() -> None:
                     say("failed")
                     agent.die(agent.ranks[int(line[1])])
         elif line[0] == "report":
-            for name, when in last.items():
+            for name, when in latest.items():
                 say(name, when)
             say("heartbeats-on-stream", sum(a.on_stream for a in agents))
             say("reported")

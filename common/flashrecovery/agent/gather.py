@@ -27,9 +27,9 @@ class Gather:
     def expect(self, commands: Iterable[pb.Command], within_s: float) -> None:
         """Answers to these may wait for each other for ``within_s`` seconds from the first one on."""
         self.flush()
-        if within_s > 0:
-            self._expected = {c.serial for c in commands if c.WhichOneof("body") in _ANSWERED}
-            self._within_s = within_s
+        answered = (c.serial for c in commands if c.WhichOneof("body") in _ANSWERED)
+        self._expected = set(answered) if within_s > 0 else set()
+        self._within_s = within_s
 
     def send(self, message: pb.AgentMessage) -> None:
         """Now, or with the other answers."""

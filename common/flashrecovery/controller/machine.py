@@ -178,8 +178,10 @@ class Machine(TakeOver):
 
     def on_reply(self, message: pb.Reply, now: float) -> None:
         """A worker has carried out a command, or says why it could not."""
+        if message.generation != self.generation:
+            return  # perhaps to another controller, whose serial numbers were the same
         pending = self.outbox.acknowledge(message.serial)
-        if pending is None or message.generation != self.generation:
+        if pending is None:
             return
         record = self.ranks[pending.rank]
         if message.error_type:

@@ -17,17 +17,17 @@ from collections.abc import AsyncIterator
 import grpc
 
 from flashrecovery.agent.gather import Gather
-from flashrecovery.beats.agent import BeatSender
 from flashrecovery.link import Link
 from flashrecovery.proto import CHANNEL_OPTIONS
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+from simulated_beats import Beating, Beats
 
-HEARTBEAT_S = 0.25
 STEP_S = 1.0
 SHARD_BYTES = 1 << 30
 
 
+beats = Beats()
 latest: dict[str, float] = {}
 """When any agent of this process last got a command of each kind."""
 
@@ -74,13 +74,12 @@ class SimulatedAgent:
         self.world = world
         self.link: Link[pb.AgentMessage, pb.Command] = Link()
         self.gather = Gather(self.send_now)
-        self.beats = BeatSender("", lambda when: None, self.stuck)
+        self.beating = Beating(self.link, self.look, self.beat_on_stream)
         self.ranks: dict[int, SimulatedRank] = {}
         self.generation = 0
         self.on_stream = 0
 
     async def run(self, channel: grpc.aio.Channel) -> None:
-        asyncio.create_task(self.beat())  # noqa: RUF006 - ends with the process
         async for command in rpc.ControllerStub(channel).Session(self.messages()):
             if self.link.accept(command):
                 self.handle(command)
@@ -93,21 +92,16 @@ class SimulatedAgent:
         async for message in self.link.outgoing():
             yield message
 
-    async def beat(self) -> None:
-        await asyncio.sleep(HEARTBEAT_S * (self.node % 100) / 100)  # real agents do not beat in step, either
-        while True:
-            health = [
-                pb.RankHealth(rank=r.rank, pid=r.pid, tag=r.committed(), committed=r.committed(), step_s=STEP_S)
-                for r in self.ranks.values()
-            ]
-            beat = pb.Heartbeat(generation=self.generation, ranks=health)
-            if not self.beats.carry(beat):
-                self.link.send_now_or_never(pb.AgentMessage(heartbeat=beat))
-                self.on_stream += 1
-            await asyncio.sleep(HEARTBEAT_S)
+    def look(self) -> pb.Heartbeat:
+        health = [
+            pb.RankHealth(rank=r.rank, pid=r.pid, tag=r.committed(), committed=r.committed(), step_s=STEP_S)
+            for r in self.ranks.values()
+        ]
+        return pb.Heartbeat(generation=self.generation, ranks=health)
 
-    def stuck(self) -> None:
-        say("stuck")
+    def beat_on_stream(self, heartbeat: pb.Heartbeat) -> None:
+        self.link.send_now_or_never(pb.AgentMessage(heartbeat=heartbeat))
+        self.on_stream += 1
 
     def send_now(self, message: pb.AgentMessage) -> None:
         message.age_base = time.monotonic()
@@ -118,6 +112,7 @@ class SimulatedAgent:
 
     def handle(self, command: pb.Command) -> None:
         self.generation = max(self.generation, command.generation)
+        self.beating.changed()
         body = command.WhichOneof("body")
         if body == "batch":
             self.gather.expect(command.batch.commands, command.batch.gather_s)
@@ -125,7 +120,7 @@ class SimulatedAgent:
                 self.handle(one)
         elif body == "beat":
             if command.beat.port:
-                self.beats.invited("127.0.0.1", command.beat, self.link)
+                beats.invited(self.beating, "127.0.0.1", command.beat)
         elif body == "replace":
             self.replace(command)
         elif body in ("hold", "stop", "regroup", "restore", "resume"):
@@ -174,6 +169,8 @@ async def main() -> None:
     agents = [SimulatedAgent(node, per_node, world) for node in range(first, last)]
     options = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
     channels = [grpc.aio.insecure_channel(address, options=options) for _ in agents]
+    beats.agents = [a.beating for a in agents]
+    beating = asyncio.ensure_future(beats.run())
     running = [asyncio.ensure_future(a.run(c)) for a, c in zip(agents, channels, strict=True)]
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -190,6 +187,7 @@ async def main() -> None:
             say("reported")
         elif line[0] == "vanish":  # the whole process: all of its nodes fall silent
             say("vanished")
+            beating.cancel()
             for task in running:
                 task.cancel()
             return

@@ -141,7 +141,7 @@ class BeatSender(asyncio.DatagramProtocol):
             self._stream.acknowledge(header.received)
             self._look_at_stream(header, time.monotonic())
 
-    def error_received(self, exc: OSError) -> None:
+    def error_received(self, exc: Exception) -> None:
         """The way there, or the port, is closed; heartbeats go on the stream, too, until answers come."""
         log.debug("heartbeats: %s", exc)
 

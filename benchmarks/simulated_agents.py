@@ -1,10 +1,10 @@
 """Thousands of agents without workers, for :mod:`scale`: they speak the real protocol and answer at once.
 
-    python simulated_agents.py ADDRESS FIRST LAST RANKS_PER_NODE
+    python simulated_agents.py ADDRESS FIRST LAST RANKS_PER_NODE DEVICES
 
-Each agent has a stream of its own to the controller, heartbeats at the real pace, and ranks that report, hold, stop,
-regroup, restore and resume as soon as they are told. On standard input ``kill RANK`` lets a rank die; on standard
-output come lines ``NAME MONOTONIC_SECONDS`` for what the benchmark wants to know.
+Each agent has a stream of its own to the controller, a socket for its heartbeats, which keep the real pace, and ranks
+that report, hold, stop, regroup, restore and resume as soon as they are told. On standard input ``kill RANK`` lets a
+rank die and ``report`` has lines ``NAME MONOTONIC_SECONDS`` written for what the benchmark wants to know.
 """
 
 from __future__ import annotations
@@ -16,18 +16,24 @@ from collections.abc import AsyncIterator
 
 import grpc
 
+from flashrecovery.agent.gather import Gather
 from flashrecovery.link import Link
 from flashrecovery.proto import CHANNEL_OPTIONS
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+from simulated_beats import Beating, Beats
 
-HEARTBEAT_S = 0.25
 STEP_S = 1.0
 SHARD_BYTES = 1 << 30
 
 
-def say(what: str) -> None:
-    print(what, f"{time.monotonic():.6f}", flush=True)
+beats = Beats()
+latest: dict[str, float] = {}
+"""When any agent of this process last got a command of each kind."""
+
+
+def say(what: str, when: float | None = None) -> None:
+    print(what, f"{time.monotonic() if when is None else when:.6f}", flush=True)
 
 
 class SimulatedRank:
@@ -67,11 +73,13 @@ class SimulatedAgent:
         self.slots = ranks
         self.world = world
         self.link: Link[pb.AgentMessage, pb.Command] = Link()
+        self.gather = Gather(self.send_now)
+        self.beating = Beating(self.link, self.look, self.beat_on_stream)
         self.ranks: dict[int, SimulatedRank] = {}
         self.generation = 0
+        self.on_stream = 0
 
     async def run(self, channel: grpc.aio.Channel) -> None:
-        asyncio.create_task(self.beat())  # noqa: RUF006 - ends with the process
         async for command in rpc.ControllerStub(channel).Session(self.messages()):
             if self.link.accept(command):
                 self.handle(command)
@@ -84,27 +92,39 @@ class SimulatedAgent:
         async for message in self.link.outgoing():
             yield message
 
-    async def beat(self) -> None:
-        await asyncio.sleep(HEARTBEAT_S * (self.node % 100) / 100)  # real agents do not beat in step, either
-        while True:
-            health = [
-                pb.RankHealth(rank=r.rank, pid=r.pid, tag=r.committed(), committed=r.committed(), step_s=STEP_S)
-                for r in self.ranks.values()
-            ]
-            beat = pb.Heartbeat(generation=self.generation, ranks=health)
-            self.link.send_now_or_never(pb.AgentMessage(heartbeat=beat))
-            await asyncio.sleep(HEARTBEAT_S)
+    def look(self) -> pb.Heartbeat:
+        health = [
+            pb.RankHealth(rank=r.rank, pid=r.pid, tag=r.committed(), committed=r.committed(), step_s=STEP_S)
+            for r in self.ranks.values()
+        ]
+        return pb.Heartbeat(generation=self.generation, ranks=health)
+
+    def beat_on_stream(self, heartbeat: pb.Heartbeat) -> None:
+        self.link.send_now_or_never(pb.AgentMessage(heartbeat=heartbeat))
+        self.on_stream += 1
+
+    def send_now(self, message: pb.AgentMessage) -> None:
+        message.age_base = time.monotonic()
+        self.link.send(message)
 
     def send(self, **body: object) -> None:
-        self.link.send(pb.AgentMessage(age_base=time.monotonic(), **body))  # type: ignore[arg-type]
+        self.gather.send(pb.AgentMessage(**body))  # type: ignore[arg-type]
 
     def handle(self, command: pb.Command) -> None:
         self.generation = max(self.generation, command.generation)
+        self.beating.changed()
         body = command.WhichOneof("body")
-        if body == "replace":
+        if body == "batch":
+            self.gather.expect(command.batch.commands, command.batch.gather_s)
+            for one in command.batch.commands:
+                self.handle(one)
+        elif body == "beat":
+            if command.beat.port:
+                beats.invited(self.beating, "127.0.0.1", command.beat)
+        elif body == "replace":
             self.replace(command)
         elif body in ("hold", "stop", "regroup", "restore", "resume"):
-            say(body)
+            latest[body] = time.monotonic()
             self.reply(command, body)
         elif body == "shutdown":
             sys.exit(0)
@@ -149,6 +169,8 @@ async def main() -> None:
     agents = [SimulatedAgent(node, per_node, world) for node in range(first, last)]
     options = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
     channels = [grpc.aio.insecure_channel(address, options=options) for _ in agents]
+    beats.agents = [a.beating for a in agents]
+    beating = asyncio.ensure_future(beats.run())
     running = [asyncio.ensure_future(a.run(c)) for a, c in zip(agents, channels, strict=True)]
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -158,8 +180,14 @@ async def main() -> None:
                 if int(line[1]) in agent.ranks:
                     say("failed")
                     agent.die(agent.ranks[int(line[1])])
+        elif line[0] == "report":
+            for name, when in latest.items():
+                say(name, when)
+            say("heartbeats-on-stream", sum(a.on_stream for a in agents))
+            say("reported")
         elif line[0] == "vanish":  # the whole process: all of its nodes fall silent
             say("vanished")
+            beating.cancel()
             for task in running:
                 task.cancel()
             return

@@ -1,7 +1,8 @@
 """One side of the stream between controller and agent: nothing is lost and nothing comes twice when it breaks.
 
 Messages are numbered and kept until the other side has acknowledged them; after a break what is left is sent again, and
-what has arrived already is dropped. Acknowledgements ride on the heartbeats that both sides send anyway.
+what has arrived already is dropped. Acknowledgements ride on the heartbeats that both sides send anyway, on the stream
+or as datagrams (:mod:`flashrecovery.beats`).
 """
 
 from __future__ import annotations
@@ -52,10 +53,24 @@ class Link(Generic[Out, In]):
             taken.acknowledged = self._received
             yield taken
 
+    @property
+    def sent(self) -> int:
+        """Number of the newest message that is to arrive for certain."""
+        return self._sent
+
+    @property
+    def received(self) -> int:
+        """Number of the newest message from the other side."""
+        return self._received
+
+    def acknowledge(self, number: int) -> None:
+        """The other side has got every message up to this one."""
+        while self._unacknowledged and self._unacknowledged[0].sequence <= number:
+            self._unacknowledged.popleft()
+
     def accept(self, message: In) -> bool:
         """Whether ``message`` is new."""
-        while self._unacknowledged and self._unacknowledged[0].sequence <= message.acknowledged:
-            self._unacknowledged.popleft()
+        self.acknowledge(message.acknowledged)
         if message.sequence == 0:
             return True
         if message.sequence <= self._received:

@@ -329,3 +329,17 @@ def test_the_table_names_every_state_and_refuses_the_rest() -> None:
     check_transition(State.RUNNING, State.QUIESCING)
     with pytest.raises(ProtocolError):
         check_transition(State.FINISHED, State.RUNNING)
+
+
+def test_an_answer_of_an_older_generation_acknowledges_nothing() -> None:
+    """A controller that was started anew counts its commands from one again."""
+    world = World(2)
+    world.launch()
+    while world.machine.state is not State.RUNNING or world.inbox:
+        world.step()
+    world.kill(1)
+    hold = next(c for _, c in world.inbox if c.HasField("hold"))
+    stale = pb.Reply(serial=hold.serial, generation=world.machine.generation - 1, rank=hold.rank)
+    world.machine.on_reply(stale, world.now)
+    assert hold.serial in world.machine.outbox.pending
+    assert world.run() is State.FINISHED

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -139,7 +140,7 @@ def test_messages_of_a_lost_node_and_of_old_generations_change_nothing(tmp_path:
         (record,) = machine.ranks.values()
         started = pb.WorkerStarted(rank=0, generation=0, pid=77)
         machine.on_started(started, "node", "h")
-        machine.on_node_lost("node", "test", 0.0, 0.0)
+        machine.on_node_lost("node", "test", 0.0, time.monotonic())
         machine.take_actions()
         before = (machine.state, machine.generation, record.place)
         late = pb.AgentMessage(sequence=1, done=pb.Done(rank=0, generation=0, version=5))

@@ -18,6 +18,7 @@ import grpc
 
 from flashrecovery.agent.environment import common_env, rank_env
 from flashrecovery.agent.faults import ArmedFaults
+from flashrecovery.agent.gather import Gather
 from flashrecovery.agent.hang import HangMonitor
 from flashrecovery.agent.identity import Identity
 from flashrecovery.agent.logs import LogTail
@@ -62,7 +63,7 @@ class Agent:
         self._setup_logs = SetupLogs(token)
         self._table = pb.RankTable()
         self._halted = False
-        self._send: Send = _unsent
+        self._gather = Gather(_unsent)
         self._generation = 0
         self._attempt = 0
         self._checkpoint: pb.CheckpointSaved | None = None
@@ -83,7 +84,7 @@ class Agent:
 
     def connect(self, send: Send, send_heartbeat: Send) -> None:
         """``send`` takes a message for the controller and does not lose it; a heartbeat may be lost."""
-        self._send = send
+        self._gather = Gather(send)
         self._pulse = Pulse(self, self._ranks, send_heartbeat, self._config.timeouts.heartbeat_s)
         self._task(self._pulse.run())
         self._health.start()
@@ -166,6 +167,10 @@ class Agent:
         body = command.WhichOneof("body")
         if body == "replace":
             self._task(self._replace(command))
+        elif body == "batch":
+            self._gather.expect(command.batch.commands, command.batch.gather_s)
+            for one in command.batch.commands:
+                self.handle(one)
         elif body == "shutdown":
             self._task(self.shutdown(command.shutdown.reason or None))
         elif body == "rank_table":
@@ -400,6 +405,9 @@ class Agent:
             step=max(process.page.committed, 0),
         )
         self._send(pb.AgentMessage(failure=message))
+
+    def _send(self, message: pb.AgentMessage) -> None:
+        self._gather.send(message)
 
     def _notice(self, rank: int, kind: str, text: str) -> None:
         self._send(pb.AgentMessage(notice=pb.Notice(rank=rank, kind=kind, text=text)))

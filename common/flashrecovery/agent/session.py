@@ -20,6 +20,7 @@ from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.lease import FRESH, LEASE_PROBE, Door, Standing, knock, standing
 from flashrecovery.agent.peers import PeerService, Seen, probe_all
 from flashrecovery.agent.succession import Succession, ask_elector
+from flashrecovery.beats.agent import BeatSender
 from flashrecovery.config import Timeouts
 from flashrecovery.errors import ConfigError, ProtocolError
 from flashrecovery.link import Link
@@ -33,6 +34,8 @@ _LOOK_S = 0.05
 _AGAIN_S = 0.1
 _ATTEMPT_S = 1.0
 """A connection attempt without any answer is given up for a new one after this time."""
+_BUSY_S = 5.0
+"""A controller whose door is open but who says nothing is busy: thousands of new connections would not help it."""
 _OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 
 log = logging.getLogger("flashrecovery")
@@ -75,6 +78,8 @@ class ControllerSession:
         self._attempt: asyncio.Task[None] | None = None
         self._attempt_at = 0.0
         self._standing = Standing.MEMBER
+        self._door = Door.SILENT
+        self._beats = BeatSender(token, self._heard_at_least_at, self._drop_connection)
         agent.connect(self._send, self._send_heartbeat)
 
     @property
@@ -90,7 +95,7 @@ class ControllerSession:
         self._link.send(message)
 
     def _send_heartbeat(self, message: pb.AgentMessage) -> None:
-        if self._fresh:
+        if self._fresh and not self._beats.carry(message.heartbeat):
             self._link.send_now_or_never(message)
 
     async def run(self) -> str | None:
@@ -119,6 +124,7 @@ class ControllerSession:
         ends: set[asyncio.Future[Any]] = {self._attempt, self._agent.finished}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         self._fresh = False
+        self._beats.forget()
         if not self._attempt.done():
             self._attempt.cancel()
         try:
@@ -172,6 +178,8 @@ class ControllerSession:
             self._fresh = True
             self._standing = Standing.MEMBER
             self._agent.go_on()
+            if body == "beat":
+                self._beats.invited(split_address(self._address, "--controller")[0], command.beat, self._link)
         elif self._standing is Standing.ORPHANED:
             self._standing = Standing.MEMBER
         if not self._link.accept(command):
@@ -181,6 +189,17 @@ class ControllerSession:
             self._send(pb.AgentMessage(electors_known=pb.ElectorsKnown(version=command.electors.version)))
         else:
             self._agent.handle(command)
+
+    def _heard_at_least_at(self, when: float) -> None:
+        """The controller has answered a heartbeat of that time. Only while the connection holds: what counts after that
+        comes on a new one."""
+        if not self._fresh:
+            return
+        self._heard_at, self._lost_at = max(self._heard_at, when), None
+        if self._peers is not None:
+            self._peers.controller_heard_at = self._heard_at
+        if self._standing is Standing.ORPHANED:
+            self._standing = Standing.MEMBER
 
     def _give_up_if_late(self) -> None:
         silent_s = time.monotonic() - self._heard_at
@@ -204,7 +223,8 @@ class ControllerSession:
             if not self._joined or silent_s < self._limits.lease_s:
                 continue
             await self._ask()
-            stale = self._fresh and silent_s >= self._limits.node_silence_s
+            patience_s = _BUSY_S if self._door is Door.OPEN else self._limits.node_silence_s
+            stale = self._fresh and silent_s >= patience_s
             late = not self._fresh and now - self._attempt_at > _ATTEMPT_S
             if stale or late:
                 self._drop_connection()
@@ -223,7 +243,8 @@ class ControllerSession:
         door, seen = await asyncio.gather(
             knock(host, port, wait_s), probe_all(sorted(asked | set(self._agent.neighbours())), self._token, wait_s)
         )
-        if self._heard_at > asked_at:
+        self._door = door
+        if self._heard_at > asked_at or self._silent_s() < self._limits.lease_s:
             return
         if self._standing is not Standing.CUT_OFF:  # once cut off, only a new connection restores it
             found = standing(Door.SILENT if self._suspended else door, seen, self._limits.lease_s)

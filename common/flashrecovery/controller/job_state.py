@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from flashrecovery import events as ev
@@ -9,7 +10,7 @@ from flashrecovery.config import RunConfig
 from flashrecovery.controller.history import Recovery
 from flashrecovery.controller.nodes import NodeRecord, NodeState, rooms
 from flashrecovery.controller.outbox import Action, Outbox
-from flashrecovery.controller.records import RankRecord
+from flashrecovery.controller.records import Place, RankRecord
 from flashrecovery.controller.restore import RestoreRound
 from flashrecovery.controller.states import State, check_transition
 from flashrecovery.plan.placement import place
@@ -27,6 +28,7 @@ class JobState:
     state: State = State.STARTING
     generation: int = 0
     ranks: dict[int, RankRecord] = field(default_factory=dict)
+    places: Counter[Place] = field(default_factory=Counter)
     nodes: dict[str, NodeRecord] = field(default_factory=dict)
     stride: int = 1
     checkpoint: tuple[int, str] | None = None
@@ -46,13 +48,18 @@ class JobState:
     _homeless_since: float | None = None
     _found_since: float | None = None
     _found_at: float | None = None
+    _confirmed: int = 0  # ranks before this one have committed a step since the last recovery
 
     def __post_init__(self) -> None:
-        self.ranks = {r: RankRecord(r) for r in range(self.config.world_size)}
+        self.ranks = {r: RankRecord(r, self.places) for r in range(self.config.world_size)}
 
     def take_actions(self) -> list[Action]:
         """What is to be done because of the events so far, in order."""
         return self.outbox.take()
+
+    def _all(self, *places: Place) -> bool:
+        """Whether every rank is in one of these places."""
+        return sum(self.places[p] for p in places) == len(self.ranks)
 
     def _to(self, state: State, now: float | None = None) -> None:
         check_transition(self.state, state)
@@ -65,7 +72,7 @@ class JobState:
     def _fail(self, reason: str) -> None:
         """Nothing is left to try: say why, stop everything, keep the evidence."""
         self.failure_reason = reason
-        self.outbox.pending.clear()
+        self.outbox.clear()
         self._to(State.FAILED)
         self._emit(ev.JobFailed(generation=self.generation, reason=reason))
         shutdown = pb.Shutdown(reason=reason, grace_s=self.config.timeouts.shutdown_grace_s)

@@ -54,7 +54,9 @@ class Machine(TakeOver):
         elif self._launched:
             node.state = NodeState.SPARE
             self._settle_homeless(now)
-        elif self._found_since is None:
+        elif self._found_since is None and (
+            len(self.nodes) >= self.config.nnodes or node.slots < self.config.nproc_per_node
+        ):
             self._launch(now)
 
     def _launch(self, now: float) -> None:
@@ -67,8 +69,9 @@ class Machine(TakeOver):
         if order is None:
             return
         self._launched, self._started_at = True, now
+        chosen = {node.name for node in order}
         for node in self.nodes.values():
-            node.state = NodeState.ACTIVE if node in order else NodeState.SPARE
+            node.state = NodeState.ACTIVE if node.name in chosen else NodeState.SPARE
         nproc = self.config.nproc_per_node
         self.stride = neighbour_stride([n.domain for n in order], nproc)
         for record in self.ranks.values():
@@ -126,7 +129,7 @@ class Machine(TakeOver):
         record.joined_generation = self.generation
         record.from_standby = message.standby
         record.capsules = tuple(message.capsules)
-        if all(r.place is not Place.EMPTY for r in self.ranks.values()):
+        if not self.places[Place.EMPTY]:
             self._publish_rank_table()
 
     def on_joined(self, message: pb.Joined, now: float) -> None:
@@ -136,7 +139,7 @@ class Machine(TakeOver):
             return
         known = dict(record.needs)
         record.joined(message)
-        self.outbox.keep(lambda p: (p.what, p.rank) != ("replace", record.rank))
+        self.outbox.forget("replace", record.rank)
         if known and set(known) != set(record.needs):
             odd = sorted(set(known) ^ set(record.needs))[:3]
             self._fail(
@@ -175,8 +178,10 @@ class Machine(TakeOver):
 
     def on_reply(self, message: pb.Reply, now: float) -> None:
         """A worker has carried out a command, or says why it could not."""
+        if message.generation != self.generation:
+            return  # perhaps to another controller, whose serial numbers were the same
         pending = self.outbox.acknowledge(message.serial)
-        if pending is None or message.generation != self.generation:
+        if pending is None:
             return
         record = self.ranks[pending.rank]
         if message.error_type:
@@ -226,11 +231,20 @@ class Machine(TakeOver):
             self._own_failure(record, "exit", "the process ended with code 0 in the middle of the training", now)
             return
         record.place = Place.FINISHED
-        if all(r.place is Place.FINISHED for r in self.ranks.values()):
+        if self._all(Place.FINISHED):
             self._to(State.FINISHED)
             self._emit(ev.JobFinished(generation=self.generation, exit_code=0, seconds=now - self._started_at))
 
+    @property
+    def wants_every_heartbeat(self) -> bool:
+        """Whether something waits for the next committed step; else the ranks' health is for those who look."""
+        first_steps = self.ranks[0].committed <= self._start_version + 1
+        return self.state is State.RUNNING and (self.recovery is not None or first_steps)
+
     def on_heartbeat(self, message: pb.Heartbeat, now: float) -> None:
+        """What the ranks of one node are doing. A datagram may be older than what has come on the stream meanwhile, or
+        newer: what a rank has committed counts if it is of this generation."""
+        counts = (Place.RUNNING, Place.RECOVERING) if message.generation == self.generation else ()
         for health in message.ranks:
             record = self.ranks.get(health.rank)
             if record is None or record.pid != health.pid:
@@ -240,7 +254,7 @@ class Machine(TakeOver):
                 health.progress_age_s,
                 health.step_s,
             )
-            if record.place is Place.RUNNING:
+            if record.place in counts:
                 record.committed = max(record.committed, health.committed)
         self._confirm(now)
 
@@ -273,7 +287,7 @@ class Machine(TakeOver):
 
     def _try_start(self, now: float) -> None:
         """STARTING is over when every rank has come to its first step."""
-        if any(r.place is not Place.JOINED for r in self.ranks.values()):
+        if not self._all(Place.JOINED):
             return
         uneven = unequal_steps(self.ranks.values())
         if uneven:

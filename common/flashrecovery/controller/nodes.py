@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -86,10 +87,11 @@ def launch_order(nodes: Iterable[NodeRecord], nnodes: int, nproc: int) -> list[N
     return [chosen[rank] for rank in range(nnodes)] if len(chosen) == nnodes else None
 
 
-def rooms(nodes: Iterable[NodeRecord], taken: Sequence[str]) -> list[Room]:
+def rooms(nodes: Iterable[NodeRecord], taken: Iterable[str]) -> list[Room]:
     """What is free. ``taken``: the node of each rank that has one."""
+    used = Counter(taken)
     return [
-        Room(n.name, n.domain, n.slots - taken.count(n.name), n.state is NodeState.SPARE, bool(n.suspect))
+        Room(n.name, n.domain, n.slots - used[n.name], n.state is NodeState.SPARE, bool(n.suspect))
         for n in nodes
         if n.state in (NodeState.ACTIVE, NodeState.SPARE)
     ]

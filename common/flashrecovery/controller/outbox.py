@@ -6,6 +6,7 @@ a victim.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -50,10 +51,13 @@ class Pending:
 
 @dataclass
 class Outbox:
-    """Actions in order, and the pending commands by serial number."""
+    """Actions in order, and the pending commands by serial number. Looking is cheap however many there are."""
 
     actions: list[Action] = field(default_factory=list)
     pending: dict[int, Pending] = field(default_factory=dict)
+    _kinds: Counter[str] = field(default_factory=Counter)
+    _serials: dict[tuple[str, int], set[int]] = field(default_factory=dict)
+    _soonest: float = float("inf")  # no deadline is before this time
     _serial: int = 0
 
     def take(self) -> list[Action]:
@@ -72,29 +76,55 @@ class Outbox:
         self._serial += 1
         command.serial = self._serial
         if deadline is not None:
-            self.pending[self._serial] = Pending(command.rank, what, deadline)
+            self._await(Pending(command.rank, what, deadline))
         self.actions.append(Send(node, command))
 
     def expect(self, rank: int, what: str, deadline: float) -> None:
         """Wait for what another controller has asked for."""
         self._serial += 1
-        self.pending[self._serial] = Pending(rank, what, deadline)
+        self._await(Pending(rank, what, deadline))
+
+    def _await(self, pending: Pending) -> None:
+        self.pending[self._serial] = pending
+        self._kinds[pending.what] += 1
+        self._serials.setdefault((pending.what, pending.rank), set()).add(self._serial)
+        self._soonest = min(self._soonest, pending.deadline)
 
     def acknowledge(self, serial: int) -> Pending | None:
         """The pending command of this serial number, which no longer is."""
-        return self.pending.pop(serial, None)
+        pending = self.pending.pop(serial, None)
+        if pending is not None:
+            self._kinds[pending.what] -= 1
+            serials = self._serials[pending.what, pending.rank]
+            serials.discard(serial)
+            if not serials:
+                del self._serials[pending.what, pending.rank]
+        return pending
+
+    def forget(self, what: str, rank: int) -> None:
+        """Wait for this of ``rank`` no longer."""
+        for serial in list(self._serials.get((what, rank), ())):
+            self.acknowledge(serial)
 
     def keep(self, condition: Callable[[Pending], bool]) -> None:
         """Forget every pending command that does not meet ``condition``."""
-        self.pending = {serial: p for serial, p in self.pending.items() if condition(p)}
+        for serial in [serial for serial, p in self.pending.items() if not condition(p)]:
+            self.acknowledge(serial)
 
-    def waiting_for(self) -> set[str]:
-        """What is pending."""
-        return {p.what for p in self.pending.values()}
+    def clear(self) -> None:
+        """Wait for nothing."""
+        self.keep(lambda _: False)
+
+    def waits_for(self, what: str) -> bool:
+        """Whether any command of this kind is pending."""
+        return self._kinds[what] > 0
 
     def expired(self, now: float) -> Pending | None:
         """One pending command whose deadline has passed, no longer pending; None if there is none."""
+        if now < self._soonest:
+            return None
         for serial, pending in self.pending.items():
             if now >= pending.deadline:
-                return self.pending.pop(serial)
+                return self.acknowledge(serial)
+        self._soonest = min((p.deadline for p in self.pending.values()), default=float("inf"))
         return None

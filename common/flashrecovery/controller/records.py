@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -35,6 +36,7 @@ class RankRecord:
     """One place in the world and the process in it.
 
     Attributes:
+        tally: how many ranks are in which place, kept by all records of a job together.
         home: name of the node that holds the rank, or is to; "" while no node has room for it.
         page_on: name of the node whose agent has the page of its last process; "" if that node is lost.
         live: -1 when the process holds no whole version.
@@ -42,7 +44,7 @@ class RankRecord:
     """
 
     rank: int
-    place: Place = Place.EMPTY
+    tally: Counter[Place] = field(default_factory=Counter, repr=False, compare=False)
     pid: int = 0
     node: str = ""
     host: str = ""
@@ -63,6 +65,20 @@ class RankRecord:
     step_s: float = 0.0
     position: pb.Position = field(default_factory=pb.Position)
     failures_at: dict[int, int] = field(default_factory=dict)
+    _place: Place = Place.EMPTY
+
+    def __post_init__(self) -> None:
+        self.tally[self._place] += 1
+
+    @property
+    def place(self) -> Place:
+        return self._place
+
+    @place.setter
+    def place(self, place: Place) -> None:
+        self.tally[self._place] -= 1
+        self.tally[place] += 1
+        self._place = place
 
     def vacate(self) -> None:
         """The process is gone; what the rank needs stays known."""
@@ -97,6 +113,10 @@ class RankRecord:
         capsule = capsule_name(self.rank)
         found += [Holding(self.rank, capsule, v, Kind.PAGE, self.needs.get(capsule, 0)) for v in self.capsules]
         return found
+
+    def newest_held(self) -> int:
+        """The newest version of anything that it holds, -1: nothing."""
+        return max(self.live, *self.capsules, *(h.version for h in self.held), -1)
 
     def need_list(self) -> list[Need]:
         return [Need(self.rank, n, b) for n, b in self.needs.items()]

@@ -7,7 +7,6 @@ RESTORING, VERIFYING, and back to RUNNING. Each function here belongs to one of 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,14 +51,12 @@ class RecoverySteps(JobState):
 
     def _advance(self, now: float) -> None:
         """Move on from the current recovery state if all that it waits for is there."""
-        places = Counter(r.place for r in self.ranks.values())
-        world = len(self.ranks)
         if self.state is State.QUIESCING:
-            if places[Place.STOPPING]:
+            if self.places[Place.STOPPING]:
                 self._stop_survivors(now)
                 return
             self._to(State.REPLACING, now)
-        if self.state is State.REPLACING and places[Place.STOPPED] + places[Place.JOINED] == world:
+        if self.state is State.REPLACING and self._all(Place.STOPPED, Place.JOINED):
             self._decide(now)
         elif self._retry_at is not None:
             return
@@ -80,8 +77,7 @@ class RecoverySteps(JobState):
         the dead rank still had to send them something; where that matters, a barrier comes before the mutation). The
         others wait meanwhile, because closing their connections could cut off what they had sent.
         """
-        waiting = self.outbox.waiting_for()
-        if waiting & {"hold", "stop"}:
+        if self.outbox.waits_for("hold") or self.outbox.waits_for("stop"):
             return
         limit = self.config.timeouts
         held = [r for r in self.ranks.values() if r.place is Place.STOPPING]
@@ -160,6 +156,7 @@ class RecoverySteps(JobState):
 
     def _send_resume(self, version: int, now: float) -> None:
         limit = self.config.timeouts.resume_ack_s
+        self._confirmed = 0
         for record in self.ranks.values():
             record.committed = version
             if self.state is State.RUNNING:
@@ -171,19 +168,27 @@ class RecoverySteps(JobState):
         if self.state is not State.RUNNING:
             return
         recovery = self.recovery
-        if recovery is not None and all(
-            r.place in (Place.DONE, Place.FINISHED) or r.committed > recovery.resume_step for r in self.ranks.values()
-        ):
+        if recovery is not None and self._all_have_gone_on(recovery.resume_step):
             recovery.finish(now)
             self._retries = 0
             self.history.append(recovery)
             self.recovery = None
             self._emit(recovery.finished_event(self.generation))
-        waiting = [r for r in self.ranks.values() if r.place is Place.DONE]
-        if waiting and all(r.place in (Place.DONE, Place.FINISHED) for r in self.ranks.values()):
-            for r in waiting:
-                r.place = Place.RELEASED
-                self._command(r.rank, pb.Command(release=pb.Release()))
+        if self.places[Place.DONE] and self._all(Place.DONE, Place.FINISHED):
+            for r in self.ranks.values():
+                if r.place is Place.DONE:
+                    r.place = Place.RELEASED
+                    self._command(r.rank, pb.Command(release=pb.Release()))
+
+    def _all_have_gone_on(self, resume_step: int) -> bool:
+        """Whether every rank has committed a step after ``resume_step`` or has none left. Who has, has for good; so
+        each rank is asked about only until then, however many heartbeats come."""
+        while self._confirmed < len(self.ranks):
+            record = self.ranks[self._confirmed]
+            if record.place not in (Place.DONE, Place.FINISHED) and record.committed <= resume_step:
+                return False
+            self._confirmed += 1
+        return True
 
     def _retry(self, now: float) -> None:
         self._retries += 1
@@ -209,7 +214,7 @@ class RecoverySteps(JobState):
         self._to(State.STARTING)
         self.generation += 1
         self.recovery, self._retry_at = None, None
-        self.outbox.pending.clear()
+        self.outbox.clear()
         for record in self.ranks.values():
             record.vacate()
             record.needs, record.committed = {}, -1

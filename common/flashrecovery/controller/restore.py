@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
-from flashrecovery.controller.records import RankRecord
+from flashrecovery.controller.records import RankRecord, capsule_name
 from flashrecovery.errors import JobFailedError
-from flashrecovery.plan import Holding, Need, NoCut, RestorePlan, newest_cut, plan_restore
+from flashrecovery.plan import Cut, Holding, Need, NoCut, RestorePlan, newest_cut, plain_reason, plan_restore
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
 @dataclass
 class RestoreRound:
-    """One execution of a plan: who takes part, what they reported."""
+    """One execution of a plan: who takes part, what they reported. ``needs``, ``holdings``: what the plan is about."""
 
     version: int
     reason: str
@@ -31,19 +32,27 @@ class RestoreRound:
 
     def command(self, rank: int, checkpoint: str, deadline_s: float) -> pb.Restore:
         """What ``rank`` has to do."""
-        transfers = [
-            pb.TransferItem(shard=t.shard, source=t.source, dest=t.dest, kind=t.kind.value)
-            for t in self.plan.transfers
-            if rank in (t.source, t.dest)
-        ]
-        local = [pb.LocalItem(shard=i.shard, kind=i.kind.value) for i in self.plan.local if i.rank == rank]
+        transfers, local = self._items
         return pb.Restore(
             version=self.version,
-            transfers=transfers,
-            local=local,
+            transfers=transfers.get(rank, ()),
+            local=local.get(rank, ()),
             checkpoint=checkpoint,
             deadline_s=deadline_s,
         )
+
+    @cached_property
+    def _items(self) -> tuple[dict[int, list[pb.TransferItem]], dict[int, list[pb.LocalItem]]]:
+        """Transfers and local restores by the ranks that have to do with them."""
+        transfers: dict[int, list[pb.TransferItem]] = {}
+        for t in self.plan.transfers:
+            item = pb.TransferItem(shard=t.shard, source=t.source, dest=t.dest, kind=t.kind.value)
+            for rank in {t.source, t.dest}:
+                transfers.setdefault(rank, []).append(item)
+        local: dict[int, list[pb.LocalItem]] = {}
+        for i in self.plan.local:
+            local.setdefault(i.rank, []).append(pb.LocalItem(shard=i.shard, kind=i.kind.value))
+        return transfers, local
 
     def report(self, rank: int, reply: pb.Reply) -> None:
         self.reports[rank] = reply
@@ -87,12 +96,44 @@ class Decision:
 
 def decide(records: Mapping[int, RankRecord], checkpoint: tuple[int, str] | None) -> Decision:
     """Which version, from whom? Raises JobFailedError if neither a cut nor a checkpoint exists."""
-    needs = [n for r in records.values() for n in r.need_list()]
-    holdings = [h for r in records.values() for h in r.holdings()]
-    cut = newest_cut(needs, holdings)
+    cut = _plain_cut(records) or _any_cut(records)
     if isinstance(cut, NoCut):
         if checkpoint is None:
             raise JobFailedError(f"the job cannot be recovered: {cut.reason}; and there is no checkpoint")
         return Decision.from_checkpoint(checkpoint, records, cut.reason)
+    # Whoever is live at the version needs nothing: mostly all but a few ranks.
+    needs = [n for r in records.values() if r.live != cut.version for n in r.need_list()]
+    lacking = {n.shard for n in needs}
+    holdings = [
+        h
+        for r in records.values()
+        if r.held or r.capsules or not lacking.isdisjoint(r.needs)
+        for h in r.holdings()
+        if h.shard in lacking
+    ]
     plan = plan_restore(needs, holdings, cut.version)
     return Decision(RestoreRound(cut.version, cut.reason, plan, tuple(records), needs, holdings))
+
+
+def _any_cut(records: Mapping[int, RankRecord]) -> Cut | NoCut:
+    needs = [n for r in records.values() for n in r.need_list()]
+    holdings = [h for r in records.values() for h in r.holdings()]
+    return newest_cut(needs, holdings)
+
+
+def _plain_cut(records: Mapping[int, RankRecord]) -> Cut | None:
+    """The usual case, found without writing down who holds what: everything exists at one version, and nothing at a
+    newer one. None in every other case."""
+    newest = max((r.newest_held() for r in records.values()), default=-1)
+    if newest < 0:
+        return None
+    needed: set[str] = set()
+    there: set[str] = set()
+    for record in records.values():
+        needed.update(record.needs)
+        if record.live == newest:
+            there.update(record.needs)
+        there.update(h.shard for h in record.held if h.version == newest)
+        if newest in record.capsules:
+            there.add(capsule_name(record.rank))
+    return Cut(newest, plain_reason(newest)) if needed and needed <= there else None

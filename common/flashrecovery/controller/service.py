@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import grpc
 
 from flashrecovery import events as ev
+from flashrecovery.beats.controller import BeatServer
 from flashrecovery.config import FaultSpec, RunConfig, check_phase
+from flashrecovery.controller.batches import Batches
 from flashrecovery.controller.console import line_of
 from flashrecovery.controller.electorate import Electorate
 from flashrecovery.controller.job_state import AGENT
@@ -22,9 +24,9 @@ from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.nodes import NodeState
 from flashrecovery.controller.outbox import Emit, Publish
 from flashrecovery.controller.quorum import Quorum
-from flashrecovery.controller.rank_table import Parts, rows
 from flashrecovery.controller.states import State
 from flashrecovery.controller.status import job_status
+from flashrecovery.controller.table_publisher import TablePublisher
 from flashrecovery.errors import ConfigError
 from flashrecovery.link import Link
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -44,6 +46,7 @@ _GRACE_S = 1.0
 """For the connections to end by themselves."""
 _FAULTS = ("sigkill", "sigstop", "exit", "raise", "segv", "corrupt")
 _MESSAGE_LIMIT = 256 << 20
+_CHEAP_S = 0.005
 
 log = logging.getLogger("flashrecovery")
 
@@ -64,6 +67,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._connections: dict[str, object] = {}
         self._liveness = Liveness(config.timeouts)
         self._electorate = Electorate(quorum or Quorum(""), self.machine, self._liveness, config.timeouts)
+        self._tables = TablePublisher(run_dir)
+        self._beats = BeatServer(token, self, config.timeouts.heartbeat_s)
         self._beat_at = 0.0
         self._suspended = False
         self._incarnation = uuid.uuid4().hex
@@ -77,6 +82,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._ticker: asyncio.Task[None] | None = None
         self._dismissed = False
         self._modules: pb.Modules | None = None
+        self._undo_told = -1
+        self._status, self._status_until = pb.JobStatus(), 0.0
         self.over = asyncio.Event()
         """The job has finished or failed, or this controller has ended."""
 
@@ -95,17 +102,21 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         except RuntimeError as e:
             raise ConfigError(f"controller {host}:{port}: the address cannot be bound: {e}") from e
         await self._server.start()
+        if self._config.several_nodes and self._config.datagrams:
+            self._beats.open(host, int(bound))
         self._ticker = asyncio.create_task(self._tick())
         return int(bound)
 
     async def stop(self) -> None:
         if self._ticker is not None:
             self._ticker.cancel()
+        self._beats.close()
         self.over.set()
         for link in self._links.values():
             link.close()
         if self._server is not None:
             await self._server.stop(grace=_GRACE_S)
+        self._tables.close()
 
     def request_stop(self, reason: str) -> None:
         self.machine.on_stop_request(reason)
@@ -142,7 +153,10 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 self._tell_modules(node)
                 if self._electorate.named:
                     self._post(node, self._electorate.command())
-                yield self._beat()  # at once, because an agent that was cut off waits for it
+                # at once, because an agent that was cut off waits for it
+                beat = self._beats.invite(node, link)
+                beat.suspended = self._suspended
+                yield pb.Command(generation=self.machine.generation, beat=beat)
             async for command in link.outgoing():
                 if self._connections.get(node) is not connection:
                     return
@@ -151,6 +165,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             reader.cancel()
             if self._connections.get(node) is connection:
                 del self._connections[node]
+                self._beats.forget(node)
                 self._liveness.disconnected(node)
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.JobStatus:
@@ -158,11 +173,15 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         return self.status()
 
     def status(self) -> pb.JobStatus:
-        """What the rpc of this name answers."""
+        """What the rpc of this name answers; not to be changed. In a very large job everybody gets the same one for so
+        long that all the looking takes a tenth of a core at most."""
         now = time.monotonic()
-        status = job_status(self.machine, self._liveness, self._standby_counts(), now)
-        status.run_dir, status.uptime_s = str(self.run_dir.path), now - self._started
-        return status
+        if now >= self._status_until:
+            status = job_status(self.machine, self._liveness, self._standby_counts(), now)
+            status.run_dir, status.uptime_s = str(self.run_dir.path), now - self._started
+            self._status, took = status, time.monotonic() - now
+            self._status_until = now + 10 * took if took > _CHEAP_S else 0.0
+        return self._status
 
     def _standby_counts(self) -> tuple[int, int]:
         """(ready, starting), of all nodes"""
@@ -204,6 +223,25 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             self._links[message.node] = Link()
         return self._links[message.node]
 
+    # -- beats.controller.Hearer ------------------------------------------------------------------
+
+    def hears(self, node: str, now: float) -> bool:
+        """A sign of life by datagram."""
+        record = self.machine.nodes.get(node)
+        if record is None or not record.alive:
+            return False
+        self._liveness.heard(node, now)
+        return not self._suspended
+
+    def urgent(self) -> bool:
+        return self.machine.wants_every_heartbeat
+
+    def health(self, node: str, heartbeat: pb.Heartbeat) -> None:
+        self.machine.on_heartbeat(heartbeat, time.monotonic())
+
+    def after_beats(self) -> None:
+        self._act()
+
     # -- feeding the machine ----------------------------------------------------------------------
 
     async def _read(self, messages: AsyncIterator[pb.AgentMessage], node: str, link: AgentLink) -> None:
@@ -243,6 +281,9 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             m.on_failure(message.failure, now)
         elif body == "reply":
             m.on_reply(message.reply, now)
+        elif body == "replies":
+            for reply in message.replies.replies:
+                m.on_reply(reply, now)
         elif body == "done":
             m.on_done(message.done, now)
         elif body == "exited":
@@ -267,7 +308,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             self._record(ev.Notice(generation=m.generation, rank=n.rank, kind=n.kind, text=n.text))
             if n.kind == "health_warning":
                 m.nodes[node].suspect = n.text  # the last to get ranks of a lost node
-            elif n.kind == "undo_enabled":
+            elif n.kind == "undo_enabled" and self._undo_told != m.generation:
+                self._undo_told = m.generation  # once, however many ranks find it out
                 # a rank whose steps need it cannot be brought back unless the others can go back, too
                 for rank in m.ranks:
                     command = pb.Command(generation=m.generation, rank=rank, keep_undo=pb.KeepUndo(reason=n.text))
@@ -299,7 +341,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                     self._post(None, self._electorate.command())
 
     def _beat_all(self, now: float) -> None:
-        """Tell the agents that this controller is there, and whether it may decide."""
+        """Tell the agents, as far as they do not hear it by datagram, that this controller is there and may decide."""
         suspended = self._electorate.suspended(now)
         if suspended is not self._suspended:
             self._suspended, self._beat_at = suspended, 0.0
@@ -307,7 +349,9 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         if now - self._beat_at >= self._config.timeouts.heartbeat_s:
             self._beat_at = now
             for name in self._connections:
-                self._links[name].send_now_or_never(self._beat())
+                by_datagram = not suspended and self._beats.gets_through(name, now)
+                if self.machine.nodes[name].alive and not by_datagram:
+                    self._links[name].send_now_or_never(self._beat())
 
     def _look_for_the_silent(self, now: float) -> None:
         """Who is lost?"""
@@ -321,6 +365,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 self._post(found.observer, pb.Command(rank=AGENT, probe=probe))
             elif isinstance(found, Lost):
                 self._standbys.pop(found.node, None)
+                self._beats.forget(found.node)
+                self._links[found.node].close()  # if it hears this, it comes back, and is told that it was lost
                 self.machine.on_node_lost(found.node, found.evidence, found.silent_s, now)
             else:
                 text = (
@@ -344,7 +390,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     def _announce_checkpoint(self, now: float) -> None:
         """Tell every rank which version to save, far enough ahead that all hear it in time."""
-        if not self._checkpoints or self.machine.state is not State.RUNNING:
+        if not self._checkpoints or self.machine.state is not State.RUNNING or not self._schedule.is_due(now):
             return
         records = self.machine.ranks.values()
         version = self._schedule.announce(max(r.committed for r in records), max(r.step_s for r in records), now=now)
@@ -355,10 +401,12 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 self._post(record.home, command)
 
     def _act(self) -> None:
+        batches = Batches()
         for action in self.machine.take_actions():
             if isinstance(action, Emit):
                 self._record(action.event)
                 if isinstance(action.event, ev.JobStarted):
+                    self._post_all(batches)
                     for spec in self._to_arm:
                         step = -1 if spec.step is None else spec.step
                         self._deliver(spec.rank, spec.fault, spec.at or "between", step)
@@ -366,22 +414,22 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 elif isinstance(action.event, ev.RecoveryStarted):
                     self._schedule.recovered()
             elif isinstance(action, Publish):
-                self._publish(action)
+                for node, command in self._tables.publish(action, self._links):
+                    self._post(node, command)
+            elif action.node is None:
+                self._post_all(batches)
+                self._post(None, action.command)
             else:
-                self._post(action.node, action.command)
+                batches.add(action.node, action.command)
+        self._post_all(batches)
         if self.machine.state is State.FINISHED and not self._dismissed:
             self._dismissed = True
             self._post(None, pb.Command(rank=AGENT, shutdown=pb.Shutdown()))
         if self.machine.state in (State.FINISHED, State.FAILED):
             self.over.set()
 
-    def _publish(self, action: Publish) -> None:
-        """The whole table into the run directory, where whoever needs it reads it; to each agent only what concerns its
-        own ranks, so that nothing that is sent grows with the number of nodes squared."""
-        self.run_dir.write_rank_table(action.generation, rows(action.table))
-        parts = Parts(action.table)
-        for node in self._links:
-            command = pb.Command(generation=action.generation, rank=AGENT, rank_table=parts.part_for(node))
+    def _post_all(self, batches: Batches) -> None:
+        for node, command in batches.take(len(self.machine.nodes)):
             self._post(node, command)
 
     def _post(self, node: str | None, command: pb.Command) -> None:

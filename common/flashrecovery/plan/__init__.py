@@ -20,7 +20,7 @@ busiest sender sends as little as possible. Each missing shard crosses the wire 
 lost it: bytes on the wire = bytes lost.
 """
 
-from flashrecovery.plan.cut import newest_cut
+from flashrecovery.plan.cut import newest_cut, plain_reason
 from flashrecovery.plan.sources import plan_restore
 from flashrecovery.plan.types import (
     Cut,
@@ -45,5 +45,6 @@ __all__ = [
     "RestorePlan",
     "Transfer",
     "newest_cut",
+    "plain_reason",
     "plan_restore",
 ]

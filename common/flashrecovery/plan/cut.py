@@ -31,12 +31,17 @@ def newest_cut(needs: Collection[Need], holdings: Collection[Holding]) -> Cut | 
     return _no_cut(versions, needs)
 
 
+def plain_reason(version: int) -> str:
+    """In words, where nothing is held at a newer version."""
+    return f"every shard exists at {version}, and none at a newer version"
+
+
 def _why_not_newer(
     version: int, versions: dict[str, set[int]], needs: Iterable[Need], holdings: Iterable[Holding]
 ) -> str:
     newer = sorted({v for held in versions.values() for v in held if v > version}, reverse=True)
     if not newer:
-        return f"every shard exists at {version}, and none at a newer version"
+        return plain_reason(version)
     # One witness for each newer version: a shard that does not exist there. Few versions can have many
     # witnesses, so take the alphabetically first; the same shard mostly explains all of them.
     witnesses: dict[str, str] = {}

@@ -20,3 +20,13 @@ def following(node: str, ring: Sequence[str]) -> Iterator[str]:
         other = ring[(start + i) % len(ring)]
         if other != node:
             yield other
+
+
+def preceding(node: str, ring: Sequence[str]) -> Iterator[str]:
+    """The other nodes of ``ring`` (ascending) backwards, beginning with the one before ``node``: those that ``node``
+    follows."""
+    start = bisect.bisect_left(ring, node)
+    for i in range(1, len(ring) + 1):
+        other = ring[(start - i) % len(ring)]
+        if other != node:
+            yield other

@@ -50,6 +50,7 @@ class AgentMessage(_message.Message):
     PROBED_FIELD_NUMBER: _builtins.int
     MODULES_FIELD_NUMBER: _builtins.int
     ELECTORS_KNOWN_FIELD_NUMBER: _builtins.int
+    REPLIES_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     acknowledged: _builtins.int
     """newest number received from the other side"""
@@ -85,6 +86,8 @@ class AgentMessage(_message.Message):
     def modules(self) -> Global___Modules: ...
     @_builtins.property
     def electors_known(self) -> Global___ElectorsKnown: ...
+    @_builtins.property
+    def replies(self) -> Global___Replies: ...
     def __init__(
         self,
         *,
@@ -105,12 +108,13 @@ class AgentMessage(_message.Message):
         probed: Global___Probed | None = ...,
         modules: Global___Modules | None = ...,
         electors_known: Global___ElectorsKnown | None = ...,
+        replies: Global___Replies | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "probed", b"probed", "register", b"register", "reply", b"reply", "standby", b"standby", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "standby", b"standby", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "age_base", b"age_base", "body", b"body", "checkpoint", b"checkpoint", "done", b"done", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "probed", b"probed", "register", b"register", "reply", b"reply", "sequence", b"sequence", "standby", b"standby", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "age_base", b"age_base", "body", b"body", "checkpoint", b"checkpoint", "done", b"done", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "sequence", b"sequence", "standby", b"standby", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice", "probed", "modules", "electors_known"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice", "probed", "modules", "electors_known", "replies"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -860,6 +864,28 @@ class Reply(_message.Message):
 Global___Reply: _TypeAlias = Reply  # noqa: Y015
 
 @_typing.final
+class Replies(_message.Message):
+    """Of several ranks of one node at once."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def replies(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reply]: ...
+    def __init__(
+        self,
+        *,
+        replies: _abc.Iterable[Global___Reply] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replies", b"replies"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Replies: _TypeAlias = Replies  # noqa: Y015
+
+@_typing.final
 class Command(_message.Message):
     """---- controller -> agent -> worker --------------------------------------------------------------"""
 
@@ -888,6 +914,7 @@ class Command(_message.Message):
     FENCE_FIELD_NUMBER: _builtins.int
     MODULES_FIELD_NUMBER: _builtins.int
     ELECTORS_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """see AgentMessage"""
     acknowledged: _builtins.int
@@ -935,6 +962,8 @@ class Command(_message.Message):
 
     @_builtins.property
     def electors(self) -> Global___Electors: ...
+    @_builtins.property
+    def batch(self) -> Global___Batch: ...
     def __init__(
         self,
         *,
@@ -961,16 +990,42 @@ class Command(_message.Message):
         fence: Global___Fence | None = ...,
         modules: Global___Modules | None = ...,
         electors: Global___Electors | None = ...,
+        batch: Global___Batch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "electors", b"electors", "fault", b"fault", "fence", b"fence", "hold", b"hold", "keep_undo", b"keep_undo", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank_table", b"rank_table", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "electors", b"electors", "fault", b"fault", "fence", b"fence", "hold", b"hold", "keep_undo", b"keep_undo", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank_table", b"rank_table", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "electors", b"electors", "fault", b"fault", "fence", b"fence", "generation", b"generation", "hold", b"hold", "keep_undo", b"keep_undo", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank", b"rank", "rank_table", b"rank_table", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "batch", b"batch", "beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "electors", b"electors", "fault", b"fault", "fence", b"fence", "generation", b"generation", "hold", b"hold", "keep_undo", b"keep_undo", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank", b"rank", "rank_table", b"rank_table", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold", "beat", "probe", "fence", "modules", "electors"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold", "beat", "probe", "fence", "modules", "electors", "batch"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
 Global___Command: _TypeAlias = Command  # noqa: Y015
+
+@_typing.final
+class Batch(_message.Message):
+    """Commands of one moment to one agent and its ranks, in order. Answers may wait for each other for gather_s seconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMMANDS_FIELD_NUMBER: _builtins.int
+    GATHER_S_FIELD_NUMBER: _builtins.int
+    gather_s: _builtins.float
+    @_builtins.property
+    def commands(self) -> _containers.RepeatedCompositeFieldContainer[Global___Command]: ...
+    def __init__(
+        self,
+        *,
+        commands: _abc.Iterable[Global___Command] | None = ...,
+        gather_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commands", b"commands", "gather_s", b"gather_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Batch: _TypeAlias = Batch  # noqa: Y015
 
 @_typing.final
 class Replace(_message.Message):
@@ -1020,22 +1075,32 @@ Global___Replace: _TypeAlias = Replace  # noqa: Y015
 
 @_typing.final
 class Beat(_message.Message):
-    """The controller is there, and this node belongs to the job. At least 4 Hz.
+    """The controller is there, and this node belongs to the job. At least 4 Hz, here or as a datagram.
+    The first one of a connection may invite the agent to send its heartbeats as datagrams (beats/wire.py).
     suspended: it is there, but has lost the majority of its electors, so it decides nothing and counts as not heard.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PORT_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    SALT_FIELD_NUMBER: _builtins.int
     SUSPENDED_FIELD_NUMBER: _builtins.int
+    port: _builtins.int
+    ticket: _builtins.int
+    salt: _builtins.bytes
     suspended: _builtins.bool
     def __init__(
         self,
         *,
+        port: _builtins.int = ...,
+        ticket: _builtins.int = ...,
+        salt: _builtins.bytes = ...,
         suspended: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["suspended", b"suspended"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["port", b"port", "salt", b"salt", "suspended", b"suspended", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -63,12 +63,16 @@ class CheckpointSchedule:
             return FIRST_AUTO_S
         return checkpoint_interval(DAY_S, self._k0_s, self._failures_per_day)
 
+    def is_due(self, now: float) -> bool:
+        """Whether :meth:`announce` has anything to decide."""
+        return now - self._last >= self.interval_s()
+
     def announce(self, newest_tag: int, step_s: float, *, now: float) -> int | None:
         """The version to announce now, or None if nothing is due.
 
         ``newest_tag`` is the highest step any rank is in, ``step_s`` the usual time of a step (0: unknown).
         """
-        if now - self._last < self.interval_s():
+        if not self.is_due(now):
             return None
         if self._announced is not None:
             if newest_tag <= self._announced or now - self._last < _LOST_AFTER_S:

@@ -1,0 +1,156 @@
+"""The agent's side: sends heartbeats, and counts the controller as heard at the time of the heartbeat that it answers.
+
+Not at the time of the answer: an answer that lay in a buffer while this process was stopped says nothing about now. So
+what the agent believes is never newer than what the controller knows of it, and a node that is cut off halts before its
+ranks are given away, whatever the delay.
+
+One lost datagram is none: without an answer the heartbeat is sent again, twice within a period. What stays unanswered
+goes on the stream, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from flashrecovery.beats.wire import ANSWER, ANSWERED, BEAT, MAGIC, Header, Seal, Stream, pack_ranks
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+_AGAIN_S = 0.08
+_TRIES = 3
+_THROUGH_S = 0.2
+"""A heartbeat unanswered for this long: datagrams do not get through (any more)."""
+_STUCK_S = 5.0
+"""Datagrams get through, but the stream does not move: it is dead without a word, and a new one is needed."""
+_REMEMBERED = 64
+
+log = logging.getLogger("flashrecovery")
+
+
+class BeatSender(asyncio.DatagramProtocol):
+    """For one agent. ``heard``: called with the time (CLOCK_MONOTONIC) at which the controller lived for certain;
+    ``stuck``: when the stream needs to be made anew."""
+
+    def __init__(self, token: str, heard: Callable[[float], None], stuck: Callable[[], None]) -> None:
+        self._token = token
+        self._heard = heard
+        self._stuck = stuck
+        self._transport: asyncio.DatagramTransport | None = None
+        self._opening: asyncio.Task[None] | None = None
+        self._stream: Stream | None = None
+        self._seal: Seal | None = None
+        self._ticket = 0
+        self._counter = 0
+        self._proven = False
+        self._waiting: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
+        self._again: asyncio.TimerHandle | None = None
+        self._moved = ((-1, -1), 0.0)
+
+    # -- with the connection ----------------------------------------------------------------------
+
+    def invited(self, host: str, beat: pb.Beat, stream: Stream) -> None:
+        """The controller would take datagrams of this connection; without a port it would not."""
+        self.forget()
+        if beat.port:
+            self._ticket, self._seal, self._stream = beat.ticket, Seal(self._token, beat.salt), stream
+            self._opening = asyncio.create_task(self._open(host, beat.port))
+
+    async def _open(self, host: str, port: int) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            transport, _ = await loop.create_datagram_endpoint(lambda: self, remote_addr=(host, port))
+        except OSError as e:
+            log.info("heartbeats go on the stream: no datagrams to %s:%d: %s", host, port, e)
+            return
+        self._transport = transport
+
+    def forget(self) -> None:
+        """The connection has ended, and with it the invitation."""
+        if self._opening is not None:
+            self._opening.cancel()
+        if self._again is not None:
+            self._again.cancel()
+        if self._transport is not None:
+            self._transport.abort()
+        self._opening = self._again = self._transport = self._stream = self._seal = None
+        self._counter, self._proven = 0, False
+        self._moved = ((-1, -1), 0.0)
+        self._waiting.clear()
+
+    # -- heartbeats -------------------------------------------------------------------------------
+
+    def carry(self, heartbeat: pb.Heartbeat) -> bool:
+        """Send it; False if it had better go on the stream, too."""
+        if self._transport is None:
+            return False
+        through = self._through(time.monotonic())
+        self._send(heartbeat, _TRIES if through else 1)
+        return through
+
+    def _through(self, now: float) -> bool:
+        return self._proven and (not self._waiting or now - self._waiting[0][1] < _THROUGH_S)
+
+    def _send(self, heartbeat: pb.Heartbeat, tries: int) -> None:
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+        if self._transport is None or self._seal is None or self._stream is None:
+            return
+        now = time.monotonic()
+        flags = ANSWERED if self._through(now) else 0
+        for number, ranks in pack_ranks(heartbeat.ranks):
+            self._counter += 1
+            header = Header(
+                MAGIC,
+                BEAT,
+                flags,
+                number,
+                self._ticket,
+                self._counter,
+                self._stream.received,
+                self._stream.sent,
+                heartbeat.generation,
+            )
+            self._waiting.append((self._counter, now))
+            self._transport.sendto(self._seal.close(header, ranks))
+        if tries > 1:
+            self._again = asyncio.get_running_loop().call_later(_AGAIN_S, self._send, heartbeat, tries - 1)
+
+    # -- asyncio.DatagramProtocol -----------------------------------------------------------------
+
+    def datagram_received(self, data: bytes, addr: object) -> None:
+        """An answer, if it is one. The socket takes datagrams of the controller's address only."""
+        header = self._seal.open(data, ANSWER) if self._seal is not None else None
+        if header is None or self._stream is None or header.ticket != self._ticket:
+            return
+        sent_at = None
+        while self._waiting and self._waiting[0][0] <= header.counter:
+            counter, at = self._waiting.popleft()
+            sent_at = at if counter == header.counter else sent_at
+        if sent_at is None:
+            return  # answered already
+        self._proven = True
+        if not self._waiting and self._again is not None:
+            self._again.cancel()
+            self._again = None
+        self._heard(sent_at)
+        if self._stream is not None:
+            self._stream.acknowledge(header.received)
+            self._look_at_stream(header, time.monotonic())
+
+    def error_received(self, exc: Exception) -> None:
+        """The way there, or the port, is closed; heartbeats go on the stream, too, until answers come."""
+        log.debug("heartbeats: %s", exc)
+
+    def _look_at_stream(self, header: Header, now: float) -> None:
+        assert self._stream is not None
+        here, there = self._stream.received, header.received
+        if (here, there) != self._moved[0] or (here >= header.sent and there >= self._stream.sent):
+            self._moved = ((here, there), now)
+        elif now - self._moved[1] >= _STUCK_S:
+            log.warning("heartbeats reach the controller, but the stream has not moved for %g s", _STUCK_S)
+            self._moved = ((here, there), now)
+            self._stuck()

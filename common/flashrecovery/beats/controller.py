@@ -1,0 +1,183 @@
+"""The controller's side: one socket for all agents, read in batches on the event loop.
+
+A heartbeat says everything each time; what is made of it depends on what is going on. That the agent lives is noted at
+once. The ranks' health goes to the machine at once only where it decides something (:meth:`Hearer.urgent`, and rank 0,
+by which checkpoints are announced), else once a second, because the machine's books are the most expensive part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from flashrecovery.beats.wire import ANSWER, ANSWERED, BEAT, LIMIT, MAGIC, Header, Seal, Stream, ticket_of, unpack_ranks
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+_BATCH = 256
+"""Datagrams that are read before the event loop gets its turn again."""
+_BUFFER_BYTES = 8 << 20
+"""Wished for the socket: while the loop is busy for a moment, heartbeats wait there. The kernel may give less."""
+_HEALTH_S = 1.0
+_COMPLAIN_S = 60.0
+_GRACE = 1.6
+"""In heartbeat periods: an agent that was heard within this time is heard by datagram."""
+
+log = logging.getLogger("flashrecovery")
+
+
+class Hearer(Protocol):
+    """What becomes of the heartbeats: the controller."""
+
+    def hears(self, node: str, now: float) -> bool:
+        """A sign of life; False if the node belongs to the job no more, and gets no answer."""
+
+    def urgent(self) -> bool:
+        """Whether every heartbeat's health is wanted now."""
+
+    def health(self, node: str, heartbeat: pb.Heartbeat) -> None:
+        """The health of its ranks."""
+
+    def after_beats(self) -> None:
+        """Called when health of a batch of heartbeats has been delivered."""
+
+
+@dataclass(slots=True)
+class _Agent:
+    """One connection."""
+
+    node: str
+    ticket: int
+    seal: Seal
+    stream: Stream
+    counter: int = 0
+    heard_at: float = float("-inf")
+    fed_at: float = float("-inf")
+    answered: bool = False
+    watched: bool = True
+
+
+@dataclass
+class BeatServer:
+    """Begins with :meth:`open`. Without it, or if the port is taken, no agent is invited."""
+
+    token: str
+    hearer: Hearer
+    period_s: float
+    refused: int = 0
+    """Datagrams of strangers."""
+    _socket: socket.socket | None = None
+    _port: int = 0
+    _agents: dict[int, _Agent] = field(default_factory=dict)
+    _by_node: dict[str, _Agent] = field(default_factory=dict)
+    _complained_at: float = float("-inf")
+
+    def open(self, host: str, port: int) -> None:
+        """Listen on the UDP port with the number of the TCP port, so that one rule of a firewall names both."""
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        self._socket = socket.socket(found[0], socket.SOCK_DGRAM)
+        try:
+            self._socket.setblocking(False)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+            self._socket.bind(found[4])
+        except OSError as e:
+            self.close()
+            log.warning("heartbeats go on the agents' streams: UDP %s:%d: %s", host, port, e.strerror)
+            return
+        self._port = port
+        asyncio.get_running_loop().add_reader(self._socket, self.look)
+
+    def close(self) -> None:
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket)
+            self._socket.close()
+        self._socket, self._port = None, 0
+
+    def invite(self, node: str, stream: Stream) -> pb.Beat:
+        """The first word on a new connection: where to send heartbeats, and under which name and key."""
+        self.forget(node)
+        if self._socket is None:
+            return pb.Beat()
+        ticket, salt = secrets.randbits(64), secrets.token_bytes(16)
+        agent = _Agent(node, ticket, Seal(self.token, salt), stream)
+        self._agents[ticket] = self._by_node[node] = agent
+        return pb.Beat(port=self._port, ticket=ticket, salt=salt)
+
+    def forget(self, node: str) -> None:
+        """Its connection has ended, and with it the invitation."""
+        agent = self._by_node.pop(node, None)
+        if agent is not None:
+            del self._agents[agent.ticket]
+
+    def gets_through(self, node: str, now: float) -> bool:
+        """Whether ``node`` is heard and answered by datagram; if not, it needs a beat on its stream."""
+        agent = self._by_node.get(node)
+        return agent is not None and agent.answered and now - agent.heard_at < _GRACE * self.period_s
+
+    def look(self) -> None:
+        """Take what has arrived. Called when there is something, and in between by whoever keeps the loop busy."""
+        if self._socket is None:
+            return
+        receive, now = self._socket.recvfrom, time.monotonic()
+        urgent, fed = self.hearer.urgent(), False
+        for _ in range(_BATCH):
+            try:
+                datagram, address = receive(LIMIT + 1)
+            except BlockingIOError:
+                break
+            except OSError as e:
+                log.debug("heartbeats: %s", e)  # what the network says about an answer that did not arrive
+                continue
+            fed |= self._take(datagram, address, urgent, now)
+        if fed:
+            self.hearer.after_beats()
+
+    def _take(self, datagram: bytes, address: tuple[object, ...], urgent: bool, now: float) -> bool:
+        """One datagram; whether it has fed the machine."""
+        ticket = ticket_of(datagram)
+        agent = self._agents.get(ticket) if ticket is not None else None
+        header = agent.seal.open(datagram, BEAT) if agent is not None else None
+        if agent is None or header is None:
+            self._refuse(address, now)
+            return False
+        if header.counter <= agent.counter:
+            return False  # comes late, or again
+        agent.counter = header.counter
+        if not self.hearer.hears(agent.node, now):
+            return False
+        agent.heard_at, agent.answered = now, bool(header.flags & ANSWERED)
+        agent.stream.acknowledge(header.received)
+        self._answer(agent, header, address)
+        if not header.ranks or not (urgent or agent.watched or now - agent.fed_at >= _HEALTH_S):
+            return False
+        heartbeat = pb.Heartbeat(generation=header.generation, ranks=unpack_ranks(datagram))
+        agent.fed_at, agent.watched = now, _is_watched(heartbeat)
+        self.hearer.health(agent.node, heartbeat)
+        return True
+
+    def _answer(self, agent: _Agent, header: Header, address: tuple[object, ...]) -> None:
+        assert self._socket is not None
+        stream = agent.stream
+        answer = Header(MAGIC, ANSWER, 0, 0, agent.ticket, header.counter, stream.received, stream.sent, 0)
+        try:
+            self._socket.sendto(agent.seal.close(answer), address)
+        except OSError as e:  # the agent asks again
+            log.debug("heartbeats: no answer to %s: %s", agent.node, e)
+
+    def _refuse(self, address: tuple[object, ...], now: float) -> None:
+        """A datagram that is none of ours, or of a connection that has ended: no answer, nothing changes."""
+        self.refused += 1
+        if now - self._complained_at >= _COMPLAIN_S:
+            self._complained_at = now
+            log.warning(
+                "a datagram from %s with a wrong ticket or digest was refused (%d so far)", address, self.refused
+            )
+
+
+def _is_watched(heartbeat: pb.Heartbeat) -> bool:
+    """Whether the next heartbeat of this agent counts at once."""
+    return any(r.rank == 0 for r in heartbeat.ranks)

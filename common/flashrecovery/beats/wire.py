@@ -1,0 +1,135 @@
+"""The datagrams: a header, the health of up to 32 ranks, and a keyed digest of both.
+
+Every connection of an agent has a key of its own, made of the job's token and a salt that the controller draws and
+sends on the (authenticated) stream: a datagram of another connection, job or controller never fits. Within a connection
+the counter only rises: what comes again is dropped. Fixed-width fields, little-endian; nothing is parsed before the
+digest has been checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, Protocol
+
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+MAGIC = b"FRB1"
+BEAT = 1
+"""Agent to controller."""
+ANSWER = 2
+"""Controller to agent; its counter is that of the heartbeat."""
+ANSWERED = 1
+"""Flag of a heartbeat: answers arrive, the controller need not beat on the stream as well."""
+
+_HEADER = struct.Struct("<4sBBHQQQQI")
+_TICKET = struct.Struct("<8xQ")
+_RANK = struct.Struct("<IIqQqff")
+_DIGEST_BYTES = 16
+_RANKS = 32
+LIMIT = _HEADER.size + _RANKS * _RANK.size + _DIGEST_BYTES
+"""Bytes of the largest datagram; below every usual MTU, so that none is fragmented."""
+_SHORTEST = _HEADER.size + _DIGEST_BYTES
+
+
+class Stream(Protocol):
+    """The :class:`~flashrecovery.link.Link` whose acknowledgements the datagrams carry."""
+
+    @property
+    def sent(self) -> int:
+        """Number of the newest message."""
+
+    @property
+    def received(self) -> int:
+        """Number of the newest message from the other side."""
+
+    def acknowledge(self, number: int) -> None:
+        """The other side has got everything up to this one."""
+
+
+class Header(NamedTuple):
+    """What every datagram says.
+
+    Attributes:
+        ticket: names the connection.
+        counter: of the heartbeat, rising.
+        received, sent: newest message number of the stream that the sender has got, and has sent.
+    """
+
+    magic: bytes
+    kind: int
+    flags: int
+    ranks: int
+    ticket: int
+    counter: int
+    received: int
+    sent: int
+    generation: int
+
+
+class Seal:
+    """Makes and checks the datagrams of one connection."""
+
+    def __init__(self, token: str, salt: bytes) -> None:
+        secret = hashlib.blake2b(token.encode(), digest_size=32).digest()
+        key = hashlib.blake2b(salt, digest_size=32, key=secret, person=b"frecovery-beats").digest()
+        self._keyed = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=key)
+
+    def _digest(self, body: bytes | memoryview) -> bytes:
+        keyed = self._keyed.copy()
+        keyed.update(body)
+        return keyed.digest()
+
+    def close(self, header: Header, ranks: bytes = b"") -> bytes:
+        """The datagram."""
+        body = _HEADER.pack(*header) + ranks
+        return body + self._digest(body)
+
+    def open(self, datagram: bytes, kind: int) -> Header | None:
+        """The header of an intact datagram of this kind; None for any other."""
+        body = memoryview(datagram)[:-_DIGEST_BYTES]
+        if not _SHORTEST <= len(datagram) <= LIMIT or not hmac.compare_digest(
+            self._digest(body), datagram[-_DIGEST_BYTES:]
+        ):
+            return None
+        header = Header._make(_HEADER.unpack_from(datagram))
+        whole = len(datagram) == _SHORTEST + header.ranks * _RANK.size
+        return header if header.magic == MAGIC and header.kind == kind and whole else None
+
+
+def ticket_of(datagram: bytes) -> int | None:
+    """Which connection it says it is of; None if it cannot be a datagram of ours. Nothing has been checked yet."""
+    if not _SHORTEST <= len(datagram) <= LIMIT or not datagram.startswith(MAGIC):
+        return None
+    ticket: int = _TICKET.unpack_from(datagram)[0]
+    return ticket
+
+
+def pack_ranks(ranks: Iterable[pb.RankHealth]) -> list[tuple[int, bytes]]:
+    """(number of ranks, bytes) for each datagram that they need; one of no ranks if there are none."""
+    packed = [
+        _RANK.pack(
+            r.rank,
+            r.pid,
+            r.tag,
+            r.progress,
+            r.committed,
+            r.progress_age_s,
+            r.step_s,
+        )
+        for r in ranks
+    ]
+    parts = [packed[i : i + _RANKS] for i in range(0, len(packed), _RANKS)] or [[]]
+    return [(len(part), b"".join(part)) for part in parts]
+
+
+def unpack_ranks(datagram: bytes) -> Iterator[pb.RankHealth]:
+    """The ranks of a datagram that :meth:`Seal.open` has accepted."""
+    for rank, pid, tag, progress, committed, age_s, step_s in _RANK.iter_unpack(
+        memoryview(datagram)[_HEADER.size : -_DIGEST_BYTES]
+    ):
+        yield pb.RankHealth(
+            rank=rank, pid=pid, tag=tag, progress=progress, committed=committed, progress_age_s=age_s, step_s=step_s
+        )

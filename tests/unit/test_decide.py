@@ -1,0 +1,47 @@
+"""The controller's short way to the version and the sources is the long one's: random worlds, both asked."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from flashrecovery.controller.records import RankRecord, capsule_name
+from flashrecovery.controller.restore import decide
+from flashrecovery.errors import JobFailedError
+from flashrecovery.plan import Holding, Kind, NoCut, newest_cut, plan_restore
+
+
+def some_world(pick: random.Random) -> dict[int, RankRecord]:
+    """Replicas, capsules, neighbour copies, undo copies; a few ranks dead, torn or behind."""
+    world = pick.randrange(2, 9)
+    records = {}
+    for rank in range(world):
+        record = records[rank] = RankRecord(rank)
+        record.needs = {f"model/{rank % 3}": 100, "common": 10, capsule_name(rank): 5}
+        record.live = pick.choice([7, 7, 7, 7, 6, 8, -1])
+        record.capsules = tuple(v for v in (5, 6, 7, 8) if pick.random() < 0.6)
+        for name in ("common", f"model/{rank % 3}", capsule_name((rank - 1) % world), "nobody needs it"):
+            if pick.random() < 0.4:
+                kind = Kind.COPY if name.startswith("capsule") else Kind.UNDO
+                record.held.append(Holding(rank, name, pick.choice([6, 7, 7, 8]), kind, 5))
+    return records
+
+
+def test_the_short_way_is_the_long_one() -> None:
+    pick = random.Random(3)
+    plain = 0
+    for _ in range(2000):
+        records = some_world(pick)
+        needs = [n for r in records.values() for n in r.need_list()]
+        holdings = [h for r in records.values() for h in r.holdings()]
+        cut = newest_cut(needs, holdings)
+        if isinstance(cut, NoCut):
+            with pytest.raises(JobFailedError):
+                decide(records, None)
+            continue
+        found = decide(records, None).round
+        plain += "none at a newer" in cut.reason
+        assert (found.version, found.reason) == (cut.version, cut.reason)
+        assert found.plan == plan_restore(needs, holdings, cut.version)
+    assert plain > 30

@@ -1,0 +1,150 @@
+"""A real controller and an agent's real session with it, on loopback: heartbeats move from the stream to datagrams and
+back, and nobody falls silent meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import closing
+from pathlib import Path
+from typing import cast
+
+from flashrecovery.agent.agent import Agent
+from flashrecovery.agent.peers import PeerService
+from flashrecovery.agent.session import ControllerSession
+from flashrecovery.config import RunConfig
+from flashrecovery.controller.service import ControllerService
+from flashrecovery.events import EventLog, RunDir
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+TOKEN = "the-token-of-this-test-job"
+PERIOD_S = 0.25
+
+
+class NoWorkers:
+    """What a session needs of an agent; says that it lives, and does nothing."""
+
+    def __init__(self) -> None:
+        self.finished: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self.commands: list[str] = []
+        self.halted = 0
+        self.fenced = 0
+        self._incarnation = "first"
+
+    def connect(self, send: Callable[[pb.AgentMessage], None], beat: Callable[[pb.AgentMessage], None]) -> None:
+        self.send, self.beat = send, beat
+
+    def register(self) -> pb.Register:
+        return pb.Register(node="a", host="127.0.0.1", slots=1, node_rank=-1, incarnation=self._incarnation)
+
+    def handle(self, command: pb.Command) -> None:
+        self.commands.append(command.WhichOneof("body") or "")
+
+    def neighbours(self) -> list[str]:
+        return []
+
+    def halt(self) -> None:
+        self.halted += 1
+
+    def go_on(self) -> None:
+        pass
+
+    def fence(self) -> None:
+        self.fenced += 1
+        self._incarnation = "second"
+
+    async def run(self) -> None:
+        while True:
+            self.beat(pb.AgentMessage(heartbeat=pb.Heartbeat()))
+            await asyncio.sleep(PERIOD_S)
+
+
+class Scene:
+    def __init__(self, service: ControllerService, agent: NoWorkers) -> None:
+        self.service, self.agent = service, agent
+
+    def by_datagram(self) -> bool:
+        return self.service._beats.gets_through("a", time.monotonic())
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+
+    async def oldest_heartbeat(self, seconds: float) -> float:
+        """The longest silence of the agent in the next ``seconds``."""
+        oldest, end = 0.0, time.monotonic() + seconds
+        while time.monotonic() < end:
+            oldest = max(oldest, self.service._liveness.age("a", time.monotonic()))
+            await asyncio.sleep(0.02)
+        return oldest
+
+
+def play(tmp_path: Path, act: Callable[[Scene], Awaitable[None]], **config: bool) -> None:
+    async def main() -> None:
+        with closing(RunDir(tmp_path / "run")) as run_dir, closing(EventLog(run_dir.events_path)) as log:
+            settings = RunConfig(nnodes=2, controller="127.0.0.1:1", **config)  # type: ignore[arg-type]
+            service = ControllerService(settings, TOKEN, log, run_dir)
+            port = await service.start("127.0.0.1", 0)
+            agent = NoWorkers()
+            peers = PeerService(lambda: "first", TOKEN)
+            session = ControllerSession(f"127.0.0.1:{port}", TOKEN, cast(Agent, agent), peers, settings.timeouts)
+            tasks = [asyncio.create_task(session.run()), asyncio.create_task(agent.run())]
+            try:
+                await act(Scene(service, agent))
+            finally:
+                agent.finished.set_result(None)
+                tasks[1].cancel()
+                await asyncio.wait(tasks)
+                await service.stop()
+
+    asyncio.run(main())
+
+
+def test_heartbeats_move_to_datagrams_and_back(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.until(scene.by_datagram)
+        scene.agent.commands.clear()
+        assert await scene.oldest_heartbeat(1.0) < 0.75
+        assert "beat" not in scene.agent.commands[1:]  # none on the stream but for the one that was on its way
+        scene.service._beats.close()  # the way for datagrams is closed
+        scene.agent.commands.clear()
+        assert await scene.oldest_heartbeat(1.5) < 0.75
+        assert scene.agent.commands.count("beat") >= 3
+        assert not scene.by_datagram() and scene.service.machine.nodes["a"].alive and not scene.agent.halted
+
+    play(tmp_path, act)
+
+
+def test_messages_are_acknowledged_by_datagram(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.until(scene.by_datagram)
+        scene.agent.send(pb.AgentMessage(notice=pb.Notice(kind="test", text="heard")))
+        scene.service._links["a"].send(pb.Command(rank=-1, ping=pb.Ping()))
+        await scene.until(lambda: scene.service._links["a"].settled() and "ping" in scene.agent.commands)
+
+    play(tmp_path, act)
+
+
+def test_without_datagrams_all_is_as_ever(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.until(lambda: scene.agent.commands.count("beat") >= 4)
+        assert not scene.by_datagram() and await scene.oldest_heartbeat(0.5) < 0.75
+
+    play(tmp_path, act, datagrams=False)
+
+
+def test_a_node_that_is_taken_for_lost_hears_of_it(tmp_path: Path) -> None:
+    """Also where it hears the controller, but not the other way round: its stream is closed, and then it is fenced."""
+
+    async def act(scene: Scene) -> None:
+        await scene.until(scene.by_datagram)
+        scene.service._liveness.disconnected("a")  # nobody vouches for it, because there is nobody else
+        scene.service._beats.forget("a")
+        scene.agent.beat = lambda message: None
+        await scene.until(lambda: scene.agent.fenced > 0)
+        await scene.until(lambda: scene.service.machine.nodes["a"].incarnation == "second")
+
+    play(tmp_path, act)

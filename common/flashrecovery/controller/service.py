@@ -213,6 +213,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         elif body == "probed":
             probed = message.probed
             self._liveness.answered(node, probed.node, probed.reachable, probed.evidence)
+        elif body == "standstill":
+            m.on_standstill(node, message.standstill)
         elif body == "modules":
             self._modules = message.modules
             for name in m.nodes:

@@ -49,6 +49,7 @@ class AgentMessage(_message.Message):
     NOTICE_FIELD_NUMBER: _builtins.int
     PROBED_FIELD_NUMBER: _builtins.int
     MODULES_FIELD_NUMBER: _builtins.int
+    STANDSTILL_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     acknowledged: _builtins.int
     """newest number received from the other side"""
@@ -82,6 +83,8 @@ class AgentMessage(_message.Message):
     def probed(self) -> Global___Probed: ...
     @_builtins.property
     def modules(self) -> Global___Modules: ...
+    @_builtins.property
+    def standstill(self) -> Global___Standstill: ...
     def __init__(
         self,
         *,
@@ -101,12 +104,13 @@ class AgentMessage(_message.Message):
         notice: Global___Notice | None = ...,
         probed: Global___Probed | None = ...,
         modules: Global___Modules | None = ...,
+        standstill: Global___Standstill | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "exited", b"exited", "failure", b"failure", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "probed", b"probed", "register", b"register", "reply", b"reply", "standby", b"standby", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "exited", b"exited", "failure", b"failure", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "probed", b"probed", "register", b"register", "reply", b"reply", "standby", b"standby", "standstill", b"standstill", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "age_base", b"age_base", "body", b"body", "checkpoint", b"checkpoint", "done", b"done", "exited", b"exited", "failure", b"failure", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "probed", b"probed", "register", b"register", "reply", b"reply", "sequence", b"sequence", "standby", b"standby", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "age_base", b"age_base", "body", b"body", "checkpoint", b"checkpoint", "done", b"done", "exited", b"exited", "failure", b"failure", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "probed", b"probed", "register", b"register", "reply", b"reply", "sequence", b"sequence", "standby", b"standby", "standstill", b"standstill", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice", "probed", "modules"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice", "probed", "modules", "standstill"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -275,6 +279,8 @@ class RankHealth(_message.Message):
     COMMITTED_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     STEP_S_FIELD_NUMBER: _builtins.int
+    OWN_S_FIELD_NUMBER: _builtins.int
+    OWN_LEAST_S_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     tag: _builtins.int
     """i | -1 | i+1, see "step tag"; -2: not in a step yet"""
@@ -285,6 +291,10 @@ class RankHealth(_message.Message):
     pid: _builtins.int
     step_s: _builtins.float
     """mean time of the last steps, 0: unknown"""
+    own_s: _builtins.float
+    """part of it without any collective under way"""
+    own_least_s: _builtins.float
+    """the least of the last steps, 0: not enough steps yet"""
     def __init__(
         self,
         *,
@@ -295,14 +305,193 @@ class RankHealth(_message.Message):
         committed: _builtins.int = ...,
         pid: _builtins.int = ...,
         step_s: _builtins.float = ...,
+        own_s: _builtins.float = ...,
+        own_least_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "pid", b"pid", "progress", b"progress", "progress_age_s", b"progress_age_s", "rank", b"rank", "step_s", b"step_s", "tag", b"tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "own_least_s", b"own_least_s", "own_s", b"own_s", "pid", b"pid", "progress", b"progress", "progress_age_s", b"progress_age_s", "rank", b"rank", "step_s", b"step_s", "tag", b"tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankHealth: _TypeAlias = RankHealth  # noqa: Y015
+
+@_typing.final
+class Standstill(_message.Message):
+    """Where the workers of a node stand, in answer to a Look."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOOK_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    look: _builtins.int
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Whereabouts]: ...
+    def __init__(
+        self,
+        *,
+        look: _builtins.int = ...,
+        ranks: _abc.Iterable[Global___Whereabouts] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["look", b"look", "ranks", b"ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Standstill: _TypeAlias = Standstill  # noqa: Y015
+
+@_typing.final
+class Whereabouts(_message.Message):
+    """Where one rank stands: by its page and, if it has answered, by its own control thread."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    ANSWERED_FIELD_NUMBER: _builtins.int
+    STOPPED_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    STEP_S_FIELD_NUMBER: _builtins.int
+    OPERATIONS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    STACK_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    pid: _builtins.int
+    answered: _builtins.bool
+    stopped: _builtins.bool
+    """stopped: process state T"""
+    progress: _builtins.int
+    age_s: _builtins.float
+    step_s: _builtins.float
+    stack: _builtins.str
+    """of the training thread, if no operation is under way"""
+    @_builtins.property
+    def operations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Operation]:
+        """not finished, oldest first"""
+
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupProgress]: ...
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        pid: _builtins.int = ...,
+        answered: _builtins.bool = ...,
+        stopped: _builtins.bool = ...,
+        progress: _builtins.int = ...,
+        age_s: _builtins.float = ...,
+        step_s: _builtins.float = ...,
+        operations: _abc.Iterable[Global___Operation] | None = ...,
+        groups: _abc.Iterable[Global___GroupProgress] | None = ...,
+        stack: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "answered", b"answered", "groups", b"groups", "operations", b"operations", "pid", b"pid", "progress", b"progress", "rank", b"rank", "stack", b"stack", "step_s", b"step_s", "stopped", b"stopped"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Whereabouts: _TypeAlias = Whereabouts  # noqa: Y015
+
+@_typing.final
+class Operation(_message.Message):
+    """peer: global rank; -1: a collective; -2: nobody can say. number, certain: see groups.OpInfo."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    OP_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    CERTAIN_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    members: _builtins.int
+    op: _builtins.str
+    peer: _builtins.int
+    number: _builtins.int
+    certain: _builtins.bool
+    age_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        members: _builtins.int = ...,
+        op: _builtins.str = ...,
+        peer: _builtins.int = ...,
+        number: _builtins.int = ...,
+        certain: _builtins.bool = ...,
+        age_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "certain", b"certain", "group", b"group", "members", b"members", "number", b"number", "op", b"op", "peer", b"peer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Operation: _TypeAlias = Operation  # noqa: Y015
+
+@_typing.final
+class GroupProgress(_message.Message):
+    """members: digest of the group's ranks. collectives: how many this rank has started since the group was attached."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    COLLECTIVES_FIELD_NUMBER: _builtins.int
+    PAIRS_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    members: _builtins.int
+    size: _builtins.int
+    collectives: _builtins.int
+    @_builtins.property
+    def pairs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PairProgress]: ...
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        members: _builtins.int = ...,
+        size: _builtins.int = ...,
+        collectives: _builtins.int = ...,
+        pairs: _abc.Iterable[Global___PairProgress] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collectives", b"collectives", "group", b"group", "members", b"members", "pairs", b"pairs", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupProgress: _TypeAlias = GroupProgress  # noqa: Y015
+
+@_typing.final
+class PairProgress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    SENT_FIELD_NUMBER: _builtins.int
+    RECEIVED_FIELD_NUMBER: _builtins.int
+    peer: _builtins.int
+    sent: _builtins.int
+    received: _builtins.int
+    def __init__(
+        self,
+        *,
+        peer: _builtins.int = ...,
+        sent: _builtins.int = ...,
+        received: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer", "received", b"received", "sent", b"sent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PairProgress: _TypeAlias = PairProgress  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
@@ -864,6 +1053,7 @@ class Command(_message.Message):
     PROBE_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
     MODULES_FIELD_NUMBER: _builtins.int
+    LOOK_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """see AgentMessage"""
     acknowledged: _builtins.int
@@ -909,6 +1099,8 @@ class Command(_message.Message):
     def modules(self) -> Global___Modules:
         """what a spare node's standbys import"""
 
+    @_builtins.property
+    def look(self) -> Global___Look: ...
     def __init__(
         self,
         *,
@@ -934,12 +1126,13 @@ class Command(_message.Message):
         probe: Global___Probe | None = ...,
         fence: Global___Fence | None = ...,
         modules: Global___Modules | None = ...,
+        look: Global___Look | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "fault", b"fault", "fence", b"fence", "hold", b"hold", "keep_undo", b"keep_undo", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank_table", b"rank_table", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "fault", b"fault", "fence", b"fence", "hold", b"hold", "keep_undo", b"keep_undo", "look", b"look", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank_table", b"rank_table", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "fault", b"fault", "fence", b"fence", "generation", b"generation", "hold", b"hold", "keep_undo", b"keep_undo", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank", b"rank", "rank_table", b"rank_table", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "fault", b"fault", "fence", b"fence", "generation", b"generation", "hold", b"hold", "keep_undo", b"keep_undo", "look", b"look", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank", b"rank", "rank_table", b"rank_table", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold", "beat", "probe", "fence", "modules"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold", "beat", "probe", "fence", "modules", "look"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1311,6 +1504,30 @@ class Ping(_message.Message):
 Global___Ping: _TypeAlias = Ping  # noqa: Y015
 
 @_typing.final
+class Look(_message.Message):
+    """To an agent: where do its workers stand? It answers with Standstill, within answer_s."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    ANSWER_S_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    answer_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        answer_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_s", b"answer_s", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Look: _TypeAlias = Look  # noqa: Y015
+
+@_typing.final
 class KeepUndo(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1622,6 +1839,7 @@ class FromWorker(_message.Message):
     SUSPECT_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     NOTICE_FIELD_NUMBER: _builtins.int
+    WHEREABOUTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -1642,6 +1860,8 @@ class FromWorker(_message.Message):
     def checkpoint(self) -> Global___CheckpointSaved: ...
     @_builtins.property
     def notice(self) -> Global___Notice: ...
+    @_builtins.property
+    def whereabouts(self) -> Global___Whereabouts: ...
     def __init__(
         self,
         *,
@@ -1655,12 +1875,13 @@ class FromWorker(_message.Message):
         suspect: Global___Suspect | None = ...,
         checkpoint: Global___CheckpointSaved | None = ...,
         notice: Global___Notice | None = ...,
+        whereabouts: Global___Whereabouts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hello", b"hello", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "reply", b"reply", "suspect", b"suspect", "warmed", b"warmed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hello", b"hello", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "reply", b"reply", "suspect", b"suspect", "warmed", b"warmed", "whereabouts", b"whereabouts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hello", b"hello", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "reply", b"reply", "suspect", b"suspect", "warmed", b"warmed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hello", b"hello", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "reply", b"reply", "suspect", b"suspect", "warmed", b"warmed", "whereabouts", b"whereabouts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "warmed", "modules", "joined", "reply", "done", "last_words", "suspect", "checkpoint", "notice"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "warmed", "modules", "joined", "reply", "done", "last_words", "suspect", "checkpoint", "notice", "whereabouts"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1832,6 +2053,8 @@ class RankStatus(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     COMMITTED_FIELD_NUMBER: _builtins.int
     STEP_S_FIELD_NUMBER: _builtins.int
+    OWN_S_FIELD_NUMBER: _builtins.int
+    STRAGGLER_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     pid: _builtins.int
     node: _builtins.str
@@ -1842,6 +2065,8 @@ class RankStatus(_message.Message):
     generation: _builtins.int
     committed: _builtins.int
     step_s: _builtins.float
+    own_s: _builtins.float
+    straggler: _builtins.bool
     def __init__(
         self,
         *,
@@ -1855,10 +2080,12 @@ class RankStatus(_message.Message):
         generation: _builtins.int = ...,
         committed: _builtins.int = ...,
         step_s: _builtins.float = ...,
+        own_s: _builtins.float = ...,
+        straggler: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "generation", b"generation", "host", b"host", "node", b"node", "pid", b"pid", "progress_age_s", b"progress_age_s", "rank", b"rank", "state", b"state", "step_s", b"step_s", "tag", b"tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "generation", b"generation", "host", b"host", "node", b"node", "own_s", b"own_s", "pid", b"pid", "progress_age_s", b"progress_age_s", "rank", b"rank", "state", b"state", "step_s", b"step_s", "straggler", b"straggler", "tag", b"tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1959,6 +2186,7 @@ class NodeStatus(_message.Message):
     HEARTBEAT_AGE_S_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    SUSPECT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     host: _builtins.str
     domain: _builtins.str
@@ -1966,6 +2194,8 @@ class NodeStatus(_message.Message):
     """active | spare | silent | lost"""
     heartbeat_age_s: _builtins.float
     slots: _builtins.int
+    suspect: _builtins.str
+    """what a device plugin has said of it"""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -1978,10 +2208,11 @@ class NodeStatus(_message.Message):
         heartbeat_age_s: _builtins.float = ...,
         slots: _builtins.int = ...,
         ranks: _abc.Iterable[_builtins.int] | None = ...,
+        suspect: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain", "heartbeat_age_s", b"heartbeat_age_s", "host", b"host", "name", b"name", "ranks", b"ranks", "slots", b"slots", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain", "heartbeat_age_s", b"heartbeat_age_s", "host", b"host", "name", b"name", "ranks", b"ranks", "slots", b"slots", "state", b"state", "suspect", b"suspect"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

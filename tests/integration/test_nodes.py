@@ -84,6 +84,19 @@ def test_a_controller_that_is_killed_and_started_anew(net: Network, tmp_path: Pa
     check_same(ended, reference(LONG))
 
 
+def test_a_hang_is_blamed_on_its_culprit_on_another_node(net: Network, tmp_path: Path, reference: References) -> None:
+    """Three of four ranks wait, one of them on the same node; the others are with the controller."""
+    options = ("--hang-timeout", "3", "--inject", f"rank=3,fault=hang,at=backward,step={KILL_AFTER}")
+    job = NodesJob(net, tmp_path / "run", DDP, steps=STEPS, options=options)
+    ended = job.wait()
+    (failure,) = ended.of("failure_detected")
+    assert failure["kind"] == "hang" and failure["rank"] == 3, ended.explain()
+    assert "3 ranks wait for it in group" in failure["evidence"], failure
+    (recovery,) = ended.of("recovery_finished")
+    assert recovery["victims"] == [3]
+    check_same(ended, reference(DDP))
+
+
 def test_a_short_break_is_none(net: Network, tmp_path: Path, reference: References) -> None:
     job = NodesJob(net, tmp_path / "run", DDP, steps=STEPS)
     job.wait_for_step(KILL_AFTER)

@@ -106,7 +106,7 @@ class Lookout:
         if record.place is not Place.RUNNING or not record.progress_age_s:
             return False
         age_s = record.progress_age_s + now - record.heard_at
-        return age_s >= self._limit(record, record.step_s)
+        return age_s >= record.hang_floor_s and age_s >= self._limit(record, record.step_s)
 
     def _limit(self, record: RankRecord, step_s: float) -> float:
         """Seconds without progress that make a suspect."""

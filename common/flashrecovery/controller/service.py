@@ -40,7 +40,7 @@ _REGISTER_S = 10.0
 """A connection that has not said who it is by then is closed."""
 _GRACE_S = 1.0
 """For the connections to end by themselves."""
-_FAULTS = ("sigkill", "sigstop", "exit", "raise", "segv", "corrupt")
+_FAULTS = ("sigkill", "sigstop", "exit", "raise", "segv", "hang", "corrupt")
 _MESSAGE_LIMIT = 256 << 20
 
 log = logging.getLogger("flashrecovery")

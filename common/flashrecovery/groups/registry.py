@@ -117,7 +117,7 @@ class ManagedGroup:
     @cached_property
     def members(self) -> int:
         """Tells this group from others of its name, on all of its ranks alike."""
-        return xxhash.xxh3_64_intdigest(",".join(map(str, self.ranks)))
+        return xxhash.xxh3_64_intdigest(",".join(map(str, self.ranks)).encode())
 
     @property
     def detached(self) -> bool:

@@ -273,25 +273,14 @@ def render(view: JobView) -> Group:
 
 def _ranks(view: JobView) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    columns = (
-        "rank",
-        "pid",
-        "node",
-        "state",
-        "tag",
-        "committed",
-        "last progress",
-        "step time",
-        "own work",
-        "joined in",
-    )
-    for column in columns:
+    times = ("last progress", "step time", "own work")
+    for column in ("rank", "pid", "node", "state", "tag", "committed", *times, "joined in"):
         table.add_column(column, justify="left" if column in ("node", "state", "tag") else "right", no_wrap=True)
     for r in view.ranks:
         age = "-" if r.progress_age_s is None else seconds_text(r.progress_age_s)
         step = "-" if r.step_s is None else seconds_text(r.step_s)
-        own = "-" if r.own_s is None else seconds_text(r.own_s)
-        own = Text(f"{own} slow", style="yellow") if r.straggler else Text(own)
+        own = Text("-" if r.own_s is None else seconds_text(r.own_s), style="yellow" if r.straggler else "")
+        own.append(" slow" if r.straggler else "")
         committed = "-" if r.committed is None else str(r.committed)
         joined = f"gen {r.generation}"
         table.add_row(str(r.rank), str(r.pid), escape(r.node), r.state, r.tag, committed, age, step, own, joined)

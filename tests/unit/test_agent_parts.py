@@ -152,8 +152,10 @@ def test_a_process_that_is_stopped_for_too_long_is_a_victim() -> None:
 
 def test_workers_are_asked_where_they_stand_and_one_that_is_silent_is_not_waited_for() -> None:
     async def run() -> tuple[pb.Standstill, float]:
-        looks, page = Looks(), Page.create("test")
+        page = Page.create("test")
         page.beat()
+        workers: list[Any] = []
+        looks = Looks(lambda: list(workers))
 
         def reply() -> None:
             asyncio.get_running_loop().call_soon(looks.answered, quick, pb.Whereabouts(answered=True, stack="here"))
@@ -161,9 +163,17 @@ def test_workers_are_asked_where_they_stand_and_one_that_is_silent_is_not_waited
         quick: Any = Worker(os.getpid(), page, reply)
         mute: Any = Worker(os.getppid(), page)
         began = time.monotonic()
-        alone = await looks.look([quick], pb.Look(number=1, answer_s=10.0))
+        workers.append(quick)
+        alone = await looks.look(pb.Look(number=1, answer_s=10.0))
         assert time.monotonic() - began < 5 and [r.answered for r in alone.ranks] == [True]
-        return await looks.look([quick, mute], pb.Look(number=2, answer_s=0.2)), time.monotonic() - began
+        workers.append(mute)
+        found = await looks.look(pb.Look(number=2, answer_s=0.2))
+        under_way = asyncio.create_task(looks.look(pb.Look(number=3, answer_s=0.2)))
+        await asyncio.sleep(0.05)
+        workers.clear()
+        page.close()
+        assert not (await under_way).ranks, "they have been replaced meanwhile: their pages are gone"
+        return found, time.monotonic() - began
 
     found, seconds = asyncio.run(run())
     assert found.look == 2 and [(r.pid, r.answered, r.stack) for r in found.ranks] == [

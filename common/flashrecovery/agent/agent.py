@@ -75,7 +75,7 @@ class Agent:
         self._watch = DeathWatch(asyncio.get_running_loop())
         self._tail = LogTail()
         self._stopped = StopMonitor(config.timeouts)
-        self._looks = Looks()
+        self._looks = Looks(self.workers)
         self._store = StoreServer(identity.host, config.master_port)
         self._pool = StandbyPool(config.standby, self._spawn_standby, run_dir.log_dir)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -203,7 +203,7 @@ class Agent:
     async def _look(self, message: pb.Look) -> None:
         """Where do the workers stand? A node that is cut off has no say."""
         if not self._halted:
-            self._send(pb.AgentMessage(standstill=await self._looks.look(self.workers(), message)))
+            self._send(pb.AgentMessage(standstill=await self._looks.look(message)))
 
     def _relay(self, command: pb.Command) -> None:
         """To the process that fills the rank."""

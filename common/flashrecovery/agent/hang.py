@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from flashrecovery.agent.process import WorkerProcess
 from flashrecovery.agent.procfs import is_stopped
@@ -44,13 +44,16 @@ class StopMonitor:
 class Looks:
     """Asks the workers where they stand. Their control threads answer while the training threads are blocked."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: Callable[[], Sequence[WorkerProcess]]) -> None:
+        """``workers``: the living ones at the time of the call, whose pages may be read."""
+        self._workers = workers
         self._answers: dict[int, pb.Whereabouts] = {}
         self._answered = asyncio.Event()
 
-    async def look(self, processes: Sequence[WorkerProcess], look: pb.Look) -> pb.Standstill:
-        """What ``processes`` have answered by ``look.answer_s``, with what their pages say."""
+    async def look(self, look: pb.Look) -> pb.Standstill:
+        """What the workers have answered by ``look.answer_s``, with what their pages say."""
         self._answers.clear()
+        processes = self._workers()
         deadline = time.monotonic() + look.answer_s
         for process in processes:
             process.send(pb.ToWorker(command=pb.Command(rank=process.place, ping=pb.Ping())))
@@ -60,7 +63,7 @@ class Looks:
                 await asyncio.wait_for(self._answered.wait(), deadline - time.monotonic())
             except asyncio.TimeoutError:
                 break
-        return pb.Standstill(look=look.number, ranks=[self._whereabouts(p) for p in processes if not p.dead])
+        return pb.Standstill(look=look.number, ranks=[self._whereabouts(p) for p in self._workers() if p in processes])
 
     def answered(self, process: WorkerProcess, message: pb.Whereabouts) -> None:
         """A worker's answer."""

@@ -117,6 +117,9 @@ class NodesJob:
         self._wait(lambda: len(self.of(event)) >= count, f"event {event}", timeout_s)
         return self.of(event)[count - 1]
 
+    def wait_for_notice(self, kind: str, timeout_s: float = 60) -> None:
+        self._wait(lambda: any(e["kind"] == kind for e in self.of("notice")), f"notice {kind}", timeout_s)
+
     def _wait(self, condition: Any, what: str, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():

@@ -37,7 +37,7 @@ class Timeouts(_Model):
     )
     hang_factor: float = Field(10.0, ge=2, description="a hang is also at least this many usual step times")
     stopped_s: float = Field(2.0, gt=0, description="a process in state T (SIGSTOP) this long has failed")
-    ping_s: float = Field(1.0, gt=0, description="answer of a worker's control thread when a hang is suspected")
+    ping_s: float = Field(1.0, gt=0, description="control threads answer when a hang is suspected, in two looks")
     mutation_grace_s: float = Field(
         30.0,
         gt=0,
@@ -154,7 +154,7 @@ class FaultSpec(_Model):
     """One injected fault: ``rank=1,fault=sigkill,at=backward,step=3``."""
 
     rank: int = Field(ge=0)
-    fault: Literal["sigkill", "sigstop", "exit", "raise", "segv", "corrupt"] = "sigkill"
+    fault: Literal["sigkill", "sigstop", "exit", "raise", "segv", "hang", "corrupt"] = "sigkill"
     at: str | None = None
     step: int | None = Field(None, ge=0)
 

@@ -37,7 +37,7 @@ PAGE_BYTES = _SETUP + SETUP_LIMIT
 """Sparse: only what is written takes memory."""
 
 # Indices of the header's 8-byte words; the lifeline lies behind them.
-_MAGIC, _TAG, _PROGRESS, _TIME_NS, _COMMITTED, _STEP_NS, _GENERATION = range(7)
+_MAGIC, _TAG, _PROGRESS, _TIME_NS, _COMMITTED, _STEP_NS, _GENERATION, _OWN_NS, _OWN_LEAST_NS = range(9)
 _SLOT_WORDS = tuple(16 + 8 * i for i in range(CAPSULES_KEPT))  # version + 1 (0: empty), length, digest
 _SETUP_WORDS = 16 + 8 * CAPSULES_KEPT  # length + 1 (0: none), digest
 
@@ -45,7 +45,8 @@ _SETUP_WORDS = 16 + 8 * CAPSULES_KEPT  # length + 1 (0: none), digest
 @dataclass(frozen=True)
 class Health:
     """One look at a worker's page. ``committed`` is -1 before the first commit of the process, and belongs to
-    ``generation``; times in seconds."""
+    ``generation``; times in seconds. ``own_s``: the rank's own work in a step, and the least of its last steps (0: not
+    known yet)."""
 
     tag: int
     progress: int
@@ -53,6 +54,8 @@ class Health:
     committed: int
     step_s: float
     generation: int
+    own_s: float = 0.0
+    own_least_s: float = 0.0
 
 
 class Page:
@@ -91,10 +94,13 @@ class Page:
         words[_PROGRESS] += 1
         words[_TIME_NS] = time.monotonic_ns()
 
-    def set_committed(self, version: int, step_ns: int) -> None:
-        """Publish the newest committed version, the tag that goes with it, and the usual time of a step."""
+    def set_committed(self, version: int, step_ns: int, own_ns: int = 0, own_least_ns: int = 0) -> None:
+        """Publish the newest committed version, the tag that goes with it, the usual time of a step, and how much of it
+        is the rank's own work."""
         self._words[_COMMITTED] = version
         self._words[_STEP_NS] = step_ns
+        self._words[_OWN_NS] = own_ns
+        self._words[_OWN_LEAST_NS] = own_least_ns
         self.set_tag(version)
 
     def resume(self, version: int, generation: int, step_ns: int) -> None:
@@ -118,7 +124,16 @@ class Page:
 
     def health(self) -> Health:
         w = self._words
-        return Health(w[_TAG], w[_PROGRESS], w[_TIME_NS] / 1e9, w[_COMMITTED], w[_STEP_NS] / 1e9, w[_GENERATION])
+        return Health(
+            w[_TAG],
+            w[_PROGRESS],
+            w[_TIME_NS] / 1e9,
+            w[_COMMITTED],
+            w[_STEP_NS] / 1e9,
+            w[_GENERATION],
+            w[_OWN_NS] / 1e9,
+            w[_OWN_LEAST_NS] / 1e9,
+        )
 
     # -- capsule ----------------------------------------------------------------------------------
 

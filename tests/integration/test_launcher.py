@@ -198,8 +198,28 @@ def test_a_deadlocked_rank_is_found_and_replaced(tmp_path: Path) -> None:
     assert job.code == 0, job.explain()
     (failure,) = job.of("failure_detected")
     assert failure["kind"] == "hang" and failure["rank"] == 1, failure
-    assert "tiny.py" in failure["evidence"]
+    assert "tiny.py" in failure["evidence"] and "1 rank waits for it in group" in failure["evidence"]
+    assert failure["detect_s"] >= 1.5
     assert ends(job) == ends(reference)
+    check_clean(job)
+
+
+def test_ranks_that_wait_for_each_other_are_told_apart_from_ranks_that_loop(tmp_path: Path) -> None:
+    reference = tiny(tmp_path / "reference")
+    job = tiny(tmp_path / "run", "--mode", "crossed", options=["--hang-timeout", "1.5"])
+    assert job.code == 0, job.explain()
+    (failure,) = job.of("failure_detected")
+    assert failure["kind"] == "hang" and "deadlock of ranks 0 and 1" in failure["evidence"], failure
+    assert len(job.notices("deadlock")) == 1
+    assert ends(job) == ends(reference)
+    check_clean(job)
+
+
+def test_a_slow_rank_is_reported_and_nothing_else_happens(tmp_path: Path) -> None:
+    job = tiny(tmp_path / "run", "--mode", "slow", "--steps", "60", nproc=3)
+    assert job.code == 0 and not job.of("recovery_started"), job.explain()
+    slow = job.notices("straggler")
+    assert {n["rank"] for n in slow} == {1} and "own work" in slow[0]["text"], job.explain()
     check_clean(job)
 
 

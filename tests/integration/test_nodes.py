@@ -5,6 +5,7 @@ The hosts are network namespaces; a cut link is silent. The reference is the sam
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,6 +104,65 @@ def test_a_controller_that_is_killed_and_started_anew(net: Network, tmp_path: Pa
     (recovery,) = ended.of("recovery_finished")
     assert recovery["victims"] == [1] and recovery["generation"] == 1
     check_same(ended, reference(LONG))
+
+
+def test_a_hang_is_blamed_on_its_culprit_on_another_node(net: Network, tmp_path: Path, reference: References) -> None:
+    """Three of four ranks wait, one of them on the same node; the others are with the controller."""
+    options = ("--hang-timeout", "3", "--inject", f"rank=3,fault=hang,at=backward,step={KILL_AFTER}")
+    job = NodesJob(net, tmp_path / "run", DDP, steps=STEPS, options=options)
+    ended = job.wait()
+    (failure,) = ended.of("failure_detected")
+    assert failure["kind"] == "hang" and failure["rank"] == 3, ended.explain()
+    assert "3 ranks wait for it in group" in failure["evidence"], failure
+    (recovery,) = ended.of("recovery_finished")
+    assert recovery["victims"] == [3]
+    check_same(ended, reference(DDP))
+
+
+WARNER = """
+from flashrecovery.health import HealthFinding, Severity
+
+class Warner:
+    name = "warner"
+    def __init__(self, path):
+        self.path = path
+    def health(self):
+        found = HealthFinding(Severity.WARNING, self.name, "node", None, "drill", "about to break", str(self.path))
+        return [found] if self.path.exists() else []
+    def close(self):
+        pass
+
+def create(context):
+    return Warner(context.run_dir / "about-to-break")
+"""
+
+
+def test_a_warned_node_is_replaced_as_a_whole_with_the_next_failure(
+    net: Network, tmp_path: Path, reference: References
+) -> None:
+    """A device plugin warns of the second node; then one of its ranks dies. Both move to the spare node."""
+    site = tmp_path / "site"
+    (site / "warner-1.0.dist-info").mkdir(parents=True)
+    (site / "warner.py").write_text(WARNER)
+    (site / "warner-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: warner\nVersion: 1.0\n")
+    entry = "[flashrecovery.health]\nwarner = warner:create\n"
+    (site / "warner-1.0.dist-info" / "entry_points.txt").write_text(entry)
+    (tmp_path / "fast.yaml").write_text("timeouts: {health_s: 0.1}\n")
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))}
+    options = ("--health", "warner", "--config", str(tmp_path / "fast.yaml"))
+    job = NodesJob(net, tmp_path / "run", FSDP, steps=STEPS, options=options, env=env)
+    job.wait_for_step(KILL_AFTER)
+    _, warned, spare = net.hosts
+    (job.run_dir / "nodes" / warned.name / "about-to-break").touch()
+    job.wait_for_notice("health_warning")
+    job.kill_worker(warned, rank=3)
+    ended = job.wait()
+    (recovery,) = ended.of("recovery_finished")
+    assert sorted(recovery["victims"]) == [2, 3] and recovery["cause"] == "killed", ended.explain()
+    (notice,) = ended.notices("node_replaced")
+    assert f"ranks 2 and 3 go to node {spare.name}" in notice["text"] and "about to break" in notice["text"]
+    assert not ended.of("node_lost") and ended.of("node_joined")[-1]["node"] == warned.name
+    check_same(ended, reference(FSDP))
 
 
 def test_a_short_break_is_none(net: Network, tmp_path: Path, reference: References) -> None:

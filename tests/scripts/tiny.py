@@ -79,6 +79,7 @@ def main() -> None:
         recovery.data(7)  # type: ignore[arg-type]
     data = recovery.data(Unstable() if mode == "unstable-data" else loader)
     torch.manual_seed(100 + rank)
+    pair = [dist.new_group([0, 1]) for _ in range(2)] if mode == "crossed" else []
     settings = torch.zeros(1)
     if rank == 0:
         settings += os.getpid()  # differs from launch to launch: a replacement must get the first launch's value
@@ -110,6 +111,11 @@ def main() -> None:
             if mode == "deadlock" and rank == 1 and step.index == 3 and recovery.generation == 0:
                 while True:
                     time.sleep(0.1)
+            if mode == "crossed" and step.index == 3 and recovery.generation == 0:
+                for group in pair if rank == 0 else reversed(pair):
+                    dist.all_reduce(torch.ones(1), group=group)
+            if mode == "slow" and rank == 1:
+                time.sleep(4 * args.sleep)
             if mode == "always-raise" and rank == 1 and step.index == 3:
                 raise ValueError("bad sample")
             time.sleep(args.sleep)

@@ -1,4 +1,4 @@
-"""Parts of the agent: what /proc says, who is to blame for a hang, how fast a big process's death is seen."""
+"""Parts of the agent: what /proc says, who is stopped, where workers stand, how fast a big process's death is seen."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from flashrecovery.agent.hang import Answer, judge
+from flashrecovery.agent.hang import Looks, StopMonitor
 from flashrecovery.agent.logs import LogTail
 from flashrecovery.agent.process import WorkerProcess
 from flashrecovery.agent.procfs import Exit, exit_of, is_exiting, is_stopped
 from flashrecovery.agent.watch import DeathWatch
+from flashrecovery.config import Timeouts
 from flashrecovery.lifeline import Lifeline
 from flashrecovery.page import Page
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -122,18 +123,64 @@ def test_a_process_that_ends_before_the_first_look_is_seen_by_its_lifeline() -> 
     page.close()
 
 
-def _process(pid: int) -> Any:
-    return cast(Any, SimpleNamespace(pid=pid))
+class Worker:
+    """A worker's process as far as a look at it goes; ``reply``: called when it is asked."""
+
+    def __init__(self, pid: int, page: Page, reply: Callable[[], None] = lambda: None) -> None:
+        self.pid, self.place, self.page, self.stepping, self.dead = pid, 3, page, True, False
+        self.send = lambda message: reply()
 
 
-def test_the_culprit_of_a_hang_is_named() -> None:
-    a, b, c = _process(1), _process(2), _process(3)
-    waiting = Answer(10, "all_reduce #5 of group 0", "")
-    assert judge([a, b], {1: waiting})[0][0] is b, "who does not answer"
-    assert judge([a, b], {1: waiting, 2: Answer(10, "", "stack of b")})[0][0] is b, "who is not in a collective"
-    behind = Answer(9, "all_reduce #4 of group 0", "")
-    assert [p for p, _ in judge([a, b, c], {1: waiting, 2: behind, 3: waiting})] == [b], "who is behind"
-    assert judge([a, b], {1: waiting, 2: waiting}) == [], "nobody without evidence"
+def test_a_process_that_is_stopped_for_too_long_is_a_victim() -> None:
+    p, page = _sleeper(), Page.create("test")
+    page.beat()
+    worker: Any = Worker(p.pid, page)
+    monitor, now = StopMonitor(Timeouts(stopped_s=2.0)), time.monotonic() + 10
+    assert list(monitor.check([worker], now)) == []
+    os.kill(p.pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 5
+    while not is_stopped(p.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert list(monitor.check([worker], now)) == [] and list(monitor.check([worker], now + 1.9)) == []
+    ((found, evidence, age),) = monitor.check([worker], now + 2.1)
+    assert found is worker and "SIGSTOP" in evidence and age > 11
+    assert list(monitor.check([worker], now + 5)) == [], "once"
+    p.kill()
+    p.wait()
+    page.close()
+
+
+def test_workers_are_asked_where_they_stand_and_one_that_is_silent_is_not_waited_for() -> None:
+    async def run() -> tuple[pb.Standstill, float]:
+        page = Page.create("test")
+        page.beat()
+        workers: list[Any] = []
+        looks = Looks(lambda: list(workers))
+
+        def reply() -> None:
+            asyncio.get_running_loop().call_soon(looks.answered, quick, pb.Whereabouts(answered=True, stack="here"))
+
+        quick: Any = Worker(os.getpid(), page, reply)
+        mute: Any = Worker(os.getppid(), page)
+        began = time.monotonic()
+        workers.append(quick)
+        alone = await looks.look(pb.Look(number=1, answer_s=10.0))
+        assert time.monotonic() - began < 5 and [r.answered for r in alone.ranks] == [True]
+        workers.append(mute)
+        found = await looks.look(pb.Look(number=2, answer_s=0.2))
+        under_way = asyncio.create_task(looks.look(pb.Look(number=3, answer_s=0.2)))
+        await asyncio.sleep(0.05)
+        workers.clear()
+        page.close()
+        assert not (await under_way).ranks, "they have been replaced meanwhile: their pages are gone"
+        return found, time.monotonic() - began
+
+    found, seconds = asyncio.run(run())
+    assert found.look == 2 and [(r.pid, r.answered, r.stack) for r in found.ranks] == [
+        (os.getpid(), True, "here"),
+        (os.getppid(), False, ""),
+    ]
+    assert all(r.rank == 3 and r.progress == 1 and r.age_s >= 0 for r in found.ranks) and seconds < 5
 
 
 def test_a_log_of_a_replaced_process_is_closed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

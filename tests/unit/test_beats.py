@@ -114,11 +114,13 @@ def header(both: Both, counter: int, **fields: int) -> Header:
 
 def test_ranks_survive_the_wire() -> None:
     ranks = [
-        pb.RankHealth(rank=i, pid=1 << 22, tag=-2 + i, progress=1 << 60, committed=-1 + i, progress_age_s=0.5, step_s=2)
+        pb.RankHealth(
+            rank=i, pid=1 << 22, tag=-2 + i, progress=1 << 60, committed=-1 + i, progress_age_s=0.5, step_s=2, own_s=1
+        )
         for i in range(40)
     ]
     parts = pack_ranks(ranks)
-    assert [number for number, _ in parts] == [32, 8]
+    assert [number for number, _ in parts] == [28, 12]
     seal = Seal(TOKEN, b"salt")
     found: list[pb.RankHealth] = []
     for number, packed in parts:

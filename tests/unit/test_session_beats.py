@@ -13,6 +13,7 @@ from typing import cast
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.peers import PeerService
 from flashrecovery.agent.session import ControllerSession
+from flashrecovery.agent.succession import Succession
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.service import ControllerService
 from flashrecovery.events import EventLog, RunDir
@@ -30,6 +31,7 @@ class NoWorkers:
         self.commands: list[str] = []
         self.halted = 0
         self.fenced = 0
+        self.node = "a"
         self._incarnation = "first"
 
     def connect(self, send: Callable[[pb.AgentMessage], None], beat: Callable[[pb.AgentMessage], None]) -> None:
@@ -43,6 +45,9 @@ class NoWorkers:
 
     def neighbours(self) -> list[str]:
         return []
+
+    def incarnation(self) -> str:
+        return self._incarnation
 
     def halt(self) -> None:
         self.halted += 1
@@ -82,6 +87,14 @@ class Scene:
         return oldest
 
 
+async def no_lead(succession: Succession, term: int) -> str:
+    raise AssertionError("there are no electors")
+
+
+async def no_leave() -> None:
+    pass
+
+
 def play(tmp_path: Path, act: Callable[[Scene], Awaitable[None]], **config: bool) -> None:
     async def main() -> None:
         with closing(RunDir(tmp_path / "run")) as run_dir, closing(EventLog(run_dir.events_path)) as log:
@@ -89,8 +102,10 @@ def play(tmp_path: Path, act: Callable[[Scene], Awaitable[None]], **config: bool
             service = ControllerService(settings, TOKEN, log, run_dir)
             port = await service.start("127.0.0.1", 0)
             agent = NoWorkers()
-            peers = PeerService(lambda: "first", TOKEN)
-            session = ControllerSession(f"127.0.0.1:{port}", TOKEN, cast(Agent, agent), peers, settings.timeouts)
+            peers = PeerService(TOKEN)
+            session = ControllerSession(
+                f"127.0.0.1:{port}", TOKEN, cast(Agent, agent), peers, settings.timeouts, no_lead, no_leave
+            )
             tasks = [asyncio.create_task(session.run()), asyncio.create_task(agent.run())]
             try:
                 await act(Scene(service, agent))

@@ -2,7 +2,7 @@
 
 It fills ranks (from a standby if there is one), fences what it replaces, relays commands and replies between controller
 and workers, and sends heartbeats. It takes no decision about the job; the only judgement made here is whether a local
-process is alive (:mod:`.watch`) and moving (:mod:`.hang`).
+process is alive (:mod:`.watch`) and not stopped (:mod:`.hang`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import grpc
 from flashrecovery.agent.environment import common_env, rank_env
 from flashrecovery.agent.faults import ArmedFaults
 from flashrecovery.agent.gather import Gather
-from flashrecovery.agent.hang import HangMonitor
+from flashrecovery.agent.hang import Looks, StopMonitor
 from flashrecovery.agent.identity import Identity
 from flashrecovery.agent.logs import LogTail
 from flashrecovery.agent.node_health import NodeHealth
@@ -75,7 +75,8 @@ class Agent:
         self.finished: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._watch = DeathWatch(asyncio.get_running_loop())
         self._tail = LogTail()
-        self._hang = HangMonitor(config.timeouts, whole_job=config.nnodes == 1)
+        self._stopped = StopMonitor(config.timeouts)
+        self._looks = Looks(self.workers)
         self._store = StoreServer(identity.host, config.master_port)
         self._pool = StandbyPool(config.standby, self._spawn_standby, run_dir.log_dir)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -177,6 +178,8 @@ class Agent:
             self._adopt(command)
         elif body == "probe":
             self._task(self._probe(command.probe))
+        elif body == "look":
+            self._task(self._look(command.look))
         elif body == "modules":
             self._pool.size = max(self._pool.size, self._identity.slots)
             self._pool.set_modules(list(command.modules.names))
@@ -201,6 +204,11 @@ class Agent:
         seen = await probe(message.address, self._token, message.timeout_s)
         probed = pb.Probed(node=message.node, reachable=seen.reachable, evidence=seen.evidence)
         self._send(pb.AgentMessage(probed=probed))
+
+    async def _look(self, message: pb.Look) -> None:
+        """Where do the workers stand? A node that is cut off has no say."""
+        if not self._halted:
+            self._send(pb.AgentMessage(standstill=await self._looks.look(message)))
 
     def _relay(self, command: pb.Command) -> None:
         """To the process that fills the rank."""
@@ -340,16 +348,14 @@ class Agent:
         elif body == "last_words":
             process.last_words = message.last_words
         elif body in ("joined", "reply", "done"):
-            if body == "reply" and self._hang.answered(process, message.reply):
-                return
             if body == "done":
                 process.stepping, process.done = False, message.done
             elif body == "joined":
                 process.joined = message.joined
                 self._task(self._setup_logs.spread(self._table, self._ranks, self._identity.name))
-                if message.joined.hang_floor_s:
-                    self._hang.floor_s = message.joined.hang_floor_s
             self._send(pb.AgentMessage(**{body: getattr(message, body)}))
+        elif body == "whereabouts":
+            self._looks.answered(process, message.whereabouts)
         elif body in ("checkpoint", "notice"):
             if body == "notice" and message.notice.kind == "fault_fired":
                 self._faults.fired(message.notice.rank, message.notice.fault)
@@ -427,9 +433,9 @@ class Agent:
     # -- periodic ---------------------------------------------------------------------------------
 
     async def look(self, alive: list[WorkerProcess], now: float) -> None:
-        """With every heartbeat: who hangs, and are there standbys enough?"""
-        for process, kind, evidence, late in self._hang.check([] if self._halted else alive, now):
-            self._report_failure(process, kind, evidence, late)
+        """With every heartbeat: who is stopped, and are there standbys enough?"""
+        for process, evidence, late in self._stopped.check([] if self._halted else alive, now):
+            self._report_failure(process, "stopped", evidence, late)
         await self._replenish()
 
     def _report_standbys(self) -> None:

@@ -81,6 +81,8 @@ class Pulse:
                     committed=self._committed(health),
                     pid=process.pid,
                     step_s=health.step_s,
+                    own_s=health.own_s,
+                    own_least_s=health.own_least_s,
                 )
             )
         beat = pb.Heartbeat(generation=self._watched.generation, ranks=ranks)

@@ -1,4 +1,4 @@
-"""The datagrams: a header, the health of up to 32 ranks, and a keyed digest of both.
+"""The datagrams: a header, the health of up to 28 ranks, and a keyed digest of both.
 
 Every connection of an agent has a key of its own, made of the job's token and a salt that the controller draws and
 sends on the (authenticated) stream: a datagram of another connection, job or controller never fits. Within a connection
@@ -26,9 +26,9 @@ ANSWERED = 1
 
 _HEADER = struct.Struct("<4sBBHQQQQI")
 _TICKET = struct.Struct("<8xQ")
-_RANK = struct.Struct("<IIqQqff")
+_RANK = struct.Struct("<IIqQqffff")
 _DIGEST_BYTES = 16
-_RANKS = 32
+_RANKS = 28
 LIMIT = _HEADER.size + _RANKS * _RANK.size + _DIGEST_BYTES
 """Bytes of the largest datagram; below every usual MTU, so that none is fragmented."""
 _SHORTEST = _HEADER.size + _DIGEST_BYTES
@@ -118,6 +118,8 @@ def pack_ranks(ranks: Iterable[pb.RankHealth]) -> list[tuple[int, bytes]]:
             r.committed,
             r.progress_age_s,
             r.step_s,
+            r.own_s,
+            r.own_least_s,
         )
         for r in ranks
     ]
@@ -127,9 +129,17 @@ def pack_ranks(ranks: Iterable[pb.RankHealth]) -> list[tuple[int, bytes]]:
 
 def unpack_ranks(datagram: bytes) -> Iterator[pb.RankHealth]:
     """The ranks of a datagram that :meth:`Seal.open` has accepted."""
-    for rank, pid, tag, progress, committed, age_s, step_s in _RANK.iter_unpack(
+    for rank, pid, tag, progress, committed, age_s, step_s, own_s, own_least_s in _RANK.iter_unpack(
         memoryview(datagram)[_HEADER.size : -_DIGEST_BYTES]
     ):
         yield pb.RankHealth(
-            rank=rank, pid=pid, tag=tag, progress=progress, committed=committed, progress_age_s=age_s, step_s=step_s
+            rank=rank,
+            pid=pid,
+            tag=tag,
+            progress=progress,
+            committed=committed,
+            progress_age_s=age_s,
+            step_s=step_s,
+            own_s=own_s,
+            own_least_s=own_least_s,
         )

@@ -21,7 +21,7 @@ from flashrecovery.security import metadata
 @click.option("--rank", type=int, required=True)
 @click.option(
     "--fault",
-    type=click.Choice(["sigkill", "sigstop", "exit", "raise", "segv"]),
+    type=click.Choice(["sigkill", "sigstop", "exit", "raise", "segv", "hang"]),
     default="sigkill",
     show_default=True,
 )

@@ -33,7 +33,7 @@ _ENDED = ("finished", "failed", "lost")
 class RankView:
     """One rank. ``tag``: the step tag in words; ``progress_age_s``: since its last sign of progress, None if
     unknown; ``generation``: in which its process joined; ``committed``: its newest committed version, None if
-    none."""
+    none; ``own_s``: its own work in a step, None if unknown; ``straggler``: it is slower than the others."""
 
     rank: int
     pid: int
@@ -44,6 +44,8 @@ class RankView:
     generation: int
     committed: int | None
     step_s: float | None
+    own_s: float | None = None
+    straggler: bool = False
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,8 @@ def ask(address: str, token: str) -> JobView | None:
                 generation=r.generation,
                 committed=r.committed if r.committed >= 0 else None,
                 step_s=r.step_s or None,
+                own_s=r.own_s or None,
+                straggler=r.straggler,
             )
             for r in sorted(found.ranks, key=lambda r: r.rank)
         ),
@@ -269,13 +273,15 @@ def render(view: JobView) -> Group:
 
 def _ranks(view: JobView) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("rank", "pid", "node", "state", "tag", "committed", "last progress", "step time", "joined in"):
+    times = ("last progress", "step time", "own work")
+    for column in ("rank", "pid", "node", "state", "tag", "committed", *times, "joined in"):
         table.add_column(column, justify="left" if column in ("node", "state", "tag") else "right", no_wrap=True)
     for r in view.ranks:
         age = "-" if r.progress_age_s is None else seconds_text(r.progress_age_s)
         step = "-" if r.step_s is None else seconds_text(r.step_s)
+        own = Text("-" if r.own_s is None else seconds_text(r.own_s), style="yellow" if r.straggler else "")
+        own.append(" slow" if r.straggler else "")
         committed = "-" if r.committed is None else str(r.committed)
-        table.add_row(
-            str(r.rank), str(r.pid), escape(r.node), r.state, r.tag, committed, age, step, f"gen {r.generation}"
-        )
+        joined = f"gen {r.generation}"
+        table.add_row(str(r.rank), str(r.pid), escape(r.node), r.state, r.tag, committed, age, step, own, joined)
     return table

@@ -102,6 +102,12 @@ class JobState:
             self._homeless_since = None
         return True
 
+    def _fence(self, node: NodeRecord, why: str) -> None:
+        """Have the node end its processes; it may come back as a spare one."""
+        node.state = NodeState.LOST
+        fence = pb.Fence(reason=f"node {node.name}: {why}")
+        self.outbox.send(node.name, pb.Command(generation=self.generation, rank=AGENT, fence=fence))
+
     def _homeless(self) -> list[int]:
         """Ranks whose node is lost and that have no other one yet."""
         return [r.rank for r in self.ranks.values() if not r.home]

@@ -21,6 +21,7 @@ from flashrecovery.controller.records import Place, RankRecord, unequal_claims, 
 from flashrecovery.controller.restore import RestoreRound
 from flashrecovery.controller.states import RECOVERY_STATES, State
 from flashrecovery.controller.takeover import TakeOver
+from flashrecovery.controller.watching import Watching
 from flashrecovery.errors import ConfigError
 from flashrecovery.plan.placement import neighbour_stride
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -29,7 +30,7 @@ _RETRY_AFTER_S = 1.0
 
 
 @dataclass
-class Machine(TakeOver):
+class Machine(Watching, TakeOver):
     """What each event means for the job."""
 
     def on_register(self, message: pb.Register, now: float) -> None:
@@ -42,6 +43,7 @@ class Machine(TakeOver):
         if known is not None and known.alive:
             self.on_node_lost(known.name, "its agent has ended and was started anew", 0.0, now)
         node = self.nodes[message.node] = NodeRecord.of(message)
+        node.suspect = known.suspect if known is not None else ""
         self._emit(
             ev.NodeJoined(
                 generation=self.generation, node=node.name, host=node.host, domain=node.domain, slots=node.slots
@@ -160,6 +162,8 @@ class Machine(TakeOver):
         step = max(message.step, record.committed, 0)
         self.last_failure = f"rank {record.rank}: {message.kind}: {message.evidence}"
         self._emit_failure(record, message.kind, message.evidence, message.detect_s, step, message.last_words)
+        if message.kind == "device" and record.home:
+            self.nodes[record.home].suspect = message.evidence
         was = record.place
         record.vacate()
         if was is Place.RELEASED:
@@ -249,11 +253,9 @@ class Machine(TakeOver):
             record = self.ranks.get(health.rank)
             if record is None or record.pid != health.pid:
                 continue
-            record.tag, record.progress_age_s, record.step_s = (
-                health.tag,
-                health.progress_age_s,
-                health.step_s,
-            )
+            record.tag, record.step_s = health.tag, health.step_s
+            record.progress_age_s, record.heard_at = health.progress_age_s, now
+            record.own_s, record.own_least_s = health.own_s, health.own_least_s
             if record.place in counts:
                 record.committed = max(record.committed, health.committed)
         self._confirm(now)
@@ -279,6 +281,10 @@ class Machine(TakeOver):
                 self._fail(f"rank {record.rank} could not be filled again within its deadline")
             else:
                 self._own_failure(record, "unresponsive", f"no answer to {pending.what!r} within its deadline", now)
+        for rank, evidence in self._hung(now):
+            record = self.ranks[rank]
+            self._own_failure(record, "hang", evidence, now, late_s=record.progress_age_s + now - record.heard_at)
+        self._report_stragglers(now)
 
     def on_stop_request(self, reason: str) -> None:
         """The user or the scheduler wants the job to end."""
@@ -365,8 +371,8 @@ class Machine(TakeOver):
             return
         self._own_failure(record, "command", f"{what}: {error}", now)
 
-    def _own_failure(self, record: RankRecord, kind: str, evidence: str, now: float) -> None:
-        """A failure that the controller itself has found."""
+    def _own_failure(self, record: RankRecord, kind: str, evidence: str, now: float, late_s: float = 0.0) -> None:
+        """A failure that the controller itself has found, ``late_s`` seconds after it happened."""
         self.on_failure(
             pb.Failure(
                 rank=record.rank,
@@ -374,7 +380,8 @@ class Machine(TakeOver):
                 generation=self.generation,
                 kind=kind,
                 evidence=evidence,
-                failed_at=now,
+                detect_s=late_s,
+                failed_at=now - late_s,
             ),
             now,
         )

@@ -41,6 +41,9 @@ class RankRecord:
         page_on: name of the node whose agent has the page of its last process; "" if that node is lost.
         live: -1 when the process holds no whole version.
         steps: that it will take; -1 when the script's end is the end of its steps, None as long as it has not said so.
+        hang_floor_s: no progress for less than this is never a hang of this rank; 0: as launched.
+        heard_at: when the last heartbeat told of it, CLOCK_MONOTONIC seconds.
+        own_s, own_least_s: its own work in a step, and the least of its last steps; 0: not known yet.
     """
 
     rank: int
@@ -63,6 +66,10 @@ class RankRecord:
     committed: int = -1
     progress_age_s: float = 0.0
     step_s: float = 0.0
+    hang_floor_s: float = 0.0
+    heard_at: float = 0.0
+    own_s: float = 0.0
+    own_least_s: float = 0.0
     position: pb.Position = field(default_factory=pb.Position)
     failures_at: dict[int, int] = field(default_factory=dict)
     _place: Place = Place.EMPTY
@@ -90,6 +97,7 @@ class RankRecord:
     def joined(self, message: pb.Joined) -> None:
         self.place = Place.JOINED
         self.steps = message.steps
+        self.hang_floor_s = message.hang_floor_s
         self.needs = {n.name: n.nbytes for n in message.needs}
         self.digests = {n.name: n.digest for n in message.needs if n.digest}
         self.take_inventory(-1, message.held)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashrecovery import events as ev
-from flashrecovery.controller.job_state import JobState
+from flashrecovery.controller.evacuate import Evacuation
 from flashrecovery.controller.records import Place
 from flashrecovery.controller.restore import Decision, decide
 from flashrecovery.controller.states import State
@@ -23,7 +23,7 @@ _MAX_RETRIES = 3
 
 
 @dataclass
-class RecoverySteps(JobState):
+class RecoverySteps(Evacuation):
     """Transitions between the states of a recovery."""
 
     def _enter_recovery(self, cause: str, now: float, victims: Sequence[int] = ()) -> None:
@@ -56,6 +56,7 @@ class RecoverySteps(JobState):
                 self._stop_survivors(now)
                 return
             self._to(State.REPLACING, now)
+            self._evacuate(now)
         if self.state is State.REPLACING and self._all(Place.STOPPED, Place.JOINED):
             self._decide(now)
         elif self._retry_at is not None:

@@ -44,7 +44,7 @@ _REGISTER_S = 10.0
 """A connection that has not said who it is by then is closed."""
 _GRACE_S = 1.0
 """For the connections to end by themselves."""
-_FAULTS = ("sigkill", "sigstop", "exit", "raise", "segv", "corrupt")
+_FAULTS = ("sigkill", "sigstop", "exit", "raise", "segv", "hang", "corrupt")
 _MESSAGE_LIMIT = 256 << 20
 _CHEAP_S = 0.005
 
@@ -268,6 +268,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             self._liveness.answered(node, probed.node, probed.reachable, probed.evidence)
         elif body == "electors_known":
             self._electorate.known(node, message.electors_known.version)
+        elif body == "standstill":
+            m.on_standstill(node, message.standstill)
         elif body == "modules":
             self._modules = message.modules
             for name in m.nodes:

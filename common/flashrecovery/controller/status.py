@@ -29,6 +29,8 @@ def job_status(machine: Machine, liveness: Liveness, standbys: tuple[int, int], 
                 generation=r.joined_generation,
                 committed=r.committed,
                 step_s=r.step_s,
+                own_s=r.own_s,
+                straggler=r.rank in machine.stragglers.slow,
             )
             for r in machine.ranks.values()
         ],
@@ -59,6 +61,7 @@ def _nodes(machine: Machine, liveness: Liveness, now: float) -> list[pb.NodeStat
             heartbeat_age_s=liveness.age(n.name, now),
             slots=n.slots,
             ranks=held.get(n.name, []),
+            suspect=n.suspect,
         )
         for n in machine.nodes.values()
     ]

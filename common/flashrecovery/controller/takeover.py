@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from flashrecovery import events as ev
 from flashrecovery.controller.history import Recovery
-from flashrecovery.controller.job_state import AGENT
 from flashrecovery.controller.nodes import NodeRecord, NodeState
 from flashrecovery.controller.records import Place, RankRecord
 from flashrecovery.controller.recovery import RecoverySteps
@@ -116,9 +115,3 @@ class TakeOver(RecoverySteps):
             if record.place is Place.STARTING:
                 self.outbox.expect(record.rank, "replace", limit)
         self._enter_recovery("controller", now, missing)
-
-    def _fence(self, node: NodeRecord, why: str) -> None:
-        """Have the node end its processes; it may come back as a spare one."""
-        node.state = NodeState.LOST
-        fence = pb.Fence(reason=f"node {node.name}: {why}")
-        self.outbox.send(node.name, pb.Command(generation=self.generation, rank=AGENT, fence=fence))

@@ -12,8 +12,11 @@ from flashrecovery.groups.failures import is_communication_error
 from flashrecovery.groups.native_build import build
 from flashrecovery.groups.nccl_env import Finding, nccl_environment_findings
 from flashrecovery.groups.registry import (
+    EVERYBODY,
+    UNKNOWN,
     ManagedGroup,
     OpInfo,
+    Progress,
     control_group,
     create_control_group,
     failure_count,
@@ -23,16 +26,20 @@ from flashrecovery.groups.registry import (
     operation_count,
     set_detached,
     set_operation_hook,
+    underway_ns,
 )
 from flashrecovery.groups.setup_log import replay_setup_log, start_setup_log, take_setup_log
 from flashrecovery.groups.torch_private import before_destruction, named_group
 
 __all__ = [
+    "EVERYBODY",
+    "UNKNOWN",
     "AttachReport",
     "DrainReport",
     "Finding",
     "ManagedGroup",
     "OpInfo",
+    "Progress",
     "abandon",
     "attach",
     "before_destruction",
@@ -54,4 +61,5 @@ __all__ = [
     "set_operation_hook",
     "start_setup_log",
     "take_setup_log",
+    "underway_ns",
 ]

@@ -12,9 +12,11 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
+import xxhash
 
 from flashrecovery.groups import native_build, torch_private
 from flashrecovery.groups.builder import Builder
@@ -23,6 +25,8 @@ from flashrecovery.groups.state import STATE
 from flashrecovery.groups.torch_private import GroupRequest, PrefixStore, Store
 
 CONTROL_GROUP = "flashrecovery"
+EVERYBODY = -1
+UNKNOWN = -2
 
 
 @dataclass(frozen=True)
@@ -31,16 +35,32 @@ class OpInfo:
 
     Attributes:
         group: name of its process group.
-        sequence: its number within the group since the group was last attached, from 0; equal operations have equal
-            numbers on every rank of the group.
+        sequence: its number on this rank within the group, since the group was last attached, from 0.
         op: what it is, e.g. ``all_reduce``.
         since: when it started, seconds on the monotonic clock.
+        peer: global rank of the other side of a send or receive, :data:`EVERYBODY` for a collective, :data:`UNKNOWN` if
+            nobody can say whose turn it is.
+        number: of a collective, its number among the collectives of the group: equal ones have equal numbers on every
+            rank. The n-th send to a peer meets its n-th receive from this rank.
+        certain: it has not finished; otherwise that is known only once it has been waited for.
     """
 
     group: str
     sequence: int
     op: str
     since: float
+    peer: int
+    number: int
+    certain: bool
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far this rank has come in a group since it was last attached: ``collectives`` started, and by the global rank
+    of each peer the sends to it and the receives from it."""
+
+    collectives: int
+    pairs: dict[int, tuple[int, int]]
 
 
 class ManagedGroup:
@@ -80,7 +100,24 @@ class ManagedGroup:
         outer = self.outer()
         if outer is None:
             return ()
-        return tuple(OpInfo(self.name, *op) for op in native_build.native().pending(outer))
+        return tuple(
+            OpInfo(self.name, sequence, op, since, self.ranks[peer] if peer >= 0 else peer, number, certain)
+            for sequence, op, since, peer, number, certain in native_build.native().pending(outer)
+        )
+
+    @property
+    def progress(self) -> Progress:
+        """How far this rank has come in it."""
+        outer = self.outer()
+        if outer is None:
+            return Progress(0, {})
+        collectives, pairs = native_build.native().progress(outer)
+        return Progress(collectives, {self.ranks[peer]: (sent, received) for peer, sent, received in pairs})
+
+    @cached_property
+    def members(self) -> int:
+        """Tells this group from others of its name, on all of its ranks alike."""
+        return xxhash.xxh3_64_intdigest(",".join(map(str, self.ranks)).encode())
 
     @property
     def detached(self) -> bool:
@@ -174,6 +211,12 @@ def operation_count() -> int:
     """How many operations this process has started so far, on any group."""
     module = native_build.loaded()
     return 0 if module is None else int(module.operations())
+
+
+def underway_ns() -> int:
+    """How long the training thread has had operations under way so far, overlapping ones counted once."""
+    module = native_build.loaded()
+    return 0 if module is None else int(module.underway_ns())
 
 
 def failure_count() -> int:

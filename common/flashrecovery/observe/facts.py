@@ -10,13 +10,15 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """One node. ``heartbeat_age_s``: since the last message of its agent."""
+    """One node. ``heartbeat_age_s``: since the last message of its agent; ``suspect``: what a device plugin has said of
+    it."""
 
     node_rank: int
     name: str
     host: str
     ranks: tuple[int, ...]
     heartbeat_age_s: float
+    suspect: str = ""
 
 
 @dataclass(frozen=True)

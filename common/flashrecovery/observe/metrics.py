@@ -117,6 +117,18 @@ def _rank_metrics(job: JobFacts) -> Iterator[Metric]:
     yield _gauge(
         "rank_step_seconds", "Mean time of the last steps, 0: unknown.", ((la, r.step_s) for la, r in ranks), _RANK
     )
+    yield _gauge(
+        "rank_own_work_seconds",
+        "Part of a step without any collective under way, 0: unknown.",
+        ((la, r.own_s) for la, r in ranks),
+        _RANK,
+    )
+    yield _gauge(
+        "rank_straggler",
+        "1 if the rank has more work of its own in each step than the others.",
+        ((la, float(r.straggler)) for la, r in ranks),
+        _RANK,
+    )
 
 
 def _checkpoint_metrics(job: JobFacts, now: float) -> Iterator[Metric]:

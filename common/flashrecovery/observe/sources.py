@@ -33,7 +33,8 @@ def controller_facts(service: ControllerService, tally: Tally) -> ControllerFact
         return JobFacts(
             status=status,
             nodes=tuple(
-                NodeFacts(i, n.name, n.host, tuple(n.ranks), n.heartbeat_age_s) for i, n in enumerate(status.nodes)
+                NodeFacts(i, n.name, n.host, tuple(n.ranks), n.heartbeat_age_s, n.suspect)
+                for i, n in enumerate(status.nodes)
             ),
             recovery=None if machine.recovery is None else recovery_facts(machine.recovery, machine.state, now),
             checkpoint=None if saved is None else CheckpointFacts(saved[0], counts.checkpoint_saved_at),

@@ -9,8 +9,8 @@ from flashrecovery.observe.facts import JobFacts, NodeWorkers, PastRecovery
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 SLOW_S = 10.0
-"""Without progress for so long, and for ``SLOW_STEPS`` usual steps, a rank is drawn as slow. Only a colour: the agent
-decides what a hang is."""
+"""Without progress for so long, and for ``SLOW_STEPS`` usual steps, a rank is drawn as slow. Only a colour: what
+a hang is is decided in :mod:`flashrecovery.controller.standstill`."""
 SLOW_STEPS = 5.0
 SILENT_S = 2.0
 """An agent says something four times a second; one that has been silent for so long is drawn as silent."""
@@ -69,6 +69,7 @@ def _job_view(job: JobFacts) -> dict[str, Any]:
                 "host": n.host,
                 "heartbeat_age_s": n.heartbeat_age_s,
                 "silent": n.heartbeat_age_s > SILENT_S,
+                "suspect": n.suspect,
             }
             for n in job.nodes
         ],
@@ -83,11 +84,12 @@ def _rank_view(rank: pb.RankStatus, late_s: float, node_rank: int) -> dict[str, 
         "node_rank": node_rank,
         "pid": rank.pid,
         "state": rank.state,
-        "health": health_of(rank.state, age_s, rank.step_s),
+        "health": "slow" if rank.straggler else health_of(rank.state, age_s, rank.step_s),
         "tag": rank.tag,
         "committed": rank.committed,
         "progress_age_s": age_s,
         "step_s": rank.step_s,
+        "own_s": rank.own_s,
         "generation": rank.generation,
     }
 

@@ -6,14 +6,12 @@ passes all other commands on to the training thread's inbox.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import queue
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +22,7 @@ from flashrecovery.config import Timeouts
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.worker.channel import Channel
 from flashrecovery.worker.gate import Gate
+from flashrecovery.worker.whereabouts import whereabouts
 
 log = logging.getLogger("flashrecovery")
 
@@ -122,12 +121,5 @@ class Control:
 
     def _answer(self, command: pb.Command) -> None:
         """Say where the training thread is."""
-        waiting = groups.main_op()
-        frame = sys._current_frames().get(self._training_thread.ident or 0)
-        answer = {
-            "ops": sum(g.ops_started for g in groups.groups()),
-            "waiting_in": f"{waiting.op} #{waiting.sequence} of group {waiting.group}" if waiting else "",
-            "stack": "".join(traceback.format_stack(frame)[-8:]) if frame else "",
-        }
-        reply = pb.Reply(serial=0, rank=max(command.rank, 0), detail=json.dumps(answer))
-        self._channel.send(pb.FromWorker(reply=reply))
+        found = whereabouts(max(command.rank, 0), self._training_thread)
+        self._channel.send(pb.FromWorker(whereabouts=found))

@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from flashrecovery import groups
@@ -99,5 +100,8 @@ class Faults:
             os._exit(3)
         elif fault.fault == "segv":
             ctypes.string_at(0)
+        elif fault.fault == "hang":
+            while True:
+                time.sleep(0.1)
         elif fault.fault == "raise":
             raise InjectedFault(f"injected at {fault.phase}")

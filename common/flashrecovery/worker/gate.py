@@ -15,7 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from flashrecovery.errors import StepInterrupted
+from flashrecovery.groups import underway_ns
 from flashrecovery.page import TAG_MUTATING, Page
+from flashrecovery.worker.pace import Pace
 
 
 class Gate:
@@ -43,6 +45,7 @@ class Gate:
         self._in_barrier = False
         self._step_began = 0
         self._step_ns = 0
+        self._pace = Pace()
 
     # -- training thread --------------------------------------------------------------------------
 
@@ -86,9 +89,11 @@ class Gate:
             self._mutating = False
             self.version += 1
             self.live = self.version
-            last = time.monotonic_ns() - self._step_began
+            now = time.monotonic_ns()
+            last = now - self._step_began
             self._step_ns = last if self._step_ns == 0 else (4 * self._step_ns + last) // 5
-            self.page.set_committed(self.version, self._step_ns)
+            self._pace.committed(now, underway_ns())
+            self.page.set_committed(self.version, self._step_ns, self._pace.own_ns, self._pace.least_ns)
             return not self._stopped
 
     def check(self) -> None:
@@ -113,6 +118,7 @@ class Gate:
             self._finish_to = -1
             self._stepping = True
             self.generation = generation
+            self._pace.restart()
             self.page.resume(version, generation, self._step_ns)
             return True
 

@@ -77,10 +77,12 @@ class ManagedBackend final : public ManagedBase {
                [&](Backend& b) { return b.alltoall(out, in, o); });
   }
   WorkPtr send(Tensors& t, int rank, int tag) override {
-    return run(OpType::SEND, "send", first(t), none, [&](Backend& b) { return b.send(t, rank, tag); });
+    return run(OpType::SEND, "send", first(t), none, [&](Backend& b) { return b.send(t, rank, tag); },
+               rank);
   }
   WorkPtr recv(Tensors& t, int rank, int tag) override {
-    return run(OpType::RECV, "recv", first(t), [&] { return t; }, [&](Backend& b) { return b.recv(t, rank, tag); });
+    return run(OpType::RECV, "recv", first(t), [&] { return t; }, [&](Backend& b) { return b.recv(t, rank, tag); },
+               rank);
   }
   WorkPtr recvAnysource(Tensors& t, int tag) override {
     return run(OpType::RECVANYSOURCE, "recv_any", first(t), [&] { return t; },

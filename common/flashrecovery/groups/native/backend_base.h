@@ -8,6 +8,7 @@
 
 #include "graveyard.h"
 #include "local_backend.h"
+#include "progress.h"
 #include "setup_log.h"
 #include "work.h"
 
@@ -33,6 +34,8 @@ struct PendingOp {
   uint64_t seq;
   std::string name;
   double since;
+  Ordinal ordinal;
+  bool certain;  // it tells its own end; of the others only the waiting for them is known
 };
 
 class ManagedBase : public Backend {
@@ -58,6 +61,7 @@ class ManagedBase : public Backend {
     oldRecords.swap(records_);
     abandoned_ = false;
     seq_ = 0;
+    progress_.reset();
     lock.unlock();
     for (auto& transport : oldTransports) transport->cut("the group was exchanged");
     bury(inners);
@@ -115,11 +119,12 @@ class ManagedBase : public Backend {
   uint64_t started() const { return started_; }
   std::chrono::milliseconds timeout() const { return timeout_; }
 
+  const Progress& progress() const { return progress_; }
   std::vector<PendingOp> pending() const {
     std::lock_guard<std::mutex> guard(mutex_);
     std::vector<PendingOp> out;
     for (const auto& r : records_)
-      if (r->pending()) out.push_back({r->seq, r->name, r->since});
+      if (r->pending()) out.push_back({r->seq, r->name, r->since, r->ordinal, r->tracked});
     return out;
   }
 
@@ -129,7 +134,10 @@ class ManagedBase : public Backend {
   bool supportsSplitting() const override { return false; }
   bool supportsCoalescing() const override { return kind_ == "nccl"; }
   bool supportsTimeEstimation() const override { return false; }
-  void startCoalescing() override { get(accelerator())->startCoalescing(); }
+  void startCoalescing() override {
+    progress_.startBatch();
+    get(accelerator())->startCoalescing();
+  }
   void setTimeout(std::chrono::milliseconds timeout) override {
     timeout_ = timeout;
     for (auto& inner : snapshot()) inner.backend->setTimeout(timeout);
@@ -178,10 +186,11 @@ class ManagedBase : public Backend {
   }
 
   template <typename Outputs, typename Call>
-  WorkPtr run(OpType type, const char* name, c10::DeviceType device, Outputs&& outputs, Call&& call) {
+  WorkPtr run(OpType type, const char* name, c10::DeviceType device, Outputs&& outputs, Call&& call, int peer = -1) {
     if (OperationHook::set) OperationHook::call(group_, name);
     const BackendPtr inner = get(device);
     const uint64_t seq = seq_++;
+    const Ordinal ordinal = next(type, peer);
     ++started_;
     ++operationCount();
     auto& log = SetupLog::instance();
@@ -197,7 +206,8 @@ class ManagedBase : public Backend {
       if (log.recording()) remember(seq, name, outputs());
       return work;
     }
-    auto record = std::make_shared<OpRecord>(seq, name, hasFuture(type));
+    auto record = std::make_shared<OpRecord>(seq, name, ordinal, hasFuture(type));
+    if (record->tracked) record->underway.begin();
     if (log.recording()) {
       const Tensors kept = outputs();
       if (!kept.empty())
@@ -208,6 +218,21 @@ class ManagedBase : public Backend {
   }
 
  private:
+  Ordinal next(OpType type, int peer) {
+    switch (type) {
+      case OpType::SEND:
+        return progress_.send(peer);
+      case OpType::RECV:
+        return progress_.receive(peer);
+      case OpType::RECVANYSOURCE:
+        return {Ordinal::UNKNOWN, 0};
+      case OpType::COALESCED:
+        return progress_.endBatch();
+      default:
+        return progress_.collective();
+    }
+  }
+
   using Records = std::deque<std::shared_ptr<OpRecord>>;
 
   template <typename Call>
@@ -216,18 +241,18 @@ class ManagedBase : public Backend {
     try {
       work = call(inner);
     } catch (const c10::Error&) {
-      record->settled = true;
+      record->settle();
       record->fail();
       record->throwIfAbandoned();
       throw;
     } catch (const std::exception& error) {
-      record->settled = true;
+      record->settle();
       record->fail();
       record->throwIfAbandoned();
       C10_THROW_ERROR(DistBackendError, error.what());
     }
     if (!work) {  // done already, or part of a coalesced launch
-      record->settled = true;
+      record->settle();
       return work;
     }
     FuturePtr future;
@@ -236,6 +261,7 @@ class ManagedBase : public Backend {
         future = work->getFuture();
       } catch (const c10::Error&) {  // a gloo whose Work for this operation has none
         record->tracked = false;
+        record->underway.end();
       }
     }
     if (future) {
@@ -244,7 +270,7 @@ class ManagedBase : public Backend {
           record->fail();
         else
           record->succeed();
-        record->settled = true;
+        record->settle();
       });
     }
     return c10::make_intrusive<ManagedWork>(std::move(work), record, type);
@@ -311,6 +337,7 @@ class ManagedBase : public Backend {
   size_t sweepAt_ = 64;
   std::atomic<bool> abandoned_{false};
   std::string reason_;
+  Progress progress_;
   std::atomic<uint64_t> seq_{0};
   std::atomic<uint64_t> started_{0};
 };

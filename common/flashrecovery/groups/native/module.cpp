@@ -92,8 +92,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "pending",
       [](const BackendPtr& b) {
-        std::vector<std::tuple<uint64_t, std::string, double>> out;
-        for (const auto& op : managed(b).pending()) out.emplace_back(op.seq, op.name, op.since);
+        std::vector<std::tuple<uint64_t, std::string, double, int, uint64_t, bool>> out;
+        for (const auto& op : managed(b).pending())
+          out.emplace_back(op.seq, op.name, op.since, op.ordinal.peer, op.ordinal.number, op.certain);
         return out;
       },
       NoGil());
@@ -123,6 +124,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return py::make_tuple(py::bytes(parts[0]), py::bytes(parts[1]), py::bytes(parts[2]));
   });
   m.def("count_gradients", &countGradients);
+  m.def("progress", [](const BackendPtr& b) {
+    const auto& progress = managed(b).progress();
+    return std::make_pair(progress.collectives(), progress.pairs());
+  });
+  m.def("underway_ns", [] { return Underway::nanoseconds(); });
   m.def("operations", [] { return operationCount().load(); });
   m.def("failures", [] { return failureCount().load(); });
   m.def("set_hook", &setHook);

@@ -3,7 +3,9 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "progress.h"
 #include "transport.h"
+#include "underway.h"
 
 #include <atomic>
 #include <functional>
@@ -33,17 +35,24 @@ inline std::atomic<uint64_t>& failureCount() {
 }
 
 struct OpRecord {
-  OpRecord(uint64_t sequence, const char* opName, bool tracksCompletion)
-      : seq(sequence), name(opName), tracked(tracksCompletion) {}
+  OpRecord(uint64_t sequence, const char* opName, Ordinal place, bool tracksCompletion)
+      : seq(sequence), name(opName), ordinal(place), tracked(tracksCompletion) {}
 
   const uint64_t seq;
   const char* const name;
+  const Ordinal ordinal;
   const double since = monotonicSeconds();
   std::atomic<bool> tracked;          // the inner Work tells when it has finished with the tensors
   std::atomic<bool> settled{false};   // it has
   std::atomic<bool> released{false};  // waited for, or nobody can wait any more
   std::atomic<bool> abandoned{false};
+  UnderwayPart underway;
 
+  // The inner Work has finished with the tensors.
+  void settle() {
+    underway.end();
+    settled = true;
+  }
   bool pending() const { return !settled && !abandoned && (tracked || !released); }
 
   void succeed() {
@@ -64,6 +73,7 @@ struct OpRecord {
   // Returns what was to happen on success, for the caller to destroy where no lock is held.
   std::function<void()> abandon(const std::string& why) {
     fail();
+    underway.end();
     std::function<void()> dropped;
     std::lock_guard<std::mutex> guard(mutex_);
     reason_ = why;
@@ -97,6 +107,8 @@ class ManagedWork final : public c10d::Work {
   bool wait(std::chrono::milliseconds timeout) override {
     record_->throwIfAbandoned();
     bool done = false;
+    UnderwayPart waiting;
+    if (!record_->tracked) waiting.begin();
     try {
       done = inner_->wait(timeout);
     } catch (const std::exception&) {

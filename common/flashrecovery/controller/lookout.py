@@ -1,0 +1,132 @@
+"""When ranks stand still, have every agent look at its workers, and find the culprit.
+
+A rank is suspected when its progress counter has stood still for ``max(hang_floor_s, hang_factor * usual step time)``.
+Then all agents are asked at once, and :mod:`.standstill` judges. Only a verdict that a second look repeats, with the
+same ranks accused and no progress of theirs in between, has consequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from flashrecovery.config import Timeouts
+from flashrecovery.controller.records import Place, RankRecord
+from flashrecovery.controller.standstill import Group, Kind, Operation, Progress, Stand, Verdict, judge
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+_PACE_S = 0.25
+"""Between two looks at the ranks' ages, and from the first look of the agents to the second."""
+_ON_THE_WAY_S = 0.5
+"""An agent's answer may take this long besides the time that it has for asking."""
+_LONGEST_PAUSE_S = 30.0
+"""Where nobody can be accused, the next look comes later and later."""
+
+_Key = tuple[Kind, frozenset[tuple[int, int]]]
+
+
+@dataclass
+class _Look:
+    number: int
+    began: float
+    deadline: float
+    missing: set[str]
+    answers: list[pb.Whereabouts] = field(default_factory=list)
+
+
+class Lookout:
+    """One for the job. Times are CLOCK_MONOTONIC seconds."""
+
+    def __init__(self, limits: Timeouts) -> None:
+        self._limits = limits
+        self._number = 0
+        self._look: _Look | None = None
+        self._next_at = 0.0
+        self._pause_s = _PACE_S
+        self._last: _Key | None = None
+        self._told = ""
+
+    @property
+    def answer_s(self) -> float:
+        """What an agent has for asking its workers: two looks take no longer than ``ping_s``."""
+        return self._limits.ping_s / 2
+
+    def due(self, ranks: Collection[RankRecord], now: float) -> bool:
+        """Whether the agents are to be asked now."""
+        if self._look is not None or now < self._next_at:
+            return False
+        self._next_at = now + _PACE_S
+        if any(self._suspected(r, now) for r in ranks):
+            return True
+        self.forget()
+        return False
+
+    def forget(self) -> None:
+        """Nobody stands still any more, or the job is not in its loop."""
+        self._look, self._last, self._pause_s, self._told = None, None, _PACE_S, ""
+
+    def begin(self, nodes: Iterable[str], now: float) -> int:
+        """The agents of ``nodes`` are being asked; returns the number of the look."""
+        self._number += 1
+        self._look = _Look(self._number, now, now + self.answer_s + _ON_THE_WAY_S, set(nodes))
+        return self._number
+
+    def answered(self, node: str, message: pb.Standstill) -> None:
+        """An agent's answer. Late ones count for nothing."""
+        if self._look is not None and message.look == self._look.number and node in self._look.missing:
+            self._look.missing.remove(node)
+            self._look.answers.extend(message.ranks)
+
+    def verdict(self, ranks: Collection[RankRecord], now: float) -> Verdict | None:
+        """Once all agents have answered or have had the time: what two looks say alike. None: nothing to be done."""
+        look = self._look
+        if look is None or (look.missing and now < look.deadline):
+            return None
+        self._look = None
+        running = {r.rank: r for r in ranks if r.place is Place.RUNNING}
+        stands = [
+            self._stand(running[a.rank], a) for a in look.answers if a.rank in running and running[a.rank].pid == a.pid
+        ]
+        done = len(ranks) - len(running)
+        found = judge(stands, absent=len(running) - len(stands), done=done)
+        progress = {s.rank: s.progress for s in stands}
+        key = (found.kind, frozenset((r, progress[r]) for r in found.accused))
+        repeated, self._last = key == self._last, key
+        if found.kind is Kind.LATER or repeated:
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        self._next_at = look.began + self._pause_s
+        if not repeated or found.kind is Kind.LATER:
+            return None
+        if found.kind is Kind.NOBODY:
+            told, self._told = self._told, found.text
+            return found if told != found.text else None
+        return found
+
+    def _suspected(self, record: RankRecord, now: float) -> bool:
+        if record.place is not Place.RUNNING or not record.progress_age_s:
+            return False
+        age_s = record.progress_age_s + now - record.heard_at
+        return age_s >= record.hang_floor_s and age_s >= self._limit(record, record.step_s)
+
+    def _limit(self, record: RankRecord, step_s: float) -> float:
+        """Seconds without progress that make a suspect."""
+        return max(record.hang_floor_s or self._limits.hang_floor_s, self._limits.hang_factor * step_s)
+
+    def _stand(self, record: RankRecord, answer: pb.Whereabouts) -> Stand:
+        groups = {
+            Group(g.group, g.members): Progress(g.size, g.collectives, {p.peer: (p.sent, p.received) for p in g.pairs})
+            for g in answer.groups
+        }
+        return Stand(
+            rank=answer.rank,
+            age_s=answer.age_s,
+            limit_s=self._limit(record, answer.step_s),
+            progress=answer.progress,
+            answered=answer.answered,
+            stopped=answer.stopped,
+            operations=tuple(
+                Operation(Group(o.group, o.members), o.op, o.number, o.peer, o.certain) for o in answer.operations
+            ),
+            groups=groups,
+            stack=answer.stack,
+        )

@@ -1,0 +1,308 @@
+"""Who is to blame when ranks stand still. Pure: the ranks' answers in, a verdict out.
+
+When one rank hangs, soon all stand still: the others wait for it in a collective, or for one that does. Every rank says
+which operations it has under way and how many it has started in each of its groups. So for each operation that somebody
+waits in it is known who has not come to it. Such a rank may itself wait elsewhere; whoever is waited for and waits for
+nobody is the culprit. If there is none, the ranks wait for each other: a deadlock. And if everybody has come, the fault
+is in none of them: then nobody is accused.
+
+A rank that does not answer has an unknown part in every group whose other members have all answered.
+
+Operations whose end cannot be seen (NCCL's, and gloo's sends and receives) count as waited in only while somebody has
+not come to them. Where nobody is seen to wait, the counts alone tell who is behind.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+
+from flashrecovery.plan.words import ranks_text, shortened
+
+EVERYBODY = -1
+"""Peer of a collective."""
+UNKNOWN = -2
+"""Peer of an operation of which nobody can say whose turn it is."""
+
+_SHOWN_LINKS = 4
+_SHOWN_OPERATIONS = 3
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group. ``members``: digest of its ranks, since groups of disjoint ranks may share a name."""
+
+    name: str
+    members: int = 0
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation under way. ``number``: of a collective, among those of the group; of a send or receive, among those
+    with this peer. ``certain``: its end would be seen."""
+
+    group: Group
+    op: str
+    number: int
+    peer: int = EVERYBODY
+    certain: bool = True
+
+    def __str__(self) -> str:
+        to = f" with rank {self.peer}" if self.peer >= 0 else ""
+        return f"group {self.group.name}, {self.op} #{self.number}{to}"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Of one rank in one group: collectives started; (sends, receives) by peer. ``size``: ranks in the group."""
+
+    size: int
+    collectives: int
+    pairs: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Where one rank stands. ``limit_s``: no progress for so long makes a suspect."""
+
+    rank: int
+    age_s: float
+    limit_s: float
+    progress: int = 0
+    answered: bool = True
+    stopped: bool = False
+    operations: tuple[Operation, ...] = ()
+    groups: Mapping[Group, Progress] = field(default_factory=dict)
+    stack: str = ""
+
+    @property
+    def late(self) -> bool:
+        return self.age_s >= self.limit_s
+
+    @property
+    def moving(self) -> bool:
+        """Certainly not standing still like the others."""
+        return self.age_s < self.limit_s / 2
+
+
+class Kind(str, Enum):
+    """What a standstill is."""
+
+    CULPRITS = "culprits"
+    DEADLOCK = "deadlock"
+    NOBODY = "nobody"
+    """Nobody can be accused; ``text`` says why."""
+    LATER = "later"
+    """Not known yet: somebody has not answered, or has not stood still for long enough."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``accused``: the evidence by rank; of a deadlock by each of its members, whom to replace first."""
+
+    kind: Kind
+    accused: Mapping[int, str] = field(default_factory=dict)
+    text: str = ""
+
+
+def judge(stands: Collection[Stand], *, absent: int = 0, done: int = 0) -> Verdict:
+    """The verdict on the ranks that are in their loop. ``absent``: how many of these have not been heard of; ``done``:
+    how many others have taken all their steps."""
+    return _Case(stands, absent, done).verdict()
+
+
+class _Case:
+    """One look at all ranks."""
+
+    def __init__(self, stands: Collection[Stand], absent: int, done: int) -> None:
+        self._by_rank = {s.rank: s for s in stands}
+        self._absent = absent
+        self._done = done
+        self._mute = frozenset(s.rank for s in stands if not s.answered)
+        self._reported: dict[Group, dict[int, Progress]] = defaultdict(dict)
+        for stand in stands:
+            for group, progress in stand.groups.items():
+                self._reported[group][stand.rank] = progress
+        self._missing_of: dict[Operation, frozenset[int]] = {}
+
+    def verdict(self) -> Verdict:
+        awaited = frozenset[int]().union(*{missing for waits in self._waits.values() for _, missing in waits})
+        last = {r for r in awaited if r not in self._waits and not self._stuck(self._by_rank[r])}
+        if last:
+            return self._accuse({r: self._evidence_against(r) for r in last})
+        if self._mute:
+            return self._accuse({r: self._state_of(self._by_rank[r]) for r in self._mute})
+        if self._incomplete:
+            return Verdict(Kind.LATER)
+        if self._waits:
+            return self._mutual() or self._nobody()
+        if any(self._stuck(s) for s in self._by_rank.values()):
+            return self._nobody()
+        return self._by_counts()
+
+    # -- who waits for whom -----------------------------------------------------------------------
+
+    @cached_property
+    def _waits(self) -> dict[int, list[tuple[Operation, frozenset[int]]]]:
+        """By rank: operations that cannot end yet, with the ranks that have not come to them."""
+        found = {}
+        for stand in self._by_rank.values():
+            waits = [(op, missing) for op in stand.operations if (missing := self._missing(op, stand.rank))]
+            if waits:
+                found[stand.rank] = waits
+        return found
+
+    @cached_property
+    def _waiting_for(self) -> dict[int, Counter[Operation]]:
+        """By rank: how many wait for it, and in what."""
+        ranks_in = Counter((op, missing) for waits in self._waits.values() for op, missing in waits)
+        found: dict[int, Counter[Operation]] = defaultdict(Counter)
+        for (op, missing), n in ranks_in.items():
+            for rank in missing:
+                found[rank][op] += n
+        return found
+
+    def _missing(self, op: Operation, rank: int) -> frozenset[int]:
+        """Who has not come to the operation ``op`` of ``rank``."""
+        if op.peer == EVERYBODY:
+            if op not in self._missing_of:
+                known = self._reported[op.group]
+                behind = {r for r, progress in known.items() if progress.collectives <= op.number}
+                unseen = self._mute if len(known) < self._size(op.group) else frozenset()
+                self._missing_of[op] = frozenset(behind | unseen)
+            return self._missing_of[op]
+        if op.peer == UNKNOWN or op.peer not in self._by_rank:
+            return frozenset()
+        theirs = self._reported[op.group].get(op.peer)
+        if theirs is None:
+            return self._mute & {op.peer}
+        sent, received = theirs.pairs.get(rank, (0, 0))
+        come = received if op.op == "send" else sent
+        return frozenset({op.peer}) if come <= op.number else frozenset()
+
+    def _size(self, group: Group) -> int:
+        return max((p.size for p in self._reported[group].values()), default=0)
+
+    @property
+    def _incomplete(self) -> bool:
+        """Somebody who has not been heard of belongs to a group in which others wait."""
+        if not self._absent:
+            return False
+        groups = {op.group for s in self._by_rank.values() for op in s.operations if op.certain}
+        return not groups or any(len(self._reported[g]) < self._size(g) for g in groups)
+
+    @staticmethod
+    def _stuck(stand: Stand) -> bool:
+        """It waits in an operation to which all have come (for whoever still misses somebody, see ``_waits``), or for a
+        message from anybody."""
+        return any(op.certain or op.peer == UNKNOWN for op in stand.operations)
+
+    # -- verdicts ---------------------------------------------------------------------------------
+
+    def _accuse(self, accused: Mapping[int, str]) -> Verdict:
+        late = {r: text for r, text in accused.items() if self._by_rank[r].late}
+        return Verdict(Kind.CULPRITS, late) if late else Verdict(Kind.LATER)
+
+    def _evidence_against(self, rank: int) -> str:
+        waiting = self._waiting_for[rank].most_common(_SHOWN_OPERATIONS)
+        said = [f"{n} rank{'s wait' if n > 1 else ' waits'} for it in {op}" for op, n in waiting]
+        stand = self._by_rank[rank]
+        stack = f"\n{stand.stack}" if stand.stack else ""
+        return f"{self._state_of(stand)}; {'; '.join(said)}{stack}"
+
+    @staticmethod
+    def _state_of(stand: Stand) -> str:
+        if stand.stopped:
+            return f"stopped (process state T), no progress for {stand.age_s:.1f} s"
+        if not stand.answered:
+            return f"no progress for {stand.age_s:.1f} s, and its control thread does not answer"
+        return f"in no collective, no progress for {stand.age_s:.1f} s"
+
+    def _mutual(self) -> Verdict | None:
+        """The ranks wait for each other."""
+        cycle = self._cycle()
+        if not cycle:
+            return None
+        if not all(self._by_rank[r].late for r in cycle):
+            return Verdict(Kind.LATER)
+        links = [f"rank {r} waits for {self._link(r, cycle[(i + 1) % len(cycle)])}" for i, r in enumerate(cycle)]
+        text = f"deadlock of {ranks_text(cycle)}: {shortened(links, _SHOWN_LINKS)}"
+        # One that has only sent something, and is not seen to wait for its receipt, may be doing something else.
+        order = sorted(cycle, key=lambda r: (any(op.certain for op, _ in self._waits[r]), r))
+        return Verdict(Kind.DEADLOCK, dict.fromkeys(order, text), text)
+
+    def _cycle(self) -> list[int]:
+        """Ranks each of which waits for the next, and the last one for the first; none if there is no such ring."""
+        distinct = {missing for waits in self._waits.values() for _, missing in waits}
+        nearest = {missing: min(missing & self._waits.keys(), default=-1) for missing in distinct}
+        following = {r: next((n for _, m in w if (n := nearest[m]) >= 0), -1) for r, w in self._waits.items()}
+        seen: set[int] = set()
+        for start in sorted(following):
+            path: dict[int, int] = {}
+            rank = start
+            while rank >= 0 and rank not in seen:
+                seen.add(rank)
+                path[rank] = len(path)
+                rank = following[rank]
+            if rank in path:
+                return list(path)[path[rank] :]
+        return []
+
+    def _link(self, rank: int, other: int) -> str:
+        op = next(op for op, missing in self._waits[rank] if other in missing)
+        return f"rank {other} in {op}"
+
+    def _nobody(self) -> Verdict:
+        """All have come to what they wait in."""
+        inside: dict[tuple[Group, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for stand in self._by_rank.values():
+            for op in stand.operations:
+                if op.certain and op.peer == EVERYBODY:
+                    inside[op.group, op.number][op.op].append(stand.rank)
+        unlike = [(where, ops) for where, ops in inside.items() if len(ops) > 1]
+        for (group, number), ops in unlike[:1]:
+            said = "; ".join(f"{ranks_text(ranks)}: {op}" for op, ranks in sorted(ops.items()))
+            return Verdict(Kind.NOBODY, text=f"#{number} in group {group.name} is not the same on all ranks: {said}")
+        where = [f"{op} #{n} in group {g.name}" for (g, n), ops in inside.items() for op in ops]
+        if not where:
+            return Verdict(Kind.NOBODY, text="ranks wait for messages from anybody; nobody can say whose turn it is")
+        text = f"every rank has come to {', '.join(where[:3])}, and it does not end; the network, or its library?"
+        return Verdict(Kind.NOBODY, text=text)
+
+    def _by_counts(self) -> Verdict:
+        """Nobody is seen to wait. Who is behind, or at least alone in standing still?"""
+        behind: dict[int, list[str]] = defaultdict(list)
+        ahead: set[int] = set()
+        for group, reported in self._reported.items():
+            newest = max((p.collectives for p in reported.values()), default=0)
+            late = [r for r, p in reported.items() if p.collectives < newest]
+            if late:
+                ahead.update(r for r, p in reported.items() if p.collectives == newest)
+            for rank in late:
+                count = reported[rank].collectives
+                behind[rank].append(f"{count} of {newest} collectives in group {group.name}")
+        last = set(behind) - ahead
+        if last:
+            return self._accuse(
+                {r: self._with_stack(r, f"behind the others: {', '.join(behind[r][:3])}") for r in last}
+            )
+        if any(not s.late and not s.moving for s in self._by_rank.values()):
+            return Verdict(Kind.LATER)
+        still = [r for r, s in self._by_rank.items() if s.late]
+        if len(still) > 1 and len(still) == len(self._by_rank) and not self._done:
+            text = "every rank stands still outside of collectives; a shared resource, or the accelerators' network?"
+            return Verdict(Kind.NOBODY, text=text)
+        return self._accuse({r: self._with_stack(r, "nobody waits for it") for r in still})
+
+    def _with_stack(self, rank: int, what: str) -> str:
+        stand = self._by_rank[rank]
+        return f"{self._state_of(stand)}; {what}" + (f"\n{stand.stack}" if stand.stack else "")
+
+
+def victims_of(verdict: Verdict) -> Iterable[tuple[int, str]]:
+    """Which ranks are to be replaced, with the evidence. Of a deadlock one is enough: all take the step again."""
+    accused = list(verdict.accused.items())
+    return accused[:1] if verdict.kind is Kind.DEADLOCK else sorted(accused)

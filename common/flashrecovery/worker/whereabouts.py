@@ -1,0 +1,51 @@
+"""Where the training thread is, as the control thread tells it while the training thread stands still."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+
+from flashrecovery import groups
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+_FRAMES = 8
+"""Of the stack, the innermost."""
+
+
+def whereabouts(rank: int, training_thread: threading.Thread) -> pb.Whereabouts:
+    """Operations that have not finished, how far each group has come, and the stack if nothing is under way."""
+    now = time.monotonic()
+    message = pb.Whereabouts(rank=rank, answered=True)
+    under_way: list[tuple[float, pb.Operation]] = []
+    for group in groups.groups():
+        if group.size == 1:
+            continue
+        progress = group.progress
+        pairs = [pb.PairProgress(peer=p, sent=s, received=r) for p, (s, r) in progress.pairs.items()]
+        message.groups.add(
+            group=group.name, members=group.members, size=group.size, collectives=progress.collectives, pairs=pairs
+        )
+        under_way += [(op.since, _operation(op, group.members, now)) for op in group.pending]
+    message.operations.extend(operation for _, operation in sorted(under_way, key=lambda entry: entry[0]))
+    if not any(operation.certain for operation in message.operations):
+        message.stack = _stack(training_thread)
+    return message
+
+
+def _operation(op: groups.OpInfo, members: int, now: float) -> pb.Operation:
+    return pb.Operation(
+        group=op.group,
+        members=members,
+        op=op.op,
+        peer=op.peer,
+        number=op.number,
+        certain=op.certain,
+        age_s=now - op.since,
+    )
+
+
+def _stack(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "".join(traceback.format_stack(frame)[-_FRAMES:]) if frame is not None else ""

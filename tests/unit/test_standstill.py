@@ -1,0 +1,350 @@
+"""Who is to blame when ranks stand still, who is slow, and when the controller asks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flashrecovery import events as ev
+from flashrecovery.config import Timeouts
+from flashrecovery.controller.lookout import Lookout
+from flashrecovery.controller.records import Place, RankRecord
+from flashrecovery.controller.standstill import (
+    UNKNOWN,
+    Group,
+    Kind,
+    Operation,
+    Progress,
+    Stand,
+    judge,
+    victims_of,
+)
+from flashrecovery.controller.states import State
+from flashrecovery.controller.stragglers import Pace, Stragglers, slow, usual_of
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.worker.pace import STEPS
+from flashrecovery.worker.pace import Pace as OwnWork
+from tests.unit.test_machine import World
+
+WORLD = Group("0")
+
+
+def group(name: str, *ranks: int) -> tuple[Group, tuple[int, ...]]:
+    return Group(name, hash(ranks) & 0xFFFF), ranks
+
+
+def stand(
+    rank: int,
+    counts: Mapping[Group, int],
+    *waits: Operation,
+    size: int = 4,
+    age: float = 20.0,
+    answered: bool = True,
+    pairs: Mapping[Group, Mapping[int, tuple[int, int]]] | None = None,
+) -> Stand:
+    progress = {g: Progress(size, n, (pairs or {}).get(g, {})) for g, n in counts.items()}
+    return Stand(rank, age, 10.0, 7, answered, False, waits, progress, f"stack of {rank}" if not waits else "")
+
+
+def inside(number: int, where: Group = WORLD, op: str = "all_reduce") -> Operation:
+    return Operation(where, op, number)
+
+
+# -- the judgement --------------------------------------------------------------------------------
+
+
+def test_who_has_not_come_to_the_collective_is_the_culprit() -> None:
+    waiting = [stand(r, {WORLD: 6}, inside(5)) for r in (0, 2, 3)]
+    found = judge([*waiting, stand(1, {WORLD: 5})])
+    assert found.kind is Kind.CULPRITS and list(found.accused) == [1]
+    assert "3 ranks wait for it in group 0, all_reduce #5" in found.accused[1]
+    assert "in no collective" in found.accused[1] and "stack of 1" in found.accused[1]
+
+
+def test_a_victim_that_others_wait_for_is_not_accused() -> None:
+    """Ranks 0 and 1 wait for 2 in one group; 2 waits for 3 in another; 3 loops."""
+    left, right = Group("left", 1), Group("right", 2)
+    found = judge(
+        [
+            stand(0, {left: 4}, inside(3, left), size=3),
+            stand(1, {left: 4}, inside(3, left), size=3),
+            stand(2, {left: 3, right: 9}, inside(8, right), size=3),
+            stand(3, {right: 8}, size=2),
+        ]
+    )
+    assert list(found.accused) == [3] and "1 rank waits for it in group right, all_reduce #8" in found.accused[3]
+
+
+def test_a_rank_that_lags_inside_an_older_collective_is_followed_to_whom_it_waits_for() -> None:
+    """Rank 1 waits in #4, to which rank 2 has not come either; the others are in #5."""
+    found = judge(
+        [
+            stand(0, {WORLD: 6}, inside(5)),
+            stand(1, {WORLD: 5}, inside(4)),
+            stand(2, {WORLD: 4}),
+            stand(3, {WORLD: 6}, inside(5)),
+        ]
+    )
+    assert list(found.accused) == [2]
+
+
+def test_pipeline_stages_are_followed() -> None:
+    """Stage 0 waits for a gradient of 1, stage 2 for an activation of 1; stage 1 has received and loops."""
+    pipe = Group("pp")
+    found = judge(
+        [
+            stand(0, {pipe: 0}, Operation(pipe, "recv", 0, 1, False), size=3, pairs={pipe: {1: (2, 1)}}),
+            stand(1, {pipe: 0}, size=3, pairs={pipe: {0: (0, 2), 2: (1, 0)}}),
+            stand(2, {pipe: 0}, Operation(pipe, "recv", 1, 1, False), size=3, pairs={pipe: {1: (0, 2)}}),
+        ]
+    )
+    assert list(found.accused) == [1] and "recv #0 with rank 1" in found.accused[1]
+
+
+def test_a_send_that_its_peer_has_received_is_no_wait() -> None:
+    pipe = Group("pp")
+    found = judge(
+        [
+            stand(0, {pipe: 0}, Operation(pipe, "send", 0, 1, False), size=2, pairs={pipe: {1: (1, 0)}}),
+            stand(1, {pipe: 0}, Operation(pipe, "recv", 1, 0, False), size=2, pairs={pipe: {0: (0, 2)}}),
+        ]
+    )
+    assert list(found.accused) == [0]
+
+
+def test_a_rank_that_does_not_answer_is_the_culprit_of_those_who_may_wait_for_it() -> None:
+    mute = stand(3, {}, answered=False)
+    found = judge([*(stand(r, {WORLD: 6}, inside(5)) for r in range(3)), mute])
+    assert list(found.accused) == [3] and "control thread does not answer" in found.accused[3]
+    # Somebody else is seen not to have come, and all members of that group have answered.
+    small = Group("small", 1)
+    others = [stand(0, {small: 2}, inside(1, small), size=2), stand(1, {small: 1}, size=2)]
+    assert list(judge([*others, mute]).accused) == [1]
+
+
+def test_a_deadlock_is_told_with_its_members_and_one_of_them_is_replaced() -> None:
+    a, b = Group("a", 1), Group("b", 2)
+    found = judge(
+        [
+            stand(0, {a: 1, b: 0}, inside(0, a), size=2),
+            stand(1, {a: 0, b: 1}, inside(0, b), size=2),
+            stand(2, {WORLD: 3}, inside(2), size=3),
+        ]
+    )
+    assert found.kind is Kind.DEADLOCK and sorted(found.accused) == [0, 1]
+    assert "rank 0 waits for rank 1 in group a, all_reduce #0" in found.text
+    assert "rank 1 waits for rank 0 in group b, all_reduce #0" in found.text
+    assert [rank for rank, _ in victims_of(found)] == [0]
+    pipe = Group("pp")
+    sent = Operation(pipe, "send", 0, 0, False)
+    found = judge(
+        [
+            stand(0, {a: 1, pipe: 0}, inside(0, a), size=2),
+            stand(1, {a: 0, pipe: 0}, sent, size=2, pairs={pipe: {0: (1, 0)}}),
+        ]
+    )
+    assert [rank for rank, _ in victims_of(found)] == [1], "it has sent something, and may be anywhere now"
+
+
+def test_where_everybody_has_come_nobody_is_accused() -> None:
+    found = judge([stand(r, {WORLD: 6}, inside(5)) for r in range(4)])
+    assert found.kind is Kind.NOBODY and "all_reduce #5 in group 0" in found.text
+    unlike = [stand(r, {WORLD: 6}, inside(5, op="broadcast" if r == 2 else "all_reduce")) for r in range(4)]
+    found = judge(unlike)
+    assert found.kind is Kind.NOBODY and "rank 2: broadcast" in found.text and "ranks 0, 1 and 3" in found.text
+
+
+def test_nobody_is_accused_before_his_time_or_by_hearsay() -> None:
+    waiting = [stand(r, {WORLD: 6}, inside(5)) for r in (0, 2, 3)]
+    assert judge([*waiting, stand(1, {WORLD: 5}, age=9.0)]).kind is Kind.LATER
+    assert judge(waiting, absent=1).kind is Kind.LATER, "the culprit's node has not answered"
+    anybody = stand(1, {WORLD: 5}, Operation(WORLD, "recv_any", 0, UNKNOWN, False))
+    assert judge([*waiting, anybody]).kind is Kind.NOBODY, "it may wait for anybody"
+
+
+def test_ranks_whose_waiting_is_not_seen_are_told_apart_by_their_counts() -> None:
+    """As with NCCL, where a wait returns at once and the thread blocks in something else."""
+    ahead = [stand(r, {WORLD: 6}) for r in (0, 2, 3)]
+    found = judge([*ahead, stand(1, {WORLD: 5})])
+    assert list(found.accused) == [1] and "5 of 6 collectives in group 0" in found.accused[1]
+    assert judge([*ahead, stand(1, {WORLD: 6})]).kind is Kind.NOBODY, "all alike"
+    assert judge([*ahead, stand(1, {WORLD: 6}, age=9.0)]).kind is Kind.LATER, "about to be alike"
+    found = judge([*(stand(r, {WORLD: 6}, age=1.0) for r in (0, 2, 3)), stand(1, {WORLD: 6})])
+    assert list(found.accused) == [1], "the others move"
+
+
+def test_a_rank_alone() -> None:
+    assert list(judge([stand(0, {})]).accused) == [0]
+    assert list(judge([stand(2, {WORLD: 6}), stand(3, {WORLD: 6})], done=2).accused) == [2, 3]
+
+
+def test_groups_of_one_name_and_other_members_are_kept_apart() -> None:
+    first, second = Group("tp", 1), Group("tp", 2)
+    found = judge(
+        [
+            stand(0, {first: 3}, inside(2, first), size=2),
+            stand(1, {first: 2}, size=2),
+            stand(2, {second: 9}, inside(8, second), size=2),
+            stand(3, {second: 9}, inside(8, second), size=2),
+        ]
+    )
+    assert list(found.accused) == [1]
+
+
+def test_a_verdict_on_many_ranks_takes_no_square_of_time() -> None:
+    world = 4000
+    half = [stand(r, {WORLD: 6}, inside(5), size=world) for r in range(0, world, 2)]
+    rest = [stand(r, {WORLD: 5}, size=world) for r in range(1, world, 2)]
+    assert len(judge([*half, *rest]).accused) == world // 2
+    other = Group("odd", 1)
+    crossed = [stand(r, {WORLD: 5, other: 1}, inside(0, other), size=world) for r in range(1, world, 2)]
+    even = [stand(r, {WORLD: 6, other: 0}, inside(5), size=world) for r in range(0, world, 2)]
+    assert judge([*even, *crossed]).kind is Kind.DEADLOCK
+
+
+# -- when the agents are asked --------------------------------------------------------------------
+
+LIMITS = Timeouts(hang_floor_s=5.0, ping_s=1.0)
+
+
+def records(*ages: float, step_s: float = 0.1) -> list[RankRecord]:
+    return [
+        RankRecord(r, _place=Place.RUNNING, pid=r, home="n", progress_age_s=age, heard_at=0.0, step_s=step_s)
+        for r, age in enumerate(ages)
+    ]
+
+
+def answer(rank: int, count: int, *, waits: bool, progress: int = 3) -> pb.Whereabouts:
+    message = pb.Whereabouts(rank=rank, pid=rank, answered=True, progress=progress, age_s=6.0, step_s=0.1)
+    message.groups.add(group="0", size=2, collectives=count)
+    if waits:
+        message.operations.add(group="0", op="barrier", peer=-1, number=count - 1, certain=True)
+    return message
+
+
+def test_the_agents_are_asked_when_a_rank_is_late() -> None:
+    assert not Lookout(LIMITS).due(records(4.0, 4.9), 0.0)
+    assert Lookout(LIMITS).due(records(1.0, 5.1), 0.0)
+    assert not Lookout(LIMITS).due(records(1.0, 5.1, step_s=2.0), 0.0), "ten usual steps"
+    slow_rank = records(1.0, 5.1)
+    slow_rank[1].hang_floor_s = 60.0
+    assert not Lookout(LIMITS).due(slow_rank, 0.0), "its framework says so"
+    assert Lookout(LIMITS).due(records(4.0, 4.0), 1.5), "time passes, also without a heartbeat"
+
+
+def test_only_what_two_looks_say_alike_counts() -> None:
+    for second_progress, certain in ((3, True), (4, False)):
+        lookout, ranks = Lookout(LIMITS), records(6.0, 6.0)
+        verdicts = []
+        for progress, now in ((3, 0.0), (second_progress, 0.3)):
+            assert lookout.due(ranks, now)
+            number = lookout.begin(["n"], now)
+            assert lookout.verdict(ranks, now + 0.01) is None, "not answered yet"
+            replies = [answer(0, 4, waits=True), answer(1, 3, waits=False, progress=progress)]
+            lookout.answered("n", pb.Standstill(look=number, ranks=replies))
+            verdicts.append(lookout.verdict(ranks, now + 0.02))
+        assert verdicts[0] is None
+        assert (verdicts[1] is not None and list(verdicts[1].accused) == [1]) is certain
+
+
+def test_a_node_that_does_not_answer_is_not_waited_for_and_its_ranks_are_not_accused() -> None:
+    lookout, ranks = Lookout(LIMITS), records(6.0, 6.0)
+    ranks[1].home = "other"
+    now = 0.0
+    for _ in range(4):
+        assert lookout.due(ranks, now)
+        number = lookout.begin(["n", "other"], now)
+        lookout.answered("n", pb.Standstill(look=number, ranks=[answer(0, 4, waits=True)]))
+        assert lookout.verdict(ranks, now + 0.5) is None
+        assert lookout.verdict(ranks, now + 1.1) is None
+        now += 40.0
+
+
+def test_late_and_foreign_answers_count_for_nothing() -> None:
+    lookout, ranks = Lookout(LIMITS), records(6.0, 6.0)
+    assert lookout.due(ranks, 0.0)
+    number = lookout.begin(["n"], 0.0)
+    old = pb.Standstill(look=number - 1, ranks=[answer(1, 3, waits=False)])
+    lookout.answered("n", old)
+    lookout.answered("stranger", pb.Standstill(look=number, ranks=[answer(1, 3, waits=False)]))
+    assert lookout.verdict(ranks, 0.1) is None
+
+
+# -- in the machine -------------------------------------------------------------------------------
+
+
+def test_a_hang_across_nodes_is_recovered_from() -> None:
+    world = World(2, nnodes=2, controller="h:1", timeouts={"hang_floor_s": 5.0})
+    world.join("a")
+    world.join("b")
+    while world.machine.state is not State.RUNNING or world.version[0] < 1:
+        world.step()
+    m = world.machine
+    for _ in range(40):
+        world.now += 0.25
+        health = [
+            pb.RankHealth(rank=r.rank, pid=r.pid, committed=1, progress_age_s=world.now, step_s=0.1)
+            for r in m.ranks.values()
+        ]
+        m.on_heartbeat(pb.Heartbeat(ranks=health), world.now)
+        m.on_tick(world.now)
+        world.collect()
+        looks = [c.look for _, c in world.inbox if c.HasField("look")]
+        world.inbox.clear()
+        for node, ranks in (("a", (0, 1)), ("b", (2, 3))) if looks else ():
+            replies = []
+            for rank in ranks:
+                reply = answer(rank, 3 if rank == 2 else 4, waits=rank != 2)
+                reply.pid, reply.age_s, reply.groups[0].size = m.ranks[rank].pid, world.now, 4
+                replies.append(reply)
+            m.on_standstill(node, pb.Standstill(look=looks[0].number, ranks=replies))
+        m.on_tick(world.now)
+        world.collect()
+        if m.state is not State.RUNNING:
+            break
+    (failure,) = world.of(ev.FailureDetected)
+    assert isinstance(failure, ev.FailureDetected)
+    assert (failure.rank, failure.kind) == (2, "hang") and "3 ranks wait for it" in failure.evidence
+    assert m.ranks[2].place is Place.EMPTY and m.generation == 1
+
+
+# -- slow ranks -----------------------------------------------------------------------------------
+
+
+def test_a_slow_rank_is_told_from_those_that_wait_for_it() -> None:
+    paces = [Pace(r, 0.03, 0.028, 0.1) for r in range(3)] + [Pace(3, 0.09, 0.085, 0.1)]
+    usual = usual_of(paces)
+    assert [p.rank for p in paces if slow(p, usual)] == [3]
+    assert not slow(Pace(3, 0.09, 0.04, 0.1), usual), "not in every one of its last steps"
+    assert not slow(Pace(3, 0.0009, 0.0008, 0.1), 0.0003), "not worth speaking of"
+    assert usual_of(paces[:1]) == 0.0 and usual_of([Pace(0, 0.1, 0.0, 0.1), Pace(1, 0.1, 0.1, 0.1)]) == 0.0
+
+
+def test_a_slow_rank_is_told_once_until_it_is_fast_again() -> None:
+    stragglers = Stragglers()
+
+    def look(own_s: float, now: float) -> list[int]:
+        ranks = [
+            RankRecord(r, step_s=0.1, own_s=own_s if r == 1 else 0.03, own_least_s=own_s if r == 1 else 0.03)
+            for r in range(4)
+        ]
+        return [rank for rank, _ in stragglers.check(ranks, now)]
+
+    assert look(0.03, 0.0) == [] and look(0.06, 1.0) == [], "not at every call"
+    assert look(0.06, 3.0) == [1] and look(0.06, 6.0) == []
+    assert look(0.042, 9.0) == [] and stragglers.slow == {1}, "still slow"
+    assert look(0.03, 12.0) == [] and stragglers.slow == frozenset()
+    assert look(0.06, 15.0) == [1]
+
+
+def test_own_work_is_what_is_left_of_a_step_without_collectives() -> None:
+    pace = OwnWork()
+    now = underway = 0
+    for _ in range(STEPS + 1):
+        assert pace.least_ns == 0
+        pace.committed(now, underway)
+        now, underway = now + 100, underway + 70
+    assert (pace.own_ns, pace.least_ns) == (30, 30)
+    pace.committed(now + 500, underway)
+    assert pace.least_ns == 30 and pace.own_ns > 100, "one slow step is none in a row"
+    pace.restart()
+    assert (pace.own_ns, pace.least_ns) == (0, 0)

@@ -99,6 +99,7 @@ class Cluster:
             own.mkdir()
             (own / "slurm.conf").write_text(text.replace("%host", host.name))
             (own / "topology.conf").write_text(self._topology)
+            (own / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # not used; no look at what is mounted
             self._start_munged(host)
         self._daemon(self.controller, ["slurmctld", "-D", "-i"])
         for node in self.nodes:

@@ -16,7 +16,7 @@ import pytest
 
 from tests import slurm
 from tests.jobs import GPT, ROOT, SMALL, Job, check_same, read_digests, read_events
-from tests.slurm import ENDED, NODE_TIMEOUT_S, Cluster
+from tests.slurm import ENDED, Cluster
 
 pytestmark = [
     pytest.mark.skipif(bool(slurm.missing()), reason=f"Slurm: {slurm.missing()}"),
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.slurm,
 ]
 KILL_AFTER = 8
-STEPS = 60
+STEPS = 40
 
 
 @pytest.fixture(scope="module")
@@ -38,20 +38,19 @@ def cluster() -> Iterator[Cluster]:
 class SlurmJob:
     """A job of the example's batch script."""
 
-    def __init__(
-        self, cluster: Cluster, folder: Path, *, steps: int = STEPS, env: dict[str, str] | None = None
-    ) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, *, nodes: int = 3, env: dict[str, str] | None = None) -> None:
+        """On the first ``nodes``, of which two train."""
         self.cluster = cluster
         self.run_dir = folder / "run"
         self._began = time.monotonic()
         self._output = folder / "output"
-        programs = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-        chosen = {"RUN_DIR": str(self.run_dir), "NPROC": "2", "REQUEUES": "0", "PYTHONFAULTHANDLER": "1"}
-        script = [str(GPT / "train_ddp.py"), *SMALL, "--steps", str(steps), "--step-time", "100"]
-        slurm_options = ["--nodes=3", "--nodelist=host1,host2,host3", f"--output={self._output}"]
-        self.number = cluster.submit(
-            [*slurm_options, str(GPT / "slurm" / "gpt.sbatch"), *script], {**programs, **chosen, **(env or {})}, ROOT
-        )
+        chosen = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONFAULTHANDLER": "1"}
+        chosen |= {"RUN_DIR": str(self.run_dir), "NPROC": "2", "SPARE_NODES": str(nodes - 2), "REQUEUES": "0"}
+        names = ",".join(n.name for n in cluster.nodes[:nodes])
+        command = [f"--nodes={nodes}", f"--nodelist={names}", f"--output={self._output}"]
+        command += [str(GPT / "slurm" / "gpt.sbatch"), str(GPT / "train_ddp.py"), *SMALL]
+        command += ["--steps", str(STEPS), "--step-time", "100"]
+        self.number = cluster.submit(command, {**chosen, **(env or {})}, ROOT)
 
     @property
     def state(self) -> str:
@@ -104,6 +103,14 @@ def _idle(cluster: Cluster) -> None:
         assert not left, f"left behind on {node.name}: {left}"
 
 
+def _check_lost(ended: Job, node: str) -> None:
+    """This node, and with it ranks 2 and 3, which one recovery has brought back."""
+    (lost,) = ended.of("node_lost")
+    assert lost["node"] == node and lost["ranks"] == [2, 3]
+    (recovery,) = ended.of("recovery_finished")
+    assert recovery["victims"] == [2, 3] and recovery["cause"] == "node_lost"
+
+
 @pytest.fixture(scope="module")
 def reference(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
     """The same launch without a fault."""
@@ -122,35 +129,41 @@ def test_a_job_without_a_fault(cluster: Cluster, reference: Job) -> None:
 
 
 def test_a_step_that_is_killed(cluster: Cluster, reference: Job, tmp_path: Path) -> None:
-    """The agent, its workers and Slurm's slurmstepd on one node: the spare node takes its ranks, the step is started
-    again, and its agent joins as a spare one."""
+    """The agent, its workers and Slurm's slurmstepd on one node: the spare node takes its ranks."""
     job = SlurmJob(cluster, tmp_path)
     job.wait_for_step(KILL_AFTER)
     killed = cluster.kill_step(cluster.nodes[1])
     assert any("slurmstepd" in line for line in killed) and any("flashrecovery" in line for line in killed), killed
-    job.wait_for("node_joined", 4)
     ended = job.end()
-    (lost,) = ended.of("node_lost")
-    assert lost["node"] == "host2" and lost["ranks"] == [2, 3]
-    (recovery,) = ended.of("recovery_finished")
-    assert recovery["victims"] == [2, 3] and recovery["cause"] == "node_lost"
-    assert ended.of("node_joined")[3]["node"] == "host2"
+    _check_lost(ended, "host2")
+    check_same(ended, reference)
+    _idle(cluster)
+
+
+def test_an_agent_that_is_killed(cluster: Cluster, reference: Job, tmp_path: Path) -> None:
+    """Without a spare node: the step is started again on the same node, and gets its ranks back."""
+    job = SlurmJob(cluster, tmp_path, nodes=2)
+    job.wait_for_step(KILL_AFTER)
+    assert cluster.kill(cluster.nodes[1], lambda line: "flashrecovery run" in line)
+    ended = job.end()
+    _check_lost(ended, "host2")
+    assert [e["node"] for e in ended.of("node_joined")][2:] == ["host2"]
     check_same(ended, reference)
     _idle(cluster)
 
 
 def test_a_node_that_crashes(cluster: Cluster, reference: Job, tmp_path: Path) -> None:
-    """With its slurmd: Slurm takes the node from the job, which goes on; another job brings a node in its place."""
-    steps = STEPS + 20 * NODE_TIMEOUT_S  # Slurm has to find the failure, and to start the other job
-    undisturbed = SlurmJob(cluster, tmp_path / "undisturbed", steps=steps).end()
-    job = SlurmJob(cluster, tmp_path / "disturbed", steps=steps, env={"REPLACE": f"--output={tmp_path}/spare"})
+    """With its slurmd, and there is no spare node: Slurm takes it from the job, which goes on to exist; another job
+    brings a node from outside, which gets the ranks."""
+    job = SlurmJob(cluster, tmp_path, nodes=2, env={"REPLACE": f"--output={tmp_path}/spare"})
     job.wait_for_step(KILL_AFTER)
     cluster.crash(cluster.nodes[1])
-    job.wait_for("node_joined", 4)
     ended = job.end()
-    assert [e["node"] for e in ended.of("node_lost")] == ["host2"]
-    assert ended.of("node_joined")[3]["node"] == "host4"
-    check_same(ended, undisturbed)
+    _check_lost(ended, "host2")
+    (joined,) = ended.of("node_joined")[2:]
+    assert joined["node"] in ("host3", "host4")
+    assert cluster.job_field(job.number, "NodeList") == "host1"
+    check_same(ended, reference)
     cluster.start_node(cluster.nodes[1])
     _idle(cluster)
 
@@ -163,5 +176,19 @@ def test_a_controller_that_is_killed(cluster: Cluster, reference: Job, tmp_path:
     job.wait(lambda: any(e["kind"] == "taken_over" for e in job.of("notice")), "the controller is taken over")
     ended = job.end()
     assert not ended.of("recovery_started")
+    check_same(ended, reference)
+    _idle(cluster)
+
+
+def test_the_first_node_crashes(cluster: Cluster, reference: Job, tmp_path: Path) -> None:
+    """With it controller and batch script are gone: the job is queued again, and goes on from its checkpoint."""
+    job = SlurmJob(cluster, tmp_path, nodes=2)
+    job.wait_for("checkpoint_saved")
+    job.wait_for_step(KILL_AFTER)
+    cluster.crash(cluster.nodes[0])
+    cluster.wait(lambda: cluster.job_field(job.number, "Restarts") == "1", "the job is queued again", 120)
+    cluster.start_node(cluster.nodes[0])
+    ended = job.end()
+    assert len(ended.of("job_started")) == 2
     check_same(ended, reference)
     _idle(cluster)

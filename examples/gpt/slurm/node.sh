@@ -11,4 +11,16 @@ if [[ ${SLURM_TOPOLOGY_ADDR_PATTERN:-} == *switch.node ]]; then
     options+=(--failure-domain "${SLURM_TOPOLOGY_ADDR%.*}")
 fi
 
-exec flashrecovery run "${options[@]}" "$@"
+trap : TERM # the agent gets it as well; wait for its end
+flashrecovery run "${options[@]}" "$@" && exit 0
+code=$?
+
+# A job whose first node is lost has neither controller nor batch script any more, and Slurm lets it be (--no-kill). When
+# the agents of its other nodes have given up (timeouts.controller_gone_s) they queue it again.
+first=$(scontrol --oneliner show job "$SLURM_JOB_ID" | grep -oP '\bBatchHost=\K\S+')
+left=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N)
+if [[ -n $first && -n $left ]] && ! scontrol show hostnames "$left" | grep -qxF "$first"; then
+    echo "node.sh: the job has lost its first node $first; it is queued again" >&2
+    scontrol requeue "$SLURM_JOB_ID" || true # another node may have done so
+fi
+exit "$code"

@@ -15,7 +15,7 @@ DEMO_DIR ?= runs/demo
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test lint format grid grid-deepspeed grid-megatron soak soak-deepspeed soak-megatron chaos bench bench-setup clean
+.PHONY: help setup demo test test-slurm lint format grid grid-deepspeed grid-megatron soak soak-deepspeed soak-megatron chaos bench bench-setup clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -64,8 +64,11 @@ $(BIN)/.trainer-done: $(BIN)/.setup-done
 test: setup $(BIN)/.frameworks-done lint  ## set up, check the code, run the tests (about 20 minutes)
 	$(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS)
 
+test-slurm: setup  ## the example on a real Slurm cluster of one machine (root; Debian: slurmctld slurmd slurm-client munge)
+	$(BIN)/python -m pytest -m slurm --durations=15 $(PYTEST_ARGS) tests/integration/test_slurm.py
+
 grid: setup  ## the whole conformance grid with plain PyTorch, and all slow tests
-	$(BIN)/python -m pytest -m "(grid or slow) and not deepspeed and not megatron" --durations=15 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "(grid or slow) and not deepspeed and not megatron and not slurm" --durations=15 $(PYTEST_ARGS)
 
 grid-deepspeed: setup $(BIN)/.trainer-done  ## the whole conformance grid with DeepSpeed and the Trainer
 	$(BIN)/python -m pytest -m "deepspeed and not soak" --durations=15 $(PYTEST_ARGS)

@@ -91,6 +91,11 @@ class Network:
         for host in hosts:
             _ip("-n", self.switch, "link", "set", host.port, "master", "br0")
 
+    def readdress(self, host: Host, address: str) -> None:
+        """Another address instead of its own, as a machine gets that is made anew."""
+        _ip("-n", host.namespace, "addr", "flush", "dev", "eth0", "scope", "global")
+        _ip("-n", host.namespace, "addr", "add", f"{address}/24", "dev", "eth0")
+
     def lose(self, host: Host, percent: float, *, to_host: bool = True, from_host: bool = True) -> None:
         """Drop this part of its packets at random on the switch; 0 ends it. Needs nft."""
         for way, wanted in (("oifname", to_host), ("iifname", from_host)):

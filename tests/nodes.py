@@ -24,8 +24,8 @@ PORT = 29400
 
 
 class NodesJob:
-    """A job on the hosts of ``net``: ``nnodes`` of them hold ranks, the others are spare. The first one has the
-    controller, and if it is ``alone``, nothing else."""
+    """A job on the hosts of ``net``: ``nnodes`` of them hold ranks, the others (or ``spare`` of them) are spare. The
+    first one has the controller, and if it is ``alone``, nothing else."""
 
     def __init__(
         self,
@@ -34,6 +34,7 @@ class NodesJob:
         layout: Layout,
         *,
         nnodes: int = 2,
+        spare: int | None = None,
         steps: int = 40,
         step_ms: int = 100,
         options: Sequence[str] = (),
@@ -46,30 +47,27 @@ class NodesJob:
         self.run_dir = run_dir
         self.marker = uuid.uuid4().hex
         self.popens: dict[str, subprocess.Popen[bytes]] = {}
+        self._started: dict[str, tuple[Sequence[str], Mapping[str, str]]] = {}
         self._began = time.monotonic()
         self._outputs = run_dir.parent / f"{run_dir.name}-output"
         self._outputs.mkdir(parents=True)
         members = net.hosts[1:] if alone else net.hosts
+        members = members if spare is None else members[: nnodes + spare]
         self._address = f"{net.hosts[0].address}:{PORT}"
         self._shape = ["--nnodes", str(nnodes), "--spare-nodes", str(len(members) - nnodes)]
         self._shape += ["--nproc-per-node", str(layout.nproc // nnodes), "--run-dir", str(run_dir)]
         if alone:
             self.start_controller()
-        self._commands: dict[str, tuple[list[str], dict[str, str]]] = {}
         for number, host in enumerate(members):
             command = [*host.command, sys.executable, "-m", "flashrecovery.cli.main", "run", *self._shape]
             command += ["--node-rank", str(number), "--node-name", host.name, "--controller", self._address, *options]
             command += [str(GPT / layout.script), *SMALL, "--steps", str(steps), "--step-time", str(step_ms)]
             command += [*layout.flags, *flags]
             token = {"FLASHRECOVERY_TOKEN": (tokens or {}).get(host.name, TOKEN)}
-            self._commands[host.name] = (command, {**token, **(env or {})})
-            self.start_node(host)
-
-    def start_node(self, host: Host) -> None:
-        """Its agent, with the same command as at first."""
-        self._start(host, *self._commands[host.name])
+            self._start(host, command, {**token, **(env or {})})
 
     def _start(self, host: Host, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self._started[host.name] = (command, env)
         inherited = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"}
         with open(self._outputs / host.name, "ab") as out:
             self.popens[host.name] = subprocess.Popen(
@@ -80,6 +78,11 @@ class NodesJob:
                 start_new_session=True,
                 env={**inherited, "PYTHONFAULTHANDLER": "1", MARKER: self.marker, **env},
             )
+
+    def start_again(self, host: Host) -> None:
+        """The same command on the same host, as a scheduler starts what has ended there."""
+        self.popens[host.name].wait()
+        self._start(host, *self._started[host.name])
 
     def start_controller(self) -> None:
         """A stand-alone one on the first host; for a second time after it was killed."""

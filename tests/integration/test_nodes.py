@@ -5,6 +5,7 @@ The hosts are network namespaces; a cut link is silent. The reference is the sam
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ pytestmark = [
 ]
 STEPS = 30
 LONG = Layout("ddp-long", DDP.script, ("--steps", "60"))
+LONGER = Layout("ddp-longer", DDP.script, ("--steps", "200"))
 KILL_AFTER = 8
 
 
@@ -86,6 +88,40 @@ def test_the_node_with_the_controller_is_lost(how: str, net: Network, tmp_path: 
     check_same(ended, reference(DDP))
     if how == "cut":
         assert job.newest_step(lost) == stopped_at, "the side without the controller has gone on"
+
+
+def test_a_node_that_is_started_again(net: Network, tmp_path: Path, reference: References) -> None:
+    """As by a scheduler, with the same command and name: it joins as a spare node, and takes over in its turn."""
+    job = NodesJob(net, tmp_path / "run", LONGER)
+    job.wait_for_step(KILL_AFTER)
+    first, lost, spare = net.hosts
+    job.kill_node(lost)
+    job.wait_for("recovery_finished")
+    job.start_again(lost)
+    job.wait_for("node_joined", 4)
+    job.kill_node(spare)
+    ended = job.wait(of=[first, lost])
+    assert [(e["node"], e["ranks"]) for e in ended.of("node_lost")] == [(lost.name, [2, 3]), (spare.name, [2, 3])]
+    assert [e["generation"] for e in ended.of("recovery_finished")] == [1, 2]
+    table = {r["rank"]: r["node"] for r in json.loads((job.run_dir / "ranktable.json").read_text())["ranks"]}
+    assert table == {0: first.name, 1: first.name, 2: lost.name, 3: lost.name}
+    check_same(ended, reference(LONGER))
+
+
+def test_a_node_that_comes_back_with_another_address(net: Network, tmp_path: Path, reference: References) -> None:
+    """As a pod that is made anew. There is no spare node: its ranks have waited for it."""
+    job = NodesJob(net, tmp_path / "run", LONG, nnodes=2, spare=0)
+    job.wait_for_step(KILL_AFTER)
+    first, lost, _ = net.hosts
+    job.kill_node(lost)
+    job.wait_for("node_lost")
+    net.readdress(lost, "10.77.0.99")
+    job.start_again(lost)
+    ended = job.wait(of=[first, lost])
+    assert [e["host"] for e in ended.of("node_joined") if e["node"] == lost.name] == [lost.address, "10.77.0.99"]
+    (recovery,) = ended.of("recovery_finished")
+    assert recovery["victims"] == [2, 3]
+    check_same(ended, reference(LONG))
 
 
 def test_a_controller_that_is_killed_and_started_anew(net: Network, tmp_path: Path, reference: References) -> None:

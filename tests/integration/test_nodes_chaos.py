@@ -114,7 +114,7 @@ class Chaos:
         else:
             self._await("node_lost", lost + 1)
         joined = self._count("node_joined")
-        self.job.start_node(host)
+        self.job.start_again(host)
         self._await("node_joined", joined + 1)
 
     def _holding(self) -> Host:

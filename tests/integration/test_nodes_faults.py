@@ -108,7 +108,7 @@ def test_two_nodes_are_lost_one_after_the_other(net: Network, tmp_path: Path, re
     job.wait_for("recovery_finished")
     job.kill_node(third)
     job.wait_for("node_lost", 2)
-    job.start_node(second)
+    job.start_again(second)
     ended = job.wait(of=[first, second])
     assert "waiting_for_node" in [e["kind"] for e in ended.of("notice")]
     assert [e["victims"] for e in ended.of("recovery_finished")] == [[2, 3], [2, 3]]

@@ -13,7 +13,6 @@ nobody is suspected before having had the time again.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from flashrecovery.config import Timeouts
@@ -102,12 +101,15 @@ class Liveness:
         """What follows from the time that has passed; call it every few hundredths of a second."""
         self._forgive_own_pause(now)
         found: list[Ask | Lost | Unheard] = []
+        heard: list[str] | None = None
         for name, pulse in list(self._pulses.items()):
             if not self.silent(name, now):
                 continue
             if pulse.asked_at is None:
                 pulse.asked_at = now
-                pulse.asked = dict.fromkeys(self._observers(name, now))
+                if heard is None:  # once for all that are suspected now
+                    heard = sorted(n for n in self._pulses if not self.silent(n, now))
+                pulse.asked = dict.fromkeys(itertools.islice(following(name, heard), OBSERVERS))
                 found += [Ask(observer, name) for observer in pulse.asked]
             else:
                 found += self._judge(name, pulse, now)
@@ -133,11 +135,6 @@ class Liveness:
         seen = f"; not reached by {', '.join(said)}" if said else "; there is no other node to ask"
         silent_s = now - pulse.heard_at
         return [Lost(name, f"{how} for {silent_s:.2f} s{seen}", silent_s)]
-
-    def _observers(self, suspect: str, now: float) -> Sequence[str]:
-        """The next nodes in the ring that are heard themselves."""
-        others = following(suspect, sorted(self._pulses))
-        return list(itertools.islice((o for o in others if not self.silent(o, now)), OBSERVERS))
 
     def _forgive_own_pause(self, now: float) -> None:
         """While this process did not run, it heard nobody."""

@@ -343,3 +343,26 @@ def test_an_answer_of_an_older_generation_acknowledges_nothing() -> None:
     world.machine.on_reply(stale, world.now)
     assert hold.serial in world.machine.outbox.pending
     assert world.run() is State.FINISHED
+
+
+def test_a_collective_that_does_not_end_is_begun_anew_with_the_same_ranks() -> None:
+    """All have come to it, so nobody is replaced; the third time at the same step the job gives up."""
+    world = World(4, steps=4)
+    world.launch()
+    while world.machine.state is not State.RUNNING:
+        world.step()
+    pids = {r.rank: r.pid for r in world.machine.ranks.values()}
+    world.machine._all_again("every rank has come to all_reduce #5", world.now)
+    assert world.machine.state is State.QUIESCING
+    assert world.run() is State.FINISHED
+    (finished,) = world.of(ev.RecoveryFinished)
+    assert isinstance(finished, ev.RecoveryFinished) and (finished.victims, finished.cause) == ([], "standstill")
+    assert {r.rank: r.pid for r in world.machine.ranks.values()} == pids
+
+    world = World(2, steps=4)
+    world.launch()
+    while world.machine.state is not State.RUNNING:
+        world.step()
+    for _ in range(3):
+        world.machine._all_again("every rank has come to all_reduce #5", world.now)
+    assert world.machine.state is State.FAILED and "max_failures_per_step" in world.machine.failure_reason

@@ -48,6 +48,7 @@ class JobState:
     _homeless_since: float | None = None
     _found_since: float | None = None
     _found_at: float | None = None
+    _stuck_at: dict[int, int] = field(default_factory=dict)
     _confirmed: int = 0  # ranks before this one have committed a step since the last recovery
 
     def __post_init__(self) -> None:

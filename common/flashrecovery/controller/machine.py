@@ -19,6 +19,7 @@ from flashrecovery.controller.history import Recovery
 from flashrecovery.controller.nodes import NodeRecord, NodeState, launch_order
 from flashrecovery.controller.records import Place, RankRecord, unequal_claims, unequal_steps
 from flashrecovery.controller.restore import RestoreRound
+from flashrecovery.controller.standstill import Kind, victims_of
 from flashrecovery.controller.states import RECOVERY_STATES, State
 from flashrecovery.controller.takeover import TakeOver
 from flashrecovery.controller.watching import Watching
@@ -281,10 +282,23 @@ class Machine(Watching, TakeOver):
                 self._fail(f"rank {record.rank} could not be filled again within its deadline")
             else:
                 self._own_failure(record, "unresponsive", f"no answer to {pending.what!r} within its deadline", now)
-        for rank, evidence in self._hung(now):
-            record = self.ranks[rank]
-            self._own_failure(record, "hang", evidence, now, late_s=record.progress_age_s + now - record.heard_at)
+        found = self._find_hung(now)
+        if found is not None:
+            for rank, evidence in victims_of(found):
+                record = self.ranks[rank]
+                self._own_failure(record, "hang", evidence, now, late_s=record.progress_age_s + now - record.heard_at)
+            if found.kind is Kind.STUCK:
+                self._all_again(found.text, now)
         self._report_stragglers(now)
+
+    def _all_again(self, why: str, now: float) -> None:
+        """Nobody is to blame: no rank is replaced, but all groups are formed anew, and the step runs again."""
+        self.last_failure, step = why, max(r.committed for r in self.ranks.values())
+        self._stuck_at = {step: self._stuck_at.get(step, 0) + 1}
+        if self._stuck_at[step] >= self.config.max_failures_per_step:
+            self._fail(f"{why}; so it was {self._stuck_at[step]} times at step {step} (max_failures_per_step)")
+        else:
+            self._recover([], "standstill", now, 0.0, now)
 
     def on_stop_request(self, reason: str) -> None:
         """The user or the scheduler wants the job to end."""
@@ -334,6 +348,7 @@ class Machine(Watching, TakeOver):
         """Ranks have lost their processes: replace these, and bring everybody back to one consistent version."""
         if self.recovery is None:
             self.recovery = Recovery(self.generation, failed_at, detect_s)
+        self.recovery.cause = self.recovery.cause or kind
         for victim in victims:
             self.recovery.add_victim(victim, kind, self.generation + 1)
         self._enter_recovery(kind, now, victims)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from flashrecovery import events as ev
 from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.lookout import Lookout
 from flashrecovery.controller.records import Place
-from flashrecovery.controller.standstill import Kind, victims_of
+from flashrecovery.controller.standstill import Kind, Verdict
 from flashrecovery.controller.states import State
 from flashrecovery.controller.stragglers import Stragglers
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -30,11 +29,11 @@ class Watching(JobState):
         """An agent says where its workers stand."""
         self._lookout.answered(node, message)
 
-    def _hung(self, now: float) -> Iterable[tuple[int, str]]:
-        """Ranks that hang, with the evidence. Asks the agents if ranks stand still."""
+    def _find_hung(self, now: float) -> Verdict | None:
+        """Who or what hangs. Asks the agents if ranks stand still."""
         if self.state is not State.RUNNING:
             self._lookout.forget()
-            return []
+            return None
         ranks = self.ranks.values()
         if self._lookout.due(ranks, now):
             nodes = {r.home for r in ranks if r.place is Place.RUNNING}
@@ -43,12 +42,10 @@ class Watching(JobState):
                 look = pb.Look(number=number, answer_s=self._lookout.answer_s)
                 self.outbox.send(node, pb.Command(generation=self.generation, rank=AGENT, look=look))
         found = self._lookout.verdict(ranks, now)
-        if found is None:
-            return []
-        if found.kind is not Kind.CULPRITS:
+        if found is not None and found.kind is not Kind.CULPRITS:
             kind = "deadlock" if found.kind is Kind.DEADLOCK else "standstill"
             self._emit(ev.Notice(generation=self.generation, kind=kind, text=found.text))
-        return victims_of(found)
+        return found
 
     def _report_stragglers(self, now: float) -> None:
         if self.state is not State.RUNNING:

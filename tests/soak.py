@@ -84,7 +84,8 @@ def soak(layout: Layout, kills: int, phases: Sequence[str], folder: Path, env: M
     for pid in job.ranks().values():
         born, usage = first.get(pid, (kills, Usage.of(pid)))
         survived.append((kills - born, usage, Usage.of(pid)))
-    job.wait_for_step(steps - 5, 900)  # at rest: no process is being started any more
+    left = steps - 5 - job.newest_step()
+    job.wait_for_step(steps - 5, 60 + 2 * left)  # at rest: no process is being started any more
     end = Usage.of(job.popen.pid)
     ended = job.wait(600)
     print(f"median {statistics.median(times):.2f} s, worst {max(times):.2f} s; launcher {launcher} -> {end}")

@@ -19,7 +19,7 @@ pytest.importorskip("megatron.core")
 
 @pytest.mark.soak
 @pytest.mark.megatron
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(2 * 3600)
 @pytest.mark.parametrize(
     ("layout", "number"), [(mg.TP2_DP2, 200), (mg.TP2_DP2_OVERLAPS, 30)], ids=["tp2-dp2", "tp2-dp2-overlaps"]
 )

@@ -106,12 +106,19 @@ class Nodes:
     names: str
     silent_s: dict[str, float] = field(default_factory=dict)
     cut: set[str] = field(default_factory=set)
+    left: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         electors = [pb.Elector(node=n, peer=f"{n}:1", incarnation=f"{n}-life") for n in self.names]
         self.agents = {}
         for name in self.names:
-            agent = Succession(name, lambda n=name: f"{n}-life", lambda n=name: self.silent_s.get(n, 9.0), LEASE_S)  # type: ignore[misc]
+            agent = Succession(
+                name,
+                lambda n=name: f"{n}-life",  # type: ignore[misc]
+                lambda n=name: self.silent_s.get(n, 9.0),  # type: ignore[misc]
+                LEASE_S,
+                lambda n=name: self.left.append(n),  # type: ignore[misc]
+            )
             agent.learn(pb.Electors(term=1, version=1, electors=electors, leader="a"))
             self.agents[name] = agent
 
@@ -127,6 +134,7 @@ class Nodes:
 def test_a_majority_elects() -> None:
     nodes = Nodes("abc", cut={"a"})
     assert nodes.stand("b") == 2
+    assert nodes.left == ["b", "c"], "they serve the one before no more"
     assert nodes.stand("c") == 3, "and another one later"
 
 
@@ -138,7 +146,9 @@ def test_nobody_is_elected_without_a_majority() -> None:
 def test_nobody_is_elected_while_the_controller_is_heard() -> None:
     nodes = Nodes("abc", silent_s={"a": 0.1, "c": 0.1})
     assert nodes.stand("b") is None
-    assert nodes.agents["b"].promised == 0 and nodes.agents["b"].follows(1, known=True), "it can go back"
+    assert not nodes.left and nodes.agents["b"].promised == 0 and nodes.agents["b"].follows(1, known=True), (
+        "it can go back"
+    )
 
 
 def test_a_vote_is_given_once_a_term() -> None:

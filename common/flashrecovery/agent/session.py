@@ -64,7 +64,9 @@ class ControllerSession:
         self._peers = peers
         self._limits = limits
         self._lead, self._leave = lead, leave
-        self._succession = Succession(agent.node, agent.incarnation, self._silent_s, FRESH * limits.lease_s)
+        self._succession = Succession(
+            agent.node, agent.incarnation, self._silent_s, FRESH * limits.lease_s, self._drop_connection
+        )
         self._succession.controller = address
         if peers is not None:
             peers.succession = self._succession

@@ -30,15 +30,22 @@ Ask = Callable[[Elector, pb.VoteRequest], Awaitable[pb.VoteReply]]
 
 
 class Succession:
-    """``silent_s`` says how long no controller has been heard; ``lease_s`` is how long that is usual."""
+    """``silent_s`` says how long no controller has been heard; ``lease_s`` is how long that is usual. ``abandon`` ends
+    the connection to the present controller, which is not served any more once another one has this agent's vote."""
 
     def __init__(
-        self, node: str, incarnation: Callable[[], str], silent_s: Callable[[], float], lease_s: float
+        self,
+        node: str,
+        incarnation: Callable[[], str],
+        silent_s: Callable[[], float],
+        lease_s: float,
+        abandon: Callable[[], None],
     ) -> None:
         self._node = node
         self._incarnation = incarnation
         self._silent_s = silent_s
         self._lease_s = lease_s
+        self._abandon = abandon
         self.controller = ""
         """HOST:PORT of the controller that this agent follows."""
         self.term = 0
@@ -78,7 +85,7 @@ class Succession:
         elif self._silent_s() < self._lease_s:
             reason = "it hears the controller"
         elif not request.preliminary:
-            self.promised = request.term
+            self._promise(request.term)
             log.warning("votes for node %s as controller of term %d", request.candidate, request.term)
         return pb.VoteReply(granted=not reason, term=max(self.term, self.promised), reason=reason)
 
@@ -96,7 +103,7 @@ class Succession:
             return None
         if max(self.term, self.promised) >= term or self._silent_s() < self._lease_s:
             return None  # meanwhile it has voted for another one, or the controller is there again
-        self.promised = term
+        self._promise(term)
         elected = await self._poll(term, ask, preliminary=False)
         return term if elected and self.promised == term else None
 
@@ -119,6 +126,10 @@ class Succession:
         if not preliminary:
             self.promised = max(self.promised, *(r.term for r in replies))
         return 1 + sum(r.granted for r in replies) >= majority(len(self.electors))
+
+    def _promise(self, term: int) -> None:
+        self.promised = term
+        self._abandon()
 
     def _is_elector(self) -> bool:
         return any(e.node == self._node and e.incarnation == self._incarnation() for e in self.electors)

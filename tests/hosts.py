@@ -101,7 +101,7 @@ class Network:
         for way, wanted in (("oifname", to_host), ("iifname", from_host)):
             self._losses[way, host.port] = percent if wanted else 0.0
         rules = [
-            f"add rule bridge loss forward {way} {port} numgen random mod 1000 < {round(10 * percent)} drop"
+            f"add rule bridge loss forward {way} {port} {_at_random(percent)} drop"
             for (way, port), percent in self._losses.items()
             if percent
         ]
@@ -109,6 +109,10 @@ class Network:
         program = "\n".join([*chain, "flush chain bridge loss forward", *rules, ""])
         command = ["ip", "netns", "exec", self.switch, "nft", "-f", "-"]
         subprocess.run(command, input=program, check=True, capture_output=True, text=True)
+
+
+def _at_random(percent: float) -> str:
+    return "" if percent >= 100 else f"numgen random mod 1000 < {round(10 * percent)}"
 
 
 @contextmanager

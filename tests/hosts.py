@@ -6,8 +6,11 @@ root (``CAP_NET_ADMIN``).
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
 import shutil
+import signal
 import subprocess
 import uuid
 from collections.abc import Iterator
@@ -80,6 +83,10 @@ class Network:
 
     def remove(self) -> None:
         for name in (self.switch, *(h.namespace for h in self.hosts)):
+            left = subprocess.run(["ip", "netns", "pids", name], check=True, capture_output=True, text=True).stdout
+            for pid in map(int, left.split()):  # of a test that has failed
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             _ip("netns", "del", name)
 
     def cut(self, *hosts: Host) -> None:

@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from tests.hosts import Host, Network
 from tests.jobs import GPT, MARKER, SMALL, Job, Layout, marked_processes, read_digests, read_events
 
@@ -139,12 +137,9 @@ class NodesJob:
 
     def agent_ports(self, host: Host) -> list[int]:
         """TCP ports on which controller and agent listen there, but for the TCPStore (see docs/security.md)."""
-        listening = [
-            c
-            for c in psutil.Process(self.popens[host.name].pid).net_connections("tcp")
-            if c.status == psutil.CONN_LISTEN
-        ]
-        return sorted({c.laddr.port for c in listening if c.laddr.ip not in ("::", "0.0.0.0")})
+        shown = subprocess.run([*host.command, "ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout
+        own = [line.split()[3] for line in shown.splitlines() if f"pid={self.popens[host.name].pid}," in line]
+        return sorted({int(a.rpartition(":")[2]) for a in own if not a.startswith(("*", "[::]", "0.0.0.0"))})
 
     def directory(self) -> Path:
         """Of the newest controller."""

@@ -418,9 +418,9 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             elif isinstance(action, Publish):
                 for node, command in self._tables.publish(action, self._links):
                     self._post(node, command)
-            elif action.node is None:
+            elif action.node is None or action.command.HasField("fence"):  # which the session itself must see
                 self._post_all(batches)
-                self._post(None, action.command)
+                self._post(action.node, action.command)
             else:
                 batches.add(action.node, action.command)
         self._post_all(batches)

@@ -99,7 +99,6 @@ async def run_job(config: RunConfig, command: list[str], path: Path) -> tuple[in
         address = await lead.begin() if place.embeds else f"{place.controller}:{place.port}"
         if not place.embeds:
             await lead.only_follow()
-            _on_signals(lambda reason: _leave(agent, reason))
         limits = config.timeouts
         session = ControllerSession(address, place.token, agent, peers, limits, lead.elected, lead.leave)
         reason = await session.run()
@@ -169,6 +168,7 @@ class Leadership:
 
     async def only_follow(self) -> None:
         """The controller is elsewhere; only what this agent sees is served."""
+        self._leave_on_signals()
         rank, path = self._config.node_rank or 0, str(self._agents_dir.path)
         observer = Observer(self._config.observe, agent=self._agent, node_rank=rank, run_dir=path)
         await self._stack.enter_async_context(observed(observer))
@@ -190,7 +190,7 @@ class Leadership:
             address = await self._start(here, path, quorum)
         assert self.service is not None
         self.service.take_over(f"node {self._agent.node} has been elected as controller of term {term}")
-        _on_signals(lambda reason: _leave(self._agent, reason))
+        self._leave_on_signals()
         return address
 
     async def _start(self, place: Place, path: Path, quorum: Quorum) -> str:
@@ -203,9 +203,12 @@ class Leadership:
     async def leave(self) -> None:
         """What has been served here is over: another node leads."""
         if self.service is not None:
-            _on_signals(lambda reason: _leave(self._agent, reason))
+            self._leave_on_signals()
         self.service = None
         await self.end()
+
+    def _leave_on_signals(self) -> None:
+        _on_signals(lambda reason: _leave(self._agent, reason))
 
     async def end(self) -> None:
         """Close everything. Idempotent."""

@@ -56,6 +56,8 @@ class Electorate:
 
     def changed(self) -> bool:
         """Whether there are other electors now, of whom all agents must be told."""
+        if not self._quorum.may_change(self._lives):
+            return False
         living = [n for n in self._job.nodes.values() if n.state in (NodeState.ACTIVE, NodeState.SPARE)]
         return self._quorum.changed([Eligible(Elector(n.name, n.peer, n.incarnation), n.domain) for n in living])
 
@@ -71,6 +73,10 @@ class Electorate:
         text = "are not heard: nothing is decided here, and the workers are halted" if suspended else "are heard again"
         kind = "quorum_lost" if suspended else "quorum_held"
         return ev.Notice(generation=self._job.generation, kind=kind, text=f"more than half of the electors {text}")
+
+    def _lives(self, elector: Elector) -> bool:
+        node = self._job.nodes.get(elector.node)
+        return node is not None and node.incarnation == elector.incarnation and node.alive
 
     def _heard(self, now: float, within_s: float) -> bool:
         nodes = self._job.nodes

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from flashrecovery.plan.electors import Elector, Eligible, choose, majority
+from flashrecovery.plan.electors import MOST, Elector, Eligible, choose, majority
 
 
 @dataclass
@@ -33,9 +33,14 @@ class Quorum:
     _settled: bool = True
     _knowing: set[str] = field(default_factory=set)
 
+    def may_change(self, lives: Callable[[Elector], bool]) -> bool:
+        """Whether :meth:`changed` could find other electors; without it the nodes need not be listed."""
+        whole = len(self.electors) == MOST and all(lives(e) for e in self.electors)
+        return bool(self.leader) and self._settled and not whole
+
     def changed(self, nodes: Sequence[Eligible]) -> bool:
         """Whether there are other electors now, of whom all agents must be told. ``nodes``: those that live."""
-        if not self.leader or not self._settled:
+        if not self.may_change(lambda e: any(n.elector == e for n in nodes)):
             return False
         chosen = choose(nodes, self.leader, self.electors)
         if chosen == self.electors:

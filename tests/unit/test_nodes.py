@@ -194,6 +194,38 @@ def test_a_lost_node_is_replaced_as_a_whole_in_one_recovery() -> None:
     assert [r.local_rank for r in replaces] == [0, 1] and all(r.node_rank == 1 for r in replaces)
 
 
+def replacement_that_starts() -> World:
+    """Node "a", whose store it is told to use, can be lost while the replacement of rank 2 is on its way."""
+    world = World(1, nnodes=3, spare_nodes=1, controller="h:1")
+    for name in ("a", "b", "c", "x"):
+        world.join(name)
+    while world.machine.state is not State.RUNNING or world.inbox:
+        world.step()
+    world.kill(2)
+    (replace,) = [c.replace for _, c in world.inbox if c.HasField("replace")]
+    assert replace.store_host == "a"
+    world.inbox.clear()
+    world.machine.on_started(pb.WorkerStarted(rank=2, generation=1, pid=77), "c", "c")
+    return world
+
+
+def test_a_replacement_whose_store_is_lost_is_started_anew() -> None:
+    world = replacement_that_starts()
+    world.machine.on_node_lost("a", "silent", 1.0, world.now)
+    world.collect()
+    replaces = {r: c.replace.store_host for r, c in world.inbox if c.HasField("replace")}
+    assert replaces == {0: "x", 2: "x"}
+    assert world.run() is State.FINISHED
+
+
+def test_a_replacement_goes_on_when_another_node_is_lost() -> None:
+    world = replacement_that_starts()
+    world.machine.on_node_lost("b", "silent", 1.0, world.now)
+    world.collect()
+    assert [r for r, c in world.inbox if c.HasField("replace")] == [1]
+    assert world.machine.ranks[2].place is Place.STARTING
+
+
 def test_ranks_wait_for_a_node_and_the_job_fails_when_none_comes() -> None:
     world = World(1, nnodes=2, controller="h:1", timeouts={"node_wait_s": 10})
     world.join("a")
@@ -303,6 +335,22 @@ def test_a_new_controller_replaces_who_died_meanwhile() -> None:
     new.collect()
     assert new.machine.generation == 1 and new.machine.ranks[3].home == "b"  # which has room for them
     assert new.run() is State.FINISHED
+
+
+@pytest.mark.parametrize("store", ["a", "lost"])
+def test_a_new_controller_starts_replacements_anew_whose_store_is_lost(store: str) -> None:
+    world = running()
+    new = World(2, nnodes=2, controller="h:1", timeouts={"takeover_s": 5})
+    new.version, new.pids = world.version, world.pids
+    for name, ranks in (("a", (0, 1)), ("b", (2, 3))):
+        states = [pb.WorkerState(rank=r, pid=world.pids[r], local_rank=r % 2, store_host=store) for r in ranks]
+        for state in states:
+            if state.rank != 3:
+                state.resumed = True
+                state.joined.CopyFrom(pb.Joined(rank=state.rank, steps=3, needs=[pb.ShardNeed(name="w", nbytes=1)]))
+        new.join(name, workers=states, generation=1, stride=2)
+    assert new.machine.state is State.QUIESCING
+    assert [r for r, c in new.inbox if c.HasField("replace")] == ([3] if store == "lost" else [])
 
 
 def test_a_stale_node_is_fenced_by_a_new_controller() -> None:

@@ -128,6 +128,8 @@ class Agent:
             joined=process.joined,
             done=process.done if process.done is not None and process.done.generation == self._generation else None,
             capsules=process.page.capsule_versions(),
+            store_host=process.store[0],
+            store_port=process.store[1],
         )
 
     def incarnation(self) -> str:
@@ -264,12 +266,13 @@ class Agent:
         standby = self._pool.take() if replace.detached else None
         process = standby or WorkerProcess.spawn(self._command, env, log, standby=False)
         process.rank, process.local_rank, process.generation = rank, replace.local_rank, command.generation
+        process.store = (replace.store_host, replace.store_port)
         self._ranks[rank] = process
         if self._config.log == "all" or (self._config.log == "0" and rank == 0):
             self._tail.follow(log, f"[rank{rank}]")
         if old is not None and replace.detached:
             process.page.inherit(old.page)
-        elif replace.setup_from:
+        if replace.setup_from:
             await self._inherit_setup_log(process, replace.setup_from)
         if standby is None:
             await process.connect(self._on_message)
@@ -281,6 +284,8 @@ class Agent:
             if self._faults.of(rank):
                 await old.hear_out(_LAST_WORDS_S)  # which of them has fired?
             self._task(self._bury(old))
+        if process.dead:
+            return  # meanwhile the rank is being filled anew, or its node has been fenced
         assign = pb.Assign(
             rank=rank,
             generation=command.generation,
@@ -348,6 +353,8 @@ class Agent:
         elif body == "last_words":
             process.last_words = message.last_words
         elif body in ("joined", "reply", "done"):
+            if process.dead:
+                return  # its rank is being filled anew
             if body == "done":
                 process.stepping, process.done = False, message.done
             elif body == "joined":

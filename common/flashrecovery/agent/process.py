@@ -30,6 +30,7 @@ class WorkerProcess:
         self.rank: int | None = None
         self.local_rank = 0
         self.generation = 0
+        self.store = ("", 0)
         self.ready = False
         self.stepping = False
         self.resumed = False  # has it ever been?

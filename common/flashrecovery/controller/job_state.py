@@ -115,7 +115,7 @@ class JobState:
 
     def _fill(self, record: RankRecord, now: float, *, detached: bool, reason: str) -> None:
         """Have the rank's node start a process for it."""
-        host, port = self._store()
+        host, port = record.store = self._store()
         replace = pb.Replace(
             detached=detached,
             reason=reason,

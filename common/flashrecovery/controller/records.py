@@ -38,6 +38,7 @@ class RankRecord:
     Attributes:
         tally: how many ranks are in which place, kept by all records of a job together.
         home: name of the node that holds the rank, or is to; "" while no node has room for it.
+        store: host and port of the TCPStore that its process was told to use.
         page_on: name of the node whose agent has the page of its last process; "" if that node is lost.
         live: -1 when the process holds no whole version.
         steps: that it will take; -1 when the script's end is the end of its steps, None as long as it has not said so.
@@ -53,6 +54,7 @@ class RankRecord:
     host: str = ""
     home: str = ""
     page_on: str = ""
+    store: tuple[str, int] = ("", 0)
     local_rank: int = 0
     joined_generation: int = 0
     steps: int | None = None

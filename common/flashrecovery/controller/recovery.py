@@ -29,6 +29,7 @@ class RecoverySteps(Evacuation):
     def _enter_recovery(self, cause: str, now: float, victims: Sequence[int] = ()) -> None:
         """Enter QUIESCING with the next generation; also from the middle of a recovery."""
         self.generation += 1
+        victims = [*victims, *(rank for rank in self._stranded() if rank not in victims)]
         # replacements that are still on their way keep their deadline; every other command is void
         self.outbox.keep(lambda p: p.what == "replace" and p.rank not in victims)
         self._round, self._restore_from, self._retry_at = None, "", None
@@ -42,12 +43,20 @@ class RecoverySteps(Evacuation):
             self._command(record.rank, pb.Command(hold=pb.Hold()), now + limit.stop_ack_s, "hold")
         for victim in victims:
             if self.ranks[victim].home:
+                self.ranks[victim].vacate()
                 self._fill(self.ranks[victim], now, detached=True, reason=self.last_failure)
         if not survivors and self.checkpoint is None:
             why = f"no survivor holds any state and there is no checkpoint; the last failure: {self.last_failure}"
             self._nothing_to_go_on_from(why, now)
         else:
             self._advance(now)
+
+    def _stranded(self) -> list[int]:
+        """Ranks whose replacement is on its way, but was told to use a TCPStore that is lost with its node: it would wait
+        for it in vain."""
+        living = {node.store for node in self.nodes.values() if node.alive}
+        waiting = (r for r in self.ranks.values() if r.home and r.place in (Place.EMPTY, Place.STARTING))
+        return [r.rank for r in waiting if r.store not in living]
 
     def _advance(self, now: float) -> None:
         """Move on from the current recovery state if all that it waits for is there."""

@@ -60,6 +60,7 @@ class TakeOver(RecoverySteps):
         record.home = record.page_on = node.name
         record.local_rank, record.joined_generation = worker.local_rank, generation
         record.capsules = tuple(worker.capsules)
+        record.store = (worker.store_host, worker.store_port)
         record.place = Place.STARTING
         if worker.HasField("joined"):
             record.joined(worker.joined)

@@ -212,6 +212,8 @@ class WorkerState(_message.Message):
     JOINED_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     CAPSULES_FIELD_NUMBER: _builtins.int
+    STORE_HOST_FIELD_NUMBER: _builtins.int
+    STORE_PORT_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     pid: _builtins.int
     local_rank: _builtins.int
@@ -219,6 +221,9 @@ class WorkerState(_message.Message):
     """it has been let into its loop at least once"""
     stepping: _builtins.bool
     """in the generation of the Register, and no stop has come since"""
+    store_host: _builtins.str
+    store_port: _builtins.int
+    """the TCPStore that it was told to use"""
     @_builtins.property
     def joined(self) -> Global___Joined:
         """what it has said at its first step, unset before that"""
@@ -240,10 +245,12 @@ class WorkerState(_message.Message):
         joined: Global___Joined | None = ...,
         done: Global___Done | None = ...,
         capsules: _abc.Iterable[_builtins.int] | None = ...,
+        store_host: _builtins.str = ...,
+        store_port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "joined", b"joined"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capsules", b"capsules", "done", b"done", "joined", b"joined", "local_rank", b"local_rank", "pid", b"pid", "rank", b"rank", "resumed", b"resumed", "stepping", b"stepping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capsules", b"capsules", "done", b"done", "joined", b"joined", "local_rank", b"local_rank", "pid", b"pid", "rank", b"rank", "resumed", b"resumed", "stepping", b"stepping", "store_host", b"store_host", "store_port", b"store_port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -92,7 +92,9 @@ class NodesJob:
 
     def events(self) -> list[dict[str, Any]]:
         """Of all controllers, one after the other."""
-        elected = sorted(p for p in self.run_dir.glob("term*") if p.is_dir())
+        elected = sorted(
+            (p for p in self.run_dir.glob("term*") if p.is_dir()), key=lambda p: int(p.name.removeprefix("term"))
+        )
         return [e for d in (self.run_dir, *elected) for e in read_events(d)]
 
     def of(self, name: str) -> list[dict[str, Any]]:
@@ -167,6 +169,11 @@ class NodesJob:
         for pid in self.pids(host):
             os.kill(pid, signal.SIGKILL)
         self.popens[host.name].wait()
+
+    def signal_node(self, host: Host, number: signal.Signals) -> None:
+        """To every process of the job that runs there: SIGSTOP, and the host is frozen, while its kernel still answers."""
+        for pid in self.pids(host):
+            os.kill(pid, number)
 
     def kill_worker(self, host: Host, rank: int) -> None:
         """SIGKILL to the process of ``rank``, which is on ``host``."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests import hosts
-from tests.hosts import Network
+from tests.hosts import Host, Network
 from tests.jobs import DDP, FSDP, Layout, References, check_same
 from tests.nodes import NodesJob
 
@@ -27,6 +28,25 @@ STEPS = 30
 LONG = Layout("ddp-long", DDP.script, ("--steps", "60"))
 LONGER = Layout("ddp-longer", DDP.script, ("--steps", "200"))
 KILL_AFTER = 8
+LOSSES = ("killed", "cut", "frozen")
+
+
+def lose(how: str, net: Network, job: NodesJob, host: Host) -> None:
+    """The host dies, loses its link, or stands still."""
+    if how == "killed":
+        job.kill_node(host)
+    elif how == "cut":
+        net.cut(host)
+    else:
+        job.signal_node(host, signal.SIGSTOP)
+
+
+def bring_back(how: str, net: Network, job: NodesJob, host: Host) -> None:
+    """A host that has not died goes on where it was."""
+    if how == "cut":
+        net.heal(host)
+    else:
+        job.signal_node(host, signal.SIGCONT)
 
 
 @pytest.fixture
@@ -45,18 +65,18 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> References:
 
 
 @pytest.mark.parametrize("layout", [DDP, FSDP], ids=["ddp", "fsdp"])
-@pytest.mark.parametrize("how", ["killed", "cut"])
+@pytest.mark.parametrize("how", LOSSES)
 def test_a_lost_node(how: str, layout: Layout, net: Network, tmp_path: Path, reference: References) -> None:
     """Its ranks go to the spare node as a whole, with their state from the other nodes."""
     job = NodesJob(net, tmp_path / "run", layout, steps=STEPS)
     job.wait_for_step(KILL_AFTER)
     first, lost, spare = net.hosts
-    job.kill_node(lost) if how == "killed" else net.cut(lost)
+    lose(how, net, job, lost)
     stopped_at = -1
-    if how == "cut":
+    if how != "killed":
         job.wait_for("recovery_finished")
         stopped_at = job.newest_step(lost)
-        net.heal(lost)
+        bring_back(how, net, job, lost)
         job.wait_for("node_joined", 4)  # fenced, and back as a spare
     ended = job.wait(of=[first, spare])
     (gone,) = ended.of("node_lost")
@@ -65,28 +85,28 @@ def test_a_lost_node(how: str, layout: Layout, net: Network, tmp_path: Path, ref
     assert recovery["victims"] == [2, 3] and recovery["cause"] == "node_lost"
     assert recovery["generation"] == 1
     check_same(ended, reference(layout))
-    if how == "cut":
+    if how != "killed":
         assert job.newest_step(lost) == stopped_at, "the side without the controller has gone on"
 
 
-@pytest.mark.parametrize("how", ["killed", "cut"])
+@pytest.mark.parametrize("how", LOSSES)
 def test_the_node_with_the_controller_is_lost(how: str, net: Network, tmp_path: Path, reference: References) -> None:
     """The other nodes elect another controller, which gives the lost ranks to the spare node."""
     job = NodesJob(net, tmp_path / "run", DDP, steps=STEPS)
     job.wait_for_step(KILL_AFTER)
     lost, second, spare = net.hosts
-    job.kill_node(lost) if how == "killed" else net.cut(lost)
+    lose(how, net, job, lost)
     stopped_at = -1
-    if how == "cut":
+    if how != "killed":
         job.wait_for("recovery_finished")
         stopped_at = job.newest_step(lost)
-        net.heal(lost)
+        bring_back(how, net, job, lost)
     ended = job.wait(of=[second, spare])
     assert [e["kind"] for e in ended.of("notice")].count("controller_elected") == 1, ended.explain()
     (recovery,) = ended.of("recovery_finished")
     assert recovery["victims"] == [0, 1] and recovery["generation"] == 1
     check_same(ended, reference(DDP))
-    if how == "cut":
+    if how != "killed":
         assert job.newest_step(lost) == stopped_at, "the side without the controller has gone on"
 
 

@@ -171,7 +171,7 @@ class NodesJob:
         self.popens[host.name].wait()
 
     def signal_node(self, host: Host, number: signal.Signals) -> None:
-        """To every process of the job that runs there: SIGSTOP, and the host is frozen, while its kernel still answers."""
+        """To every process of the job that runs there: with SIGSTOP the host is frozen, but its kernel answers."""
         for pid in self.pids(host):
             os.kill(pid, number)
 

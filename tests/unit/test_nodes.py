@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashrecovery import events as ev
-from flashrecovery.agent.lease import FRESH, LEASE_PROBE, Door, Standing, standing
+from flashrecovery.agent.lease import FRESH, LEASE_PROBE, Door, Standing, lost, standing
 from flashrecovery.agent.peers import Seen
 from flashrecovery.config import Timeouts, load_run_config
 from flashrecovery.controller.liveness import NODE_PROBE, Ask, Liveness, Lost, Unheard
@@ -151,6 +151,21 @@ def test_after_a_pause_of_its_own_the_controller_suspects_nobody() -> None:
 def test_standing(door: Door, ages: list[float | None], expected: Standing) -> None:
     seen = [Seen("x", False) if a is None else Seen("x", True, controller_age_s=a) for a in ages]
     assert standing(door, seen, LIMITS.lease_s) is expected
+
+
+@pytest.mark.parametrize(
+    ("found", "door", "silent_s", "expected"),
+    [
+        (Standing.ORPHANED, Door.REFUSED, 0.4, True),
+        (Standing.CUT_OFF, Door.SILENT, 0.8, False),
+        (Standing.CUT_OFF, Door.SILENT, 1.0, True),
+        (Standing.MEMBER, Door.SILENT, 10.0, False),  # a neighbour hears it
+        (Standing.MEMBER, Door.OPEN, 2.0, False),  # busy
+        (Standing.MEMBER, Door.OPEN, 3.0, True),  # it stands still
+    ],
+)
+def test_when_a_controller_is_lost(found: Standing, door: Door, silent_s: float, expected: bool) -> None:
+    assert lost(found, door, silent_s, LIMITS) is expected
 
 
 def test_a_node_halts_before_its_ranks_are_given_away() -> None:

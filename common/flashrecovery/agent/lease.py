@@ -21,10 +21,14 @@ from collections.abc import Sequence
 from enum import Enum
 
 from flashrecovery.agent.peers import Seen
+from flashrecovery.config import Timeouts
 
 FRESH = 0.7
 """Part of the lease. A neighbour whose own word from the controller is older vouches for nobody: it may have been cut
 off at the same time."""
+MUTE = 4.0
+"""Times ``node_silence_s``. A controller whose door opens but who says nothing is busy; if it is so for that long, its
+process stands still, and it is its host's kernel that takes the connections."""
 LEASE_PROBE = 0.6
 """Part of ``node_probe_s`` for the questions: sooner over than the controller's, so that this node halts first."""
 
@@ -52,6 +56,15 @@ def standing(door: Door, neighbours: Sequence[Seen], lease_s: float) -> Standing
     if door is Door.OPEN or any(s.reachable and s.controller_age_s < FRESH * lease_s for s in neighbours):
         return Standing.MEMBER
     return Standing.CUT_OFF
+
+
+def lost(found: Standing, door: Door, silent_s: float, limits: Timeouts) -> bool:
+    """Whether another controller may be elected. (An elector that hears this one still refuses.)"""
+    if door is Door.REFUSED:
+        return True
+    if door is Door.OPEN and silent_s >= MUTE * limits.node_silence_s:
+        return True
+    return found is not Standing.MEMBER and silent_s >= limits.node_silence_s + limits.node_probe_s
 
 
 async def knock(host: str, port: int, timeout_s: float) -> Door:

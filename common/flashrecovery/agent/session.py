@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from flashrecovery.agent.agent import Agent
-from flashrecovery.agent.lease import FRESH, LEASE_PROBE, Door, Standing, knock, standing
+from flashrecovery.agent.lease import FRESH, LEASE_PROBE, Door, Standing, knock, lost, standing
 from flashrecovery.agent.peers import PeerService, Seen, probe_all
 from flashrecovery.agent.succession import Succession, ask_elector
 from flashrecovery.beats.agent import BeatSender
@@ -265,8 +265,7 @@ class ControllerSession:
             self._follow(newer.term, newer.controller)
             await self._leave()
             return
-        gone_after_s = self._limits.node_silence_s + self._limits.node_probe_s
-        if self._standing is Standing.MEMBER or (door is not Door.REFUSED and self._silent_s() < gone_after_s):
+        if not lost(self._standing, door, self._silent_s(), self._limits):
             return
         now = time.monotonic()
         self._lost_at = now if self._lost_at is None else self._lost_at

@@ -52,8 +52,8 @@ class RecoverySteps(Evacuation):
             self._advance(now)
 
     def _stranded(self) -> list[int]:
-        """Ranks whose replacement is on its way, but was told to use a TCPStore that is lost with its node: it would wait
-        for it in vain."""
+        """Ranks whose replacement is on its way, but was told to use a TCPStore that is lost with its node, and would
+        wait for it in vain."""
         living = {node.store for node in self.nodes.values() if node.alive}
         waiting = (r for r in self.ranks.values() if r.home and r.place in (Place.EMPTY, Place.STARTING))
         return [r.rank for r in waiting if r.store not in living]

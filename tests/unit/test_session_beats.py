@@ -137,8 +137,8 @@ def test_messages_are_acknowledged_by_datagram(tmp_path: Path) -> None:
     async def act(scene: Scene) -> None:
         await scene.until(scene.by_datagram)
         scene.agent.send(pb.AgentMessage(notice=pb.Notice(kind="test", text="heard")))
-        scene.service._links["a"].send(pb.Command(rank=-1, ping=pb.Ping()))
-        await scene.until(lambda: scene.service._links["a"].settled() and "ping" in scene.agent.commands)
+        scene.service._agents.links["a"].send(pb.Command(rank=-1, ping=pb.Ping()))
+        await scene.until(lambda: scene.service._agents.links["a"].settled() and "ping" in scene.agent.commands)
 
     play(tmp_path, act)
 

@@ -12,6 +12,7 @@ from flashrecovery.controller.liveness import NODE_PROBE, Ask, Liveness, Lost, U
 from flashrecovery.controller.rank_table import Parts
 from flashrecovery.controller.records import Place
 from flashrecovery.controller.states import State
+from flashrecovery.controller.status import job_status
 from flashrecovery.errors import ConfigError
 from flashrecovery.link import Link
 from flashrecovery.plan.placement import Room, neighbour_stride, place
@@ -192,6 +193,21 @@ def test_a_lost_node_is_replaced_as_a_whole_in_one_recovery() -> None:
     assert world.machine.generation == 1
     replaces = [c.replace for r, c in world.inbox if c.HasField("replace")]
     assert [r.local_rank for r in replaces] == [0, 1] and all(r.node_rank == 1 for r in replaces)
+
+
+def test_who_keeps_the_copies_of_whom_and_how_old_they_are() -> None:
+    world = World(2, nnodes=2, controller="h:1")
+    world.join("a")
+    world.join("b")
+    while world.machine.state is not State.RUNNING:
+        world.step()
+    ranks = list(world.machine.ranks.values())
+    health = [pb.RankHealth(rank=r.rank, pid=r.pid, committed=9, kept=9 - r.rank, kept_age_s=0.5) for r in ranks[:3]]
+    world.machine.on_heartbeat(pb.Heartbeat(ranks=health), world.now)
+    found = job_status(world.machine, Liveness(LIMITS), (0, 0), world.now + 2).ranks
+    assert [(r.copied, r.copied_by, r.copy_age_s) for r in found] == [(7, 2, 2.5), (0, 0, 0), (9, 0, 2.5), (8, 1, 2.5)]
+    world.kill(1)
+    assert not job_status(world.machine, Liveness(LIMITS), (0, 0), world.now).ranks[3].copied, "gone with its keeper"
 
 
 def test_ranks_wait_for_a_node_and_the_job_fails_when_none_comes() -> None:

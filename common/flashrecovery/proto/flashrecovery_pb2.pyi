@@ -308,6 +308,9 @@ class RankHealth(_message.Message):
     STEP_S_FIELD_NUMBER: _builtins.int
     OWN_S_FIELD_NUMBER: _builtins.int
     OWN_LEAST_S_FIELD_NUMBER: _builtins.int
+    OVERHEAD_S_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    KEPT_AGE_S_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     tag: _builtins.int
     """i | -1 | i+1, see "step tag"; -2: not in a step yet"""
@@ -322,6 +325,12 @@ class RankHealth(_message.Message):
     """part of it without any collective under way"""
     own_least_s: _builtins.float
     """the least of the last steps, 0: not enough steps yet"""
+    overhead_s: _builtins.float
+    """what recovery takes of a step, see worker/overhead.py"""
+    kept: _builtins.int
+    """1 + newest version of which it keeps a whole copy for the rank before it (stride); 0: none"""
+    kept_age_s: _builtins.float
+    """since that copy was complete"""
     def __init__(
         self,
         *,
@@ -334,10 +343,13 @@ class RankHealth(_message.Message):
         step_s: _builtins.float = ...,
         own_s: _builtins.float = ...,
         own_least_s: _builtins.float = ...,
+        overhead_s: _builtins.float = ...,
+        kept: _builtins.int = ...,
+        kept_age_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "own_least_s", b"own_least_s", "own_s", b"own_s", "pid", b"pid", "progress", b"progress", "progress_age_s", b"progress_age_s", "rank", b"rank", "step_s", b"step_s", "tag", b"tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "kept", b"kept", "kept_age_s", b"kept_age_s", "overhead_s", b"overhead_s", "own_least_s", b"own_least_s", "own_s", b"own_s", "pid", b"pid", "progress", b"progress", "progress_age_s", b"progress_age_s", "rank", b"rank", "step_s", b"step_s", "tag", b"tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2282,6 +2294,10 @@ class RankStatus(_message.Message):
     STEP_S_FIELD_NUMBER: _builtins.int
     OWN_S_FIELD_NUMBER: _builtins.int
     STRAGGLER_FIELD_NUMBER: _builtins.int
+    OVERHEAD_S_FIELD_NUMBER: _builtins.int
+    COPIED_FIELD_NUMBER: _builtins.int
+    COPIED_BY_FIELD_NUMBER: _builtins.int
+    COPY_AGE_S_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     pid: _builtins.int
     node: _builtins.str
@@ -2294,6 +2310,11 @@ class RankStatus(_message.Message):
     step_s: _builtins.float
     own_s: _builtins.float
     straggler: _builtins.bool
+    overhead_s: _builtins.float
+    copied: _builtins.int
+    """Of the newest whole copy of this rank's state that another rank keeps: 1 + its version (0: none), who, since when."""
+    copied_by: _builtins.int
+    copy_age_s: _builtins.float
     def __init__(
         self,
         *,
@@ -2309,10 +2330,14 @@ class RankStatus(_message.Message):
         step_s: _builtins.float = ...,
         own_s: _builtins.float = ...,
         straggler: _builtins.bool = ...,
+        overhead_s: _builtins.float = ...,
+        copied: _builtins.int = ...,
+        copied_by: _builtins.int = ...,
+        copy_age_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "generation", b"generation", "host", b"host", "node", b"node", "own_s", b"own_s", "pid", b"pid", "progress_age_s", b"progress_age_s", "rank", b"rank", "state", b"state", "step_s", b"step_s", "straggler", b"straggler", "tag", b"tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "copied", b"copied", "copied_by", b"copied_by", "copy_age_s", b"copy_age_s", "generation", b"generation", "host", b"host", "node", b"node", "overhead_s", b"overhead_s", "own_s", b"own_s", "pid", b"pid", "progress_age_s", b"progress_age_s", "rank", b"rank", "state", b"state", "step_s", b"step_s", "straggler", b"straggler", "tag", b"tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

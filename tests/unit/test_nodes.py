@@ -262,7 +262,15 @@ def test_two_nodes_of_one_rank_are_refused() -> None:
 def heir(world: World, *, missing: tuple[int, ...] = (), **states: object) -> World:
     """The same workers under a new controller, which hears of all but the ``missing`` ones. ``states``: of every
     worker, in place of being in its loop."""
-    new = World(world.config.nproc_per_node, nnodes=world.config.nnodes, controller="h:1", timeouts={"takeover_s": 5})
+    config = world.config
+    new = type(world)(
+        config.nproc_per_node,
+        nnodes=config.nnodes,
+        spare_nodes=config.spare_nodes,
+        steps=world.steps,
+        controller="h:1",
+        timeouts={"takeover_s": 5},
+    )
     new.version, new.pids, new.next_pid, new.now = world.version, world.pids, world.next_pid, world.now
     old = world.machine
     for node in old.nodes.values():
@@ -279,7 +287,7 @@ def heir(world: World, *, missing: tuple[int, ...] = (), **states: object) -> Wo
             for r in old.ranks.values()
             if r.home == node.name and r.rank not in missing
         ]
-        new.join(node.name, workers=workers, generation=old.generation, stride=old.stride)
+        new.join(node.name, workers=workers, generation=old.generation, stride=old.stride, suspect=node.suspect)
     return new
 
 

@@ -44,7 +44,7 @@ class Machine(Watching, TakeOver):
         if known is not None and known.alive:
             self.on_node_lost(known.name, "its agent has ended and was started anew", 0.0, now)
         node = self.nodes[message.node] = NodeRecord.of(message)
-        node.suspect = known.suspect if known is not None else ""
+        node.suspect = message.suspect or (known.suspect if known is not None else "")
         self._emit(
             ev.NodeJoined(
                 generation=self.generation, node=node.name, host=node.host, domain=node.domain, slots=node.slots

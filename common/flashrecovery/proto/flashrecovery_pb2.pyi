@@ -145,6 +145,7 @@ class Register(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     STRIDE_FIELD_NUMBER: _builtins.int
+    SUSPECT_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """name, unique in the job"""
     host: _builtins.str
@@ -167,6 +168,8 @@ class Register(_message.Message):
     """For a controller that does not know the job yet, because it has been started anew:"""
     attempt: _builtins.int
     stride: _builtins.int
+    suspect: _builtins.str
+    """what a device plugin has found here that marks the node; empty: nothing"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerState]: ...
     @_builtins.property
@@ -189,10 +192,11 @@ class Register(_message.Message):
         checkpoint: Global___CheckpointSaved | None = ...,
         attempt: _builtins.int = ...,
         stride: _builtins.int = ...,
+        suspect: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoint", b"checkpoint", "domain", b"domain", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "node", b"node", "node_rank", b"node_rank", "peer_port", b"peer_port", "pid", b"pid", "slots", b"slots", "spare", b"spare", "store_port", b"store_port", "stride", b"stride", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoint", b"checkpoint", "domain", b"domain", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "node", b"node", "node_rank", b"node_rank", "peer_port", b"peer_port", "pid", b"pid", "slots", b"slots", "spare", b"spare", "store_port", b"store_port", "stride", b"stride", "suspect", b"suspect", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -36,6 +37,9 @@ ATTEMPT_S = 1.0
 _BUSY_S = 5.0
 """A controller whose door is open but who says nothing is busy: thousands of new connections would not help it."""
 _OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+
+if TYPE_CHECKING:
+    Call = grpc.aio.StreamStreamCall[pb.AgentMessage, pb.Command]
 
 log = logging.getLogger("flashrecovery")
 
@@ -160,14 +164,28 @@ class ControllerSession:
             if self._controller and who.incarnation != self._controller:
                 self._link = Link()  # another one: it is told in Register what there is; what was on its way is void
             self._controller = who.incarnation
-            call = stub.Session(self._messages(), metadata=known)
-            async for command in call:
-                self._heard(command)
+            call = stub.Session(metadata=known)
+            speaking = asyncio.create_task(self._speak(call))
+            speaking.add_done_callback(lambda _: call.cancel())
+            try:
+                async for command in call:
+                    self._heard(command)
+            finally:
+                # Ours to end: gRPC leaves a request iterator waiting for ever when the other side ends the call.
+                speaking.cancel()
+                await asyncio.wait({speaking})
+                if not speaking.cancelled():
+                    speaking.result()
 
-    async def _messages(self) -> AsyncIterator[pb.AgentMessage]:
-        yield pb.AgentMessage(register=self._agent.register())
-        async for message in self._link.outgoing():
-            yield message
+    async def _speak(self, call: Call) -> None:
+        """This agent's messages, for as long as the connection holds."""
+        try:
+            await call.write(pb.AgentMessage(register=self._agent.register()))
+            async with aclosing(self._link.outgoing()) as messages:
+                async for message in messages:
+                    await call.write(message)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as e:
+            log.debug("the connection to %s ends while it is written to: %r", self._address, e)  # who reads learns why
 
     def _heard(self, command: pb.Command) -> None:
         self._answered = True

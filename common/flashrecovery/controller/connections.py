@@ -29,6 +29,8 @@ class Connections:
         it was told before is void."""
         if lost or self._incarnations.get(message.node) != message.incarnation:
             self._incarnations[message.node] = message.incarnation
+            if message.node in self.links:
+                self.end(message.node)
             self.links[message.node] = Link()
         return self.links[message.node]
 

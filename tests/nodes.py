@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.hosts import Host, Network
-from tests.jobs import GPT, MARKER, SMALL, Job, Layout, marked_processes, read_digests, read_events
+import pytest
+
+from tests.hosts import Host, Network, network
+from tests.jobs import GPT, MARKER, SMALL, Job, Layout, References, marked_processes, read_digests, read_events
 
 TOKEN = "the-token-of-this-test-job"
 PORT = 29400
@@ -218,6 +220,31 @@ class NodesJob:
         job = Job(-1000 if code is None else code, self.output(), self.run_dir, seconds, self.marker, self.events())
         read_digests(job, self.logs())
         return job
+
+
+def hosts_of_a_test(number: int) -> Any:
+    """A fixture: so many hosts, anew for each test."""
+
+    @pytest.fixture
+    def net() -> Iterator[Network]:
+        with network(number) as made:
+            yield made
+
+    return net
+
+
+def references_of_a_module(steps: int, nnodes: Callable[[Layout], int] = lambda layout: 2, spare: int = 0) -> Any:
+    """A fixture: the same launches without a fault, on as many nodes as ``nnodes`` says, and ``spare`` ones."""
+
+    @pytest.fixture(scope="module")
+    def reference(tmp_path_factory: pytest.TempPathFactory) -> References:
+        def launch(run_dir: Path, layout: Layout) -> Job:
+            with network(nnodes(layout) + spare) as net:
+                return NodesJob(net, run_dir, layout, nnodes=nnodes(layout), steps=steps).wait()
+
+        return References(lambda: tmp_path_factory.mktemp("reference"), launch)
+
+    return reference
 
 
 def _namespace(pid: int) -> str:

@@ -131,11 +131,7 @@ async def controller(
     """The controller, and where it listens (HOST:PORT). ``agent``: that of the same process."""
     with closing(EventLog(run_dir.events_path)) as events:
         service = ControllerService(config, place.token, events, run_dir, quorum)
-        node_rank = config.node_rank or 0
-        observer = Observer(
-            config.observe, service=service, log=events, agent=agent, node_rank=node_rank, run_dir=str(run_dir.path)
-        )
-        async with observed(observer) as url:
+        async with observed(config, run_dir, agent, service, events) as url:
             try:
                 port = await service.start(place.controller, place.port)
                 address = f"{place.controller}:{port}"
@@ -169,9 +165,7 @@ class Leadership:
     async def only_follow(self) -> None:
         """The controller is elsewhere; only what this agent sees is served."""
         self._leave_on_signals()
-        rank, path = self._config.node_rank or 0, str(self._agents_dir.path)
-        observer = Observer(self._config.observe, agent=self._agent, node_rank=rank, run_dir=path)
-        await self._stack.enter_async_context(observed(observer))
+        await self._stack.enter_async_context(observed(self._config, self._agents_dir, self._agent))
 
     async def elected(self, succession: Succession, term: int) -> str:
         """By the electors, for this term. Returns where it listens.
@@ -235,7 +229,22 @@ async def _agent(
 
 
 @asynccontextmanager
-async def observed(observer: Observer) -> AsyncIterator[str]:
+async def observed(
+    config: RunConfig,
+    run_dir: RunDir,
+    agent: Agent | None,
+    service: ControllerService | None = None,
+    log: EventLog | None = None,
+) -> AsyncIterator[str]:
+    """What this process shows of its agent and its controller, which writes to ``log``. Gives the page's URL."""
+    observer = Observer(
+        config.observe,
+        service=service,
+        log=log,
+        agent=agent,
+        node_rank=config.node_rank or 0,
+        run_dir=str(run_dir.path),
+    )
     try:
         yield await observer.start()
     finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Generic, Protocol, TypeVar
 
 
@@ -44,8 +44,9 @@ class Link(Generic[Out, In]):
         """A heartbeat: the next one makes up for it."""
         self._queue.put_nowait(message)
 
-    async def outgoing(self) -> AsyncIterator[Out]:
-        """The messages of one connection; of several at a time only the newest one gets any."""
+    async def outgoing(self) -> AsyncGenerator[Out, None]:
+        """The messages of one connection, which end when there is a newer one."""
+        self._queue.put_nowait(None)
         queue = self._queue = asyncio.Queue()
         for message in self._unacknowledged:
             queue.put_nowait(message)

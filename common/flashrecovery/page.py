@@ -22,7 +22,7 @@ import xxhash
 
 from flashrecovery.lifeline import Lifeline
 
-MAGIC = 0x46525047_00000003
+MAGIC = 0x46525047_00000004
 TAG_NONE = -2
 """Tag of a worker that has not begun a step."""
 TAG_MUTATING = -1
@@ -38,6 +38,7 @@ PAGE_BYTES = _SETUP + SETUP_LIMIT
 
 # Indices of the header's 8-byte words; the lifeline lies behind them.
 _MAGIC, _TAG, _PROGRESS, _TIME_NS, _COMMITTED, _STEP_NS, _GENERATION, _OWN_NS, _OWN_LEAST_NS = range(9)
+_OVERHEAD_NS, _KEPT, _KEPT_NS = range(9, 12)
 _SLOT_WORDS = tuple(16 + 8 * i for i in range(CAPSULES_KEPT))  # version + 1 (0: empty), length, digest
 _SETUP_WORDS = 16 + 8 * CAPSULES_KEPT  # length + 1 (0: none), digest
 
@@ -46,7 +47,8 @@ _SETUP_WORDS = 16 + 8 * CAPSULES_KEPT  # length + 1 (0: none), digest
 class Health:
     """One look at a worker's page. ``committed`` is -1 before the first commit of the process, and belongs to
     ``generation``; times in seconds. ``own_s``: the rank's own work in a step, and the least of its last steps (0: not
-    known yet)."""
+    known yet). ``overhead_s``: what recovery takes of a step (0: not known yet). ``kept``: the newest version of which
+    this rank keeps a whole copy for another one (-1: none), since ``kept_at``."""
 
     tag: int
     progress: int
@@ -56,6 +58,9 @@ class Health:
     generation: int
     own_s: float = 0.0
     own_least_s: float = 0.0
+    overhead_s: float = 0.0
+    kept: int = -1
+    kept_at: float = 0.0
 
 
 class Page:
@@ -94,13 +99,16 @@ class Page:
         words[_PROGRESS] += 1
         words[_TIME_NS] = time.monotonic_ns()
 
-    def set_committed(self, version: int, step_ns: int, own_ns: int = 0, own_least_ns: int = 0) -> None:
+    def set_committed(
+        self, version: int, step_ns: int, own_ns: int = 0, own_least_ns: int = 0, overhead_ns: int = 0
+    ) -> None:
         """Publish the newest committed version, the tag that goes with it, the usual time of a step, and how much of it
-        is the rank's own work."""
+        is the rank's own work, and recovery's."""
         self._words[_COMMITTED] = version
         self._words[_STEP_NS] = step_ns
         self._words[_OWN_NS] = own_ns
         self._words[_OWN_LEAST_NS] = own_least_ns
+        self._words[_OVERHEAD_NS] = overhead_ns
         self.set_tag(version)
 
     def resume(self, version: int, generation: int, step_ns: int) -> None:
@@ -113,6 +121,12 @@ class Page:
         """Progress without a new tag."""
         self._words[_PROGRESS] += 1
         self._words[_TIME_NS] = time.monotonic_ns()
+
+    def set_kept(self, version: int) -> None:
+        """Publish the newest version of which a whole copy is kept for another rank; -1: none. Any thread."""
+        if self._words[_KEPT] != version + 1:
+            self._words[_KEPT_NS] = time.monotonic_ns()
+            self._words[_KEPT] = version + 1
 
     @property
     def tag(self) -> int:
@@ -133,6 +147,9 @@ class Page:
             w[_GENERATION],
             w[_OWN_NS] / 1e9,
             w[_OWN_LEAST_NS] / 1e9,
+            w[_OVERHEAD_NS] / 1e9,
+            w[_KEPT] - 1,
+            w[_KEPT_NS] / 1e9,
         )
 
     # -- capsule ----------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from tests import hosts
 from tests import megatron as mg
 from tests.hosts import Network
 from tests.jobs import Layout, check_same
-from tests.nodes import NodesJob
+from tests.nodes import NodesJob, hosts_of_a_test
 
 pytestmark = [
     pytest.mark.skipif(not hosts.available(), reason="network namespaces need CAP_NET_ADMIN"),
@@ -22,10 +21,7 @@ pytestmark = [
 ZERO2 = Layout("zero2", "train_deepspeed.py", ("--zero", "2"))
 
 
-@pytest.fixture
-def net() -> Iterator[Network]:
-    with hosts.network(3) as network:
-        yield network
+net = hosts_of_a_test(3)
 
 
 def lose_a_node(net: Network, folder: Path, layout: Layout, env: dict[str, str]) -> None:

@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ import pytest
 from tests import hosts
 from tests.hosts import Host, Network
 from tests.jobs import DDP, FSDP, Layout, References, check_same
-from tests.nodes import NodesJob
+from tests.nodes import NodesJob, hosts_of_a_test, references_of_a_module
 
 pytestmark = [
     pytest.mark.skipif(not hosts.available(), reason="network namespaces need CAP_NET_ADMIN"),
@@ -49,19 +48,8 @@ def bring_back(how: str, net: Network, job: NodesJob, host: Host) -> None:
         job.signal_node(host, signal.SIGCONT)
 
 
-@pytest.fixture
-def net() -> Iterator[Network]:
-    with hosts.network(3) as network:
-        yield network
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> References:
-    def launch(run_dir: Path, layout: Layout):  # type: ignore[no-untyped-def]
-        with hosts.network(3) as network:
-            return NodesJob(network, run_dir, layout, steps=STEPS).wait()
-
-    return References(lambda: tmp_path_factory.mktemp("reference"), launch)
+net = hosts_of_a_test(3)
+reference = references_of_a_module(STEPS, spare=1)
 
 
 @pytest.mark.parametrize("layout", [DDP, FSDP], ids=["ddp", "fsdp"])

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from tests import hosts
 from tests.hosts import Host, Network
 from tests.jobs import DDP
-from tests.nodes import PORT, NodesJob
+from tests.nodes import PORT, NodesJob, hosts_of_a_test
 
 pytestmark = [
     pytest.mark.skipif(not hosts.available(), reason="network namespaces need CAP_NET_ADMIN"),
@@ -34,10 +33,7 @@ table ip firewall {{
 """
 
 
-@pytest.fixture
-def net() -> Iterator[Network]:
-    with hosts.network(2) as network:
-        yield network
+net = hosts_of_a_test(2)
 
 
 def heartbeats(host: Host, verdict: str) -> None:

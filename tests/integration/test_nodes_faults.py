@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from tests import hosts
 from tests.hosts import Network
 from tests.jobs import DDP, Layout, References, check_same
-from tests.nodes import PORT, NodesJob
+from tests.nodes import PORT, NodesJob, hosts_of_a_test, references_of_a_module
 
 pytestmark = [
     pytest.mark.skipif(not hosts.available(), reason="network namespaces need CAP_NET_ADMIN"),
@@ -28,20 +27,8 @@ MOMENTS = ("recovery_started", "quiesce", "replace", "regroup", "restore")
 """The end of one phase of a recovery is the beginning of the next one."""
 
 
-@pytest.fixture
-def net() -> Iterator[Network]:
-    with hosts.network(4) as network:
-        yield network
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> References:
-    def launch(run_dir: Path, layout: Layout):  # type: ignore[no-untyped-def]
-        nnodes = 3 if layout is THREE else 2
-        with hosts.network(nnodes) as network:
-            return NodesJob(network, run_dir, layout, nnodes=nnodes, steps=STEPS).wait()
-
-    return References(lambda: tmp_path_factory.mktemp("reference"), launch)
+net = hosts_of_a_test(4)
+reference = references_of_a_module(STEPS, nnodes=lambda layout: 3 if layout is THREE else 2)
 
 
 def await_moment(job: NodesJob, moment: str) -> None:

@@ -19,7 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from flashrecovery.events import RunFiles
-from tests.jobs import Layout, RunningJob, check_clean
+from tests.jobs import FSDP, Layout, RunningJob, check_clean
 
 TINY = Path(__file__).parent.parent / "scripts" / "tiny.py"
 TWO = Layout("two", "tiny.py", nproc=2)
@@ -128,6 +128,46 @@ def test_a_recovery_seen_from_outside(tmp_path: Path) -> None:
     sent = b"".join(bodies)
     for text in (b"recovery", b"replace", b"regroup", b"redo", b"flashrecovery.victims", os.fsencode(job.run_dir)):
         assert text in sent
+
+
+def look_at_costs(url: str) -> None:
+    now = scrape(url)
+    some_more = max(v for _, v in now["rank_committed_version"]) + 4
+    deadline = time.monotonic() + 60
+    while min(v for _, v in now["rank_committed_version"]) < some_more:
+        assert time.monotonic() < deadline, now
+        time.sleep(0.1)
+        now = scrape(url)
+    ranks = [{"rank": str(r), "node": now["rank_up"][0][0]["node"]} for r in range(FSDP.nproc)]
+    for name in ("rank_overhead_seconds", "rank_copy_age_versions", "rank_copy_age_seconds"):
+        assert [labels for labels, _ in now[name]] == ranks
+    step_s = {labels["rank"]: v for labels, v in now["rank_step_seconds"]}
+    overhead_s = {labels["rank"]: v for labels, v in now["rank_overhead_seconds"]}
+    assert all(0 < overhead_s[r] < step_s[r] for r in step_s), (overhead_s, step_s)
+    assert all(v in (0, 1) for _, v in now["rank_copy_age_versions"]), now["rank_copy_age_versions"]
+    longest_s = 1.5 + 2 * max(step_s.values())
+    assert all(0 < v < longest_s for _, v in now["rank_copy_age_seconds"]), now["rank_copy_age_seconds"]
+    seen = {labels["rank"]: v for labels, v in now["worker_committed_version"]}
+    kept = {labels["rank"]: v for labels, v in now["worker_kept_version"]}
+    assert all(abs(seen[r] - kept[r]) <= 1 for r in seen), (seen, kept)
+    assert all(0 <= v < longest_s for _, v in now["worker_kept_age_seconds"]), now["worker_kept_age_seconds"]
+    copies = [r["copy"]["rank"] for r in json.loads(get(f"{url}api/status"))["job"]["ranks"]]
+    assert copies == [1, 2, 3, 0]
+
+
+def test_what_recovery_costs_and_how_old_the_copies_are(tmp_path: Path) -> None:
+    flags, options = ["--step-time", "200"], ["--observe-port", "0"]
+    job = RunningJob(tmp_path / "run", FSDP, steps=100_000, standby=0, flags=flags, options=options)
+    try:
+        job.wait_for("job_started")
+        look_at_costs(url_of(job))
+        job.kill(2)
+        job.wait_for("recovery_finished")
+        look_at_costs(url_of(job))
+    finally:
+        job.popen.send_signal(signal.SIGTERM)
+        ended = job.wait(10)
+    check_clean(ended)
 
 
 def test_a_port_in_use_is_refused_by_name(tmp_path: Path) -> None:

@@ -23,6 +23,10 @@ def rank(number: int, state: str = "running", node: str = "n0", age_s: float = 0
         generation=1,
         committed=41,
         step_s=0.125,
+        overhead_s=0.005,
+        copied=0 if number == 2 else 41,
+        copied_by=(number + 1) % 4,
+        copy_age_s=0.375,
     )
 
 
@@ -54,7 +58,7 @@ def job() -> JobFacts:
 def node() -> NodeWorkers:
     """What one agent sees."""
     workers = (
-        WorkerFacts(0, 100, 1, 41, 41, 900, 0.25, 0.125),
+        WorkerFacts(0, 100, 1, 41, 41, 900, 0.25, 0.125, 0.005, 40, 0.375),
         WorkerFacts(1, 101, 1, -2, -1, 0, None, 0.0),
     )
     return NodeWorkers("n0", 0, workers, 1, 2)

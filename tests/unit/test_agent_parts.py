@@ -11,17 +11,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.hang import Looks, StopMonitor
+from flashrecovery.agent.identity import Identity
 from flashrecovery.agent.logs import LogTail
 from flashrecovery.agent.process import WorkerProcess
 from flashrecovery.agent.procfs import Exit, exit_of, is_exiting, is_stopped
 from flashrecovery.agent.watch import DeathWatch
-from flashrecovery.config import Timeouts
+from flashrecovery.config import RunConfig, Timeouts
+from flashrecovery.events import RunDir
+from flashrecovery.health.findings import HealthFinding, Severity
 from flashrecovery.lifeline import Lifeline
 from flashrecovery.page import Page
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -201,6 +206,22 @@ def test_a_log_of_a_replaced_process_is_closed(tmp_path: Path, capsys: pytest.Ca
     opened = asyncio.run(follow())
     assert opened[1:] == opened[:1] * 3
     assert capsys.readouterr().out.split("\n")[:4] == [f"[rank0] line {i}" for i in range(4)]
+
+
+def test_every_controller_is_told_what_marks_the_node(tmp_path: Path) -> None:
+    async def registered() -> list[str]:
+        config = RunConfig(nproc_per_node=1, health="none")
+        with closing(RunDir(tmp_path / "run")) as run_dir:
+            agent = Agent(config, ["train.py"], run_dir, Identity.of(config, "127.0.0.1"))
+            agent.connect(lambda message: None, lambda heartbeat: None)
+            said = [agent.register().suspect]
+            agent._health._on_finding(HealthFinding(Severity.FATAL, "npu", "npu 0", 0, "lost", "fallen off the bus"))
+            agent._health._on_finding(HealthFinding(Severity.WARNING, "host", "disk", None, "full", "0.5 GiB free"))
+            said.append(agent.register().suspect)
+            await agent.shutdown(None)
+        return said
+
+    assert asyncio.run(registered()) == ["", "host: disk: 0.5 GiB free [full]"]
 
 
 def test_what_is_sent_to_a_standby_before_it_is_connected_arrives() -> None:

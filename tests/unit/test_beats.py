@@ -115,12 +115,22 @@ def header(both: Both, counter: int, **fields: int) -> Header:
 def test_ranks_survive_the_wire() -> None:
     ranks = [
         pb.RankHealth(
-            rank=i, pid=1 << 22, tag=-2 + i, progress=1 << 60, committed=-1 + i, progress_age_s=0.5, step_s=2, own_s=1
+            rank=i,
+            pid=1 << 22,
+            tag=-2 + i,
+            progress=1 << 60,
+            committed=-1 + i,
+            progress_age_s=0.5,
+            step_s=2,
+            own_s=1,
+            overhead_s=0.125,
+            kept=max(i - 2, 0),
+            kept_age_s=3.5,
         )
         for i in range(40)
     ]
     parts = pack_ranks(ranks)
-    assert [number for number, _ in parts] == [28, 12]
+    assert [number for number, _ in parts] == [25, 15]
     seal = Seal(TOKEN, b"salt")
     found: list[pb.RankHealth] = []
     for number, packed in parts:
@@ -131,6 +141,23 @@ def test_ranks_survive_the_wire() -> None:
         assert seal.open(datagram, ANSWER) is None
         found += unpack_ranks(datagram)
     assert found == ranks
+
+
+def over_the_wire(**values: float) -> pb.RankHealth:
+    ((number, packed),) = pack_ranks([pb.RankHealth(**values)])  # type: ignore[arg-type]
+    (found,) = unpack_ranks(Seal(TOKEN, b"salt").close(Header(MAGIC, BEAT, 0, number, 5, 6, 7, 8, 9), packed))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("committed", "kept", "expected"),
+    [(7, 0, 0), (7, 8, 8), (7, 1, 1), (7, 9, 8), (-1, 8, 0), (1 << 40, 3, (1 << 40) + 1 - 65534)],
+    ids=["none", "newest", "oldest", "ahead", "in a recovery", "very old"],
+)
+def test_how_old_a_kept_copy_is_takes_two_bytes(committed: int, kept: int, expected: int) -> None:
+    found = over_the_wire(committed=committed, kept=kept, kept_age_s=1e9, overhead_s=0.00123)
+    assert found.kept == expected and found.kept_age_s == 65504.0
+    assert found.overhead_s == pytest.approx(0.00123, rel=1e-3)
 
 
 def test_no_bit_of_a_datagram_can_be_changed() -> None:

@@ -7,9 +7,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from flashrecovery.agent.lease import Standing
+from flashrecovery.agent.patience import AGAIN_S, EAGER_S, LOOK_S, next_attempt_s, next_question_s
 from flashrecovery.agent.peers import Seen
+from flashrecovery.agent.session import ATTEMPT_S
 from flashrecovery.agent.succession import TURN_S, Succession
+from flashrecovery.config import Timeouts
 from flashrecovery.controller.quorum import Quorum
+from flashrecovery.controller.takeover import QUIET
 from flashrecovery.plan.electors import Elector, Eligible, choose
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -169,6 +174,33 @@ def test_they_stand_one_after_the_other() -> None:
     nodes = Nodes("abc")
     at = {name: [i for i in range(6) if a.turn(i * TURN_S)] for name, a in nodes.agents.items()}
     assert at == {"a": [], "b": [0, 2, 4], "c": [1, 3, 5]}
+
+
+@pytest.mark.parametrize("names", ["abc", "abcde"])
+def test_who_looks_less_often_misses_no_turn(names: str) -> None:
+    nodes = Nodes(names)
+    for name, agent in nodes.agents.items():
+        stood, now = [], EAGER_S
+        while now < EAGER_S + 20:
+            stood += [int(now / TURN_S)] if agent.turn(now) else []
+            pause = next_question_s(Standing.CUT_OFF, now, agent.turn_in(now), Timeouts())
+            assert LOOK_S < pause <= Timeouts().node_silence_s or agent.turn(now + pause)
+            now += pause + LOOK_S
+        turns = [i for i in range(int(EAGER_S / TURN_S), int((EAGER_S + 20) / TURN_S)) if agent.turn(i * TURN_S)]
+        assert sorted(set(stood)) == turns and (bool(turns) or name == "a")
+
+
+def test_how_often_others_are_asked() -> None:
+    limits, never = Timeouts(), float("inf")
+    for standing in Standing:
+        assert next_question_s(standing, EAGER_S - 0.1, never, limits) == 0.0, "an election is under way"
+    assert next_question_s(Standing.MEMBER, 600.0, never, limits) == 0.0, "its workers step: see test_nodes.py"
+    idle = next_question_s(Standing.CUT_OFF, 600.0, never, limits)
+    assert idle == next_question_s(Standing.ORPHANED, 600.0, never, limits)
+    assert next_attempt_s(600.0, limits, answered=True) == next_attempt_s(1.0, limits, answered=False) == AGAIN_S
+    # A new controller waits for so long for agents that have not come yet.
+    slowest = max(idle, next_attempt_s(600.0, limits, answered=False)) + ATTEMPT_S
+    assert 10 * AGAIN_S >= idle > 5 * AGAIN_S and slowest < QUIET * limits.node_silence_s < limits.takeover_s
 
 
 def test_only_an_elected_controller_is_followed_where_there_are_electors() -> None:

@@ -10,6 +10,7 @@ from flashrecovery.plan.placement import Room
 from flashrecovery.plan.types import Holding, Kind, Need
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from tests.unit.test_machine import World
+from tests.unit.test_nodes import heir
 
 SPARE = Room("x", "s2", 2, spare=True)
 NEEDS = [Need(r, "w", 100) for r in range(4)] + [Need(r, f"capsule@{r}", 5) for r in range(4)]
@@ -106,6 +107,17 @@ def test_its_ranks_are_further_victims_of_the_next_recovery() -> None:
     again = world.machine.nodes["b"]
     assert again.state is NodeState.SPARE and again.suspect, "back as a spare, and the last one to be taken"
     assert world.run() is State.FINISHED
+
+
+def test_a_new_controller_hears_of_it_from_the_agents() -> None:
+    new = heir(warned())
+    assert new.machine.state is State.RUNNING and not new.of(ev.RecoveryStarted)
+    assert [n.name for n in new.machine.nodes.values() if n.suspect] == ["b"]
+    new.kill(3)
+    assert new.run() is State.FINISHED
+    (finished,) = new.of(ev.RecoveryFinished)
+    assert isinstance(finished, ev.RecoveryFinished) and sorted(finished.victims) == [2, 3]
+    assert [new.machine.ranks[r].home for r in range(4)] == ["a", "a", "x", "x"]
 
 
 def test_without_a_spare_node_it_keeps_its_ranks() -> None:

@@ -9,6 +9,7 @@ import pytest
 from flashrecovery.errors import StepInterrupted
 from flashrecovery.page import TAG_MUTATING, Page
 from flashrecovery.worker.gate import Gate
+from flashrecovery.worker.overhead import Overhead
 
 
 @pytest.fixture
@@ -18,6 +19,50 @@ def gate():  # type: ignore[no-untyped-def]
     g.live = 0
     yield g
     page.close()
+
+
+class Clock:
+    """Of whole milliseconds, which pass when they are told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ns = 1_000_000
+        monkeypatch.setattr("flashrecovery.worker.overhead.time.monotonic_ns", lambda: self.ns)
+
+    def run(self, ms: int) -> None:
+        self.ns += ms * 1_000_000
+
+
+def test_what_recovery_takes_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, overhead = Clock(monkeypatch), Overhead()
+    with overhead:
+        clock.run(2)
+    clock.run(100)  # the step's own
+    with overhead:
+        clock.run(3)
+        with overhead:
+            clock.run(1)
+        overhead.aside(lambda: clock.run(50))
+        assert overhead.committed(clock.ns) == 6_000_000
+        clock.run(4)  # what follows the commit counts for the next step
+    overhead.aside(lambda: clock.run(50))  # not in the middle of a hook: nothing to set right
+    with overhead:
+        assert overhead.committed(clock.ns) == (4 * 6_000_000 + 4_000_000) // 5
+        clock.run(1000)  # a recovery
+        overhead.restart()
+        clock.run(7)
+    with overhead:
+        assert overhead.committed(clock.ns) == 7_000_000
+
+
+def test_what_recovery_takes_is_on_the_page(gate: Gate) -> None:
+    gate.resume(0, 0)
+    gate.begin()
+    with gate.overhead:
+        gate.mutate()
+        gate.commit()
+    assert 0 < gate.page.health().overhead_s < 1
+    gate.resume(1, 1)
+    assert gate.page.health().overhead_s == 0
 
 
 def test_tags_of_a_step(gate: Gate) -> None:

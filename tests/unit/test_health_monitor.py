@@ -246,6 +246,7 @@ def test_a_fatal_finding_kills_and_reports_the_devices_worker(node: Node) -> Non
     node.finds(finding("xid_79", device=1))
     assert [w.killed for w in node.workers] == [False, True] and node.workers[1].dead
     ((rank, kind, evidence),) = node.failures
+    assert node.health.suspect == finding("xid_79", device=1)
     assert (rank, kind) == (3, "device") and "xid_79" in evidence
     node.finds(finding("gpu_is_lost", device=1))
     assert len(node.failures) == 1, "the dead are not killed again"
@@ -263,6 +264,7 @@ def test_a_worker_is_left_alone(node: Node, why: dict[str, int]) -> None:
     node.workers[0].__dict__.update(why)
     node.finds(finding("xid_79", device=0))
     assert not node.workers[0].killed and [kind for _, kind, _ in node.notices] == ["health_fatal"]
+    assert node.health.suspect is None
 
 
 def test_a_warning_marks_the_node(node: Node) -> None:

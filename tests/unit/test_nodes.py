@@ -12,6 +12,7 @@ from flashrecovery.controller.liveness import NODE_PROBE, Ask, Liveness, Lost, U
 from flashrecovery.controller.rank_table import Parts
 from flashrecovery.controller.records import Place
 from flashrecovery.controller.states import State
+from flashrecovery.controller.status import job_status
 from flashrecovery.errors import ConfigError
 from flashrecovery.link import Link
 from flashrecovery.plan.placement import Room, neighbour_stride, place
@@ -241,6 +242,21 @@ def test_a_replacement_goes_on_when_another_node_is_lost() -> None:
     assert world.machine.ranks[2].place is Place.STARTING
 
 
+def test_who_keeps_the_copies_of_whom_and_how_old_they_are() -> None:
+    world = World(2, nnodes=2, controller="h:1")
+    world.join("a")
+    world.join("b")
+    while world.machine.state is not State.RUNNING:
+        world.step()
+    ranks = list(world.machine.ranks.values())
+    health = [pb.RankHealth(rank=r.rank, pid=r.pid, committed=9, kept=9 - r.rank, kept_age_s=0.5) for r in ranks[:3]]
+    world.machine.on_heartbeat(pb.Heartbeat(ranks=health), world.now)
+    found = job_status(world.machine, Liveness(LIMITS), (0, 0), world.now + 2).ranks
+    assert [(r.copied, r.copied_by, r.copy_age_s) for r in found] == [(7, 2, 2.5), (0, 0, 0), (9, 0, 2.5), (8, 1, 2.5)]
+    world.kill(1)
+    assert not job_status(world.machine, Liveness(LIMITS), (0, 0), world.now).ranks[3].copied, "gone with its keeper"
+
+
 def test_ranks_wait_for_a_node_and_the_job_fails_when_none_comes() -> None:
     world = World(1, nnodes=2, controller="h:1", timeouts={"node_wait_s": 10})
     world.join("a")
@@ -293,7 +309,15 @@ def test_two_nodes_of_one_rank_are_refused() -> None:
 def heir(world: World, *, missing: tuple[int, ...] = (), **states: object) -> World:
     """The same workers under a new controller, which hears of all but the ``missing`` ones. ``states``: of every
     worker, in place of being in its loop."""
-    new = World(world.config.nproc_per_node, nnodes=world.config.nnodes, controller="h:1", timeouts={"takeover_s": 5})
+    config = world.config
+    new = type(world)(
+        config.nproc_per_node,
+        nnodes=config.nnodes,
+        spare_nodes=config.spare_nodes,
+        steps=world.steps,
+        controller="h:1",
+        timeouts={"takeover_s": 5},
+    )
     new.version, new.pids, new.next_pid, new.now = world.version, world.pids, world.next_pid, world.now
     old = world.machine
     for node in old.nodes.values():
@@ -310,7 +334,7 @@ def heir(world: World, *, missing: tuple[int, ...] = (), **states: object) -> Wo
             for r in old.ranks.values()
             if r.home == node.name and r.rank not in missing
         ]
-        new.join(node.name, workers=workers, generation=old.generation, stride=old.stride)
+        new.join(node.name, workers=workers, generation=old.generation, stride=old.stride, suspect=node.suspect)
     return new
 
 

@@ -9,8 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from flashrecovery import events as ev
 from flashrecovery.controller.states import State
 from flashrecovery.observe.facts import JobFacts
-from flashrecovery.observe.metrics import exposition, job_metrics
+from flashrecovery.observe.metrics import copy_age, exposition, job_metrics
 from flashrecovery.observe.tally import BOUNDS_S, LATEST, Tally
+from flashrecovery.proto import flashrecovery_pb2 as pb
 
 from .history_samples import FAST, START, at, kill, two_recoveries
 from .observe_samples import job, node
@@ -57,6 +58,16 @@ def test_what_the_controller_knows(samples: Samples) -> None:
     assert value(samples, "rank_step_seconds", rank="0", node="n0") == 0.125
 
 
+def test_what_recovery_costs_and_how_old_copies_are(samples: Samples) -> None:
+    assert value(samples, "rank_overhead_seconds", rank="0", node="n0") == 0.005
+    assert value(samples, "rank_copy_age_seconds", rank="1", node="n0") == 0.375
+    assert value(samples, "rank_copy_age_versions", rank="1", node="n0") == 1
+    for name in ("seconds", "versions"):
+        assert (f"flashrecovery_rank_copy_age_{name}", (("node", "n1"), ("rank", "2"))) not in samples
+    assert copy_age(pb.RankStatus(committed=-1, copied=5)) is None, "the rank has no version yet"
+    assert copy_age(pb.RankStatus(committed=3, copied=5)) == 0, "it has gone back, and the copy is on its way out"
+
+
 def test_an_age_goes_on_while_the_agent_is_silent(samples: Samples) -> None:
     assert value(samples, "rank_progress_age_seconds", rank="0", node="n0") == 0.75
     assert value(samples, "rank_progress_age_seconds", rank="2", node="n1") == 9.25
@@ -96,6 +107,10 @@ def test_what_the_agent_sees(samples: Samples) -> None:
     assert value(samples, "worker_tag", rank="0", node="n0") == 41
     assert value(samples, "worker_progress_total", rank="0", node="n0") == 900
     assert value(samples, "worker_pid", rank="1", node="n0") == 101
+    assert value(samples, "worker_overhead_seconds", rank="0", node="n0") == 0.005
+    assert value(samples, "worker_kept_version", rank="0", node="n0") == 40
+    assert value(samples, "worker_kept_age_seconds", rank="0", node="n0") == 0.375
+    assert ("flashrecovery_worker_kept_version", (("node", "n0"), ("rank", "1"))) not in samples
     assert value(samples, "node_standbys", node="n0", node_rank="0", state="ready") == 1
     assert ("flashrecovery_worker_progress_age_seconds", (("node", "n0"), ("rank", "1"))) not in samples
 

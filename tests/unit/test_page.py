@@ -57,6 +57,19 @@ def test_tags_are_seen_by_another_process_and_outlive_it(page: Page) -> None:
     heir.close()
 
 
+def test_the_age_of_a_kept_copy_begins_with_its_version(page: Page) -> None:
+    assert page.health().kept == -1
+    page.set_kept(4)
+    first = page.health()
+    assert first.kept == 4 and abs(first.kept_at - time.monotonic()) < 5
+    page.set_kept(4)
+    assert page.health() == first
+    page.set_kept(5)
+    assert page.health().kept == 5 and page.health().kept_at > first.kept_at
+    page.set_kept(-1)
+    assert page.health().kept == -1
+
+
 def test_a_committed_version_says_which_generation_it_belongs_to(page: Page) -> None:
     page.set_committed(5, 1_000)
     assert (page.health().committed, page.health().generation) == (5, 0)

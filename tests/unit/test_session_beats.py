@@ -4,11 +4,14 @@ back, and nobody falls silent meanwhile."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
 from typing import cast
+
+import grpc
 
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.peers import PeerService
@@ -17,7 +20,10 @@ from flashrecovery.agent.succession import Succession
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.service import ControllerService
 from flashrecovery.events import EventLog, RunDir
+from flashrecovery.link import Link
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+from flashrecovery.security import metadata
 
 TOKEN = "the-token-of-this-test-job"
 PERIOD_S = 0.25
@@ -66,8 +72,8 @@ class NoWorkers:
 
 
 class Scene:
-    def __init__(self, service: ControllerService, agent: NoWorkers) -> None:
-        self.service, self.agent = service, agent
+    def __init__(self, service: ControllerService, agent: NoWorkers, session: ControllerSession, address: str) -> None:
+        self.service, self.agent, self.session, self.address = service, agent, session, address
 
     def by_datagram(self) -> bool:
         return self.service._beats.gets_through("a", time.monotonic())
@@ -103,12 +109,11 @@ def play(tmp_path: Path, act: Callable[[Scene], Awaitable[None]], **config: bool
             port = await service.start("127.0.0.1", 0)
             agent = NoWorkers()
             peers = PeerService(TOKEN)
-            session = ControllerSession(
-                f"127.0.0.1:{port}", TOKEN, cast(Agent, agent), peers, settings.timeouts, no_lead, no_leave
-            )
+            address = f"127.0.0.1:{port}"
+            session = ControllerSession(address, TOKEN, cast(Agent, agent), peers, settings.timeouts, no_lead, no_leave)
             tasks = [asyncio.create_task(session.run()), asyncio.create_task(agent.run())]
             try:
-                await act(Scene(service, agent))
+                await act(Scene(service, agent, session, address))
             finally:
                 agent.finished.set_result(None)
                 tasks[1].cancel()
@@ -137,8 +142,8 @@ def test_messages_are_acknowledged_by_datagram(tmp_path: Path) -> None:
     async def act(scene: Scene) -> None:
         await scene.until(scene.by_datagram)
         scene.agent.send(pb.AgentMessage(notice=pb.Notice(kind="test", text="heard")))
-        scene.service._links["a"].send(pb.Command(rank=-1, ping=pb.Ping()))
-        await scene.until(lambda: scene.service._links["a"].settled() and "ping" in scene.agent.commands)
+        scene.service._agents.links["a"].send(pb.Command(rank=-1, ping=pb.Ping()))
+        await scene.until(lambda: scene.service._agents.links["a"].settled() and "ping" in scene.agent.commands)
 
     play(tmp_path, act)
 
@@ -149,6 +154,56 @@ def test_without_datagrams_all_is_as_ever(tmp_path: Path) -> None:
         assert not scene.by_datagram() and await scene.oldest_heartbeat(0.5) < 0.75
 
     play(tmp_path, act, datagrams=False)
+
+
+def test_nothing_is_left_of_connections_that_end_in_a_row(tmp_path: Path) -> None:
+    """Tasks and generators that nobody ended would complain when they are collected."""
+    complaints: list[str] = []
+
+    async def act(scene: Scene) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(str(context)))
+        for number in range(12):
+            await scene.until(scene.by_datagram)
+            if number % 3 == 0:
+                scene.service._agents.end("a")
+            elif number % 3 == 1:
+                scene.session._drop_connection()
+            else:
+                scene.session._link = Link()  # as for a new controller
+                scene.session._drop_connection()
+            await scene.until(lambda: not scene.by_datagram())
+            gc.collect()
+        connected = [t for t in asyncio.all_tasks() if "_speak" in str(t.get_coro())]
+        assert len(connected) <= 1
+
+    play(tmp_path, act)
+    gc.collect()
+    assert not complaints, complaints
+
+
+def test_a_newer_connection_of_the_same_agent_ends_the_one_before(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.until(scene.by_datagram)
+        ended: list[str] = []
+
+        async def other(name: str) -> None:
+            async with grpc.aio.insecure_channel(scene.address) as channel:
+                call = rpc.ControllerStub(channel).Session(metadata=metadata(TOKEN))
+                register = pb.Register(node="b", host="127.0.0.1", slots=1, node_rank=-1, incarnation="b")
+                await call.write(pb.AgentMessage(register=register))
+                async for _ in call:
+                    ended.append(f"{name} is heard")
+                ended.append(f"{name} ends")
+
+        first = asyncio.create_task(other("first"))
+        await scene.until(lambda: bool(ended))
+        second = asyncio.create_task(other("second"))
+        await asyncio.wait({first}, timeout=5)
+        assert first.done() and "first ends" in ended and not second.done()
+        second.cancel()
+        await asyncio.wait({second})
+
+    play(tmp_path, act)
 
 
 def test_a_node_that_is_taken_for_lost_hears_of_it(tmp_path: Path) -> None:

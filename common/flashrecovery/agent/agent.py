@@ -1,8 +1,8 @@
 """The agent: carries out the controller's commands on one node and reports what happens there.
 
-It fills ranks (from a standby if there is one), fences what it replaces, relays commands and replies between controller
-and workers, and sends heartbeats. It takes no decision about the job; the only judgement made here is whether a local
-process is alive (:mod:`.watch`) and not stopped (:mod:`.hang`).
+It has ranks filled (:mod:`.crew`), relays commands and replies between controller and workers, and sends heartbeats
+(:mod:`.pulse`). It takes no decision about the job; the only judgement made here is whether a local process is alive
+(:mod:`.watch`) and not stopped (:mod:`.hang`).
 """
 
 from __future__ import annotations
@@ -12,32 +12,25 @@ import logging
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-import grpc
-
-from flashrecovery.agent.environment import common_env, rank_env
-from flashrecovery.agent.faults import ArmedFaults
+from flashrecovery.agent.crew import LAST_WORDS_S, Crew
+from flashrecovery.agent.faults import Faults
 from flashrecovery.agent.gather import Gather
 from flashrecovery.agent.hang import Looks, StopMonitor
 from flashrecovery.agent.identity import Identity
-from flashrecovery.agent.logs import LogTail
 from flashrecovery.agent.node_health import NodeHealth
 from flashrecovery.agent.peers import PeerService, neighbours, probe
 from flashrecovery.agent.process import WorkerProcess
 from flashrecovery.agent.procfs import Exit, exit_of
 from flashrecovery.agent.pulse import Pulse
 from flashrecovery.agent.setup_logs import SetupLogs
-from flashrecovery.agent.standby import StandbyPool
 from flashrecovery.agent.store import StoreServer
-from flashrecovery.agent.watch import DeathWatch
+from flashrecovery.agent.tasks import Tasks
 from flashrecovery.config import RunConfig
 from flashrecovery.errors import ProtocolError
 from flashrecovery.events import RunDir
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
-REPLACING = "recovery:replacing"
-_LAST_WORDS_S = 0.2
 log = logging.getLogger("flashrecovery")
 Send = Callable[[pb.AgentMessage], None]
 
@@ -55,31 +48,26 @@ class Agent:
         peers: PeerService | None = None,
     ) -> None:
         self._config = config
-        self._command = command
-        self._run_dir = run_dir
         self._identity = identity
         self._token = token
         self._peers = peers
         self._setup_logs = SetupLogs(token)
         self._table = pb.RankTable()
-        self._halted = False
         self._gather = Gather(_unsent)
         self._generation = 0
         self._attempt = 0
         self._checkpoint: pb.CheckpointSaved | None = None
-        self._ranks: dict[int, WorkerProcess] = {}
-        self._closing = False
-        self._kill_at_replace: set[int] = set()
-        self._faults = ArmedFaults()
-        self._health = NodeHealth(config, run_dir.path, self._ranks.values, self._report_failure, self._notice)
         self.finished: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        self._watch = DeathWatch(asyncio.get_running_loop())
-        self._tail = LogTail()
+        self._tasks = Tasks(self._task_failed)
+        network_env = identity.network_env if peers is not None else dict
+        self._crew = Crew(self, config, command, run_dir, network_env, self._setup_logs, self._tasks)
+        self._ranks = self._crew.ranks
+        self._pool = self._crew.pool
+        self._faults = Faults(self.notice)
+        self._health = NodeHealth(config, run_dir.path, self._ranks.values, self._report_failure, self.notice)
         self._stopped = StopMonitor(config.timeouts)
         self._looks = Looks(self.workers)
         self._store = StoreServer(identity.host, config.master_port)
-        self._pool = StandbyPool(config.standby, self._spawn_standby, run_dir.log_dir)
-        self._tasks: set[asyncio.Task[None]] = set()
 
     # -- public -----------------------------------------------------------------------------------
 
@@ -87,7 +75,7 @@ class Agent:
         """``send`` takes a message for the controller and does not lose it; a heartbeat may be lost."""
         self._gather = Gather(send)
         self._pulse = Pulse(self, self._ranks, send_heartbeat, self._config.timeouts.heartbeat_s)
-        self._task(self._pulse.run())
+        self._tasks.start(self._pulse.run())
         self._health.start()
 
     @property
@@ -102,7 +90,7 @@ class Agent:
 
     def workers(self) -> list[WorkerProcess]:
         """The living processes that fill ranks; none once the end has begun, for then their pages are given back."""
-        return [] if self._closing else [p for p in self._ranks.values() if not p.dead]
+        return self._crew.living()
 
     def standbys(self) -> tuple[int, int]:
         """(ready, starting)"""
@@ -113,6 +101,8 @@ class Agent:
         message = self._identity.register(self._store.port, self._peers.port if self._peers is not None else 0)
         message.generation, message.attempt, message.stride = self._generation, self._attempt, self._table.stride
         message.workers.extend(self._state_of(p) for p in self._ranks.values() if not p.dead)
+        if self._health.suspect is not None:
+            message.suspect = str(self._health.suspect)
         if self._checkpoint is not None:
             message.checkpoint.CopyFrom(self._checkpoint)
         return message
@@ -141,26 +131,15 @@ class Agent:
 
     def halt(self) -> None:
         """This node is cut off: no process of it may take a step until :meth:`go_on`."""
-        if not self._halted:
-            self._halted = True
-            for process in self._ranks.values():
-                process.signal(signal.SIGSTOP)
+        self._crew.halt()
 
     def go_on(self) -> None:
         """It belongs to the job after all."""
-        if self._halted:
-            self._halted = False
-            for process in self._ranks.values():
-                process.signal(signal.SIGCONT)
+        self._crew.go_on()
 
     def fence(self) -> None:
         """The ranks of this node have been given away: end its processes, and be a spare node from now on."""
-        for process in [*self._ranks.values(), *self._pool.take_all()]:
-            process.dead = True
-            process.kill()
-            self._task(self._bury(process))
-        self._ranks.clear()
-        self._halted = False
+        self._crew.dismiss()
         self._pulse.resumed(None)
         self._identity = self._identity.anew()
 
@@ -169,37 +148,42 @@ class Agent:
         self._generation = max(self._generation, command.generation)
         body = command.WhichOneof("body")
         if body == "replace":
-            self._task(self._replace(command))
+            self._tasks.start(self._replace(command))
         elif body == "batch":
             self._gather.expect(command.batch.commands, command.batch.gather_s)
             for one in command.batch.commands:
                 self.handle(one)
         elif body == "shutdown":
-            self._task(self.shutdown(command.shutdown.reason or None))
+            self._tasks.start(self.shutdown(command.shutdown.reason or None))
         elif body == "rank_table":
             self._adopt(command)
         elif body == "probe":
-            self._task(self._probe(command.probe))
+            self._tasks.start(self._probe(command.probe))
         elif body == "look":
-            self._task(self._look(command.look))
+            self._tasks.start(self._look(command.look))
         elif body == "modules":
             self._pool.size = max(self._pool.size, self._identity.slots)
             self._pool.set_modules(list(command.modules.names))
         elif body in ("beat", "fence"):
             pass  # the session's own
-        elif body == "fault" and command.fault.phase == REPLACING:
-            self._kill_at_replace.add(command.rank)
-        elif body == "fault" and not command.fault.phase:
-            self._inject_now(command)
+        elif body == "fault":
+            self._faults.deliver(command, self._ranks.get(command.rank))
         else:
-            if body == "fault":
-                self._faults.add(command)
             self._relay(command)
 
     def _adopt(self, command: pb.Command) -> None:
         """What concerns this node of a new rank table."""
         self._table = command.rank_table
-        self._task(self._setup_logs.spread(self._table, self._ranks, self._identity.name))
+        self._tasks.start(self._setup_logs.spread(self._table, self._ranks, self._identity.name))
+
+    async def _replace(self, command: pb.Command) -> None:
+        """Fill a rank with a new process."""
+        self._attempt = command.replace.attempt
+        filled = await self._crew.fill(command, hear_out=self._faults.armed(command.rank))
+        if filled is not None:
+            process, started = filled
+            self._send(pb.AgentMessage(started=started))
+            self._faults.filled(process, replacement=command.replace.detached)
 
     async def _probe(self, message: pb.Probe) -> None:
         """Look after another node for the controller."""
@@ -209,7 +193,7 @@ class Agent:
 
     async def _look(self, message: pb.Look) -> None:
         """Where do the workers stand? A node that is cut off has no say."""
-        if not self._halted:
+        if not self._crew.halted:
             self._send(pb.AgentMessage(standstill=await self._looks.look(message)))
 
     def _relay(self, command: pb.Command) -> None:
@@ -226,122 +210,18 @@ class Agent:
 
     async def shutdown(self, reason: str | None) -> None:
         """End every process of this node: SIGTERM, a grace, SIGKILL. ``reason`` None: the job has finished."""
-        if self._closing:
+        if self._crew.ending:
             return
-        self._closing = True
         self._health.close()
-        processes = list(self._ranks.values()) + self._pool.processes()
-        for process in processes:
-            if not process.dead:
-                process.signal(signal.SIGTERM)
-                process.signal(signal.SIGCONT)
-        deadline = time.monotonic() + self._config.timeouts.shutdown_grace_s
-        while time.monotonic() < deadline and any(p.popen.poll() is None for p in processes):
-            await asyncio.sleep(0.02)
-        for process in processes:
-            process.kill()
-            await process.reap(1.0)
-            process.close()
-        self._watch.close()
-        self._tail.close()
+        await self._crew.end(self._config.timeouts.shutdown_grace_s)
         self._store.close()
-        for task in self._tasks:
-            if task is not asyncio.current_task():
-                task.cancel()
+        self._tasks.cancel()
         self.finished.set_result(reason)
-
-    # -- filling ranks ----------------------------------------------------------------------------
-
-    async def _replace(self, command: pb.Command) -> None:
-        """Fence what fills the rank, then fill it anew."""
-        began = time.monotonic()
-        rank, replace = command.rank, command.replace
-        self._attempt = replace.attempt
-        env = self._env(rank, command)
-        old = self._ranks.pop(rank, None)
-        if old is not None:
-            old.dead = True
-            old.kill()  # the fence: nothing of the old process runs on once the rank is filled again
-        log = self._run_dir.log_path(rank, command.generation)
-        standby = self._pool.take() if replace.detached else None
-        process = standby or WorkerProcess.spawn(self._command, env, log, standby=False)
-        process.rank, process.local_rank, process.generation = rank, replace.local_rank, command.generation
-        process.store = (replace.store_host, replace.store_port)
-        self._ranks[rank] = process
-        if self._config.log == "all" or (self._config.log == "0" and rank == 0):
-            self._tail.follow(log, f"[rank{rank}]")
-        if old is not None and replace.detached:
-            process.page.inherit(old.page)
-        if replace.setup_from:
-            await self._inherit_setup_log(process, replace.setup_from)
-        if standby is None:
-            await process.connect(self._on_message)
-            self._watch.add(process.pid, process.page.fd, lambda late: self._on_death(process, late))
-        if old is not None:
-            while not await old.gone(self._config.timeouts.fence_s):
-                waits = f"pid {old.pid} has not ended after SIGKILL; its rank is not filled before that"
-                self._notice(rank, "not_fenced", waits)
-            if self._faults.of(rank):
-                await old.hear_out(_LAST_WORDS_S)  # which of them has fired?
-            self._task(self._bury(old))
-        if process.dead:
-            return  # meanwhile the rank is being filled anew, or its node has been fenced
-        assign = pb.Assign(
-            rank=rank,
-            generation=command.generation,
-            env=env,
-            log_path=str(log),
-            detached=replace.detached,
-        )
-        process.send(pb.ToWorker(assign=assign))
-        started = pb.WorkerStarted(
-            rank=rank,
-            generation=command.generation,
-            pid=process.pid,
-            standby=standby is not None,
-            seconds=time.monotonic() - began,
-            capsules=process.page.capsule_versions(),
-        )
-        self._send(pb.AgentMessage(started=started))
-        for fault in self._faults.of(rank):
-            self._relay(fault)
-        if rank in self._kill_at_replace and replace.detached:
-            self._kill_at_replace.remove(rank)
-            self._notice(rank, "fault_fired", f"sigkill at {REPLACING}")
-            process.signal(signal.SIGKILL)
-
-    async def _bury(self, process: WorkerProcess) -> None:
-        """Wait for the end of a dead process, however long the kernel takes, and give back what it had."""
-        await process.reap(self._config.timeouts.replacement_s)
-        process.close()
-
-    async def _inherit_setup_log(self, process: WorkerProcess, keeper: str) -> None:
-        """What the rank's set-up collectives had returned, from the agent that keeps it for the lost node."""
-        try:
-            process.page.write_setup_log(await self._setup_logs.fetch(keeper, process.place))
-        except grpc.aio.AioRpcError as e:
-            text = f"the results of its set-up collectives are lost: {keeper} answers {e.code().name.lower()}"
-            self._notice(process.place, "setup_log_lost", text)
-
-    def _env(self, rank: int, command: pb.Command) -> dict[str, str]:
-        return {**self._common_env(), **rank_env(self._config, rank, command.generation, command.replace)}
-
-    def _common_env(self) -> dict[str, str]:
-        return {**common_env(self._config), **(self._identity.network_env() if self._peers is not None else {})}
-
-    def _spawn_standby(self, log: Path) -> WorkerProcess:
-        return WorkerProcess.spawn(self._command, self._common_env(), log, standby=True)
-
-    async def _replenish(self) -> None:
-        for _ in range(self._pool.missing()):
-            process = self._pool.start_one()
-            await process.connect(self._on_message)
-            self._watch.add(process.pid, process.page.fd, lambda late, p=process: self._on_death(p, late))  # type: ignore[misc]
-            self._pool.warm(process)
 
     # -- what the processes say and do ------------------------------------------------------------
 
-    def _on_message(self, process: WorkerProcess, message: pb.FromWorker) -> None:
+    def said(self, process: WorkerProcess, message: pb.FromWorker) -> None:
+        """A worker or a standby has sent this."""
         body = message.WhichOneof("body")
         if body == "warmed":
             process.ready = True
@@ -359,7 +239,7 @@ class Agent:
                 process.stepping, process.done = False, message.done
             elif body == "joined":
                 process.joined = message.joined
-                self._task(self._setup_logs.spread(self._table, self._ranks, self._identity.name))
+                self._tasks.start(self._setup_logs.spread(self._table, self._ranks, self._identity.name))
             self._send(pb.AgentMessage(**{body: getattr(message, body)}))
         elif body == "whereabouts":
             self._looks.answered(process, message.whereabouts)
@@ -370,20 +250,13 @@ class Agent:
                 self._checkpoint = message.checkpoint
             self._send(pb.AgentMessage(**{body: getattr(message, body)}))
 
-    def _on_death(self, process: WorkerProcess, late: float) -> None:
-        """First sign that a process is dead or dying."""
-        if process.dead or self._closing:
-            return
-        if process.rank is None:
-            process.dead = True
-            self._pool.discard(process)
-            self._task(self._bury(process))
-            return
+    def ended(self, process: WorkerProcess, late: float) -> None:
+        """First sign that a worker is dead or dying."""
         found = exit_of(process.pid)
         if found is not None and found.code == 0:
-            self._task(self._report_exit(process))
+            self._tasks.start(self._report_exit(process))
         else:
-            self._task(self._report_death(process, found, late))
+            self._tasks.start(self._report_death(process, found, late))
 
     async def _report_exit(self, process: WorkerProcess) -> None:
         await process.reap(self._config.timeouts.fence_s)
@@ -395,7 +268,7 @@ class Agent:
             code = await process.reap(1.0)
             found = Exit.from_returncode(code if code is not None else -signal.SIGKILL)
         if found.signal is None:
-            await process.hear_out(_LAST_WORDS_S, until_last_words=True)
+            await process.hear_out(LAST_WORDS_S, until_last_words=True)
         if process.last_words is not None:
             kind, evidence = "exception", f"{process.last_words.exception}: {process.last_words.message}"
         else:
@@ -422,42 +295,25 @@ class Agent:
     def _send(self, message: pb.AgentMessage) -> None:
         self._gather.send(message)
 
-    def _notice(self, rank: int, kind: str, text: str) -> None:
+    def notice(self, rank: int, kind: str, text: str) -> None:
+        """For the controller's log."""
         self._send(pb.AgentMessage(notice=pb.Notice(rank=rank, kind=kind, text=text)))
-
-    def _inject_now(self, command: pb.Command) -> None:
-        """A fault without a phase hits from outside."""
-        process = self._ranks.get(command.rank)
-        if process is not None:
-            signals = {"sigkill": signal.SIGKILL, "sigstop": signal.SIGSTOP, "segv": signal.SIGSEGV}
-            number = signals.get(command.fault.fault)
-            if number is not None:
-                process.signal(number)
-            else:
-                command.fault.phase = "between"
-                process.send(pb.ToWorker(command=command))
 
     # -- periodic ---------------------------------------------------------------------------------
 
     async def look(self, alive: list[WorkerProcess], now: float) -> None:
         """With every heartbeat: who is stopped, and are there standbys enough?"""
-        for process, evidence, late in self._stopped.check([] if self._halted else alive, now):
+        for process, evidence, late in self._stopped.check([] if self._crew.halted else alive, now):
             self._report_failure(process, "stopped", evidence, late)
-        await self._replenish()
+        await self._crew.replenish()
 
     def _report_standbys(self) -> None:
         ready, starting = self._pool.counts()
         self._send(pb.AgentMessage(standby=pb.StandbyCount(ready=ready, starting=starting)))
 
-    def _task(self, coroutine: object) -> None:
-        task: asyncio.Task[None] = asyncio.create_task(coroutine)  # type: ignore[arg-type]
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
-
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None and not self.finished.done():
-            self.finished.set_exception(task.exception())  # type: ignore[arg-type]
+    def _task_failed(self, error: BaseException) -> None:
+        if not self.finished.done():
+            self.finished.set_exception(error)
 
 
 def _unsent(message: pb.AgentMessage) -> None:

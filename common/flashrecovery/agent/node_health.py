@@ -21,7 +21,8 @@ class NodeHealth:
     """Runs the plugins. ``report`` takes a failed process, kind, evidence, seconds; ``notice`` a rank, kind, text.
 
     Attributes:
-        suspect: the newest finding: this node is to be replaced at the next failure. None: all is well.
+        suspect: the newest finding that marks this node, to be replaced at the next failure: a warning, or a device
+            that has failed under a worker. None: there was none. A new controller is told of it.
     """
 
     def __init__(
@@ -48,10 +49,11 @@ class NodeHealth:
 
     def _on_finding(self, finding: HealthFinding) -> None:
         """Fatal: the workers of the device are killed, and their ranks recovered, before they notice by themselves."""
-        self.suspect = finding
         of_device = [p for p in self._processes() if finding.device in (None, p.local_rank)]
         # A process that has not trained yet is not hit: the news may be of its predecessor's end on the same device.
         hit = [p for p in of_device if p.resumed and not p.dead and not is_exiting(p.pid)]
+        if finding.severity is Severity.WARNING or hit:
+            self.suspect = finding
         if finding.severity is Severity.FATAL and hit:
             for process in hit:
                 process.dead = True  # its end is no news any more

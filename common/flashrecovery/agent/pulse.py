@@ -83,6 +83,9 @@ class Pulse:
                     step_s=health.step_s,
                     own_s=health.own_s,
                     own_least_s=health.own_least_s,
+                    overhead_s=health.overhead_s,
+                    kept=health.kept + 1,
+                    kept_age_s=now - health.kept_at if health.kept >= 0 else 0.0,
                 )
             )
         beat = pb.Heartbeat(generation=self._watched.generation, ranks=ranks)

@@ -11,13 +11,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.lease import FRESH, LEASE_PROBE, Door, Standing, knock, lost, standing
+from flashrecovery.agent.patience import LOOK_S, next_attempt_s, next_question_s
 from flashrecovery.agent.peers import PeerService, Seen, probe_all
 from flashrecovery.agent.succession import Succession, ask_elector
 from flashrecovery.beats.agent import BeatSender
@@ -30,13 +32,14 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.security import metadata
 
-_LOOK_S = 0.05
-_AGAIN_S = 0.1
-_ATTEMPT_S = 1.0
+ATTEMPT_S = 1.0
 """A connection attempt without any answer is given up for a new one after this time."""
 _BUSY_S = 5.0
 """A controller whose door is open but who says nothing is busy: thousands of new connections would not help it."""
 _OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+
+if TYPE_CHECKING:
+    Call = grpc.aio.StreamStreamCall[pb.AgentMessage, pb.Command]
 
 log = logging.getLogger("flashrecovery")
 
@@ -79,6 +82,9 @@ class ControllerSession:
         self._fresh = False
         self._attempt: asyncio.Task[None] | None = None
         self._attempt_at = 0.0
+        self._answered = False
+        self._at_once = asyncio.Event()
+        self._ask_at = 0.0
         self._standing = Standing.MEMBER
         self._door = Door.SILENT
         self._beats = BeatSender(token, self._heard_at_least_at, self._drop_connection)
@@ -111,7 +117,7 @@ class ControllerSession:
             while not self._agent.finished.done():
                 await self._connect()
                 self._give_up_if_late()
-                await asyncio.wait({self._agent.finished}, timeout=_AGAIN_S)
+                await self._pause(next_attempt_s(self._silent_s(), self._limits, answered=self._answered))
             return self._agent.finished.result()
         finally:
             if watch is not None:
@@ -119,9 +125,17 @@ class ControllerSession:
                 with contextlib.suppress(asyncio.CancelledError):
                     await watch
 
+    async def _pause(self, seconds: float) -> None:
+        """Before the next connection, unless there is another controller to follow now."""
+        other = asyncio.create_task(self._at_once.wait())
+        ends: set[asyncio.Future[Any]] = {other, self._agent.finished}
+        await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        other.cancel()
+        self._at_once.clear()
+
     async def _connect(self) -> None:
         """One connection, to its end."""
-        self._attempt_at = time.monotonic()
+        self._attempt_at, self._answered = time.monotonic(), False
         self._attempt = asyncio.create_task(self._converse())
         ends: set[asyncio.Future[Any]] = {self._attempt, self._agent.finished}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -143,23 +157,38 @@ class ControllerSession:
         async with grpc.aio.insecure_channel(self._address, options=_OPTIONS) as channel:
             stub, known = rpc.ControllerStub(channel), metadata(self._token)
             request = pb.WhoRequest(promised=self._succession.promised)
-            who = await stub.Who(request, metadata=known, timeout=_ATTEMPT_S)
+            who = await stub.Who(request, metadata=known, timeout=ATTEMPT_S)
             if not self._succession.follows(who.term, known=self._controller in ("", who.incarnation)):
                 log.debug("the controller at %s, of term %d, is not the one to follow", self._address, who.term)
                 return
             if self._controller and who.incarnation != self._controller:
                 self._link = Link()  # another one: it is told in Register what there is; what was on its way is void
             self._controller = who.incarnation
-            call = stub.Session(self._messages(), metadata=known)
-            async for command in call:
-                self._heard(command)
+            call = stub.Session(metadata=known)
+            speaking = asyncio.create_task(self._speak(call))
+            speaking.add_done_callback(lambda _: call.cancel())
+            try:
+                async for command in call:
+                    self._heard(command)
+            finally:
+                # Ours to end: gRPC leaves a request iterator waiting for ever when the other side ends the call.
+                speaking.cancel()
+                await asyncio.wait({speaking})
+                if not speaking.cancelled():
+                    speaking.result()
 
-    async def _messages(self) -> AsyncIterator[pb.AgentMessage]:
-        yield pb.AgentMessage(register=self._agent.register())
-        async for message in self._link.outgoing():
-            yield message
+    async def _speak(self, call: Call) -> None:
+        """This agent's messages, for as long as the connection holds."""
+        try:
+            await call.write(pb.AgentMessage(register=self._agent.register()))
+            async with aclosing(self._link.outgoing()) as messages:
+                async for message in messages:
+                    await call.write(message)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as e:
+            log.debug("the connection to %s ends while it is written to: %r", self._address, e)  # who reads learns why
 
     def _heard(self, command: pb.Command) -> None:
+        self._answered = True
         body = command.WhichOneof("body")
         self._suspended = body == "beat" and command.beat.suspended
         if self._suspended:
@@ -219,17 +248,24 @@ class ControllerSession:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(LOOK_S)
             now = time.monotonic()
             silent_s = now - self._heard_at
             if not self._joined or silent_s < self._limits.lease_s:
+                self._ask_at = now
                 continue
-            await self._ask()
+            if now >= self._ask_at:
+                await self._ask()
+                self._ask_at = now + next_question_s(self._standing, silent_s, self._turn_in_s(now), self._limits)
             patience_s = _BUSY_S if self._door is Door.OPEN else self._limits.node_silence_s
             stale = self._fresh and silent_s >= patience_s
-            late = not self._fresh and now - self._attempt_at > _ATTEMPT_S
+            late = not self._fresh and now - self._attempt_at > ATTEMPT_S
             if stale or late:
                 self._drop_connection()
+
+    def _turn_in_s(self, now: float) -> float:
+        """Until this node may stand for election the next time."""
+        return float("inf") if self._lost_at is None else self._succession.turn_in(now - self._lost_at)
 
     def _drop_connection(self) -> None:
         """For a new one. What is still on its way in this one may be older than the controller's verdict."""
@@ -283,13 +319,14 @@ class ControllerSession:
         self._controller = ""  # any incarnation there
         self._link = Link()
         self._drop_connection()
+        self._at_once.set()
 
 
 async def answers(address: str, token: str) -> bool:
     """Whether a controller of this job listens at ``address`` (HOST:PORT)."""
     try:
         async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
-            await rpc.ControllerStub(channel).Who(pb.WhoRequest(), metadata=metadata(token), timeout=_ATTEMPT_S)
+            await rpc.ControllerStub(channel).Who(pb.WhoRequest(), metadata=metadata(token), timeout=ATTEMPT_S)
     except grpc.aio.AioRpcError as e:
         log.debug("no controller answers at %s: %s", address, e.code())
         return False

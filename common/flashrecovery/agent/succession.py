@@ -91,10 +91,20 @@ class Succession:
 
     def turn(self, lost_for_s: float) -> bool:
         """Whether it is this elector's turn to stand, ``lost_for_s`` after the controller was found lost."""
-        others = [e.node for e in self.electors if e.node != self._leader]
-        if not self._is_elector() or self._node not in others:
-            return False
-        return int(lost_for_s / TURN_S) % len(others) == others.index(self._node)
+        others = self._candidates()
+        return self._node in others and int(lost_for_s / TURN_S) % len(others) == others.index(self._node)
+
+    def turn_in(self, lost_for_s: float) -> float:
+        """Seconds until its next turn begins; inf if it has none."""
+        others = self._candidates()
+        if self._node not in others:
+            return float("inf")
+        turns = TURN_S * len(others)
+        return (TURN_S * others.index(self._node) - lost_for_s) % turns or turns
+
+    def _candidates(self) -> list[str]:
+        """Who may stand, as far as this elector knows; nobody if it is none."""
+        return [e.node for e in self.electors if e.node != self._leader] if self._is_elector() else []
 
     async def stand(self, ask: Ask) -> int | None:
         """Be a candidate, if the electors would have it. Returns the term if this node has been elected."""

@@ -1,4 +1,4 @@
-"""The datagrams: a header, the health of up to 28 ranks, and a keyed digest of both.
+"""The datagrams: a header, the health of up to 25 ranks, and a keyed digest of both.
 
 Every connection of an agent has a key of its own, made of the job's token and a salt that the controller draws and
 sends on the (authenticated) stream: a datagram of another connection, job or controller never fits. Within a connection
@@ -26,11 +26,14 @@ ANSWERED = 1
 
 _HEADER = struct.Struct("<4sBBHQQQQI")
 _TICKET = struct.Struct("<8xQ")
-_RANK = struct.Struct("<IIqQqffff")
+_RANK = struct.Struct("<IIqQqffffeeH")
 _DIGEST_BYTES = 16
-_RANKS = 28
+_RANKS = 25
 LIMIT = _HEADER.size + _RANKS * _RANK.size + _DIGEST_BYTES
 """Bytes of the largest datagram; below every usual MTU, so that none is fragmented."""
+_NOTHING_KEPT = 0xFFFF
+_LONGEST_S = 65504.0
+"""The largest number of two bytes."""
 _SHORTEST = _HEADER.size + _DIGEST_BYTES
 
 
@@ -120,6 +123,9 @@ def pack_ranks(ranks: Iterable[pb.RankHealth]) -> list[tuple[int, bytes]]:
             r.step_s,
             r.own_s,
             r.own_least_s,
+            min(r.overhead_s, _LONGEST_S),
+            min(r.kept_age_s, _LONGEST_S),
+            _behind(r),
         )
         for r in ranks
     ]
@@ -129,9 +135,20 @@ def pack_ranks(ranks: Iterable[pb.RankHealth]) -> list[tuple[int, bytes]]:
 
 def unpack_ranks(datagram: bytes) -> Iterator[pb.RankHealth]:
     """The ranks of a datagram that :meth:`Seal.open` has accepted."""
-    for rank, pid, tag, progress, committed, age_s, step_s, own_s, own_least_s in _RANK.iter_unpack(
-        memoryview(datagram)[_HEADER.size : -_DIGEST_BYTES]
-    ):
+    for (
+        rank,
+        pid,
+        tag,
+        progress,
+        committed,
+        age_s,
+        step_s,
+        own_s,
+        own_least_s,
+        overhead_s,
+        kept_age_s,
+        behind,
+    ) in _RANK.iter_unpack(memoryview(datagram)[_HEADER.size : -_DIGEST_BYTES]):
         yield pb.RankHealth(
             rank=rank,
             pid=pid,
@@ -142,4 +159,12 @@ def unpack_ranks(datagram: bytes) -> Iterator[pb.RankHealth]:
             step_s=step_s,
             own_s=own_s,
             own_least_s=own_least_s,
+            overhead_s=overhead_s,
+            kept=0 if behind == _NOTHING_KEPT else committed + 1 - behind,
+            kept_age_s=kept_age_s,
         )
+
+
+def _behind(rank: pb.RankHealth) -> int:
+    """How far the copy that this rank keeps is behind its own version; one that is ahead counts as up to date."""
+    return min(max(rank.committed + 1 - rank.kept, 0), _NOTHING_KEPT - 1) if rank.kept else _NOTHING_KEPT

@@ -44,7 +44,7 @@ class Machine(Watching, TakeOver):
         if known is not None and known.alive:
             self.on_node_lost(known.name, "its agent has ended and was started anew", 0.0, now)
         node = self.nodes[message.node] = NodeRecord.of(message)
-        node.suspect = known.suspect if known is not None else ""
+        node.suspect = message.suspect or (known.suspect if known is not None else "")
         self._emit(
             ev.NodeJoined(
                 generation=self.generation, node=node.name, host=node.host, domain=node.domain, slots=node.slots
@@ -254,9 +254,7 @@ class Machine(Watching, TakeOver):
             record = self.ranks.get(health.rank)
             if record is None or record.pid != health.pid:
                 continue
-            record.tag, record.step_s = health.tag, health.step_s
-            record.progress_age_s, record.heard_at = health.progress_age_s, now
-            record.own_s, record.own_least_s = health.own_s, health.own_least_s
+            record.heard(health, now)
             if record.place in counts:
                 record.committed = max(record.committed, health.committed)
         self._confirm(now)

@@ -45,6 +45,9 @@ class RankRecord:
         hang_floor_s: no progress for less than this is never a hang of this rank; 0: as launched.
         heard_at: when the last heartbeat told of it, CLOCK_MONOTONIC seconds.
         own_s, own_least_s: its own work in a step, and the least of its last steps; 0: not known yet.
+        overhead_s: what recovery takes of a step; 0: not known yet.
+        kept, kept_age_s: newest version of which it keeps a whole copy for another rank (-1: none), and for how long
+            it had when last heard.
     """
 
     rank: int
@@ -72,6 +75,9 @@ class RankRecord:
     heard_at: float = 0.0
     own_s: float = 0.0
     own_least_s: float = 0.0
+    overhead_s: float = 0.0
+    kept: int = -1
+    kept_age_s: float = 0.0
     position: pb.Position = field(default_factory=pb.Position)
     failures_at: dict[int, int] = field(default_factory=dict)
     _place: Place = Place.EMPTY
@@ -95,6 +101,7 @@ class RankRecord:
         self.live = -1
         self.held = []
         self.tag = -2
+        self.kept = -1
 
     def joined(self, message: pb.Joined) -> None:
         self.place = Place.JOINED
@@ -103,6 +110,13 @@ class RankRecord:
         self.needs = {n.name: n.nbytes for n in message.needs}
         self.digests = {n.name: n.digest for n in message.needs if n.digest}
         self.take_inventory(-1, message.held)
+
+    def heard(self, health: pb.RankHealth, now: float) -> None:
+        """By a heartbeat, which says everything but what follows from the generation."""
+        self.tag, self.step_s = health.tag, health.step_s
+        self.progress_age_s, self.heard_at = health.progress_age_s, now
+        self.own_s, self.own_least_s = health.own_s, health.own_least_s
+        self.overhead_s, self.kept, self.kept_age_s = health.overhead_s, health.kept - 1, health.kept_age_s
 
     def take_inventory(self, live: int, held: Iterable[pb.Held]) -> None:
         """Replace what is known of this rank's versions by its own word."""

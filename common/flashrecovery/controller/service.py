@@ -8,15 +8,18 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from flashrecovery import events as ev
 from flashrecovery.beats.controller import BeatServer
-from flashrecovery.config import FaultSpec, RunConfig, check_phase
+from flashrecovery.config import FaultSpec, RunConfig
 from flashrecovery.controller.batches import Batches
+from flashrecovery.controller.checkpoints import Checkpoints
+from flashrecovery.controller.connections import AgentLink, Connections
 from flashrecovery.controller.console import line_of
+from flashrecovery.controller.drills import Drills
 from flashrecovery.controller.electorate import Electorate
 from flashrecovery.controller.job_state import AGENT
 from flashrecovery.controller.liveness import NODE_PROBE, Ask, Liveness, Lost
@@ -28,23 +31,18 @@ from flashrecovery.controller.states import State
 from flashrecovery.controller.status import job_status
 from flashrecovery.controller.table_publisher import TablePublisher
 from flashrecovery.errors import ConfigError
-from flashrecovery.link import Link
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
-from flashrecovery.redundancy.interval import CheckpointSchedule
 from flashrecovery.security import TokenCheck
 
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
-
-    AgentLink = Link[pb.Command, pb.AgentMessage]
 
 _TICK_S = 0.05
 _REGISTER_S = 10.0
 """A connection that has not said who it is by then is closed."""
 _GRACE_S = 1.0
 """For the connections to end by themselves."""
-_FAULTS = ("sigkill", "sigstop", "exit", "raise", "segv", "hang", "corrupt")
 _MESSAGE_LIMIT = 256 << 20
 _CHEAP_S = 0.005
 
@@ -62,9 +60,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._token = token
         self._log = log
         self.run_dir = run_dir
-        self._links: dict[str, AgentLink] = {}
-        self._incarnations: dict[str, str] = {}
-        self._connections: dict[str, object] = {}
+        self._agents = Connections()
         self._liveness = Liveness(config.timeouts)
         self._electorate = Electorate(quorum or Quorum(""), self.machine, self._liveness, config.timeouts)
         self._tables = TablePublisher(run_dir)
@@ -73,11 +69,9 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._suspended = False
         self._incarnation = uuid.uuid4().hex
         self._standbys: dict[str, tuple[int, int]] = {}
-        self._to_arm: list[FaultSpec] = []
+        self._drills = Drills(config.world_size)
         self._started = time.monotonic()
-        self._interval_s = config.checkpoint.interval_s
-        self._schedule = self._new_schedule(self._started)
-        self._checkpoints = config.checkpoint.dir is not None
+        self._checkpoints = Checkpoints(config.checkpoint)
         self._server: grpc.aio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._dismissed = False
@@ -112,8 +106,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             self._ticker.cancel()
         self._beats.close()
         self.over.set()
-        for link in self._links.values():
-            link.close()
+        self._agents.close()
         if self._server is not None:
             await self._server.stop(grace=_GRACE_S)
         self._tables.close()
@@ -127,7 +120,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
     async def Who(self, request: pb.WhoRequest, context: Context) -> pb.WhoReply:
         """Is this still the controller that an agent knows?"""
         if self._electorate.raised_to(request.promised, time.monotonic()):
-            self._post(None, self._electorate.command())
+            self._agents.post(None, self._electorate.command())
         return pb.WhoReply(incarnation=self._incarnation, term=self._electorate.term)
 
     async def Session(
@@ -140,9 +133,10 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             return
         if first.WhichOneof("body") != "register" or not first.register.node:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of an agent must be Register")
-        node, connection = first.register.node, object()
-        link = self._link_of(first.register)
-        self._connections[node] = connection
+        node = first.register.node
+        known = self.machine.nodes.get(node)
+        link = self._agents.link_of(first.register, lost=known is not None and not known.alive)
+        connection = self._agents.open(node)
         link.accept(first)
         self._liveness.heard(node, time.monotonic())
         self.machine.on_register(first.register, time.monotonic())
@@ -152,19 +146,18 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             if self.machine.nodes[node].alive:
                 self._tell_modules(node)
                 if self._electorate.named:
-                    self._post(node, self._electorate.command())
+                    self._agents.post(node, self._electorate.command())
                 # at once, because an agent that was cut off waits for it
                 beat = self._beats.invite(node, link)
                 beat.suspended = self._suspended
                 yield pb.Command(generation=self.machine.generation, beat=beat)
             async for command in link.outgoing():
-                if self._connections.get(node) is not connection:
+                if not self._agents.is_newest(node, connection):
                     return
                 yield command
         finally:
             reader.cancel()
-            if self._connections.get(node) is connection:
-                del self._connections[node]
+            if self._agents.ended(node, connection):
                 self._beats.forget(node)
                 self._liveness.disconnected(node)
 
@@ -192,36 +185,21 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     async def Inject(self, request: pb.InjectRequest, context: Context) -> pb.InjectReply:
         """Arm or deliver a fault."""
-        if request.rank >= self._config.world_size:
-            return pb.InjectReply(error=f"rank {request.rank} is outside the world of {self._config.world_size} ranks")
-        if request.fault not in _FAULTS:
-            return pb.InjectReply(error=f"fault {request.fault!r} is unknown; allowed: {', '.join(_FAULTS)}")
-        try:
-            check_phase(request.phase or None)
-        except ConfigError as e:
-            return pb.InjectReply(error=str(e))
-        self._deliver(request.rank, request.fault, request.phase, request.step)
-        return pb.InjectReply(accepted=True)
+        error = self._drills.refusal(request)
+        if not error:
+            self._inject(request)
+        return pb.InjectReply(accepted=not error, error=error)
 
     def arm(self, spec: FaultSpec) -> None:
         """A fault of the command line; its rank gets it right before the first step."""
-        self._to_arm.append(spec)
+        self._drills.arm(spec)
 
-    def _deliver(self, rank: int, fault: str, phase: str, step: int) -> None:
+    def _inject(self, r: pb.InjectRequest) -> None:
         generation = self.machine.generation
-        self._record(ev.FaultInjected(generation=generation, rank=rank, fault=fault, phase=phase, step=step))
-        message = pb.Fault(fault=fault, phase=phase, step=step)
-        self._post(self.machine.ranks[rank].home, pb.Command(generation=generation, rank=rank, fault=message))
-
-    def _link_of(self, message: pb.Register) -> AgentLink:
-        """The node's link; a new one for a new incarnation of its agent, and for one that was taken for lost: what it
-        was told before is void."""
-        known = self.machine.nodes.get(message.node)
-        lost = known is not None and not known.alive
-        if lost or self._incarnations.get(message.node) != message.incarnation:
-            self._incarnations[message.node] = message.incarnation
-            self._links[message.node] = Link()
-        return self._links[message.node]
+        self._record(ev.FaultInjected(generation=generation, rank=r.rank, fault=r.fault, phase=r.phase, step=r.step))
+        message = pb.Fault(fault=r.fault, phase=r.phase, step=r.step)
+        command = pb.Command(generation=generation, rank=r.rank, fault=message)
+        self._agents.post(self.machine.ranks[r.rank].home, command)
 
     # -- beats.controller.Hearer ------------------------------------------------------------------
 
@@ -275,7 +253,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             for name in m.nodes:
                 self._tell_modules(name)
         elif body == "joined":
-            self._adopt_settings(message.joined, now)
+            self._checkpoints.adopt(message.joined, now)
             m.on_joined(message.joined, now)
         elif body == "failure":
             if message.failure.failed_at:  # by the agent's clock
@@ -295,7 +273,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             m.on_checkpoint(saved.version, saved.path)
             if saved.found:
                 return
-            self._schedule.published(saved.k0_s)
+            self._checkpoints.saved(saved)
             self._record(
                 ev.CheckpointSaved(
                     generation=m.generation, version=saved.version, path=saved.path, seconds=saved.seconds
@@ -315,12 +293,12 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 # a rank whose steps need it cannot be brought back unless the others can go back, too
                 for rank in m.ranks:
                     command = pb.Command(generation=m.generation, rank=rank, keep_undo=pb.KeepUndo(reason=n.text))
-                    self._post(m.ranks[rank].home, command)
+                    self._agents.post(m.ranks[rank].home, command)
 
     def _tell_modules(self, node: str) -> None:
         """A spare node has no worker to learn from what its standbys should import."""
         if self._modules is not None and self.machine.nodes[node].state is NodeState.SPARE:
-            self._post(node, pb.Command(rank=AGENT, modules=self._modules))
+            self._agents.post(node, pb.Command(rank=AGENT, modules=self._modules))
 
     def _record(self, event: ev.Event) -> None:
         """Into the log, and on the terminal if it is of interest there."""
@@ -340,7 +318,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 self._announce_checkpoint(now)
                 self._act()
                 if self._electorate.changed():
-                    self._post(None, self._electorate.command())
+                    self._agents.post(None, self._electorate.command())
 
     def _beat_all(self, now: float) -> None:
         """Tell the agents, as far as they do not hear it by datagram, that this controller is there and may decide."""
@@ -350,10 +328,10 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             self._record(self._electorate.notice(suspended=suspended))
         if now - self._beat_at >= self._config.timeouts.heartbeat_s:
             self._beat_at = now
-            for name in self._connections:
+            for name in self._agents.connected():
                 by_datagram = not suspended and self._beats.gets_through(name, now)
                 if self.machine.nodes[name].alive and not by_datagram:
-                    self._links[name].send_now_or_never(self._beat())
+                    self._agents.links[name].send_now_or_never(self._beat())
 
     def _look_for_the_silent(self, now: float) -> None:
         """Who is lost?"""
@@ -364,11 +342,11 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                     address=self.machine.nodes[found.suspect].peer,
                     timeout_s=NODE_PROBE * self._config.timeouts.node_probe_s,
                 )
-                self._post(found.observer, pb.Command(rank=AGENT, probe=probe))
+                self._agents.post(found.observer, pb.Command(rank=AGENT, probe=probe))
             elif isinstance(found, Lost):
                 self._standbys.pop(found.node, None)
                 self._beats.forget(found.node)
-                self._links[found.node].close()  # if it hears this, it comes back, and is told that it was lost
+                self._agents.end(found.node)  # if it hears this, it comes back, and is told that it was lost
                 self.machine.on_node_lost(found.node, found.evidence, found.silent_s, now)
             else:
                 text = (
@@ -377,30 +355,12 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 )
                 self._record(ev.Notice(generation=self.machine.generation, kind="node_unheard", text=text))
 
-    def _new_schedule(self, now: float) -> CheckpointSchedule:
-        return CheckpointSchedule(self._interval_s, self._config.checkpoint.failures_per_day, now=now)
-
-    def _adopt_settings(self, joined: pb.Joined, now: float) -> None:
-        """A framework's configuration may ask for checkpoints; rank 0's counts."""
-        if joined.rank != 0:
-            return
-        self._checkpoints = joined.checkpoints
-        interval_s: float | Literal["auto"] = joined.checkpoint_interval_s or "auto"
-        if interval_s != self._interval_s:
-            self._interval_s = interval_s
-            self._schedule = self._new_schedule(now)
-
     def _announce_checkpoint(self, now: float) -> None:
-        """Tell every rank which version to save, far enough ahead that all hear it in time."""
-        if not self._checkpoints or self.machine.state is not State.RUNNING or not self._schedule.is_due(now):
-            return
-        records = self.machine.ranks.values()
-        version = self._schedule.announce(max(r.committed for r in records), max(r.step_s for r in records), now=now)
-        if version is not None:
-            for record in records:
-                command = pb.Command(checkpoint=pb.TakeCheckpoint(version=version))
-                command.generation, command.rank = self.machine.generation, record.rank
-                self._post(record.home, command)
+        """Have every rank save a version, if it is time."""
+        if self.machine.state is State.RUNNING:
+            for command in self._checkpoints.announce(self.machine.ranks.values(), now):
+                command.generation = self.machine.generation
+                self._agents.post(self.machine.ranks[command.rank].home, command)
 
     def _act(self) -> None:
         batches = Batches()
@@ -408,45 +368,26 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             if isinstance(action, Emit):
                 self._record(action.event)
                 if isinstance(action.event, ev.JobStarted):
-                    self._post_all(batches)
-                    for spec in self._to_arm:
-                        step = -1 if spec.step is None else spec.step
-                        self._deliver(spec.rank, spec.fault, spec.at or "between", step)
-                    self._to_arm = []
+                    self._agents.post_batches(batches, len(self.machine.nodes))
+                    for request in self._drills.take_armed():
+                        self._inject(request)
                 elif isinstance(action.event, ev.RecoveryStarted):
-                    self._schedule.recovered()
+                    self._checkpoints.recovered()
             elif isinstance(action, Publish):
-                for node, command in self._tables.publish(action, self._links):
-                    self._post(node, command)
+                for node, command in self._tables.publish(action, self._agents.links):
+                    self._agents.post(node, command)
             elif action.node is None or action.command.HasField("fence"):  # which the session itself must see
-                self._post_all(batches)
-                self._post(action.node, action.command)
+                self._agents.post_batches(batches, len(self.machine.nodes))
+                self._agents.post(action.node, action.command)
             else:
                 batches.add(action.node, action.command)
-        self._post_all(batches)
+        self._agents.post_batches(batches, len(self.machine.nodes))
         if self.machine.state is State.FINISHED and not self._dismissed:
             self._dismissed = True
-            self._post(None, pb.Command(rank=AGENT, shutdown=pb.Shutdown()))
+            self._agents.post(None, pb.Command(rank=AGENT, shutdown=pb.Shutdown()))
         if self.machine.state in (State.FINISHED, State.FAILED):
             self.over.set()
 
-    def _post_all(self, batches: Batches) -> None:
-        for node, command in batches.take(len(self.machine.nodes)):
-            self._post(node, command)
-
-    def _post(self, node: str | None, command: pb.Command) -> None:
-        """To one agent, or to all (None)."""
-        if node is not None:
-            if node:  # a rank that waits for a node has nobody to be told
-                self._links[node].send(command)
-            return
-        for link in self._links.values():
-            copy = pb.Command()
-            copy.CopyFrom(command)
-            link.send(copy)
-
     async def dismissed(self, timeout_s: float) -> None:
         """The job is over: wait until every agent that is connected knows."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline and any(not self._links[n].settled() for n in self._connections):
-            await asyncio.sleep(0.01)
+        await self._agents.settled(timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flashrecovery.controller.liveness import Liveness
 from flashrecovery.controller.machine import Machine
+from flashrecovery.controller.records import RankRecord
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
@@ -17,23 +18,7 @@ def job_status(machine: Machine, liveness: Liveness, standbys: tuple[int, int], 
         standby_starting=starting,
         last_failure=machine.last_failure,
         failure_reason=machine.failure_reason,
-        ranks=[
-            pb.RankStatus(
-                rank=r.rank,
-                pid=r.pid,
-                node=r.node,
-                host=r.host,
-                state=r.place.value,
-                tag=r.tag,
-                progress_age_s=r.progress_age_s,
-                generation=r.joined_generation,
-                committed=r.committed,
-                step_s=r.step_s,
-                own_s=r.own_s,
-                straggler=r.rank in machine.stragglers.slow,
-            )
-            for r in machine.ranks.values()
-        ],
+        ranks=[_rank(machine, r, now) for r in machine.ranks.values()],
         recoveries=[
             pb.RecoverySummary(
                 generation=x.generation,
@@ -46,6 +31,29 @@ def job_status(machine: Machine, liveness: Liveness, standbys: tuple[int, int], 
         ],
         nodes=_nodes(machine, liveness, now),
     )
+
+
+def _rank(machine: Machine, r: RankRecord, now: float) -> pb.RankStatus:
+    found = pb.RankStatus(
+        rank=r.rank,
+        pid=r.pid,
+        node=r.node,
+        host=r.host,
+        state=r.place.value,
+        tag=r.tag,
+        progress_age_s=r.progress_age_s,
+        generation=r.joined_generation,
+        committed=r.committed,
+        step_s=r.step_s,
+        own_s=r.own_s,
+        straggler=r.rank in machine.stragglers.slow,
+        overhead_s=r.overhead_s,
+    )
+    keeper = machine.ranks[(r.rank + machine.stride) % len(machine.ranks)]
+    if keeper.kept >= 0:
+        found.copied, found.copied_by = keeper.kept + 1, keeper.rank
+        found.copy_age_s = keeper.kept_age_s + max(now - keeper.heard_at, 0.0)
+    return found
 
 
 def _nodes(machine: Machine, liveness: Liveness, now: float) -> list[pb.NodeStatus]:

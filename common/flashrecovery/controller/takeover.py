@@ -18,7 +18,7 @@ from flashrecovery.controller.recovery import RecoverySteps
 from flashrecovery.controller.states import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
-_QUIET = 3.0
+QUIET = 3.0
 """Times ``node_silence_s`` without another agent: all that live have come to an elected controller."""
 
 
@@ -75,7 +75,7 @@ class TakeOver(RecoverySteps):
         if self._found_since is None or self._launched:
             return
         limits = self.config.timeouts
-        quiet = self._found_at is not None and now - self._found_at >= _QUIET * limits.node_silence_s
+        quiet = self._found_at is not None and now - self._found_at >= QUIET * limits.node_silence_s
         if quiet or now - self._found_since >= limits.takeover_s:
             self._take_over(now)
 

@@ -107,7 +107,9 @@ class JobFacts:
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """One living worker as its own page says, at this moment. ``progress_age_s`` is None before any progress."""
+    """One living worker as its own page says, at this moment. ``progress_age_s`` is None before any progress;
+    ``overhead_s``: what recovery takes of a step, 0: unknown; ``kept``: the newest version of which it keeps a whole
+    copy for another rank (-1: none), for ``kept_age_s``."""
 
     rank: int
     pid: int
@@ -117,6 +119,9 @@ class WorkerFacts:
     progress: int
     progress_age_s: float | None
     step_s: float
+    overhead_s: float = 0.0
+    kept: int = -1
+    kept_age_s: float = 0.0
 
 
 @dataclass(frozen=True)

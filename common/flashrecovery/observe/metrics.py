@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from flashrecovery.controller.states import State
 from flashrecovery.observe.facts import Counts, Durations, JobFacts, NodeWorkers
 from flashrecovery.observe.tally import BOUNDS_S
+from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _Labels = Sequence[str]
 _RANK = ("rank", "node")
@@ -129,6 +130,29 @@ def _rank_metrics(job: JobFacts) -> Iterator[Metric]:
         ((la, float(r.straggler)) for la, r in ranks),
         _RANK,
     )
+    yield _gauge(
+        "rank_overhead_seconds",
+        "Part of a step that recovery takes of the training thread, 0: unknown.",
+        ((la, r.overhead_s) for la, r in ranks),
+        _RANK,
+    )
+    yield _gauge(
+        "rank_copy_age_seconds",
+        "Since the newest whole copy of the rank's state that another rank keeps was complete.",
+        ((la, r.copy_age_s) for la, r in ranks if r.copied),
+        _RANK,
+    )
+    yield _gauge(
+        "rank_copy_age_versions",
+        "Steps that the rank has committed since the version of that copy.",
+        ((la, behind) for la, r in ranks if (behind := copy_age(r)) is not None),
+        _RANK,
+    )
+
+
+def copy_age(rank: pb.RankStatus) -> int | None:
+    """How many versions the copy is behind its owner; None if there is no copy, or the owner has no version."""
+    return max(rank.committed - (rank.copied - 1), 0) if rank.copied and rank.committed >= 0 else None
 
 
 def _checkpoint_metrics(job: JobFacts, now: float) -> Iterator[Metric]:
@@ -182,6 +206,17 @@ def node_metrics(node: NodeWorkers) -> Iterator[Metric]:
         ((la, w.progress_age_s) for la, w in workers if w.progress_age_s is not None),
         _RANK,
     )
+    yield _gauge(
+        "worker_overhead_seconds", "As rank_overhead_seconds.", ((la, w.overhead_s) for la, w in workers), _RANK
+    )
+    kept = [(la, w) for la, w in workers if w.kept >= 0]
+    yield _gauge(
+        "worker_kept_version",
+        "Newest version of which the worker keeps a whole copy for another rank.",
+        ((la, w.kept) for la, w in kept),
+        _RANK,
+    )
+    yield _gauge("worker_kept_age_seconds", "Since it was complete.", ((la, w.kept_age_s) for la, w in kept), _RANK)
     yield _gauge("worker_pid", "Process that fills the rank.", ((la, w.pid) for la, w in workers), _RANK)
     own = (node.node, str(node.node_rank))
     standbys = [((*own, "ready"), node.standby_ready), ((*own, "starting"), node.standby_starting)]

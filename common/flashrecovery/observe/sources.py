@@ -80,6 +80,9 @@ def agent_facts(agent: Agent, node_rank: int) -> AgentFacts:
                     progress=health.progress,
                     progress_age_s=now - health.progress_at if health.progress_at else None,
                     step_s=health.step_s,
+                    overhead_s=health.overhead_s,
+                    kept=health.kept,
+                    kept_age_s=now - health.kept_at if health.kept >= 0 else 0.0,
                 )
             )
         ready, starting = agent.standbys()

@@ -90,8 +90,17 @@ def _rank_view(rank: pb.RankStatus, late_s: float, node_rank: int) -> dict[str, 
         "progress_age_s": age_s,
         "step_s": rank.step_s,
         "own_s": rank.own_s,
+        "overhead_s": rank.overhead_s,
+        "copy": _copy_view(rank),
         "generation": rank.generation,
     }
+
+
+def _copy_view(rank: pb.RankStatus) -> dict[str, Any] | None:
+    """The newest whole copy of its state that another rank keeps."""
+    if not rank.copied:
+        return None
+    return {"version": rank.copied - 1, "rank": rank.copied_by, "age_s": rank.copy_age_s}
 
 
 def history_view(job: JobFacts | None) -> dict[str, Any]:

@@ -145,6 +145,7 @@ class Register(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     STRIDE_FIELD_NUMBER: _builtins.int
+    SUSPECT_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """name, unique in the job"""
     host: _builtins.str
@@ -167,6 +168,8 @@ class Register(_message.Message):
     """For a controller that does not know the job yet, because it has been started anew:"""
     attempt: _builtins.int
     stride: _builtins.int
+    suspect: _builtins.str
+    """what a device plugin has found here that marks the node; empty: nothing"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerState]: ...
     @_builtins.property
@@ -189,10 +192,11 @@ class Register(_message.Message):
         checkpoint: Global___CheckpointSaved | None = ...,
         attempt: _builtins.int = ...,
         stride: _builtins.int = ...,
+        suspect: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoint", b"checkpoint", "domain", b"domain", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "node", b"node", "node_rank", b"node_rank", "peer_port", b"peer_port", "pid", b"pid", "slots", b"slots", "spare", b"spare", "store_port", b"store_port", "stride", b"stride", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoint", b"checkpoint", "domain", b"domain", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "node", b"node", "node_rank", b"node_rank", "peer_port", b"peer_port", "pid", b"pid", "slots", b"slots", "spare", b"spare", "store_port", b"store_port", "stride", b"stride", "suspect", b"suspect", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -315,6 +319,9 @@ class RankHealth(_message.Message):
     STEP_S_FIELD_NUMBER: _builtins.int
     OWN_S_FIELD_NUMBER: _builtins.int
     OWN_LEAST_S_FIELD_NUMBER: _builtins.int
+    OVERHEAD_S_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    KEPT_AGE_S_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     tag: _builtins.int
     """i | -1 | i+1, see "step tag"; -2: not in a step yet"""
@@ -329,6 +336,12 @@ class RankHealth(_message.Message):
     """part of it without any collective under way"""
     own_least_s: _builtins.float
     """the least of the last steps, 0: not enough steps yet"""
+    overhead_s: _builtins.float
+    """what recovery takes of a step, see worker/overhead.py"""
+    kept: _builtins.int
+    """1 + newest version of which it keeps a whole copy for the rank before it (stride); 0: none"""
+    kept_age_s: _builtins.float
+    """since that copy was complete"""
     def __init__(
         self,
         *,
@@ -341,10 +354,13 @@ class RankHealth(_message.Message):
         step_s: _builtins.float = ...,
         own_s: _builtins.float = ...,
         own_least_s: _builtins.float = ...,
+        overhead_s: _builtins.float = ...,
+        kept: _builtins.int = ...,
+        kept_age_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "own_least_s", b"own_least_s", "own_s", b"own_s", "pid", b"pid", "progress", b"progress", "progress_age_s", b"progress_age_s", "rank", b"rank", "step_s", b"step_s", "tag", b"tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "kept", b"kept", "kept_age_s", b"kept_age_s", "overhead_s", b"overhead_s", "own_least_s", b"own_least_s", "own_s", b"own_s", "pid", b"pid", "progress", b"progress", "progress_age_s", b"progress_age_s", "rank", b"rank", "step_s", b"step_s", "tag", b"tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2289,6 +2305,10 @@ class RankStatus(_message.Message):
     STEP_S_FIELD_NUMBER: _builtins.int
     OWN_S_FIELD_NUMBER: _builtins.int
     STRAGGLER_FIELD_NUMBER: _builtins.int
+    OVERHEAD_S_FIELD_NUMBER: _builtins.int
+    COPIED_FIELD_NUMBER: _builtins.int
+    COPIED_BY_FIELD_NUMBER: _builtins.int
+    COPY_AGE_S_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     pid: _builtins.int
     node: _builtins.str
@@ -2301,6 +2321,11 @@ class RankStatus(_message.Message):
     step_s: _builtins.float
     own_s: _builtins.float
     straggler: _builtins.bool
+    overhead_s: _builtins.float
+    copied: _builtins.int
+    """Of the newest whole copy of this rank's state that another rank keeps: 1 + its version (0: none), who, since when."""
+    copied_by: _builtins.int
+    copy_age_s: _builtins.float
     def __init__(
         self,
         *,
@@ -2316,10 +2341,14 @@ class RankStatus(_message.Message):
         step_s: _builtins.float = ...,
         own_s: _builtins.float = ...,
         straggler: _builtins.bool = ...,
+        overhead_s: _builtins.float = ...,
+        copied: _builtins.int = ...,
+        copied_by: _builtins.int = ...,
+        copy_age_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "generation", b"generation", "host", b"host", "node", b"node", "own_s", b"own_s", "pid", b"pid", "progress_age_s", b"progress_age_s", "rank", b"rank", "state", b"state", "step_s", b"step_s", "straggler", b"straggler", "tag", b"tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "copied", b"copied", "copied_by", b"copied_by", "copy_age_s", b"copy_age_s", "generation", b"generation", "host", b"host", "node", b"node", "overhead_s", b"overhead_s", "own_s", b"own_s", "pid", b"pid", "progress_age_s", b"progress_age_s", "rank", b"rank", "state", b"state", "step_s", b"step_s", "straggler", b"straggler", "tag", b"tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

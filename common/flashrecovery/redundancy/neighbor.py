@@ -70,7 +70,8 @@ class NeighbourCopies:
         rollback concerns. Those with ``holders == (rank,)`` go to the neighbour; of all of them the undo copy
         is kept, because a cut may lie one step back for every shard. destination: rank -> rank that gets its
         copies; a permutation without fixed points. Default: the next rank. capsule_name: rank -> shard name
-        under which its capsule is listed.
+        under which its capsule is listed. on_kept: gets the newest version that is held whole for another rank,
+        -1 for none, whenever it may have changed, in any thread.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class NeighbourCopies:
         destination: Callable[[int], int] | None = None,
         capsule_name: Callable[[int], str] = "capsule@{}".format,
         generation: int = 0,
+        on_kept: Callable[[int], None] = lambda version: None,
     ) -> None:
         to = destination or (lambda r: (r + 1) % world)
         targets = [to(r) for r in range(world)]
@@ -98,6 +100,7 @@ class NeighbourCopies:
         self._unique_names = frozenset(s.name for s in self._unique)
         self._capsule_name = capsule_name
         self._generation = generation
+        self._on_kept = on_kept
         # Unique shards first: what is sent is then one range of the undo buffer.
         self.undo = UndoCopy([*self._unique, *(s for s in shards if s.holders != (rank,))], share=True)
         self._slots = (Slot(), Slot())
@@ -162,6 +165,7 @@ class NeighbourCopies:
         self.undo.reset(version)
         for slot in self._slots:
             slot.drop_after(version)
+        self._on_kept(self._newest_kept())
 
     @property
     def error(self) -> BaseException | None:
@@ -180,6 +184,9 @@ class NeighbourCopies:
             for name, nbytes in slot.layout.payload.items():
                 found[name, slot.version] = CopyHolding(owner, name, slot.version, nbytes)
         return sorted(found.values(), key=lambda h: (h.version, h.shard))
+
+    def _newest_kept(self) -> int:
+        return max(slot.version for slot in self._slots)
 
     def source(self, owner: int, shard: str, version: int) -> ShardSource:
         """A held copy in the form of a transfer's source. Raises RestoreError if it is not held."""
@@ -256,6 +263,7 @@ class NeighbourCopies:
             for work in [self._recv(part) for part in _parts(slot.buffer)]:
                 self._wait(work)
         slot.version = version if whole else -1
+        self._on_kept(self._newest_kept())
         for work in sends:
             self._wait(work)
         self._sent_layout = layout.ident

@@ -41,8 +41,11 @@ class Copies:
         settings: Settings,
         on_published: Callable[[checkpoint.Published], None],
         on_error: Callable[[BaseException], None],
+        on_kept: Callable[[int], None],
     ) -> None:
-        """Raises UnsupportedError if copies are asked for where there is one rank only, or ``redundancy: replica``
+        """``on_kept`` gets the newest version that is kept whole for another rank (-1: none), in any thread.
+
+        Raises UnsupportedError if copies are asked for where there is one rank only, or ``redundancy: replica``
         where a shard has no replica, ConfigError if the checkpoint directory cannot be written."""
         self._registry = registry
         self._limits = settings.timeouts
@@ -63,7 +66,7 @@ class Copies:
         self._undo_allowed = settings.undo != "never"
         self._undo_always = settings.undo == "always"
         if registry.world_size > 1 and settings.redundancy != "none":
-            self._keep_for_neighbour(registry, anywhere(bool(unique)))
+            self._keep_for_neighbour(registry, anywhere(bool(unique)), on_kept)
         if self._undo_always:
             self.enable_undo()
         self.checkpoint: checkpoint.CheckpointFallback | None = None
@@ -78,7 +81,7 @@ class Copies:
                 on_error=on_error,
             )
 
-    def _keep_for_neighbour(self, registry: Registry, unique: bool) -> None:
+    def _keep_for_neighbour(self, registry: Registry, unique: bool, on_kept: Callable[[int], None]) -> None:
         """What a lost node takes with it: shards without a replica, and the capsules of its ranks. The agent keeps
         capsules, too, so among ranks of one node whose shards all have replicas nothing is to be done."""
         stride, nodes = placement()
@@ -94,6 +97,7 @@ class Copies:
             world,
             registry.tensor_shards() if unique else [],
             destination=lambda rank: (rank + stride) % world,
+            on_kept=on_kept,
         )
 
     def describe(self) -> str:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from flashrecovery.errors import StepInterrupted
 from flashrecovery.groups import underway_ns
 from flashrecovery.page import TAG_MUTATING, Page
+from flashrecovery.worker.overhead import Overhead
 from flashrecovery.worker.pace import Pace
 
 
@@ -27,6 +28,7 @@ class Gate:
         version: the newest committed version of this rank's state.
         live: the version that the live state has as a whole, -1 while it is torn or empty.
         generation: the generation that this worker trains in.
+        overhead: what recovery takes of each step.
     """
 
     def __init__(self, page: Page) -> None:
@@ -46,6 +48,7 @@ class Gate:
         self._step_began = 0
         self._step_ns = 0
         self._pace = Pace()
+        self.overhead = Overhead()
 
     # -- training thread --------------------------------------------------------------------------
 
@@ -93,7 +96,8 @@ class Gate:
             last = now - self._step_began
             self._step_ns = last if self._step_ns == 0 else (4 * self._step_ns + last) // 5
             self._pace.committed(now, underway_ns())
-            self.page.set_committed(self.version, self._step_ns, self._pace.own_ns, self._pace.least_ns)
+            overhead_ns = self.overhead.committed(now)
+            self.page.set_committed(self.version, self._step_ns, self._pace.own_ns, self._pace.least_ns, overhead_ns)
             return not self._stopped
 
     def check(self) -> None:
@@ -119,6 +123,7 @@ class Gate:
             self._stepping = True
             self.generation = generation
             self._pace.restart()
+            self.overhead.restart()
             self.page.resume(version, generation, self._step_ns)
             return True
 

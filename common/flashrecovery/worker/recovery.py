@@ -46,13 +46,17 @@ class Step:
             )
         self._entered = True
         if self._session is not None:
-            self._session.begin()
+            with self._session.gate.overhead:
+                self._session.begin()
         return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> bool:
-        return self._session is not None and self._session.end(exc)
+        if self._session is None:
+            return False
+        with self._session.gate.overhead:
+            return self._session.end(exc)
 
     def __index__(self) -> int:
         return self.index

@@ -29,6 +29,7 @@ from flashrecovery.worker.data import DataStream, Position
 from flashrecovery.worker.device import DeviceClock
 from flashrecovery.worker.faults import Faults
 from flashrecovery.worker.gate import Gate
+from flashrecovery.worker.overhead import TimedHooks
 from flashrecovery.worker.recover import Recoverer
 from flashrecovery.worker.registry import Registry
 from flashrecovery.worker.rng import RngState
@@ -102,11 +103,12 @@ class Session:
             raise JobFailedError("recovery.steps() can be run through only once in a process")
         self.registry.close()
         self._check_world()
-        self.copies = Copies(self.registry, self.settings, self._checkpoint_published, self._checkpoint_failed)
+        on_kept = self.connection.page.set_kept
+        self.copies = Copies(self.registry, self.settings, self._checkpoint_published, self._checkpoint_failed, on_kept)
         self._explicit_barrier = self._needs_barrier(self.copies)
         self._recoverer = Recoverer(self)
         for adapter in self.registry.adapters:
-            adapter.watch(self)
+            adapter.watch(TimedHooks(self, self.gate.overhead))
         if self.rank == 0 and not self.connection.detached:
             self.notice("redundancy", self.copies.describe())
         self._recoverer.join(num_steps)
@@ -219,7 +221,7 @@ class Session:
         assert self.copies is not None
         if self.gate.mutating:
             return
-        self.device.before_mutation()
+        self.gate.overhead.aside(self.device.before_mutation)
         self._refuse_failed_collectives()
         self.gate.check()
         version = self.gate.version

@@ -1,0 +1,212 @@
+"""The processes of one node: those that fill its ranks, and its standbys. Started, fenced, halted, buried.
+
+A rank is filled from a standby if there is one. What was there before is killed first, and the new process is told to
+begin only when nothing of the old one runs any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import grpc
+
+from flashrecovery.agent.environment import common_env, rank_env
+from flashrecovery.agent.logs import LogTail
+from flashrecovery.agent.process import WorkerProcess
+from flashrecovery.agent.setup_logs import SetupLogs
+from flashrecovery.agent.standby import StandbyPool
+from flashrecovery.agent.tasks import Tasks
+from flashrecovery.agent.watch import DeathWatch
+from flashrecovery.config import RunConfig
+from flashrecovery.events import RunDir
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+LAST_WORDS_S = 0.2
+"""For what a dying process has still said to arrive."""
+
+
+class Foreman(Protocol):
+    """Whoever the processes work for: the agent."""
+
+    def said(self, process: WorkerProcess, message: pb.FromWorker) -> None:
+        """A process has sent a message."""
+
+    def ended(self, process: WorkerProcess, late: float) -> None:
+        """First sign, ``late`` seconds after it, that a process which fills a rank is dead or dying."""
+
+    def notice(self, rank: int, kind: str, text: str) -> None:
+        """Something to know."""
+
+
+class Crew:
+    """``network_env``: what the processes' environment says of this node's network."""
+
+    def __init__(
+        self,
+        foreman: Foreman,
+        config: RunConfig,
+        command: list[str],
+        run_dir: RunDir,
+        network_env: Callable[[], Mapping[str, str]],
+        setup_logs: SetupLogs,
+        tasks: Tasks,
+    ) -> None:
+        self._foreman = foreman
+        self._config = config
+        self._command = command
+        self._run_dir = run_dir
+        self._network_env = network_env
+        self._setup_logs = setup_logs
+        self._tasks = tasks
+        self.ranks: dict[int, WorkerProcess] = {}
+        self.pool = StandbyPool(config.standby, self._spawn_standby, run_dir.log_dir)
+        self.halted = False
+        self.ending = False
+        self._watch = DeathWatch(asyncio.get_running_loop())
+        self._tail = LogTail()
+
+    def living(self) -> list[WorkerProcess]:
+        """Those that fill ranks; none once the end has begun, for then their pages are given back."""
+        return [] if self.ending else [p for p in self.ranks.values() if not p.dead]
+
+    # -- filling ranks ----------------------------------------------------------------------------
+
+    async def fill(self, command: pb.Command, *, hear_out: bool) -> tuple[WorkerProcess, pb.WorkerStarted] | None:
+        """Fence what fills the rank, then fill it anew. ``hear_out``: wait a moment for what the old process has
+        said. None if meanwhile the rank is being filled anew again, or its node has been fenced."""
+        began = time.monotonic()
+        rank, replace = command.rank, command.replace
+        env = {**self._env(), **rank_env(self._config, rank, command.generation, replace)}
+        old = self.ranks.pop(rank, None)
+        if old is not None:
+            old.dead = True
+            old.kill()  # the fence: nothing of the old process runs on once the rank is filled again
+        log = self._run_dir.log_path(rank, command.generation)
+        standby = self.pool.take() if replace.detached else None
+        process = standby or WorkerProcess.spawn(self._command, env, log, standby=False)
+        process.rank, process.local_rank, process.generation = rank, replace.local_rank, command.generation
+        process.store = (replace.store_host, replace.store_port)
+        self.ranks[rank] = process
+        if self._config.log == "all" or (self._config.log == "0" and rank == 0):
+            self._tail.follow(log, f"[rank{rank}]")
+        if old is not None and replace.detached:
+            process.page.inherit(old.page)
+        if replace.setup_from:
+            await self._inherit_setup_log(process, replace.setup_from)
+        if standby is None:
+            await self._take_on(process)
+        if old is not None:
+            while not await old.gone(self._config.timeouts.fence_s):
+                waits = f"pid {old.pid} has not ended after SIGKILL; its rank is not filled before that"
+                self._foreman.notice(rank, "not_fenced", waits)
+            if hear_out:
+                await old.hear_out(LAST_WORDS_S)
+            self._tasks.start(self._bury(old))
+        if process.dead:
+            return None
+        assign = pb.Assign(
+            rank=rank,
+            generation=command.generation,
+            env=env,
+            log_path=str(log),
+            detached=replace.detached,
+        )
+        process.send(pb.ToWorker(assign=assign))
+        started = pb.WorkerStarted(
+            rank=rank,
+            generation=command.generation,
+            pid=process.pid,
+            standby=standby is not None,
+            seconds=time.monotonic() - began,
+            capsules=process.page.capsule_versions(),
+        )
+        return process, started
+
+    async def _inherit_setup_log(self, process: WorkerProcess, keeper: str) -> None:
+        """What the rank's set-up collectives had returned, from the agent that keeps it for the lost node."""
+        try:
+            process.page.write_setup_log(await self._setup_logs.fetch(keeper, process.place))
+        except grpc.aio.AioRpcError as e:
+            text = f"the results of its set-up collectives are lost: {keeper} answers {e.code().name.lower()}"
+            self._foreman.notice(process.place, "setup_log_lost", text)
+
+    async def replenish(self) -> None:
+        """As many standbys as there should be."""
+        for _ in range(self.pool.missing()):
+            process = self.pool.start_one()
+            await self._take_on(process)
+            self.pool.warm(process)
+
+    def _spawn_standby(self, log: Path) -> WorkerProcess:
+        return WorkerProcess.spawn(self._command, self._env(), log, standby=True)
+
+    def _env(self) -> dict[str, str]:
+        """What standbys and ranks have in common."""
+        return {**common_env(self._config), **self._network_env()}
+
+    async def _take_on(self, process: WorkerProcess) -> None:
+        await process.connect(self._foreman.said)
+        self._watch.add(process.pid, process.page.fd, lambda late: self._on_death(process, late))
+
+    # -- their end --------------------------------------------------------------------------------
+
+    def _on_death(self, process: WorkerProcess, late: float) -> None:
+        if process.dead or self.ending:
+            return
+        if process.rank is None:
+            process.dead = True
+            self.pool.discard(process)
+            self._tasks.start(self._bury(process))
+        else:
+            self._foreman.ended(process, late)
+
+    async def _bury(self, process: WorkerProcess) -> None:
+        """Wait for the end of a dead process, however long the kernel takes, and give back what it had."""
+        await process.reap(self._config.timeouts.replacement_s)
+        process.close()
+
+    def halt(self) -> None:
+        """No process may take a step until :meth:`go_on`."""
+        if not self.halted:
+            self.halted = True
+            for process in self.ranks.values():
+                process.signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """After :meth:`halt`."""
+        if self.halted:
+            self.halted = False
+            for process in self.ranks.values():
+                process.signal(signal.SIGCONT)
+
+    def dismiss(self) -> None:
+        """The ranks of this node have been given away: end every process, standbys too."""
+        for process in [*self.ranks.values(), *self.pool.take_all()]:
+            process.dead = True
+            process.kill()
+            self._tasks.start(self._bury(process))
+        self.ranks.clear()
+        self.halted = False
+
+    async def end(self, grace_s: float) -> None:
+        """The node's part is over, every process ends: SIGTERM, a grace, SIGKILL. Nobody is told of it."""
+        self.ending = True
+        processes = [*self.ranks.values(), *self.pool.processes()]
+        for process in processes:
+            if not process.dead:
+                process.signal(signal.SIGTERM)
+                process.signal(signal.SIGCONT)
+        deadline = time.monotonic() + grace_s
+        while time.monotonic() < deadline and any(p.popen.poll() is None for p in processes):
+            await asyncio.sleep(0.02)
+        for process in processes:
+            process.kill()
+            await process.reap(1.0)
+            process.close()
+        self._watch.close()
+        self._tail.close()

@@ -1,0 +1,38 @@
+"""How often an agent that does not hear its controller asks others about it, and tries to connect. Pure; seconds.
+
+At first twenty times a second: a node that is cut off has to halt in time (:mod:`.lease`), and an election takes two
+seconds. So it goes on for as long as the answers let this node's workers step: what let them may be gone the next
+moment. A node that has halted, or whose controller is dead, has nothing to lose by looking less often, after
+``EAGER_S``, for as long as that lasts; an elector then looks at the beginning of each of its turns, so none is missed.
+
+``IDLE_S`` is less than the time for which a new controller waits for further agents (:mod:`..controller.takeover`).
+"""
+
+from __future__ import annotations
+
+from flashrecovery.agent.lease import Standing
+from flashrecovery.config import Timeouts
+
+LOOK_S = 0.05
+"""Pace of the look at the clock, and of the questions at first."""
+AGAIN_S = 0.1
+"""From the end of a connection to the next attempt."""
+EAGER_S = 5.0
+"""Silence of the controller from which on less is enough."""
+IDLE_S = 1.0
+
+
+def next_question_s(standing: Standing, silent_s: float, turn_in_s: float, limits: Timeouts) -> float:
+    """From one question to the next. ``turn_in_s``: until this elector's next turn begins (inf: it has none)."""
+    if standing is Standing.MEMBER or silent_s < EAGER_S:
+        return 0.0
+    return min(_idle_s(limits), turn_in_s)
+
+
+def next_attempt_s(silent_s: float, limits: Timeouts, *, answered: bool) -> float:
+    """From the end of a connection to the next attempt. ``answered``: the controller has said something in it."""
+    return AGAIN_S if answered or silent_s < EAGER_S else _idle_s(limits)
+
+
+def _idle_s(limits: Timeouts) -> float:
+    return min(IDLE_S, limits.node_silence_s)

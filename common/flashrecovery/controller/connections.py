@@ -1,0 +1,90 @@
+"""The agents' connections: which node's agent is connected, and what it is sent.
+
+A node has one link for as long as its agent lives, over however many connections; of these the newest counts. What is
+sent to a node that is not connected now goes out when it is again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from flashrecovery.controller.batches import Batches
+from flashrecovery.link import Link
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+AgentLink = Link[pb.Command, pb.AgentMessage]
+
+
+class Connections:
+    """By name of the node."""
+
+    def __init__(self) -> None:
+        self.links: dict[str, AgentLink] = {}
+        self._incarnations: dict[str, str] = {}
+        self._newest: dict[str, object] = {}
+
+    def link_of(self, message: pb.Register, *, lost: bool) -> AgentLink:
+        """The node's link; a new one for a new incarnation of its agent, and for one that was taken for ``lost``: what
+        it was told before is void."""
+        if lost or self._incarnations.get(message.node) != message.incarnation:
+            self._incarnations[message.node] = message.incarnation
+            if message.node in self.links:
+                self.end(message.node)
+            self.links[message.node] = Link()
+        return self.links[message.node]
+
+    # -- who is connected -------------------------------------------------------------------------
+
+    def open(self, node: str) -> object:
+        """A connection of ``node`` has come; it takes the place of the one before. Returns a name for it."""
+        connection = self._newest[node] = object()
+        return connection
+
+    def is_newest(self, node: str, connection: object) -> bool:
+        """Whether no other one has taken its place."""
+        return self._newest.get(node) is connection
+
+    def ended(self, node: str, connection: object) -> bool:
+        """This one has ended. Returns whether ``node`` is not connected any more."""
+        if not self.is_newest(node, connection):
+            return False
+        del self._newest[node]
+        return True
+
+    def connected(self) -> list[str]:
+        """The nodes that are connected now."""
+        return list(self._newest)
+
+    # -- sending ----------------------------------------------------------------------------------
+
+    def post(self, node: str | None, command: pb.Command) -> None:
+        """To one agent, or to all (None); for certain."""
+        if node is not None:
+            if node:  # a rank that waits for a node has nobody to be told
+                self.links[node].send(command)
+            return
+        for link in self.links.values():
+            copy = pb.Command()
+            copy.CopyFrom(command)
+            link.send(copy)
+
+    def post_batches(self, batches: Batches, nodes: int) -> None:
+        """What has been gathered for each agent. ``nodes``: how many the job has."""
+        for node, command in batches.take(nodes):
+            self.post(node, command)
+
+    def end(self, node: str) -> None:
+        """Its connection ends when what is queued has been handed over."""
+        self.links[node].close()
+
+    def close(self) -> None:
+        """Every connection ends when what is queued has been handed over."""
+        for node in self.links:
+            self.end(node)
+
+    async def settled(self, timeout_s: float) -> None:
+        """Wait until every agent that is connected has got everything."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and any(not self.links[n].settled() for n in self._newest):
+            await asyncio.sleep(0.01)

@@ -14,6 +14,7 @@ from flashrecovery.controller.records import Place, RankRecord
 from flashrecovery.controller.restore import RestoreRound
 from flashrecovery.controller.states import State, check_transition
 from flashrecovery.plan.placement import place
+from flashrecovery.plan.stores import choose, store_count
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 AGENT = -1
@@ -49,6 +50,8 @@ class JobState:
     _found_since: float | None = None
     _found_at: float | None = None
     _stuck_at: dict[int, int] = field(default_factory=dict)
+    _store_nodes: list[str] = field(default_factory=list)
+    _start_stores: list[pb.StoreServer] = field(default_factory=list)  # the same for all ranks of one start
     _confirmed: int = 0  # ranks before this one have committed a step since the last recovery
 
     def __post_init__(self) -> None:
@@ -115,7 +118,9 @@ class JobState:
 
     def _fill(self, record: RankRecord, now: float, *, detached: bool, reason: str) -> None:
         """Have the rank's node start a process for it."""
-        host, port = self._store()
+        if not detached and not self._start_stores:
+            self._start_stores = self._stores()
+        host, port = self._store() if detached else (self._start_stores[0].host, self._start_stores[0].port)
         replace = pb.Replace(
             detached=detached,
             reason=reason,
@@ -126,6 +131,7 @@ class JobState:
             node_rank=record.rank // self.config.nproc_per_node,
             stride=self.stride,
             setup_from=self._keeper_of(record) if detached else "",
+            stores=() if detached else self._start_stores,
         )
         limits = self.config.timeouts
         deadline = now + limits.fence_s + (limits.replacement_s if detached else limits.startup_s)
@@ -140,12 +146,23 @@ class JobState:
         return node.peer if node is not None and node.alive else ""
 
     def _store(self) -> tuple[str, int]:
-        """Host and port of the TCPStore to use from now on: the first node's that holds ranks and lives."""
+        """Host and port of the TCPStore for a process's own start: the first node's that holds ranks and lives."""
         for record in self.ranks.values():
             node = self.nodes.get(record.home)
             if node is not None and node.alive:
                 return node.store
         return "localhost", 0
+
+    def _stores(self) -> list[pb.StoreServer]:
+        """The TCPStores over which the groups are spread from now on, the same for all ranks."""
+        count = self.config.stores or store_count(len(self.ranks), self.config.nnodes)
+        if count == 1:
+            addresses = [self._store()]
+        else:
+            living = {node.name for node in self.nodes.values() if node.alive}
+            self._store_nodes = choose([r.home for r in self.ranks.values()], living, count, self._store_nodes)
+            addresses = [self.nodes[name].store for name in self._store_nodes] or [self._store()]
+        return [pb.StoreServer(host=host, port=port) for host, port in addresses]
 
     def _publish_rank_table(self) -> None:
         entries = [

@@ -102,11 +102,11 @@ class RecoverySteps(Evacuation):
             return
         self._adopt(decision, now)
         self._to(State.REGROUPING, now)
-        host, port = self._store()
+        stores = self._stores()
         limit = self.config.timeouts.regroup_s
         for record in self.ranks.values():
             record.place = Place.RECOVERING
-            command = pb.Command(regroup=pb.Regroup(store_host=host, store_port=port, deadline_s=limit))
+            command = pb.Command(regroup=pb.Regroup(stores=stores, deadline_s=limit))
             self._command(record.rank, command, now + 2 * limit, "regroup")
 
     def _adopt(self, decision: Decision, now: float) -> None:
@@ -216,6 +216,7 @@ class RecoverySteps(Evacuation):
         self.generation += 1
         self.recovery, self._retry_at = None, None
         self.outbox.clear()
+        self._start_stores = []
         for record in self.ranks.values():
             record.vacate()
             record.needs, record.committed = {}, -1

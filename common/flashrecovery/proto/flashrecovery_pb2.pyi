@@ -1233,6 +1233,7 @@ class Replace(_message.Message):
     NODE_RANK_FIELD_NUMBER: _builtins.int
     STRIDE_FIELD_NUMBER: _builtins.int
     SETUP_FROM_FIELD_NUMBER: _builtins.int
+    STORES_FIELD_NUMBER: _builtins.int
     detached: _builtins.bool
     reason: _builtins.str
     attempt: _builtins.int
@@ -1245,6 +1246,10 @@ class Replace(_message.Message):
     """rank r's copies go to rank r + stride"""
     setup_from: _builtins.str
     """Peer service of the agent that keeps the rank's set-up log; empty: the old process's page"""
+    @_builtins.property
+    def stores(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreServer]:
+        """of a start with several: the groups are spread over them; the first one as above"""
+
     def __init__(
         self,
         *,
@@ -1257,14 +1262,37 @@ class Replace(_message.Message):
         node_rank: _builtins.int = ...,
         stride: _builtins.int = ...,
         setup_from: _builtins.str = ...,
+        stores: _abc.Iterable[Global___StoreServer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "detached", b"detached", "local_rank", b"local_rank", "node_rank", b"node_rank", "reason", b"reason", "setup_from", b"setup_from", "store_host", b"store_host", "store_port", b"store_port", "stride", b"stride"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "detached", b"detached", "local_rank", b"local_rank", "node_rank", b"node_rank", "reason", b"reason", "setup_from", b"setup_from", "store_host", b"store_host", "store_port", b"store_port", "stores", b"stores", "stride", b"stride"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Replace: _TypeAlias = Replace  # noqa: Y015
+
+@_typing.final
+class StoreServer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
+    host: _builtins.str
+    port: _builtins.int
+    def __init__(
+        self,
+        *,
+        host: _builtins.str = ...,
+        port: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "port", b"port"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreServer: _TypeAlias = StoreServer  # noqa: Y015
 
 @_typing.final
 class Beat(_message.Message):
@@ -1452,24 +1480,24 @@ Global___Stop: _TypeAlias = Stop  # noqa: Y015
 
 @_typing.final
 class Regroup(_message.Message):
+    """stores: the groups are spread over them, on each rank alike (plan/stores.py)."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    STORE_HOST_FIELD_NUMBER: _builtins.int
-    STORE_PORT_FIELD_NUMBER: _builtins.int
+    STORES_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
-    store_host: _builtins.str
-    store_port: _builtins.int
     deadline_s: _builtins.float
+    @_builtins.property
+    def stores(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreServer]: ...
     def __init__(
         self,
         *,
-        store_host: _builtins.str = ...,
-        store_port: _builtins.int = ...,
+        stores: _abc.Iterable[Global___StoreServer] | None = ...,
         deadline_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "store_host", b"store_host", "store_port", b"store_port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "stores", b"stores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from flashrecovery.agent.gather import Gather
+from flashrecovery.agent.gather import Gather, singly
 from flashrecovery.link import Link
 from flashrecovery.proto import CHANNEL_OPTIONS
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -117,6 +117,9 @@ class SimulatedAgent:
         if body == "batch":
             self.gather.expect(command.batch.commands, command.batch.gather_s)
             for one in command.batch.commands:
+                self.handle(one)
+        elif command.ranks:
+            for one in singly(command):
                 self.handle(one)
         elif body == "beat":
             if command.beat.port:

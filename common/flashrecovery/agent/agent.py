@@ -18,7 +18,7 @@ import grpc
 
 from flashrecovery.agent.environment import common_env, rank_env
 from flashrecovery.agent.faults import ArmedFaults
-from flashrecovery.agent.gather import Gather
+from flashrecovery.agent.gather import Gather, singly
 from flashrecovery.agent.hang import Looks, StopMonitor
 from flashrecovery.agent.identity import Identity
 from flashrecovery.agent.logs import LogTail
@@ -171,6 +171,9 @@ class Agent:
         elif body == "batch":
             self._gather.expect(command.batch.commands, command.batch.gather_s)
             for one in command.batch.commands:
+                self.handle(one)
+        elif command.ranks:
+            for one in singly(command):
                 self.handle(one)
         elif body == "shutdown":
             self._task(self.shutdown(command.shutdown.reason or None))

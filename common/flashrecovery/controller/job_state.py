@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from flashrecovery import events as ev
@@ -181,6 +182,14 @@ class JobState:
     def _command(self, rank: int, command: pb.Command, deadline: float | None = None, what: str = "") -> None:
         command.generation, command.rank = self.generation, rank
         self.outbox.send(None if rank == AGENT else self.ranks[rank].home, command, deadline, what)
+
+    def _command_all(self, records: Iterable[RankRecord], command: pb.Command, deadline: float, what: str) -> None:
+        """The same to all of these ranks."""
+        ranks_of: dict[str, list[int]] = {}
+        for record in records:
+            ranks_of.setdefault(record.home, []).append(record.rank)
+        command.generation = self.generation
+        self.outbox.send_all(ranks_of, command, deadline, what)
 
     def _emit(self, event: ev.Event) -> None:
         self.outbox.emit(event)

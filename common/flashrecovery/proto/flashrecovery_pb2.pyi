@@ -996,6 +996,7 @@ class Reply(_message.Message):
     NEEDS_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
     FATAL_FIELD_NUMBER: _builtins.int
+    ALSO_FIELD_NUMBER: _builtins.int
     serial: _builtins.int
     generation: _builtins.int
     rank: _builtins.int
@@ -1024,6 +1025,10 @@ class Reply(_message.Message):
     def position(self) -> Global___Position:
         """of a hold"""
 
+    @_builtins.property
+    def also(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """further ranks that answer the same"""
+
     def __init__(
         self,
         *,
@@ -1043,10 +1048,11 @@ class Reply(_message.Message):
         needs: _abc.Iterable[Global___ShardNeed] | None = ...,
         position: Global___Position | None = ...,
         fatal: _builtins.bool = ...,
+        also: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "detail", b"detail", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "live_version", b"live_version", "needs", b"needs", "position", b"position", "rank", b"rank", "received_digests", b"received_digests", "seconds", b"seconds", "sent_digests", b"sent_digests", "serial", b"serial"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "detail", b"detail", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "live_version", b"live_version", "needs", b"needs", "position", b"position", "rank", b"rank", "received_digests", b"received_digests", "seconds", b"seconds", "sent_digests", b"sent_digests", "serial", b"serial"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1085,6 +1091,7 @@ class Command(_message.Message):
     SERIAL_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     REPLACE_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     REGROUP_FIELD_NUMBER: _builtins.int
@@ -1112,6 +1119,10 @@ class Command(_message.Message):
     generation: _builtins.int
     rank: _builtins.int
     """-1: the agent itself"""
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """to each of these ranks instead, under one serial number"""
+
     @_builtins.property
     def replace(self) -> Global___Replace:
         """agent: fence the rank's process, then fill the rank"""
@@ -1164,6 +1175,7 @@ class Command(_message.Message):
         serial: _builtins.int = ...,
         generation: _builtins.int = ...,
         rank: _builtins.int = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
         replace: Global___Replace | None = ...,
         stop: Global___Stop | None = ...,
         regroup: Global___Regroup | None = ...,
@@ -1187,7 +1199,7 @@ class Command(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "electors", b"electors", "fault", b"fault", "fence", b"fence", "hold", b"hold", "keep_undo", b"keep_undo", "look", b"look", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank_table", b"rank_table", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "batch", b"batch", "beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "electors", b"electors", "fault", b"fault", "fence", b"fence", "generation", b"generation", "hold", b"hold", "keep_undo", b"keep_undo", "look", b"look", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank", b"rank", "rank_table", b"rank_table", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "batch", b"batch", "beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "electors", b"electors", "fault", b"fault", "fence", b"fence", "generation", b"generation", "hold", b"hold", "keep_undo", b"keep_undo", "look", b"look", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank", b"rank", "rank_table", b"rank_table", "ranks", b"ranks", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold", "beat", "probe", "fence", "modules", "electors", "batch", "look"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015

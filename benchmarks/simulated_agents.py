@@ -10,13 +10,14 @@ rank die and ``report`` has lines ``NAME MONOTONIC_SECONDS`` written for what th
 from __future__ import annotations
 
 import asyncio
+import random
 import sys
 import time
 from collections.abc import AsyncIterator
 
 import grpc
 
-from flashrecovery.agent.gather import Gather
+from flashrecovery.agent.gather import Gather, singly
 from flashrecovery.link import Link
 from flashrecovery.proto import CHANNEL_OPTIONS
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -24,6 +25,11 @@ from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from simulated_beats import Beating, Beats
 
 STEP_S = 1.0
+AGAIN_S = 0.5
+CONNECT_S = 0.01
+"""From one agent of a process to the next."""
+IMPORTS_S = 0.5e-3
+"""Ranks come to their first step within this time, times the number of ranks: none does so at once."""
 SHARD_BYTES = 1 << 30
 
 
@@ -67,9 +73,9 @@ class SimulatedRank:
 class SimulatedAgent:
     """One node."""
 
-    def __init__(self, node: int, ranks: int, world: int) -> None:
+    def __init__(self, node: int, first: int, ranks: int, world: int) -> None:
         self.name = f"node{node:05d}"
-        self.node = node
+        self.node, self.first = node, first
         self.slots = ranks
         self.world = world
         self.link: Link[pb.AgentMessage, pb.Command] = Link()
@@ -80,9 +86,17 @@ class SimulatedAgent:
         self.on_stream = 0
 
     async def run(self, channel: grpc.aio.Channel) -> None:
-        async for command in rpc.ControllerStub(channel).Session(self.messages()):
-            if self.link.accept(command):
-                self.handle(command)
+        """As a real one does: if the connection breaks, or the controller was too busy to take it, once more."""
+        await asyncio.sleep(CONNECT_S * (self.node - self.first))
+        while True:
+            try:
+                async for command in rpc.ControllerStub(channel).Session(self.messages()):
+                    self.beating.heard_at = time.monotonic()
+                    if self.link.accept(command):
+                        self.handle(command)
+            except grpc.aio.AioRpcError as e:
+                print(f"# {self.name}: {e.code().name}: {e.details()}", flush=True)
+            await asyncio.sleep(AGAIN_S)
 
     async def messages(self) -> AsyncIterator[pb.AgentMessage]:
         register = pb.Register(
@@ -118,6 +132,9 @@ class SimulatedAgent:
             self.gather.expect(command.batch.commands, command.batch.gather_s)
             for one in command.batch.commands:
                 self.handle(one)
+        elif command.ranks:
+            for one in singly(command):
+                self.handle(one)
         elif body == "beat":
             if command.beat.port:
                 beats.invited(self.beating, "127.0.0.1", command.beat)
@@ -136,7 +153,9 @@ class SimulatedAgent:
         self.send(started=started)
         if not command.replace.detached:
             rank.version = 0
-        self.send(joined=pb.Joined(rank=rank.rank, generation=command.generation, needs=rank.needs(), steps=1 << 40))
+        joined = pb.Joined(rank=rank.rank, generation=command.generation, needs=rank.needs(), steps=1 << 40)
+        delay_s = 0.0 if command.replace.detached else IMPORTS_S * self.world * random.random()
+        asyncio.get_running_loop().call_later(delay_s, lambda: self.send(joined=joined))
 
     def reply(self, command: pb.Command, body: str) -> None:
         rank = self.ranks[command.rank]
@@ -166,7 +185,7 @@ class SimulatedAgent:
 
 async def main() -> None:
     address, first, last, per_node, world = sys.argv[1], *map(int, sys.argv[2:6])
-    agents = [SimulatedAgent(node, per_node, world) for node in range(first, last)]
+    agents = [SimulatedAgent(node, first, per_node, world) for node in range(first, last)]
     options = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
     channels = [grpc.aio.insecure_channel(address, options=options) for _ in agents]
     beats.agents = [a.beating for a in agents]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from flashrecovery.beats.agent import Patience
 from flashrecovery.beats.wire import ANSWER, ANSWERED, BEAT, LIMIT, MAGIC, Header, Seal, Stream, pack_ranks, ticket_of
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -33,6 +34,8 @@ class Beating:
     seal: Seal | None = None
     counter: int = 0
     answered_at: float = float("-inf")
+    heard_at: float = float("-inf")
+    patience: Patience = field(default_factory=Patience)
     _packed: tuple[pb.Heartbeat, int, bytes] | None = None
     _packed_at: float = 0.0
 
@@ -80,7 +83,7 @@ class Beats:
     def _beat(self, agent: Beating, now: float) -> None:
         heartbeat, number, ranks = agent.packed(now)
         through = now - agent.answered_at < _THROUGH_S
-        if not through:
+        if not through and agent.patience.due(now, now - max(agent.answered_at, agent.heard_at)):
             agent.unanswered(heartbeat)
         if self._socket is None or agent.seal is None:
             return

@@ -178,6 +178,9 @@ class RunConfig(Settings):
     )
     slots: int | None = Field(None, ge=1, description="ranks that this node can hold; none: nproc_per_node")
     master_port: int = Field(0, ge=0, le=65535, description="port of this node's TCPStore; 0: any free one")
+    stores: int | None = Field(
+        None, ge=1, description="TCPStores over which process groups are spread; none: one for each 1,000 ranks"
+    )
     controller: str | None = Field(None, description="HOST:PORT of the controller; needed with several nodes")
     datagrams: bool = Field(
         True, description="heartbeats as datagrams to the controller's port, UDP, while these get through"

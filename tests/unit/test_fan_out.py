@@ -8,9 +8,9 @@ import random
 from contextlib import closing
 from pathlib import Path
 
-from flashrecovery.agent.gather import Gather
+from flashrecovery.agent.gather import Gather, alike, singly
 from flashrecovery.controller.batches import Batches, gather_s
-from flashrecovery.controller.outbox import Outbox, Publish
+from flashrecovery.controller.outbox import Outbox, Publish, Send
 from flashrecovery.controller.rank_table import Parts, affected
 from flashrecovery.controller.table_publisher import TablePublisher
 from flashrecovery.events import RunDir
@@ -24,7 +24,7 @@ def hold(serial: int, rank: int) -> pb.Command:
 
 
 def reply(serial: int, **fields: str) -> pb.AgentMessage:
-    return pb.AgentMessage(reply=pb.Reply(serial=serial, **fields))  # type: ignore[arg-type]
+    return pb.AgentMessage(reply=pb.Reply(serial=serial, rank=serial - 1, **fields))  # type: ignore[arg-type]
 
 
 def test_each_agent_gets_one_message_with_its_commands_in_order() -> None:
@@ -64,6 +64,37 @@ def gathered(*events: int | str, within_s: float) -> list[pb.AgentMessage]:
         return sent
 
     return asyncio.run(main())
+
+
+def test_ranks_that_say_the_same_say_it_once() -> None:
+    held = pb.Reply(serial=4, generation=2, rank=1, seconds=0.5, position=pb.Position(version=3))
+    same, other = pb.Reply(), pb.Reply()
+    same.CopyFrom(held)
+    other.CopyFrom(held)
+    same.rank, same.seconds = 2, 0.7
+    other.rank, other.position.version = 5, 4
+    first, second = alike([held, same, other])
+    assert (first.rank, list(first.also), first.seconds) == (1, [2], 0.7)
+    assert (second.rank, list(second.also)) == (5, [])
+
+
+def test_a_command_to_several_ranks_is_one_for_each() -> None:
+    command = pb.Command(serial=4, generation=2, ranks=[3, 5], stop=pb.Stop(finish_to=7))
+    expected = [pb.Command(serial=4, generation=2, rank=r, stop=pb.Stop(finish_to=7)) for r in (3, 5)]
+    assert list(singly(command)) == expected
+
+
+def test_answers_to_one_order_travel_together() -> None:
+    async def main() -> list[pb.AgentMessage]:
+        sent: list[pb.AgentMessage] = []
+        gather = Gather(sent.append)
+        gather.expect([pb.Command(serial=4, ranks=[3, 5], hold=pb.Hold())], 10.0)
+        for rank in (3, 5):
+            gather.send(pb.AgentMessage(reply=pb.Reply(serial=4, rank=rank)))
+        return sent
+
+    (message,) = asyncio.run(main())
+    assert (message.reply.rank, list(message.reply.also)) == (3, [5])
 
 
 def serials(message: pb.AgentMessage) -> list[int]:
@@ -106,14 +137,31 @@ def test_the_outbox_knows_what_is_pending_without_looking_through_it() -> None:
     outbox.forget("replace", 0)
     outbox.forget("replace", 2)
     assert not outbox.waits_for("replace") and outbox.expired(9.0) is None
-    late = outbox.expired(11.5)
-    assert late is not None and late.rank == 1 and outbox.expired(11.5) is None
-    outbox.keep(lambda p: p.rank == 1)
+    assert outbox.expired(11.5) == ("hold", 1) and outbox.expired(11.5) is None
+    outbox.keep(lambda _, rank: rank == 1)
     assert not outbox.pending and not outbox.waits_for("hold")
     outbox.send("n", pb.Command(rank=7), 12.0, "stop")
     assert outbox.waits_for("stop")
     outbox.clear()
     assert not outbox.waits_for("stop") and outbox.expired(99.0) is None
+
+
+def test_an_order_to_many_ranks_is_one_message_a_node_and_waits_for_each_of_them() -> None:
+    outbox = Outbox()
+    outbox.send_all({"a": [0, 1], "b": [2], "": [3]}, pb.Command(generation=2, hold=pb.Hold()), 10.0, "hold")
+    sends = outbox.take()
+    assert all(isinstance(s, Send) for s in sends)
+    told = {s.node: s.command for s in sends if isinstance(s, Send)}
+    assert {node: list(c.ranks) for node, c in told.items()} == {"a": [0, 1], "b": [2], "": [3]}
+    (serial,) = {c.serial for c in told.values()}
+    assert outbox.acknowledge(serial, 9) is None and outbox.acknowledge(serial + 1, 0) is None
+    assert outbox.acknowledge(serial, 0) == "hold" and outbox.acknowledge(serial, 0) is None
+    outbox.keep(lambda what, rank: (what, rank) != ("hold", 2))
+    assert outbox.waits_for("hold")
+    assert [outbox.expired(10.0), outbox.expired(10.0), outbox.expired(10.0)] == [("hold", 1), ("hold", 3), None]
+    assert not outbox.waits_for("hold") and not outbox.pending
+    outbox.send_all({}, pb.Command(), 10.0, "stop")
+    assert not outbox.waits_for("stop")
 
 
 # -- rank table -----------------------------------------------------------------------------------

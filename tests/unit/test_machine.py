@@ -7,6 +7,7 @@ import random
 import pytest
 
 from flashrecovery import events as ev
+from flashrecovery.agent.gather import singly
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.outbox import Emit, Send
@@ -52,7 +53,8 @@ class World:
             if isinstance(action, Emit):
                 self.events.append(action.event)
             elif isinstance(action, Send):
-                self.inbox.append((action.command.rank, action.command))
+                commands = singly(action.command) if action.command.ranks else [action.command]
+                self.inbox += [(command.rank, command) for command in commands]
 
     def of(self, kind: type[ev.Event]) -> list[ev.Event]:
         return [e for e in self.events if isinstance(e, kind)]

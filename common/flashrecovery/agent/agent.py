@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from flashrecovery.agent.crew import LAST_WORDS_S, Crew
 from flashrecovery.agent.faults import Faults
-from flashrecovery.agent.gather import Gather
+from flashrecovery.agent.gather import Gather, singly
 from flashrecovery.agent.hang import Looks, StopMonitor
 from flashrecovery.agent.identity import Identity
 from flashrecovery.agent.node_health import NodeHealth
@@ -152,6 +152,9 @@ class Agent:
         elif body == "batch":
             self._gather.expect(command.batch.commands, command.batch.gather_s)
             for one in command.batch.commands:
+                self.handle(one)
+        elif command.ranks:
+            for one in singly(command):
                 self.handle(one)
         elif body == "shutdown":
             self._tasks.start(self.shutdown(command.shutdown.reason or None))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 
 from flashrecovery.config import CONFIG_ENV, RunConfig
+from flashrecovery.plan.stores import STORES_ENV
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 AGENT_PID_ENV = "FLASHRECOVERY_AGENT_PID"
@@ -36,7 +38,9 @@ def rank_env(config: RunConfig, rank: int, generation: int, replace: pb.Replace)
     store apart by it. A recovery is no restart.
     """
     world = str(config.world_size)
+    several = {STORES_ENV: json.dumps([[s.host, s.port] for s in replace.stores])} if len(replace.stores) > 1 else {}
     return {
+        **several,
         "RANK": str(rank),
         "LOCAL_RANK": str(replace.local_rank),
         "GROUP_RANK": str(replace.node_rank),

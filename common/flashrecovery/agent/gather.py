@@ -1,4 +1,4 @@
-"""The answers of one node's ranks to one batch of commands, in one message.
+"""The answers of one node's ranks to one batch of commands, in one message; equal answers are said once.
 
 What an agent says stays in order: anything else that it has to say first sends the answers that are held.
 """
@@ -6,7 +6,7 @@ What an agent says stays in order: anything else that it has to say first sends 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -14,12 +14,37 @@ _ANSWERED = ("hold", "stop", "regroup", "restore", "resume")
 """Commands that a worker answers with a Reply."""
 
 
+def singly(command: pb.Command) -> Iterator[pb.Command]:
+    """One command for each of its ranks."""
+    for rank in command.ranks:
+        one = pb.Command()
+        one.CopyFrom(command)
+        del one.ranks[:]
+        one.rank = rank
+        yield one
+
+
+def alike(replies: Iterable[pb.Reply]) -> list[pb.Reply]:
+    """The same answers, those that differ in the rank only said once."""
+    said: dict[bytes, pb.Reply] = {}
+    for reply in replies:
+        bare = pb.Reply()
+        bare.CopyFrom(reply)
+        bare.ClearField("rank")
+        bare.ClearField("seconds")
+        first = said.setdefault(bare.SerializeToString(deterministic=True), reply)
+        if first is not reply:
+            first.also.append(reply.rank)
+            first.seconds = max(first.seconds, reply.seconds)
+    return list(said.values())
+
+
 class Gather:
     """Between the agent and ``send``."""
 
     def __init__(self, send: Callable[[pb.AgentMessage], None]) -> None:
         self._send = send
-        self._expected: set[int] = set()
+        self._expected: set[tuple[int, int]] = set()
         self._held: list[pb.Reply] = []
         self._within_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -27,17 +52,19 @@ class Gather:
     def expect(self, commands: Iterable[pb.Command], within_s: float) -> None:
         """Answers to these may wait for each other for ``within_s`` seconds from the first one on."""
         self.flush()
-        answered = (c.serial for c in commands if c.WhichOneof("body") in _ANSWERED)
-        self._expected = set(answered) if within_s > 0 else set()
+        asked = [c for c in commands if c.WhichOneof("body") in _ANSWERED]
+        answers = ((c.serial, rank) for c in asked for rank in (c.ranks or [c.rank]))
+        self._expected = set(answers) if within_s > 0 else set()
         self._within_s = within_s
 
     def send(self, message: pb.AgentMessage) -> None:
         """Now, or with the other answers."""
-        if message.WhichOneof("body") != "reply" or message.reply.serial not in self._expected:
+        key = (message.reply.serial, message.reply.rank)
+        if message.WhichOneof("body") != "reply" or key not in self._expected:
             self.flush()
             self._send(message)
             return
-        self._expected.discard(message.reply.serial)
+        self._expected.discard(key)
         self._held.append(message.reply)
         if not self._expected or message.reply.error_type:
             self.flush()
@@ -49,7 +76,7 @@ class Gather:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        held, self._held = self._held, []
+        held, self._held = alike(self._held), []
         if len(held) == 1:
             self._send(pb.AgentMessage(reply=held[0]))
         elif held:

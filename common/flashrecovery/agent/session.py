@@ -22,7 +22,7 @@ from flashrecovery.agent.lease import FRESH, LEASE_PROBE, Door, Standing, knock,
 from flashrecovery.agent.patience import LOOK_S, next_attempt_s, next_question_s
 from flashrecovery.agent.peers import PeerService, Seen, probe_all
 from flashrecovery.agent.succession import Succession, ask_elector
-from flashrecovery.beats.agent import BeatSender
+from flashrecovery.beats.agent import BeatSender, Patience
 from flashrecovery.config import Timeouts
 from flashrecovery.errors import ConfigError, ProtocolError
 from flashrecovery.link import Link
@@ -88,6 +88,7 @@ class ControllerSession:
         self._standing = Standing.MEMBER
         self._door = Door.SILENT
         self._beats = BeatSender(token, self._heard_at_least_at, self._drop_connection)
+        self._patience = Patience()
         agent.connect(self._send, self._send_heartbeat)
 
     @property
@@ -103,7 +104,9 @@ class ControllerSession:
         self._link.send(message)
 
     def _send_heartbeat(self, message: pb.AgentMessage) -> None:
-        if self._fresh and not self._beats.carry(message.heartbeat):
+        if not self._fresh or self._beats.carry(message.heartbeat):
+            return
+        if self._patience.due(time.monotonic(), self._silent_s()):
             self._link.send_now_or_never(message)
 
     async def run(self) -> str | None:

@@ -2,7 +2,8 @@
 
 A heartbeat says everything each time; what is made of it depends on what is going on. That the agent lives is noted at
 once. The ranks' health goes to the machine at once only where it decides something (:meth:`Hearer.urgent`, and rank 0,
-by which checkpoints are announced), else once a second, because the machine's books are the most expensive part.
+by which checkpoints are announced), else once a second, because the machine's books are the most expensive part. In
+jobs of thousands of nodes "at once" means as often as the controller can keep up with.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ _BATCH = 256
 _BUFFER_BYTES = 8 << 20
 """Wished for the socket: while the loop is busy for a moment, heartbeats wait there. The kernel may give less."""
 _HEALTH_S = 1.0
+_FEED_S = 0.2e-3
+"""What the books cost for one heartbeat, at the most: even where every one is wanted, all of them together may
+not take more than one core."""
+_FEW = 100
 _COMPLAIN_S = 60.0
 _GRACE = 1.6
 """In heartbeat periods: an agent that was heard within this time is heard by datagram."""
@@ -152,7 +157,9 @@ class BeatServer:
         agent.heard_at, agent.answered = now, bool(header.flags & ANSWERED)
         agent.stream.acknowledge(header.received)
         self._answer(agent, header, address)
-        if not header.ranks or not (urgent or agent.watched or now - agent.fed_at >= _HEALTH_S):
+        at_once_s = len(self._agents) * _FEED_S if len(self._agents) > _FEW else 0.0
+        every_s = at_once_s if urgent or agent.watched else _HEALTH_S
+        if not header.ranks or now - agent.fed_at < every_s:
             return False
         heartbeat = pb.Heartbeat(generation=header.generation, ranks=unpack_ranks(datagram))
         agent.fed_at, agent.watched = now, _is_watched(heartbeat)

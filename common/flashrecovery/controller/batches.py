@@ -1,8 +1,8 @@
 """One message for each agent instead of one for each of its ranks. Pure.
 
-What the machine decides at one moment mostly concerns every rank: eight commands to each agent. They travel as one
-message, and the agent answers with one (:mod:`flashrecovery.agent.gather`): it waits a moment for its ranks, no longer
-than the controller needs to read the others' answers anyway.
+What the machine decides at one moment mostly concerns every rank, and mostly it is the same for all. Whatever there is
+for one agent travels as one message, and the agent answers with one (:mod:`flashrecovery.agent.gather`): it waits a
+moment for its ranks, no longer than the controller needs to read the others' answers anyway.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Batches:
 
 
 def _one(commands: list[pb.Command], within_s: float) -> pb.Command:
-    if len(commands) == 1:
+    if len(commands) == 1 and not commands[0].ranks:
         return commands[0]
     batch = pb.Batch(commands=commands, gather_s=within_s)
     return pb.Command(generation=max(c.generation for c in commands), rank=AGENT, batch=batch)

@@ -39,7 +39,7 @@ class Evacuation(JobState):
         why = f"{ranks_text(ranks)} go to node {spare}, because of a warning: {node.suspect}"
         self._emit(ev.Notice(generation=self.generation, kind="node_replaced", text=f"node {node.name}: {why}"))
         self._fence(node, why)
-        self.outbox.keep(lambda p: p.rank not in ranks)
+        self.outbox.keep(lambda _, rank: rank not in ranks)
         for record in self.ranks.values():
             record.page_on = "" if record.page_on == node.name else record.page_on
         for record in moved:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from flashrecovery import events as ev
@@ -14,6 +15,7 @@ from flashrecovery.controller.records import Place, RankRecord
 from flashrecovery.controller.restore import RestoreRound
 from flashrecovery.controller.states import State, check_transition
 from flashrecovery.plan.placement import place
+from flashrecovery.plan.stores import choose, store_count
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 AGENT = -1
@@ -49,6 +51,8 @@ class JobState:
     _found_since: float | None = None
     _found_at: float | None = None
     _stuck_at: dict[int, int] = field(default_factory=dict)
+    _store_nodes: list[str] = field(default_factory=list)
+    _start_stores: list[pb.StoreServer] = field(default_factory=list)  # the same for all ranks of one start
     _confirmed: int = 0  # ranks before this one have committed a step since the last recovery
 
     def __post_init__(self) -> None:
@@ -115,7 +119,10 @@ class JobState:
 
     def _fill(self, record: RankRecord, now: float, *, detached: bool, reason: str) -> None:
         """Have the rank's node start a process for it."""
-        host, port = record.store = self._store()
+        if not detached and not self._start_stores:
+            self._start_stores = self._stores()
+        host, port = self._store() if detached else (self._start_stores[0].host, self._start_stores[0].port)
+        record.store = (host, port)
         replace = pb.Replace(
             detached=detached,
             reason=reason,
@@ -126,6 +133,7 @@ class JobState:
             node_rank=record.rank // self.config.nproc_per_node,
             stride=self.stride,
             setup_from=self._keeper_of(record) if detached else "",
+            stores=() if detached else self._start_stores,
         )
         limits = self.config.timeouts
         deadline = now + limits.fence_s + (limits.replacement_s if detached else limits.startup_s)
@@ -140,12 +148,23 @@ class JobState:
         return node.peer if node is not None and node.alive else ""
 
     def _store(self) -> tuple[str, int]:
-        """Host and port of the TCPStore to use from now on: the first node's that holds ranks and lives."""
+        """Host and port of the TCPStore for a process's own start: the first node's that holds ranks and lives."""
         for record in self.ranks.values():
             node = self.nodes.get(record.home)
             if node is not None and node.alive:
                 return node.store
         return "localhost", 0
+
+    def _stores(self) -> list[pb.StoreServer]:
+        """The TCPStores over which the groups are spread from now on, the same for all ranks."""
+        count = self.config.stores or store_count(len(self.ranks), self.config.nnodes)
+        if count == 1:
+            addresses = [self._store()]
+        else:
+            living = {node.name for node in self.nodes.values() if node.alive}
+            self._store_nodes = choose([r.home for r in self.ranks.values()], living, count, self._store_nodes)
+            addresses = [self.nodes[name].store for name in self._store_nodes] or [self._store()]
+        return [pb.StoreServer(host=host, port=port) for host, port in addresses]
 
     def _publish_rank_table(self) -> None:
         entries = [
@@ -164,6 +183,14 @@ class JobState:
     def _command(self, rank: int, command: pb.Command, deadline: float | None = None, what: str = "") -> None:
         command.generation, command.rank = self.generation, rank
         self.outbox.send(None if rank == AGENT else self.ranks[rank].home, command, deadline, what)
+
+    def _command_all(self, records: Iterable[RankRecord], command: pb.Command, deadline: float, what: str) -> None:
+        """The same to all of these ranks."""
+        ranks_of: dict[str, list[int]] = {}
+        for record in records:
+            ranks_of.setdefault(record.home, []).append(record.rank)
+        command.generation = self.generation
+        self.outbox.send_all(ranks_of, command, deadline, what)
 
     def _emit(self, event: ev.Event) -> None:
         self.outbox.emit(event)

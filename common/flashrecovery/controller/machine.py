@@ -182,39 +182,42 @@ class Machine(Watching, TakeOver):
                 self._recover([record.rank], message.kind, message.failed_at or now, message.detect_s, now)
 
     def on_reply(self, message: pb.Reply, now: float) -> None:
-        """A worker has carried out a command, or says why it could not."""
+        """Workers have carried out a command, or say why they could not."""
         if message.generation != self.generation:
             return  # perhaps to another controller, whose serial numbers were the same
-        pending = self.outbox.acknowledge(message.serial)
-        if pending is None:
-            return
-        record = self.ranks[pending.rank]
-        if message.error_type:
-            self._emit(
-                ev.Notice(
-                    generation=self.generation,
-                    rank=record.rank,
-                    kind=f"{pending.what}_failed",
-                    text=f"{message.error_type}: {message.error}",
-                )
-            )
-            if message.fatal:
-                self._fail(f"rank {record.rank}: {message.error_type}: {message.error}")
-            else:
-                self._command_failed(record, pending.what, f"{message.error_type}: {message.error}", now)
-            return
-        if pending.what == "hold":
+        answered = False
+        for rank in (message.rank, *message.also):
+            what = self.outbox.acknowledge(message.serial, rank)
+            if what is None:
+                continue
+            if message.error_type:
+                self._refused(self.ranks[rank], what, message, now)
+                return
+            self._carried_out(self.ranks[rank], what, message)
+            answered = True
+        if answered:
+            self._advance(now)
+
+    def _refused(self, record: RankRecord, what: str, message: pb.Reply, now: float) -> None:
+        why = f"{message.error_type}: {message.error}"
+        self._emit(ev.Notice(generation=self.generation, rank=record.rank, kind=f"{what}_failed", text=why))
+        if message.fatal:
+            self._fail(f"rank {record.rank}: {why}")
+        else:
+            self._command_failed(record, what, why, now)
+
+    def _carried_out(self, record: RankRecord, what: str, message: pb.Reply) -> None:
+        if what == "hold":
             record.position = message.position
-        elif pending.what == "stop":
+        elif what == "stop":
             record.place = Place.STOPPED
             record.needs = {n.name: n.nbytes for n in message.needs} or record.needs
             record.take_inventory(message.live_version, message.held)
-        elif pending.what == "restore" and self._round is not None:
+        elif what == "restore" and self._round is not None:
             self._round.report(record.rank, message)
-        elif pending.what == "resume":
+        elif what == "resume":
             record.place = Place.RUNNING
             record.live = -1
-        self._advance(now)
 
     def on_done(self, message: pb.Done, now: float) -> None:
         """A worker has taken all its steps; it is let go when every rank has."""
@@ -275,11 +278,12 @@ class Machine(Watching, TakeOver):
                 f"{self.config.timeouts.node_wait_s:g} s"
             )
         while (pending := self.outbox.expired(now)) is not None:
-            record = self.ranks[pending.rank]
+            what, rank = pending
+            record = self.ranks[rank]
             if record.place is Place.EMPTY:
                 self._fail(f"rank {record.rank} could not be filled again within its deadline")
             else:
-                self._own_failure(record, "unresponsive", f"no answer to {pending.what!r} within its deadline", now)
+                self._own_failure(record, "unresponsive", f"no answer to {what!r} within its deadline", now)
         found = self._find_hung(now)
         if found is not None:
             for rank, evidence in victims_of(found):

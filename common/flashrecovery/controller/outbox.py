@@ -1,13 +1,13 @@
 """What the machine wants done, and which answers it waits for.
 
-Every command has a serial number. One with a deadline is *pending* until it is acknowledged; who misses the deadline is
-a victim.
+Every command has a serial number, one to many ranks a common one. With a deadline it is *pending* until all of its
+ranks have acknowledged it; who misses the deadline is a victim.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flashrecovery import events as ev
@@ -40,23 +40,23 @@ class Publish:
 Action = Send | Emit | Publish
 
 
-@dataclass(frozen=True)
-class Pending:
-    """An acknowledgement that is waited for; ``deadline`` in CLOCK_MONOTONIC seconds."""
+@dataclass
+class Order:
+    """A command whose acknowledgement by some ranks is waited for; ``deadline`` in CLOCK_MONOTONIC seconds."""
 
-    rank: int
     what: str
     deadline: float
+    waiting: set[int]
 
 
 @dataclass
 class Outbox:
-    """Actions in order, and the pending commands by serial number. Looking is cheap however many there are."""
+    """Actions in order, and the pending orders by serial number. Looking is cheap however many there are."""
 
     actions: list[Action] = field(default_factory=list)
-    pending: dict[int, Pending] = field(default_factory=dict)
+    pending: dict[int, Order] = field(default_factory=dict)
     _kinds: Counter[str] = field(default_factory=Counter)
-    _serials: dict[tuple[str, int], set[int]] = field(default_factory=dict)
+    _single: dict[tuple[str, int], set[int]] = field(default_factory=dict)  # orders to one rank, for forget()
     _soonest: float = float("inf")  # no deadline is before this time
     _serial: int = 0
 
@@ -76,55 +76,78 @@ class Outbox:
         self._serial += 1
         command.serial = self._serial
         if deadline is not None:
-            self._await(Pending(command.rank, what, deadline))
+            self._await(what, deadline, {command.rank})
         self.actions.append(Send(node, command))
+
+    def send_all(self, ranks_of: Mapping[str, Sequence[int]], command: pb.Command, deadline: float, what: str) -> None:
+        """Send the same to many ranks, and wait for all of them: one message a node. ``ranks_of``: by node."""
+        self._serial += 1
+        command.serial = self._serial
+        self._await(what, deadline, {rank for ranks in ranks_of.values() for rank in ranks})
+        for node, ranks in ranks_of.items():
+            one = pb.Command(ranks=ranks)
+            one.MergeFrom(command)
+            self.actions.append(Send(node, one))
 
     def expect(self, rank: int, what: str, deadline: float) -> None:
         """Wait for what another controller has asked for."""
         self._serial += 1
-        self._await(Pending(rank, what, deadline))
+        self._await(what, deadline, {rank})
 
-    def _await(self, pending: Pending) -> None:
-        self.pending[self._serial] = pending
-        self._kinds[pending.what] += 1
-        self._serials.setdefault((pending.what, pending.rank), set()).add(self._serial)
-        self._soonest = min(self._soonest, pending.deadline)
+    def _await(self, what: str, deadline: float, ranks: set[int]) -> None:
+        if not ranks:
+            return
+        self.pending[self._serial] = Order(what, deadline, ranks)
+        self._kinds[what] += 1
+        self._soonest = min(self._soonest, deadline)
+        if len(ranks) == 1:
+            (rank,) = ranks
+            self._single.setdefault((what, rank), set()).add(self._serial)
 
-    def acknowledge(self, serial: int) -> Pending | None:
-        """The pending command of this serial number, which no longer is."""
-        pending = self.pending.pop(serial, None)
-        if pending is not None:
-            self._kinds[pending.what] -= 1
-            serials = self._serials[pending.what, pending.rank]
-            serials.discard(serial)
-            if not serials:
-                del self._serials[pending.what, pending.rank]
-        return pending
+    def acknowledge(self, serial: int, rank: int) -> str | None:
+        """What this rank was told under this number, and is not waited for with any more; None if it was not."""
+        order = self.pending.get(serial)
+        if order is None or rank not in order.waiting:
+            return None
+        order.waiting.remove(rank)
+        if not order.waiting:
+            del self.pending[serial]
+            self._kinds[order.what] -= 1
+            singles = self._single.get((order.what, rank), set())
+            singles.discard(serial)
+            if not singles:
+                self._single.pop((order.what, rank), None)
+        return order.what
 
     def forget(self, what: str, rank: int) -> None:
-        """Wait for this of ``rank`` no longer."""
-        for serial in list(self._serials.get((what, rank), ())):
-            self.acknowledge(serial)
+        """Wait for this of ``rank`` alone no longer."""
+        for serial in list(self._single.get((what, rank), ())):
+            self.acknowledge(serial, rank)
 
-    def keep(self, condition: Callable[[Pending], bool]) -> None:
-        """Forget every pending command that does not meet ``condition``."""
-        for serial in [serial for serial, p in self.pending.items() if not condition(p)]:
-            self.acknowledge(serial)
+    def keep(self, condition: Callable[[str, int], bool]) -> None:
+        """Forget whatever does not meet ``condition(what, rank)``."""
+        for serial, order in list(self.pending.items()):
+            for rank in [rank for rank in order.waiting if not condition(order.what, rank)]:
+                self.acknowledge(serial, rank)
 
     def clear(self) -> None:
         """Wait for nothing."""
-        self.keep(lambda _: False)
+        self.pending.clear()
+        self._kinds.clear()
+        self._single.clear()
 
     def waits_for(self, what: str) -> bool:
         """Whether any command of this kind is pending."""
         return self._kinds[what] > 0
 
-    def expired(self, now: float) -> Pending | None:
-        """One pending command whose deadline has passed, no longer pending; None if there is none."""
+    def expired(self, now: float) -> tuple[str, int] | None:
+        """What is pending past its deadline, and of which rank: one at a time, no longer pending. None: nothing is."""
         if now < self._soonest:
             return None
-        for serial, pending in self.pending.items():
-            if now >= pending.deadline:
-                return self.acknowledge(serial)
-        self._soonest = min((p.deadline for p in self.pending.values()), default=float("inf"))
+        for serial, order in self.pending.items():
+            if now >= order.deadline:
+                rank = min(order.waiting)
+                self.acknowledge(serial, rank)
+                return order.what, rank
+        self._soonest = min((o.deadline for o in self.pending.values()), default=float("inf"))
         return None

@@ -31,7 +31,7 @@ class RecoverySteps(Evacuation):
         self.generation += 1
         victims = [*victims, *(rank for rank in self._stranded() if rank not in victims)]
         # replacements that are still on their way keep their deadline; every other command is void
-        self.outbox.keep(lambda p: p.what == "replace" and p.rank not in victims)
+        self.outbox.keep(lambda what, rank: what == "replace" and rank not in victims)
         self._round, self._restore_from, self._retry_at = None, "", None
         self._to(State.QUIESCING, now)
         of_all = self.recovery.victims if self.recovery is not None else []
@@ -40,7 +40,7 @@ class RecoverySteps(Evacuation):
         survivors = [r for r in self.ranks.values() if r.place not in (Place.EMPTY, Place.STARTING, Place.JOINED)]
         for record in survivors:
             record.place = Place.STOPPING
-            self._command(record.rank, pb.Command(hold=pb.Hold()), now + limit.stop_ack_s, "hold")
+        self._command_all(survivors, pb.Command(hold=pb.Hold()), now + limit.stop_ack_s, "hold")
         for victim in victims:
             if self.ranks[victim].home:
                 self.ranks[victim].vacate()
@@ -94,13 +94,16 @@ class RecoverySteps(Evacuation):
         known = [r.position for r in self.ranks.values() if r.place in (Place.STOPPING, Place.STOPPED)]
         newest = max((p.version + p.mutating for p in known if p.settled), default=-1)
         behind = [r for r in held if r.position.settled and (r.position.mutating or r.position.version < newest)]
-        for record in behind or held:
+        chosen = behind or held
+        for settled in (True, False):
             stop = pb.Stop(
                 reason=self.last_failure,
                 mutation_grace_s=limit.mutation_grace_s,
-                finish_to=newest if record.position.settled else -1,
+                finish_to=newest if settled else -1,
             )
-            self._command(record.rank, pb.Command(stop=stop), now + limit.mutation_grace_s + limit.stop_ack_s, "stop")
+            told = [r for r in chosen if r.position.settled is settled]
+            deadline = now + limit.mutation_grace_s + limit.stop_ack_s
+            self._command_all(told, pb.Command(stop=stop), deadline, "stop")
 
     def _decide(self, now: float) -> None:
         """Everybody is quiet: which version, from whom?"""
@@ -111,12 +114,12 @@ class RecoverySteps(Evacuation):
             return
         self._adopt(decision, now)
         self._to(State.REGROUPING, now)
-        host, port = self._store()
+        stores = self._stores()
         limit = self.config.timeouts.regroup_s
         for record in self.ranks.values():
             record.place = Place.RECOVERING
-            command = pb.Command(regroup=pb.Regroup(store_host=host, store_port=port, deadline_s=limit))
-            self._command(record.rank, command, now + 2 * limit, "regroup")
+        command = pb.Command(regroup=pb.Regroup(stores=stores, deadline_s=limit))
+        self._command_all(self.ranks.values(), command, now + 2 * limit, "regroup")
 
     def _adopt(self, decision: Decision, now: float) -> None:
         self._round, self._restore_from = decision.round, decision.checkpoint
@@ -132,9 +135,13 @@ class RecoverySteps(Evacuation):
     def _send_restore(self, now: float) -> None:
         assert self._round is not None
         limit = self.config.timeouts.restore_s
-        for rank in self._round.ranks:
+        busy = self._round.busy
+        for rank in busy:
             restore = self._round.command(rank, self._restore_from, limit)
             self._command(rank, pb.Command(restore=restore), now + 1.5 * limit, "restore")
+        others = [self.ranks[rank] for rank in self._round.ranks if rank not in busy]
+        nothing = self._round.command(None, self._restore_from, limit)
+        self._command_all(others, pb.Command(restore=nothing), now + 1.5 * limit, "restore")
 
     def _verify(self, now: float) -> None:
         """Every restored shard must have its source's digest; if not, it is taken from the next source."""
@@ -171,7 +178,7 @@ class RecoverySteps(Evacuation):
             record.committed = version
             if self.state is State.RUNNING:
                 record.place = Place.RUNNING
-            self._command(record.rank, pb.Command(resume=pb.Resume(version=version)), now + limit, "resume")
+        self._command_all(self.ranks.values(), pb.Command(resume=pb.Resume(version=version)), now + limit, "resume")
 
     def _confirm(self, now: float) -> None:
         """A recovery is over when every rank has committed one more real step (or has no step left); so is the job."""
@@ -225,6 +232,7 @@ class RecoverySteps(Evacuation):
         self.generation += 1
         self.recovery, self._retry_at = None, None
         self.outbox.clear()
+        self._start_stores = []
         for record in self.ranks.values():
             record.vacate()
             record.needs, record.committed = {}, -1

@@ -30,13 +30,19 @@ class RestoreRound:
         plan = RestorePlan(version=version, transfers=(), local=(), bytes_on_wire=0, reason=reason)
         return RestoreRound(version, reason, plan, tuple(records))
 
-    def command(self, rank: int, checkpoint: str, deadline_s: float) -> pb.Restore:
-        """What ``rank`` has to do."""
+    @property
+    def busy(self) -> set[int]:
+        """The ranks that have shards to send, to receive or to take from what they hold themselves."""
+        transfers, local = self._items
+        return transfers.keys() | local.keys()
+
+    def command(self, rank: int | None, checkpoint: str, deadline_s: float) -> pb.Restore:
+        """What ``rank`` has to do; None: what the others have."""
         transfers, local = self._items
         return pb.Restore(
             version=self.version,
-            transfers=transfers.get(rank, ()),
-            local=local.get(rank, ()),
+            transfers=transfers.get(rank, ()) if rank is not None else (),
+            local=local.get(rank, ()) if rank is not None else (),
             checkpoint=checkpoint,
             deadline_s=deadline_s,
         )

@@ -309,9 +309,10 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     async def _tick(self) -> None:
         while True:
+            slept_at = time.monotonic()
             await asyncio.sleep(_TICK_S)
             now = time.monotonic()
-            self._beat_all(now)
+            self._beat_all(now, late_s=now - slept_at - _TICK_S)
             if self._electorate.may_decide(now):
                 self._look_for_the_silent(now)
                 self.machine.on_tick(now)
@@ -320,13 +321,14 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 if self._electorate.changed():
                     self._agents.post(None, self._electorate.command())
 
-    def _beat_all(self, now: float) -> None:
-        """Tell the agents, as far as they do not hear it by datagram, that this controller is there and may decide."""
+    def _beat_all(self, now: float, late_s: float = 0.0) -> None:
+        """Tell the agents, as far as they do not hear it by datagram, that this controller is there and may decide.
+        ``late_s``: by how much it is behind; so much to say to thousands of them must not keep it there."""
         suspended = self._electorate.suspended(now)
         if suspended is not self._suspended:
             self._suspended, self._beat_at = suspended, 0.0
             self._record(self._electorate.notice(suspended=suspended))
-        if now - self._beat_at >= self._config.timeouts.heartbeat_s:
+        if now - self._beat_at >= max(self._config.timeouts.heartbeat_s, 4 * late_s):
             self._beat_at = now
             for name in self._agents.connected():
                 by_datagram = not suspended and self._beats.gets_through(name, now)

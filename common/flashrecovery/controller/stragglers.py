@@ -52,9 +52,13 @@ class Stragglers:
         """The job is not in its loop; its steps are counted anew."""
         self.slow = frozenset()
 
+    def due(self, now: float) -> bool:
+        """Whether it is time for the next :meth:`check`."""
+        return now >= self._next_at
+
     def check(self, ranks: Collection[RankRecord], now: float) -> list[tuple[int, str]]:
         """Ranks that have become slow, each with what to say of it."""
-        if now < self._next_at:
+        if not self.due(now):
             return []
         self._next_at = now + _PERIOD_S
         paces = [Pace(r.rank, r.own_s, r.own_least_s, r.step_s) for r in ranks]

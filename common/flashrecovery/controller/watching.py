@@ -51,6 +51,8 @@ class Watching(JobState):
         if self.state is not State.RUNNING:
             self.stragglers.forget()
             return
+        if not self.stragglers.due(now):
+            return
         running = [r for r in self.ranks.values() if r.place is Place.RUNNING]
         for rank, text in self.stragglers.check(running, now):
             self._emit(ev.Notice(generation=self.generation, rank=rank, kind="straggler", text=text))

@@ -29,6 +29,7 @@ from flashrecovery.groups.registry import (
     underway_ns,
 )
 from flashrecovery.groups.setup_log import replay_setup_log, start_setup_log, take_setup_log
+from flashrecovery.groups.stores import Servers
 from flashrecovery.groups.torch_private import before_destruction, named_group
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "ManagedGroup",
     "OpInfo",
     "Progress",
+    "Servers",
     "abandon",
     "attach",
     "before_destruction",

@@ -8,7 +8,8 @@ from __future__ import annotations
 import datetime
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from flashrecovery.groups.inner import Inners, make_inners
@@ -18,16 +19,24 @@ from flashrecovery.groups.torch_private import GroupRequest, Store
 _LOOK_S = 0.05  # a wake-up that was missed is noticed after this time
 
 
-class Builder(threading.Thread):
-    """Makes the inner backends of ``parts`` (group, store, time-out of its operations), one after the other."""
+@dataclass(frozen=True)
+class Part:
+    """A group to connect. ``store``: gets its store, which may mean to connect to a server first; ``timeout``: of its
+    operations."""
 
-    def __init__(
-        self, native: Any, parts: Sequence[tuple[GroupRequest, Store, datetime.timedelta]], deadline: float
-    ) -> None:
+    request: GroupRequest
+    store: Callable[[], Store]
+    timeout: datetime.timedelta
+
+
+class Builder(threading.Thread):
+    """Makes the inner backends of ``parts``, one after the other."""
+
+    def __init__(self, native: Any, parts: Sequence[Part], deadline: float) -> None:
         """``deadline`` is on the monotonic clock, seconds."""
         super().__init__(name="flashrecovery-connect", daemon=True)
         self.seconds: dict[str, float] = {}
-        self.current = parts[0][0].name if parts else ""
+        self.current = parts[0].request.name if parts else ""
         self.error: Exception | None = None
         self.finished = False
         self._native, self._parts, self._deadline = native, parts, deadline
@@ -37,13 +46,15 @@ class Builder(threading.Thread):
 
     def run(self) -> None:
         try:
-            for request, store, timeout in self._parts:
+            for part in self._parts:
                 if self._given_up:
                     return
                 began = time.monotonic()
+                request = part.request
                 self.current = request.name
+                store = part.store()
                 left = datetime.timedelta(seconds=max(self._deadline - began, 0.05))
-                self._keep(request.name, make_inners(self._native, request, store, timeout, left))
+                self._keep(request.name, make_inners(self._native, request, store, part.timeout, left))
                 self.seconds[request.name] = time.monotonic() - began
         except Exception as error:  # noqa: BLE001 - whatever it is, the waiting thread raises it
             self.error = error

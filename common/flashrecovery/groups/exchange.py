@@ -12,15 +12,17 @@ import datetime
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from flashrecovery.errors import RegroupError
 from flashrecovery.groups import native_build, torch_private
-from flashrecovery.groups.builder import Builder
+from flashrecovery.groups.builder import Builder, Part
 from flashrecovery.groups.inner import Inners
 from flashrecovery.groups.registry import ManagedGroup, groups
 from flashrecovery.groups.state import STATE
-from flashrecovery.groups.torch_private import PrefixStore, Store
+from flashrecovery.groups.stores import OneStore, Servers, StoresInUse, stop_all
+from flashrecovery.groups.torch_private import Store
 
 _POLL_S = 0.0005  # between looks at what is still draining
 _EXIT_S = 2.0  # at the end of the process, for closing old connections in an orderly way
@@ -69,13 +71,14 @@ def abandon(reason: str) -> int:
     module = native_build.loaded()
     with STATE.lock:
         STATE.abandonments += 1
-        stores = [*STATE.stores, *([STATE.attaching_store] if STATE.attaching_store is not None else [])]
+        stores = list(STATE.stores)
         targets = list(STATE.groups)
     STATE.changed.set()
     if module is None:
         return 0
     for store in stores:
         module.stop_store(store, reason)
+    stop_all(reason)
     count = 0
     for group in targets:
         outer = group.outer()
@@ -129,8 +132,9 @@ def detach_all() -> None:
         module.resume_store(store)
 
 
-def attach(store: Store, generation: int, deadline_s: float) -> AttachReport:
-    """Connect every group again, in creation order, under ``fr/gen<generation>/`` in ``store``.
+def attach(store: Store | Servers, generation: int, deadline_s: float) -> AttachReport:
+    """Connect every group again, in creation order, under ``fr/gen<generation>/`` in ``store``, or in that one of
+    several servers which is the group's (:func:`~flashrecovery.plan.stores.server_of`).
 
     Survivors and replacements do the same. All members of a group must take part. On failure (deadline in seconds, an
     :func:`abandon` since the last :func:`detach_all`, a peer that cannot be reached) raises
@@ -141,24 +145,27 @@ def attach(store: Store, generation: int, deadline_s: float) -> AttachReport:
     module = native_build.loaded()
     if module is None:
         return AttachReport(generation, 0, 0.0)
-    wrapped = module.wrap_store(store)
+    source = store if isinstance(store, Servers) else OneStore(store)
+    stores = StoresInUse(module, source, STATE.world, f"fr/gen{generation}/")
     with STATE.lock:
         if STATE.abandonments != STATE.cleared:
             raise RegroupError(f"generation {generation} was abandoned before its groups were attached")
         epoch = STATE.abandonments
-        STATE.attaching_store = wrapped
+        STATE.attaching = stores
         STATE.changed.clear()
-    parts = [(g.request, PrefixStore(f"fr/gen{generation}/{g.name}/", wrapped), _timeout(module, g)) for g in todo]
+    parts = [Part(g.request, partial(stores.of, g.request), _timeout(module, g)) for g in todo]
     builder = Builder(module, parts, began + deadline_s)
     try:
         builder.start()
         builder.wait(epoch)
-        problem = _put_all_inside(module, builder, todo, epoch, deadline_s)
+        problem = _put_all_inside(module, builder, todo, stores, epoch, deadline_s)
     finally:
         with STATE.lock:
-            STATE.attaching_store = None
+            STATE.attaching = None
     if problem is not None:
-        module.stop_store(wrapped, problem)
+        stores.stop(problem)
+        if isinstance(source, Servers) and builder.error is not None:
+            source.doubt()
         builder.give_up()
         raise RegroupError(f"generation {generation} {problem}") from builder.error
     for group in groups():
@@ -173,7 +180,7 @@ def attach(store: Store, generation: int, deadline_s: float) -> AttachReport:
 
 
 def _put_all_inside(
-    module: Any, builder: Builder, todo: list[ManagedGroup], epoch: int, deadline_s: float
+    module: Any, builder: Builder, todo: list[ManagedGroup], stores: StoresInUse, epoch: int, deadline_s: float
 ) -> str | None:
     """All or none; returns why not."""
     with STATE.lock:  # no abandon() can come between the check and the exchange
@@ -185,6 +192,7 @@ def _put_all_inside(
             return f"could not form group {builder.current!r}: {builder.error}"
         for group in todo:
             _put_inside(module, group, builder.take(group.name))
+        STATE.spread = stores
     return None
 
 

@@ -12,16 +12,17 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch.distributed as dist
 import xxhash
 
 from flashrecovery.groups import native_build, torch_private
-from flashrecovery.groups.builder import Builder
+from flashrecovery.groups.builder import Builder, Part
 from flashrecovery.groups.inner import Inners
 from flashrecovery.groups.state import STATE
+from flashrecovery.groups.stores import start_stores
 from flashrecovery.groups.torch_private import GroupRequest, PrefixStore, Store
 
 CONTROL_GROUP = "flashrecovery"
@@ -227,6 +228,8 @@ def failure_count() -> int:
 
 def _create(request: GroupRequest, store: Store) -> Any:
     module = native()
+    STATE.world = max(STATE.world, request.size)  # the default group is the first one
+    STATE.made[request.name] += 1
     outer = module.create(request.rank, request.size, request.name, request.kind, request.timeout)
     if request.size == 1 or not STATE.detached:
         inners = _connect(module, request, store)
@@ -238,7 +241,7 @@ def _connect(module: Any, request: GroupRequest, store: Store) -> Inners:
     """Connect a new group; fails as communication does if a peer is lost or :func:`abandon` comes meanwhile."""
     epoch = STATE.abandonments
     deadline = time.monotonic() + request.timeout.total_seconds()
-    builder = Builder(module, [(request, store, request.timeout)], deadline)
+    builder = Builder(module, [Part(request, _place(module, request, store), request.timeout)], deadline)
     builder.start()
     builder.wait(epoch)
     if builder.finished and builder.error is None:
@@ -250,6 +253,17 @@ def _connect(module: Any, request: GroupRequest, store: Store) -> Inners:
     if isinstance(builder.error, RuntimeError) and not isinstance(builder.error, dist.DistError):
         raise dist.DistBackendError(str(builder.error)) from builder.error
     raise builder.error
+
+
+def _place(module: Any, request: GroupRequest, store: Store) -> Callable[[], Store]:
+    """Where a new group connects: under the default group's ``store``, or if there are several on its own server."""
+    with STATE.lock:
+        if STATE.spread is None:
+            STATE.spread = start_stores(module, STATE.world)
+        stores = STATE.spread
+    if stores is None or not stores.spread or request.size in (1, STATE.world):
+        return lambda: store
+    return partial(stores.of, request, f"{STATE.made[request.name]}/")
 
 
 def _created(request: GroupRequest, pg: Any) -> None:

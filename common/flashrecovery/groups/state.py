@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,10 @@ class State:
     stores: list[Any] = field(default_factory=list)  # ours, around the default group's store
     abandonments: int = 0  # calls of abandon()
     cleared: int = 0  # the calls that detach_all() has dealt with
-    attaching_store: Any | None = None
+    attaching: Any | None = None  # stores.StoresInUse of the generation that is being attached
+    spread: Any | None = None  # ... of the groups that there are; None as long as those of the start have one store
+    world: int = 0  # ranks of the default group
+    made: Counter[str] = field(default_factory=Counter)  # groups made so far, by name
     changed: threading.Event = field(default_factory=threading.Event)
     log_start_wanted: bool = False
     log_replay_wanted: bytes | None = None

@@ -1019,6 +1019,7 @@ class Reply(_message.Message):
     NEEDS_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
     FATAL_FIELD_NUMBER: _builtins.int
+    ALSO_FIELD_NUMBER: _builtins.int
     serial: _builtins.int
     generation: _builtins.int
     rank: _builtins.int
@@ -1047,6 +1048,10 @@ class Reply(_message.Message):
     def position(self) -> Global___Position:
         """of a hold"""
 
+    @_builtins.property
+    def also(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """further ranks that answer the same"""
+
     def __init__(
         self,
         *,
@@ -1066,10 +1071,11 @@ class Reply(_message.Message):
         needs: _abc.Iterable[Global___ShardNeed] | None = ...,
         position: Global___Position | None = ...,
         fatal: _builtins.bool = ...,
+        also: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "detail", b"detail", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "live_version", b"live_version", "needs", b"needs", "position", b"position", "rank", b"rank", "received_digests", b"received_digests", "seconds", b"seconds", "sent_digests", b"sent_digests", "serial", b"serial"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "detail", b"detail", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "live_version", b"live_version", "needs", b"needs", "position", b"position", "rank", b"rank", "received_digests", b"received_digests", "seconds", b"seconds", "sent_digests", b"sent_digests", "serial", b"serial"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1108,6 +1114,7 @@ class Command(_message.Message):
     SERIAL_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     REPLACE_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     REGROUP_FIELD_NUMBER: _builtins.int
@@ -1135,6 +1142,10 @@ class Command(_message.Message):
     generation: _builtins.int
     rank: _builtins.int
     """-1: the agent itself"""
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """to each of these ranks instead, under one serial number"""
+
     @_builtins.property
     def replace(self) -> Global___Replace:
         """agent: fence the rank's process, then fill the rank"""
@@ -1187,6 +1198,7 @@ class Command(_message.Message):
         serial: _builtins.int = ...,
         generation: _builtins.int = ...,
         rank: _builtins.int = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
         replace: Global___Replace | None = ...,
         stop: Global___Stop | None = ...,
         regroup: Global___Regroup | None = ...,
@@ -1210,7 +1222,7 @@ class Command(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "electors", b"electors", "fault", b"fault", "fence", b"fence", "hold", b"hold", "keep_undo", b"keep_undo", "look", b"look", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank_table", b"rank_table", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "batch", b"batch", "beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "electors", b"electors", "fault", b"fault", "fence", b"fence", "generation", b"generation", "hold", b"hold", "keep_undo", b"keep_undo", "look", b"look", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank", b"rank", "rank_table", b"rank_table", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "batch", b"batch", "beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "electors", b"electors", "fault", b"fault", "fence", b"fence", "generation", b"generation", "hold", b"hold", "keep_undo", b"keep_undo", "look", b"look", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank", b"rank", "rank_table", b"rank_table", "ranks", b"ranks", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold", "beat", "probe", "fence", "modules", "electors", "batch", "look"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
@@ -1256,6 +1268,7 @@ class Replace(_message.Message):
     NODE_RANK_FIELD_NUMBER: _builtins.int
     STRIDE_FIELD_NUMBER: _builtins.int
     SETUP_FROM_FIELD_NUMBER: _builtins.int
+    STORES_FIELD_NUMBER: _builtins.int
     detached: _builtins.bool
     reason: _builtins.str
     attempt: _builtins.int
@@ -1268,6 +1281,10 @@ class Replace(_message.Message):
     """rank r's copies go to rank r + stride"""
     setup_from: _builtins.str
     """Peer service of the agent that keeps the rank's set-up log; empty: the old process's page"""
+    @_builtins.property
+    def stores(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreServer]:
+        """of a start with several: the groups are spread over them; the first one as above"""
+
     def __init__(
         self,
         *,
@@ -1280,14 +1297,37 @@ class Replace(_message.Message):
         node_rank: _builtins.int = ...,
         stride: _builtins.int = ...,
         setup_from: _builtins.str = ...,
+        stores: _abc.Iterable[Global___StoreServer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "detached", b"detached", "local_rank", b"local_rank", "node_rank", b"node_rank", "reason", b"reason", "setup_from", b"setup_from", "store_host", b"store_host", "store_port", b"store_port", "stride", b"stride"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "detached", b"detached", "local_rank", b"local_rank", "node_rank", b"node_rank", "reason", b"reason", "setup_from", b"setup_from", "store_host", b"store_host", "store_port", b"store_port", "stores", b"stores", "stride", b"stride"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Replace: _TypeAlias = Replace  # noqa: Y015
+
+@_typing.final
+class StoreServer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
+    host: _builtins.str
+    port: _builtins.int
+    def __init__(
+        self,
+        *,
+        host: _builtins.str = ...,
+        port: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "port", b"port"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreServer: _TypeAlias = StoreServer  # noqa: Y015
 
 @_typing.final
 class Beat(_message.Message):
@@ -1475,24 +1515,24 @@ Global___Stop: _TypeAlias = Stop  # noqa: Y015
 
 @_typing.final
 class Regroup(_message.Message):
+    """stores: the groups are spread over them, on each rank alike (plan/stores.py)."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    STORE_HOST_FIELD_NUMBER: _builtins.int
-    STORE_PORT_FIELD_NUMBER: _builtins.int
+    STORES_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
-    store_host: _builtins.str
-    store_port: _builtins.int
     deadline_s: _builtins.float
+    @_builtins.property
+    def stores(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreServer]: ...
     def __init__(
         self,
         *,
-        store_host: _builtins.str = ...,
-        store_port: _builtins.int = ...,
+        stores: _abc.Iterable[Global___StoreServer] | None = ...,
         deadline_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "store_host", b"store_host", "store_port", b"store_port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "stores", b"stores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

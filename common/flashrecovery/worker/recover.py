@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
 import time
 from collections.abc import Mapping
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Literal
 
 from flashrecovery import groups
 from flashrecovery.errors import DataSourceError, FlashRecoveryError, RegroupError, RestoreError
-from flashrecovery.groups.torch_private import TCPStore
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.checkpoint import newest
 from flashrecovery.worker.digest import shard_digest
@@ -34,7 +32,6 @@ class Recoverer:
     def __init__(self, session: Session) -> None:
         self._s = session
         self._fresh = session.connection.detached
-        self._client: tuple[tuple[str, int], TCPStore] | None = None
 
     # -- waiting for commands ---------------------------------------------------------------------
 
@@ -152,19 +149,8 @@ class Recoverer:
         s = self._s
         s.faults.hit("recovery:regrouping", s.gate.version)
         message = command.regroup
-        store = self._store(message)
-        groups.attach(store, command.generation, message.deadline_s)
-
-    def _store(self, message: pb.Regroup) -> TCPStore:
-        """One client for all generations: each new connection costs a reverse DNS look-up on both sides."""
-        address = (message.store_host, message.store_port)
-        if self._client is None or self._client[0] != address:
-            timeout = datetime.timedelta(seconds=message.deadline_s)
-            self._client = (
-                address,
-                TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout),
-            )
-        return self._client[1]
+        addresses = tuple((server.host, server.port) for server in message.stores)
+        groups.attach(groups.Servers(addresses, message.deadline_s), command.generation, message.deadline_s)
 
     def _restore(self, restore: pb.Restore, reply: pb.Reply) -> None:
         s = self._s

@@ -100,6 +100,29 @@ def test_a_dead_server_is_replaced_and_the_others_are_kept() -> None:
         run_ranks(4, _killed(hosts))
 
 
+def _made_late(hosts: list[_Host]) -> RankFunction:
+    def body(rank: int, size: int, store: dist.Store) -> None:
+        mine = _init(rank, size, dist.TCPStore(*_address(hosts[0]), is_master=False))
+        groups.abandon("the default group's store is lost")
+        _again()
+        store.set(f"here/{rank}", "1")
+        store.wait([f"here/{r}" for r in range(size)])
+        if rank == 0:
+            os.kill(hosts[0].pid, signal.SIGKILL)
+            store.set("killed", "1")
+        store.wait(["killed"])
+        groups.attach(groups.Servers((_address(hosts[1]),), 20.0), 1, 20.0)
+        late = [g for g in (dist.new_group(r) for r in ([1, 2], None)) if g is not dist.GroupMember.NON_GROUP_MEMBER]
+        _work(size, [*mine, *late])
+
+    return body
+
+
+def test_groups_made_after_a_recovery_do_not_need_a_store_that_is_lost() -> None:
+    with _hosts(2) as hosts:
+        run_ranks(4, _made_late(hosts))
+
+
 def _silent(hosts: list[_Host]) -> RankFunction:
     def body(rank: int, size: int, store: dist.Store) -> None:
         mine = _init(rank, size, store)

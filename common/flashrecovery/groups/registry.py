@@ -256,12 +256,13 @@ def _connect(module: Any, request: GroupRequest, store: Store) -> Inners:
 
 
 def _place(module: Any, request: GroupRequest, store: Store) -> Callable[[], Store]:
-    """Where a new group connects: under the default group's ``store``, or if there are several on its own server."""
+    """Where a new group connects: under the default group's ``store``, or if there are several on its own server. After
+    a recovery where the other groups are, for the default group's store may have been lost."""
     with STATE.lock:
         if STATE.spread is None:
             STATE.spread = start_stores(module, STATE.world)
         stores = STATE.spread
-    if stores is None or not stores.spread or request.size in (1, STATE.world):
+    if stores is None or request.size == 1 or (stores.at_start and request.size == STATE.world):
         return lambda: store
     return partial(stores.of, request, f"{STATE.made[request.name]}/")
 

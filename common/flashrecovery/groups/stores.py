@@ -108,16 +108,12 @@ class StoresInUse:
     """What the groups of one generation, or of the start, use of ``source``, under ``prefix``. After :meth:`stop` every
     wait ends, also in a store that is being connected meanwhile."""
 
-    def __init__(self, module: Any, source: Source, world: int, prefix: str) -> None:
+    def __init__(self, module: Any, source: Source, world: int, prefix: str, *, at_start: bool = False) -> None:
+        self.at_start = at_start
         self._module, self._source, self._world, self._prefix = module, source, world, prefix
         self._lock = threading.Lock()
         self._wrapped: dict[int, Store] = {}
         self._stopped: str | None = None
-
-    @property
-    def spread(self) -> bool:
-        """Whether there are several servers."""
-        return self._source.servers > 1
 
     def of(self, request: GroupRequest, suffix: str = "") -> Store:
         """The store of this group. May block until its server takes the connection."""
@@ -150,7 +146,7 @@ def start_stores(module: Any, world: int) -> StoresInUse | None:
         return None
     addresses = tuple((str(host), int(port)) for host, port in named)
     prefix = f"fr/start{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/"
-    return StoresInUse(module, Servers(addresses, DEFAULT_TIMEOUT.total_seconds()), world, prefix)
+    return StoresInUse(module, Servers(addresses, DEFAULT_TIMEOUT.total_seconds()), world, prefix, at_start=True)
 
 
 def stop_all(reason: str) -> None:

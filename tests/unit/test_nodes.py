@@ -109,6 +109,21 @@ def test_a_node_that_another_one_reaches_keeps_its_ranks() -> None:
     assert [f for f in found if isinstance(f, Unheard)] == [f for f in found if isinstance(f, Unheard)][:1]
 
 
+def test_a_controller_that_hears_nobody_is_cut_off_itself() -> None:
+    liveness = heard("a", "b", "c")
+    found = [f for _, f in run(liveness, 0.0, 60.0, ())]
+    assert [f for f in found if isinstance(f, Unheard)] == found and {f.node for f in found} == {"a", "b", "c"}
+    later = [f for _, f in run(liveness, 60.05, 63.0, ("a", "c"))]
+    assert [f.node for f in later if isinstance(f, Lost)] == ["b"], "now there is somebody to ask"
+
+
+def test_the_node_of_the_controllers_process_is_never_lost() -> None:
+    liveness = Liveness(LIMITS, own="a")
+    liveness.heard("a", 0.0)
+    liveness.disconnected("a")
+    assert run(liveness, 0.0, 9.0, ()) == []
+
+
 def test_a_broken_connection_is_asked_about_at_once() -> None:
     liveness = heard("a", "b")
     liveness.check(0.0)

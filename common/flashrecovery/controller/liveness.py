@@ -7,7 +7,9 @@ controller and one node, or of the controller's own network, costs nobody their 
 
 The bound for false alarms: a living node is taken for lost only if nothing of it has arrived for ``node_silence_s``
 (several heartbeats in a row) *and* no neighbour has got an answer from it. After a pause of the controller itself
-nobody is suspected before having had the time again.
+nobody is suspected before having had the time again. The node whose agent lives in the controller's own process is
+never lost; and if no node at all is heard, it is the controller that is cut off: all keep their ranks, for as long as
+one would wait for new nodes.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Lost:
 
 @dataclass(frozen=True)
 class Unheard:
-    """``node`` is alive, as ``observer`` says, but does not get through to the controller."""
+    """``node`` is alive, as ``observer`` says, but does not get through to the controller. ``observer`` "": nobody is
+    heard."""
 
     node: str
     observer: str
@@ -58,10 +61,11 @@ class _Pulse:
 
 
 class Liveness:
-    """One for the job. Nodes enter with their first message."""
+    """One for the job. Nodes enter with their first message. ``own``: the node of this process, if it has an agent."""
 
-    def __init__(self, limits: Timeouts) -> None:
+    def __init__(self, limits: Timeouts, own: str = "") -> None:
         self._limits = limits
+        self._own = own
         self._pulses: dict[str, _Pulse] = {}
         self._checked_at: float | None = None
 
@@ -89,7 +93,9 @@ class Liveness:
 
     def silent(self, node: str, now: float) -> bool:
         pulse = self._pulses.get(node)
-        return pulse is not None and (not pulse.connected or now - pulse.heard_at >= self._limits.node_silence_s)
+        if pulse is None or node == self._own:
+            return False
+        return not pulse.connected or now - pulse.heard_at >= self._limits.node_silence_s
 
     def answered(self, observer: str, suspect: str, reachable: bool, evidence: str) -> None:
         """An observer's answer. Late ones count for nothing."""
@@ -127,13 +133,16 @@ class Liveness:
             return [Unheard(name, witness, now - pulse.heard_at)] if first else []
         if not late and any(evidence is None for evidence in pulse.asked.values()):
             return []
-        if not late and not pulse.asked:
-            return []
+        silent_s = now - pulse.heard_at
+        if not pulse.asked and silent_s < self._limits.node_wait_s:
+            if not late:
+                return []
+            first, pulse.vouched, pulse.asked_at = not pulse.vouched, True, None
+            return [Unheard(name, "", silent_s)] if first else []
         del self._pulses[name]
         how = "its agent's connection has broken" if not pulse.connected else "its agent is silent"
         said = [f"{o} ({evidence or 'no answer'})" for o, evidence in pulse.asked.items()]
         seen = f"; not reached by {', '.join(said)}" if said else "; there is no other node to ask"
-        silent_s = now - pulse.heard_at
         return [Lost(name, f"{how} for {silent_s:.2f} s{seen}", silent_s)]
 
     def _forgive_own_pause(self, now: float) -> None:

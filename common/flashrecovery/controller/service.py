@@ -61,8 +61,9 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._log = log
         self.run_dir = run_dir
         self._agents = Connections()
-        self._liveness = Liveness(config.timeouts)
-        self._electorate = Electorate(quorum or Quorum(""), self.machine, self._liveness, config.timeouts)
+        quorum = quorum or Quorum("")
+        self._liveness = Liveness(config.timeouts, quorum.leader)
+        self._electorate = Electorate(quorum, self.machine, self._liveness, config.timeouts)
         self._tables = TablePublisher(run_dir)
         self._beats = BeatServer(token, self, config.timeouts.heartbeat_s)
         self._beat_at = 0.0
@@ -351,10 +352,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 self._agents.end(found.node)  # if it hears this, it comes back, and is told that it was lost
                 self.machine.on_node_lost(found.node, found.evidence, found.silent_s, now)
             else:
-                text = (
-                    f"node {found.node} has not been heard for {found.silent_s:.2f} s, but node {found.observer} "
-                    "reaches it: it keeps its ranks"
-                )
+                seen = f"but node {found.observer} reaches it" if found.observer else "nor is any other node"
+                text = f"node {found.node} has not been heard for {found.silent_s:.2f} s, {seen}: it keeps its ranks"
                 self._record(ev.Notice(generation=self.machine.generation, kind="node_unheard", text=text))
 
     def _announce_checkpoint(self, now: float) -> None:

@@ -154,9 +154,14 @@ class NodesJob:
         address = json.loads((self.directory() / "controller.json").read_text())["address"]
         return next(h for h in self.net.hosts if address.startswith(f"{h.address}:"))
 
+    def _rank_table(self) -> Any:
+        """The newest one. A new controller publishes it once it has found the ranks."""
+        self._wait(lambda: (self.directory() / "ranktable.json").exists(), "the rank table", 30)
+        return json.loads((self.directory() / "ranktable.json").read_text())
+
     def rank_hosts(self) -> dict[int, Host]:
         """Where each rank is, as the newest rank table has it."""
-        table = json.loads((self.directory() / "ranktable.json").read_text())
+        table = self._rank_table()
         by_name = {h.name: h for h in self.net.hosts}
         return {r["rank"]: by_name[r["node"]] for r in table["ranks"]}
 
@@ -182,7 +187,7 @@ class NodesJob:
         self.signal_worker(host, rank, signal.SIGKILL)
 
     def signal_worker(self, host: Host, rank: int, number: signal.Signals) -> None:
-        table = json.loads((self.directory() / "ranktable.json").read_text())
+        table = self._rank_table()
         (pid,) = (r["pid"] for r in table["ranks"] if r["rank"] == rank and r["node"] == host.name)
         os.kill(pid, number)
 

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from flashrecovery.worker.calls import Calls
+from flashrecovery.worker.overhead import Overhead
 
 
 class FakeSession:
     """Commits each step; an exception in a body goes back to version ``back_to`` (by default, that of the step)."""
 
     def __init__(self, version: int = 0) -> None:
-        self.gate = SimpleNamespace(version=version, stopped=False)
+        self.gate = SimpleNamespace(version=version, stopped=False, overhead=Overhead())
         self.back_to: int | None = None
 
     def at_script_end(self, callback: Callable[[], None]) -> None: ...

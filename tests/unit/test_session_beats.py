@@ -101,10 +101,10 @@ async def no_leave() -> None:
     pass
 
 
-def play(tmp_path: Path, act: Callable[[Scene], Awaitable[None]], **config: bool) -> None:
+def play(tmp_path: Path, act: Callable[[Scene], Awaitable[None]], **config: object) -> None:
     async def main() -> None:
         with closing(RunDir(tmp_path / "run")) as run_dir, closing(EventLog(run_dir.events_path)) as log:
-            settings = RunConfig(nnodes=2, controller="127.0.0.1:1", **config)  # type: ignore[arg-type]
+            settings = RunConfig.model_validate({"nnodes": 2, "controller": "127.0.0.1:1", **config})
             service = ControllerService(settings, TOKEN, log, run_dir)
             port = await service.start("127.0.0.1", 0)
             agent = NoWorkers()
@@ -217,4 +217,4 @@ def test_a_node_that_is_taken_for_lost_hears_of_it(tmp_path: Path) -> None:
         await scene.until(lambda: scene.agent.fenced > 0)
         await scene.until(lambda: scene.service.machine.nodes["a"].incarnation == "second")
 
-    play(tmp_path, act)
+    play(tmp_path, act, timeouts={"node_wait_s": 0.5})

@@ -26,7 +26,7 @@ import stores
 PER_NODE = 8
 AGENTS_PER_PROCESS = 600
 STEADY_S = 8.0
-LIMIT_S = 300.0
+LIMIT_S = 1500.0
 PAPER = {1000: ("8", "0.1"), 4000: ("31", "0.1"), 8000: ("60", "< 0.5"), 18000: ("249", "< 0.5")}
 """FlashRecovery (arXiv 2509.03047), Table I: seconds of the original update of the rank table, and of loading it."""
 PATIENT = ("node_silence_s", "stop_ack_s", "resume_ack_s", "regroup_s")

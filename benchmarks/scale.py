@@ -26,10 +26,11 @@ import stores
 PER_NODE = 8
 AGENTS_PER_PROCESS = 600
 STEADY_S = 8.0
-LIMIT_S = 240.0
+LIMIT_S = 1500.0
 PAPER = {1000: ("8", "0.1"), 4000: ("31", "0.1"), 8000: ("60", "< 0.5"), 18000: ("249", "< 0.5")}
 """FlashRecovery (arXiv 2509.03047), Table I: seconds of the original update of the rank table, and of loading it."""
-SILENCE_S = 30.0
+PATIENT = ("node_silence_s", "stop_ack_s", "resume_ack_s", "regroup_s")
+PATIENT_S = 300.0
 """Thousands of agents share this machine with the controller, and may all be late; that is not what is measured."""
 SETTLE_S = 4.0
 """After the launch: the first steps are watched more closely."""
@@ -37,12 +38,14 @@ SETTLE_S = 4.0
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one size. Seconds; ``cores``: of the controller while the job runs; ``sent_s``: from the failure to the last
+    """Of one size. Seconds; ``beats``: heartbeats a second that the controller has got, of four that each agent should
+    send, and ``cores``: what it has used meanwhile; ``sent_s``: from the failure to the last
     survivor's hold command; ``control_s``: all phases of the recovery but the repeated step, ``control_cpu_s``: the
     controller's processor time meanwhile."""
 
     devices: int
     launch_s: float
+    beats: float
     cores: float
     sent_s: float
     control_s: float
@@ -106,7 +109,7 @@ def measure(devices: int, folder: Path, profile: Path | None) -> Measured:
     command = [sys.executable, *profiled, "-m", "flashrecovery.cli.main", "controller", "--bind", f"127.0.0.1:{port}"]
     command += ["--nnodes", str(nodes), "--nproc-per-node", str(PER_NODE), "--run-dir", str(run_dir)]
     settings = folder / "config.json"
-    settings.write_text(json.dumps({"timeouts": {"node_silence_s": SILENCE_S}}))
+    settings.write_text(json.dumps({"timeouts": dict.fromkeys(PATIENT, PATIENT_S)}))
     command += ["--config", str(settings)]
     controller = subprocess.Popen(command, env=harness.environment())
     while not (run_dir / "controller.json").exists() and controller.poll() is None:
@@ -118,9 +121,12 @@ def measure(devices: int, folder: Path, profile: Path | None) -> Measured:
         launch_s = time.monotonic() - began
         time.sleep(SETTLE_S)
         process = psutil.Process(controller.pid)
-        before = sum(process.cpu_times()[:2])
+        agents.tell("count")
+        before, lost = sum(process.cpu_times()[:2]), lost_datagrams(port)
         time.sleep(STEADY_S)
+        agents.tell("count")
         cores = (sum(process.cpu_times()[:2]) - before) / STEADY_S
+        lost = lost_datagrams(port) - lost
         before = sum(process.cpu_times()[:2])
         agents.tell(f"kill {devices // 2}")
         wait_for(run_dir, "recovery_phase", controller, name="verify")
@@ -129,6 +135,8 @@ def measure(devices: int, folder: Path, profile: Path | None) -> Measured:
         (failed,) = agents.said("failed")
         agents.tell("report")
         agents.wait_for("reported")
+        counts = agents.said("beats")
+        beats = (sum(counts[1::2]) - sum(counts[::2]) - lost) / STEADY_S
         print(f"  heartbeats on streams, all told: {sum(agents.said('heartbeats-on-stream')):.0f}", flush=True)
         phases = {name: s for name, s in finished["phases"].items() if name != "redo"}
         print("  " + ", ".join(f"{name} {s:.2f}" for name, s in phases.items()), flush=True)
@@ -142,7 +150,7 @@ def measure(devices: int, folder: Path, profile: Path | None) -> Measured:
             controller.kill()
         controller.wait()
     control_s, load_s = sum(phases.values()), statistics.median(loads)
-    return Measured(devices, launch_s, cores, sent_s, control_s, control_cpu_s, load_s)
+    return Measured(devices, launch_s, beats, cores, sent_s, control_s, control_cpu_s, load_s)
 
 
 def wait_for(run_dir: Path, event: str, controller: subprocess.Popen[bytes], **fields: str) -> dict[str, Any]:
@@ -158,6 +166,15 @@ def wait_for(run_dir: Path, event: str, controller: subprocess.Popen[bytes], **f
                         return found
         time.sleep(0.05)
     raise TimeoutError(f"no {event} within {LIMIT_S:g} s")
+
+
+def lost_datagrams(port: int) -> int:
+    """How many the kernel has dropped because the controller's socket was full."""
+    for line in Path("/proc/net/udp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if int(fields[1].rpartition(":")[2], 16) == port:
+            return int(fields[-1])
+    return 0
 
 
 def load_seconds(path: Path) -> float:
@@ -190,6 +207,7 @@ def main() -> None:
         rows.append(
             (
                 f"{r.devices:,}",
+                f"{r.beats:,.0f}",
                 f"{r.cores:.2f}",
                 f"{r.sent_s:.2f}",
                 f"{r.control_s:.2f}",
@@ -201,6 +219,7 @@ def main() -> None:
         )
     head = (
         "devices",
+        "heartbeats a second",
         "controller, cores",
         "failure to last command",
         "control part",
@@ -219,8 +238,9 @@ def main() -> None:
     if established:
         stores.show(established)
     largest, smallest = results[-1], results[0]
+    all_beats = 4 * largest.devices / PER_NODE  # where the agents' processes are late, they send fewer
     goals = [
-        ("heartbeats, cores", largest.cores, 0.5),
+        ("heartbeats, cores for all", largest.cores * all_beats / max(largest.beats, 1.0), 0.5),
         ("failure to last command, s", largest.sent_s, 1.0),
         ("rank table, s a reader", largest.load_s, 0.5),
         ("growth of the control part", largest.control_s / smallest.control_s, 2.0),

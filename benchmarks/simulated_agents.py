@@ -3,13 +3,15 @@
     python simulated_agents.py ADDRESS FIRST LAST RANKS_PER_NODE DEVICES
 
 Each agent has a stream of its own to the controller, a socket for its heartbeats, which keep the real pace, and ranks
-that report, hold, stop, regroup, restore and resume as soon as they are told. On standard input ``kill RANK`` lets a
-rank die and ``report`` has lines ``NAME MONOTONIC_SECONDS`` written for what the benchmark wants to know.
+that report, hold, stop, regroup, restore and resume as soon as they are told. On standard input ``count`` asks for the
+number of heartbeats sent so far, ``kill RANK`` lets a rank die and ``report`` has lines ``NAME MONOTONIC_SECONDS``
+written for what the benchmark wants to know.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import sys
 import time
@@ -184,6 +186,7 @@ class SimulatedAgent:
 
 
 async def main() -> None:
+    os.nice(3)  # the controller is what is measured
     address, first, last, per_node, world = sys.argv[1], *map(int, sys.argv[2:6])
     agents = [SimulatedAgent(node, first, per_node, world) for node in range(first, last)]
     options = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
@@ -199,6 +202,8 @@ async def main() -> None:
                 if int(line[1]) in agent.ranks:
                     say("failed")
                     agent.die(agent.ranks[int(line[1])])
+        elif line[0] == "count":
+            say("beats", beats.sent)
         elif line[0] == "report":
             for name, when in latest.items():
                 say(name, when)

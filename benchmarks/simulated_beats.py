@@ -8,19 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from flashrecovery.beats.agent import Patience
-from flashrecovery.beats.wire import ANSWER, ANSWERED, BEAT, LIMIT, MAGIC, Header, Seal, Stream, pack_ranks, ticket_of
+from flashrecovery.beats.wire import ANSWERED, BEAT, LIMIT, MAGIC, Header, Seal, Stream, pack_ranks, ticket_of
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 PERIOD_S = 0.25
+_RECEIVED = struct.Struct("<24xQ")
 _SLOTS = 25
 """Real agents do not beat in step, either."""
 _PACKED_S = 0.5
-_THROUGH_S = 0.4
+_THROUGH_S = 5.0
+"""Longer than for real agents: with thousands of them in one process it is they who are late."""
+
+
+def received_of(datagram: bytes) -> int:
+    """The newest message that the controller has got, by its answer."""
+    number: int = _RECEIVED.unpack_from(datagram)[0]
+    return number
 
 
 @dataclass
@@ -56,6 +65,7 @@ class Beats:
     """Of one process."""
 
     agents: Sequence[Beating] = ()
+    sent: int = 0
     _socket: socket.socket | None = None
     _by_ticket: dict[int, Beating] = field(default_factory=dict)
 
@@ -102,6 +112,7 @@ class Beats:
         )
         try:
             self._socket.send(agent.seal.close(header, ranks))
+            self.sent += 1
         except OSError as e:
             print(f"# heartbeat not sent: {e}", flush=True)
 
@@ -117,7 +128,6 @@ class Beats:
                 print(f"# answers: {e}", flush=True)
                 return
             agent = self._by_ticket.get(ticket_of(datagram) or 0)
-            header = agent.seal.open(datagram, ANSWER) if agent is not None and agent.seal is not None else None
-            if agent is not None and header is not None:
+            if agent is not None:  # real agents check the digest, too
                 agent.answered_at = now
-                agent.stream.acknowledge(header.received)
+                agent.stream.acknowledge(received_of(datagram))

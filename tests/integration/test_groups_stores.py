@@ -89,8 +89,8 @@ def _killed(hosts: list[_Host]) -> RankFunction:
         _again()
         groups.attach(groups.Servers(tuple(map(_address, (hosts[0], hosts[2]))), 20.0), 3, 20.0)
         _work(size, mine)
-        # what still held has been kept
-        assert _CLIENTS.made[_address(hosts[0])] is kept[_address(hosts[0])]
+        assert _CLIENTS.made[_address(hosts[0])] is kept[_address(hosts[0])]  # it still held
+        assert _address(hosts[1]) not in _CLIENTS.made
 
     return body
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests import hosts
 from tests.hosts import Host, Network
-from tests.jobs import DDP, FSDP, Layout, References, check_same
+from tests.jobs import DDP, FSDP, HSDP, Layout, References, check_same
 from tests.nodes import NodesJob, hosts_of_a_test, references_of_a_module
 
 pytestmark = [
@@ -75,6 +75,20 @@ def test_a_lost_node(how: str, layout: Layout, net: Network, tmp_path: Path, ref
     check_same(ended, reference(layout))
     if how != "killed":
         assert job.newest_step(lost) == stopped_at, "the side without the controller has gone on"
+
+
+def test_a_lost_node_that_had_one_of_two_stores(net: Network, tmp_path: Path, reference: References) -> None:
+    """The groups of two ranks are spread over the stores of both nodes; the next generation has one on the spare."""
+    several = tmp_path / "stores.yaml"
+    several.write_text("stores: 2\n")
+    job = NodesJob(net, tmp_path / "run", HSDP, steps=STEPS, options=("--config", str(several)))
+    job.wait_for_step(KILL_AFTER)
+    first, lost, spare = net.hosts
+    job.kill_node(lost)
+    ended = job.wait(of=[first, spare])
+    (recovery,) = ended.of("recovery_finished")
+    assert recovery["victims"] == [2, 3] and recovery["generation"] == 1
+    check_same(ended, reference(HSDP))
 
 
 @pytest.mark.parametrize("how", LOSSES)

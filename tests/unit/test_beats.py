@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 import time
@@ -11,7 +12,7 @@ from contextlib import closing
 
 import pytest
 
-from flashrecovery.beats.agent import BeatSender
+from flashrecovery.beats.agent import BeatSender, Patience
 from flashrecovery.beats.controller import BeatServer
 from flashrecovery.beats.wire import ANSWER, BEAT, LIMIT, MAGIC, Header, Seal, pack_ranks, ticket_of, unpack_ranks
 from flashrecovery.link import Link
@@ -267,6 +268,34 @@ def test_health_is_taken_once_a_second_unless_it_is_urgent(monkeypatch: pytest.M
         assert len(both.controller.beats) >= 3  # rank 0's always
 
     play(scene)
+
+
+def test_in_a_large_job_urgent_health_is_taken_as_often_as_the_controller_can_keep_up_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("flashrecovery.beats.controller._FEED_S", 10.0)
+
+    async def scene(both: Both) -> None:
+        await both.beat(3)
+        assert len(both.controller.beats) >= 3  # a small job: every one
+        both.controller.beats.clear()
+        for i in range(100):
+            both.server.invite(f"other{i}", Link())
+        await both.beat(3)
+        assert len(both.controller.heard) >= 6 and not both.controller.beats
+        monkeypatch.setattr("flashrecovery.beats.controller._FEED_S", 0.0)
+        await both.beat()
+        assert both.controller.beats
+
+    play(scene)
+
+
+def test_on_the_stream_heartbeats_get_seldom_while_nothing_comes_back() -> None:
+    patience = Patience()
+    assert all(patience.due(now, 0.25) for now in (1.0, 1.25, 1.5))  # the controller answers, on the stream
+    sent = [now / 4 for now in range(80) if patience.due(now / 4, now / 4)]  # from 0 s on it is silent
+    gaps = [later - earlier for earlier, later in itertools.pairwise(sent)]
+    assert gaps == sorted(gaps) and gaps[0] == 0.25 and gaps[-1] == 2.0 and len(sent) < 16
 
 
 def test_a_taken_port_leaves_the_stream() -> None:

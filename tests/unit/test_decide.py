@@ -9,7 +9,8 @@ import pytest
 from flashrecovery.controller.records import RankRecord, capsule_name
 from flashrecovery.controller.restore import decide
 from flashrecovery.errors import JobFailedError
-from flashrecovery.plan import Holding, Kind, NoCut, newest_cut, plan_restore
+from flashrecovery.plan import Kind, NoCut, newest_cut, plan_restore
+from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
 def some_world(pick: random.Random) -> dict[int, RankRecord]:
@@ -21,10 +22,13 @@ def some_world(pick: random.Random) -> dict[int, RankRecord]:
         record.needs = {f"model/{rank % 3}": 100, "common": 10, capsule_name(rank): 5}
         record.live = pick.choice([7, 7, 7, 7, 6, 8, -1])
         record.capsules = tuple(v for v in (5, 6, 7, 8) if pick.random() < 0.6)
+        held = []
         for name in ("common", f"model/{rank % 3}", capsule_name((rank - 1) % world), "nobody needs it"):
             if pick.random() < 0.4:
                 kind = Kind.COPY if name.startswith("capsule") else Kind.UNDO
-                record.held.append(Holding(rank, name, pick.choice([6, 7, 7, 8]), kind, 5))
+                version = pick.choice([6, 7, 7, 8])
+                held.append(pb.Held(kind=kind.value, version=version, shards=[name], nbytes=[5]))
+        record.take_inventory(record.live, held)
     return records
 
 

@@ -11,8 +11,10 @@ from flashrecovery.agent.environment import rank_env
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.outbox import Send
+from flashrecovery.controller.states import State
 from flashrecovery.plan.stores import MOST, STORES_ENV, choose, server_of, store_count
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from tests.unit.test_machine import World
 
 
 @pytest.mark.parametrize(
@@ -103,3 +105,18 @@ def test_with_all_nodes_lost_the_first_that_comes_serves() -> None:
     job.join("c")
     replaces = [c.replace for c in job.join("d")]
     assert replaces and {r.store_host for r in replaces} == {"c"}
+
+
+def test_a_regroup_takes_a_living_server_and_keeps_the_others() -> None:
+    world = World(2, nnodes=3, spare_nodes=1, controller="h:1", stores=3, steps=6)
+    for name in ("a", "b", "c", "spare"):
+        world.join(name, store_port=7, spare=name == "spare")
+    while world.version[0] < 2:
+        world.step()
+    world.machine.on_node_lost("b", "test", 0.0, world.now)
+    world.collect()
+    regroups: list[list[str]] = []
+    while world.machine.state is not State.FINISHED and world.step():
+        regroups += [[s.host for s in c.regroup.stores] for _, c in world.inbox if c.HasField("regroup")]
+    assert world.machine.state is State.FINISHED
+    assert regroups and all(hosts == ["a", "spare", "c"] for hosts in regroups)

@@ -76,7 +76,8 @@ class Liveness:
             self._pulses[node] = _Pulse(now)
             return
         pulse.heard_at, pulse.connected = now, True
-        pulse.asked, pulse.asked_at, pulse.vouched = {}, None, False
+        if pulse.asked_at is not None or pulse.vouched:
+            pulse.asked, pulse.asked_at, pulse.vouched = {}, None, False
 
     def disconnected(self, node: str) -> None:
         """Its connection has ended; it may come back with another one."""
@@ -108,8 +109,10 @@ class Liveness:
         self._forgive_own_pause(now)
         found: list[Ask | Lost | Unheard] = []
         heard: list[str] | None = None
-        for name, pulse in list(self._pulses.items()):
-            if not self.silent(name, now):
+        limit_s = self._limits.node_silence_s
+        silent = [(n, p) for n, p in self._pulses.items() if not p.connected or now - p.heard_at >= limit_s]
+        for name, pulse in silent:
+            if name == self._own:
                 continue
             if pulse.asked_at is None:
                 pulse.asked_at = now

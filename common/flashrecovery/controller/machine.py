@@ -185,18 +185,15 @@ class Machine(Watching, TakeOver):
         """Workers have carried out a command, or say why they could not."""
         if message.generation != self.generation:
             return  # perhaps to another controller, whose serial numbers were the same
-        answered = False
-        for rank in (message.rank, *message.also):
-            what = self.outbox.acknowledge(message.serial, rank)
-            if what is None:
-                continue
-            if message.error_type:
-                self._refused(self.ranks[rank], what, message, now)
-                return
+        what, ranks = self.outbox.acknowledge(message.serial, (message.rank, *message.also))
+        if not ranks:
+            return
+        if message.error_type:
+            self._refused(self.ranks[ranks[0]], what, message, now)
+            return
+        for rank in ranks:
             self._carried_out(self.ranks[rank], what, message)
-            answered = True
-        if answered:
-            self._advance(now)
+        self._advance(now)
 
     def _refused(self, record: RankRecord, what: str, message: pb.Reply, now: float) -> None:
         why = f"{message.error_type}: {message.error}"

@@ -7,7 +7,7 @@ ranks have acknowledged it; who misses the deadline is a victim.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flashrecovery import events as ev
@@ -104,31 +104,33 @@ class Outbox:
             (rank,) = ranks
             self._single.setdefault((what, rank), set()).add(self._serial)
 
-    def acknowledge(self, serial: int, rank: int) -> str | None:
-        """What this rank was told under this number, and is not waited for with any more; None if it was not."""
+    def acknowledge(self, serial: int, ranks: Iterable[int]) -> tuple[str, list[int]]:
+        """What was sent under this number, and which of ``ranks`` it was waiting for until now."""
         order = self.pending.get(serial)
-        if order is None or rank not in order.waiting:
-            return None
-        order.waiting.remove(rank)
-        if not order.waiting:
+        if order is None:
+            return "", []
+        waiting = order.waiting
+        found = [rank for rank in ranks if rank in waiting]
+        waiting.difference_update(found)
+        if not waiting:
             del self.pending[serial]
             self._kinds[order.what] -= 1
-            singles = self._single.get((order.what, rank), set())
-            singles.discard(serial)
-            if not singles:
-                self._single.pop((order.what, rank), None)
-        return order.what
+            for rank in found:
+                singles = self._single.get((order.what, rank), set())
+                singles.discard(serial)
+                if not singles:
+                    self._single.pop((order.what, rank), None)
+        return order.what, found
 
     def forget(self, what: str, rank: int) -> None:
         """Wait for this of ``rank`` alone no longer."""
         for serial in list(self._single.get((what, rank), ())):
-            self.acknowledge(serial, rank)
+            self.acknowledge(serial, [rank])
 
     def keep(self, condition: Callable[[str, int], bool]) -> None:
         """Forget whatever does not meet ``condition(what, rank)``."""
         for serial, order in list(self.pending.items()):
-            for rank in [rank for rank in order.waiting if not condition(order.what, rank)]:
-                self.acknowledge(serial, rank)
+            self.acknowledge(serial, [rank for rank in order.waiting if not condition(order.what, rank)])
 
     def clear(self) -> None:
         """Wait for nothing."""
@@ -147,7 +149,7 @@ class Outbox:
         for serial, order in self.pending.items():
             if now >= order.deadline:
                 rank = min(order.waiting)
-                self.acknowledge(serial, rank)
+                self.acknowledge(serial, [rank])
                 return order.what, rank
         self._soonest = min((o.deadline for o in self.pending.values()), default=float("inf"))
         return None

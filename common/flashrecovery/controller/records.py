@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -65,7 +65,6 @@ class RankRecord:
     needs: dict[str, int] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     live: int = -1
-    held: list[Holding] = field(default_factory=list)
     capsules: tuple[int, ...] = ()
     tag: int = -2
     committed: int = -1
@@ -80,6 +79,7 @@ class RankRecord:
     kept_age_s: float = 0.0
     position: pb.Position = field(default_factory=pb.Position)
     failures_at: dict[int, int] = field(default_factory=dict)
+    _said: list[pb.Held] = field(default_factory=list)  # what it holds besides its live state, in its own words
     _place: Place = Place.EMPTY
 
     def __post_init__(self) -> None:
@@ -99,7 +99,7 @@ class RankRecord:
         """The process is gone; what the rank needs stays known."""
         self.place = Place.EMPTY
         self.live = -1
-        self.held = []
+        self._said = []
         self.tag = -2
         self.kept = -1
 
@@ -119,28 +119,41 @@ class RankRecord:
         self.overhead_s, self.kept, self.kept_age_s = health.overhead_s, health.kept - 1, health.kept_age_s
 
     def take_inventory(self, live: int, held: Iterable[pb.Held]) -> None:
-        """Replace what is known of this rank's versions by its own word."""
+        """Replace what is known of this rank's versions by its own word. It is read only as far as somebody asks."""
         self.live = live
-        self.held = [h for message in held for h in self._expand(message)]
+        self._said = list(held)
+
+    def _names(self, held: pb.Held) -> Collection[str]:
+        return held.shards or self.needs.keys()
 
     def _expand(self, held: pb.Held) -> list[Holding]:
         kind = Kind(held.kind)
-        names = list(held.shards) or list(self.needs)
-        sizes = list(held.nbytes) or [self.needs.get(n, 0) for n in names]
+        names = self._names(held)
+        sizes = held.nbytes or [self.needs.get(n, 0) for n in names]
         return [Holding(self.rank, n, held.version, kind, b) for n, b in zip(names, sizes, strict=True)]
 
-    def holdings(self) -> list[Holding]:
-        """Everything that this rank's process, or the agent for it, holds."""
-        found = list(self.held)
-        if self.live >= 0:
+    def holdings(self, of: Set[str] | None = None) -> list[Holding]:
+        """Everything that this rank's process, or the agent for it, holds; of these shards only, if any are named."""
+        messages = [h for h in self._said if of is None or not of.isdisjoint(self._names(h))]
+        found = [h for message in messages for h in self._expand(message)]
+        if self.live >= 0 and (of is None or not of.isdisjoint(self.needs)):
             found += [Holding(self.rank, n, self.live, Kind.LIVE, b) for n, b in self.needs.items()]
-        capsule = capsule_name(self.rank)
-        found += [Holding(self.rank, capsule, v, Kind.PAGE, self.needs.get(capsule, 0)) for v in self.capsules]
-        return found
+        if self.capsules:
+            capsule = capsule_name(self.rank)
+            found += [Holding(self.rank, capsule, v, Kind.PAGE, self.needs.get(capsule, 0)) for v in self.capsules]
+        return found if of is None else [h for h in found if h.shard in of]
+
+    def kept_at(self, version: int) -> Iterator[str]:
+        """The shards that it holds at this version besides its live state; some perhaps twice."""
+        for held in self._said:
+            if held.version == version:
+                yield from self._names(held)
+        if version in self.capsules:
+            yield capsule_name(self.rank)
 
     def newest_held(self) -> int:
         """The newest version of anything that it holds, -1: nothing."""
-        return max(self.live, *self.capsules, *(h.version for h in self.held), -1)
+        return max(self.live, *self.capsules, *(h.version for h in self._said), -1)
 
     def need_list(self) -> list[Need]:
         return [Need(self.rank, n, b) for n, b in self.needs.items()]

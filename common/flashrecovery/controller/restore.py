@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from flashrecovery.controller.records import RankRecord, capsule_name
+from flashrecovery.controller.records import RankRecord
 from flashrecovery.errors import JobFailedError
 from flashrecovery.plan import Cut, Holding, Need, NoCut, RestorePlan, newest_cut, plain_reason, plan_restore
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -110,13 +110,7 @@ def decide(records: Mapping[int, RankRecord], checkpoint: tuple[int, str] | None
     # Whoever is live at the version needs nothing: mostly all but a few ranks.
     needs = [n for r in records.values() if r.live != cut.version for n in r.need_list()]
     lacking = {n.shard for n in needs}
-    holdings = [
-        h
-        for r in records.values()
-        if r.held or r.capsules or not lacking.isdisjoint(r.needs)
-        for h in r.holdings()
-        if h.shard in lacking
-    ]
+    holdings = [h for r in records.values() for h in r.holdings(lacking)]
     plan = plan_restore(needs, holdings, cut.version)
     return Decision(RestoreRound(cut.version, cut.reason, plan, tuple(records), needs, holdings))
 
@@ -139,7 +133,5 @@ def _plain_cut(records: Mapping[int, RankRecord]) -> Cut | None:
         needed.update(record.needs)
         if record.live == newest:
             there.update(record.needs)
-        there.update(h.shard for h in record.held if h.version == newest)
-        if newest in record.capsules:
-            there.add(capsule_name(record.rank))
+        there.update(record.kept_at(newest))
     return Cut(newest, plain_reason(newest)) if needed and needed <= there else None

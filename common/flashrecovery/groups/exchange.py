@@ -168,6 +168,8 @@ def attach(store: Store | Servers, generation: int, deadline_s: float) -> Attach
             source.doubt()
         builder.give_up()
         raise RegroupError(f"generation {generation} {problem}") from builder.error
+    if isinstance(source, Servers):
+        source.settled()
     for group in groups():
         if group.size == 1:
             _put_inside(module, group, None)

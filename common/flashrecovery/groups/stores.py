@@ -73,6 +73,10 @@ class _Clients:
         with self.lock:
             self.doubtful.update(addresses)
 
+    def keep(self, addresses: Sequence[Address]) -> None:
+        with self.lock:
+            self.made = {address: client for address, client in self.made.items() if address in addresses}
+
 
 _CLIENTS = _Clients()
 
@@ -102,6 +106,10 @@ class Servers:
     def doubt(self) -> None:
         """Something has failed: ask each connection whether it still holds before it is used again."""
         _CLIENTS.doubt(self.addresses)
+
+    def settled(self) -> None:
+        """All groups have met here: connections to other servers are not needed any more."""
+        _CLIENTS.keep(self.addresses)
 
 
 class StoresInUse:

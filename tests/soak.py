@@ -62,7 +62,9 @@ def soak(layout: Layout, kills: int, phases: Sequence[str], folder: Path, env: M
     rng = random.Random(SEED)
     steps = kills * STEPS_A_KILL + 20
     flags = ["--step-time", "40"]
-    reference = run_job(folder / "reference", layout, steps=steps, standby=0, flags=flags, timeout_s=1200, env=env)
+    limit_s = 300 + steps  # a step may take a second: machines without a GPU are slow, and often busy
+    reference = run_job(folder / "reference", layout, steps=steps, standby=0, flags=flags, timeout_s=limit_s, env=env)
+    assert reference.code == 0, reference.explain()
     job = RunningJob(folder / "run", layout, steps=steps, standby=1, config=CONFIG, flags=flags, env=env)
     job.wait_for("standby_ready", 300)  # a framework is imported five times before
     launcher = Usage.of(job.popen.pid)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from flashrecovery.beats.agent import Patience
+from flashrecovery.agent.patience import Patience
 from flashrecovery.beats.wire import ANSWERED, BEAT, LIMIT, MAGIC, Header, Seal, Stream, pack_ranks, ticket_of
 from flashrecovery.proto import flashrecovery_pb2 as pb
 

@@ -12,7 +12,8 @@ from contextlib import closing
 
 import pytest
 
-from flashrecovery.beats.agent import BeatSender, Patience
+from flashrecovery.agent.patience import Patience
+from flashrecovery.beats.agent import BeatSender
 from flashrecovery.beats.controller import BeatServer
 from flashrecovery.beats.wire import ANSWER, BEAT, LIMIT, MAGIC, Header, Seal, pack_ranks, ticket_of, unpack_ranks
 from flashrecovery.link import Link

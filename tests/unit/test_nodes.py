@@ -227,11 +227,7 @@ def test_a_lost_node_is_replaced_as_a_whole_in_one_recovery() -> None:
 
 def replacement_that_starts() -> World:
     """Node "a", whose store it is told to use, can be lost while the replacement of rank 2 is on its way."""
-    world = World(1, nnodes=3, spare_nodes=1, controller="h:1")
-    for name in ("a", "b", "c", "x"):
-        world.join(name)
-    while world.machine.state is not State.RUNNING or world.inbox:
-        world.step()
+    world = running("a", "b", "c", "x", nproc=1, nnodes=3, spare_nodes=1)
     world.kill(2)
     (replace,) = [c.replace for _, c in world.inbox if c.HasField("replace")]
     assert replace.store_host == "a"
@@ -258,11 +254,7 @@ def test_a_replacement_goes_on_when_another_node_is_lost() -> None:
 
 
 def test_who_keeps_the_copies_of_whom_and_how_old_they_are() -> None:
-    world = World(2, nnodes=2, controller="h:1")
-    world.join("a")
-    world.join("b")
-    while world.machine.state is not State.RUNNING:
-        world.step()
+    world = running()
     ranks = list(world.machine.ranks.values())
     health = [pb.RankHealth(rank=r.rank, pid=r.pid, committed=9, kept=9 - r.rank, kept_age_s=0.5) for r in ranks[:3]]
     world.machine.on_heartbeat(pb.Heartbeat(ranks=health), world.now)
@@ -353,10 +345,11 @@ def heir(world: World, *, missing: tuple[int, ...] = (), **states: object) -> Wo
     return new
 
 
-def running(**config: object) -> World:
-    world = World(2, nnodes=2, controller="h:1", **config)
-    world.join("a")
-    world.join("b")
+def running(*nodes: str, nproc: int = 2, **config: object) -> World:
+    """On two nodes, or on ``nodes``."""
+    world = World(nproc, **{"nnodes": 2, "controller": "h:1", **config})  # type: ignore[arg-type]
+    for name in nodes or ("a", "b"):
+        world.join(name)
     while world.machine.state is not State.RUNNING or world.inbox:
         world.step()
     return world

@@ -1,4 +1,4 @@
-"""How often an agent that does not hear its controller asks others about it, and tries to connect. Pure; seconds.
+"""How often an agent that does not hear its controller asks others about it, tries to connect, and beats. Seconds.
 
 At first twenty times a second: a node that is cut off has to halt in time (:mod:`.lease`), and an election takes two
 seconds. So it goes on for as long as the answers let this node's workers step: what let them may be gone the next
@@ -20,6 +20,8 @@ AGAIN_S = 0.1
 EAGER_S = 5.0
 """Silence of the controller from which on less is enough."""
 IDLE_S = 1.0
+_SILENCE_S = 0.3
+_SELDOM_S = 2.0
 
 
 def next_question_s(standing: Standing, silent_s: float, turn_in_s: float, limits: Timeouts) -> float:
@@ -36,3 +38,23 @@ def next_attempt_s(silent_s: float, limits: Timeouts, *, answered: bool) -> floa
 
 def _idle_s(limits: Timeouts) -> float:
     return min(IDLE_S, limits.node_silence_s)
+
+
+class Patience:
+    """How often heartbeats go on the stream while nothing comes back: the longer the silence, the seldomer.
+
+    A controller that is late because it has too much to do would have even more with thousands of agents' heartbeats on
+    their streams, and never catch up. One that only gets no datagrams answers on the stream, and there is no silence.
+    """
+
+    def __init__(self) -> None:
+        self._next_at = 0.0
+
+    def due(self, now: float, silent_s: float) -> bool:
+        """Whether to send one now. ``silent_s``: since the controller was last heard, in any way."""
+        if silent_s < _SILENCE_S:
+            return True
+        if now < self._next_at:
+            return False
+        self._next_at = now + min(silent_s, _SELDOM_S)
+        return True

@@ -19,10 +19,10 @@ import grpc
 
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.lease import FRESH, LEASE_PROBE, Door, Standing, knock, lost, standing
-from flashrecovery.agent.patience import LOOK_S, next_attempt_s, next_question_s
+from flashrecovery.agent.patience import LOOK_S, Patience, next_attempt_s, next_question_s
 from flashrecovery.agent.peers import PeerService, Seen, probe_all
 from flashrecovery.agent.succession import Succession, ask_elector
-from flashrecovery.beats.agent import BeatSender, Patience
+from flashrecovery.beats.agent import BeatSender
 from flashrecovery.config import Timeouts
 from flashrecovery.errors import ConfigError, ProtocolError
 from flashrecovery.link import Link

@@ -26,30 +26,8 @@ _THROUGH_S = 0.2
 _STUCK_S = 5.0
 """Datagrams get through, but the stream does not move: it is dead without a word, and a new one is needed."""
 _REMEMBERED = 64
-_SILENCE_S = 0.3
-_SELDOM_S = 2.0
 
 log = logging.getLogger("flashrecovery")
-
-
-class Patience:
-    """How often heartbeats go on the stream while nothing comes back: the longer the silence, the seldomer.
-
-    A controller that is late because it has too much to do would have even more with thousands of agents' heartbeats on
-    their streams, and never catch up. One that only gets no datagrams answers on the stream, and there is no silence.
-    """
-
-    def __init__(self) -> None:
-        self._next_at = 0.0
-
-    def due(self, now: float, silent_s: float) -> bool:
-        """Whether to send one now. ``silent_s``: since the controller was last heard, in any way."""
-        if silent_s < _SILENCE_S:
-            return True
-        if now < self._next_at:
-            return False
-        self._next_at = now + min(silent_s, _SELDOM_S)
-        return True
 
 
 class BeatSender(asyncio.DatagramProtocol):

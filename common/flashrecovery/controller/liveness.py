@@ -110,10 +110,8 @@ class Liveness:
         found: list[Ask | Lost | Unheard] = []
         heard: list[str] | None = None
         limit_s = self._limits.node_silence_s
-        silent = [(n, p) for n, p in self._pulses.items() if not p.connected or now - p.heard_at >= limit_s]
-        for name, pulse in silent:
-            if name == self._own:
-                continue
+        others = ((n, p) for n, p in self._pulses.items() if n != self._own)
+        for name, pulse in [(n, p) for n, p in others if not p.connected or now - p.heard_at >= limit_s]:
             if pulse.asked_at is None:
                 pulse.asked_at = now
                 if heard is None:  # once for all that are suspected now

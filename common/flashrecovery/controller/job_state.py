@@ -143,9 +143,12 @@ class JobState:
         """The agent that keeps the rank's set-up log for when its own node is lost; "" if its node still has it."""
         if record.page_on == record.home:
             return ""
-        keeper = self.ranks[(record.rank + self.stride) % len(self.ranks)]
-        node = self.nodes.get(keeper.page_on)
+        node = self.nodes.get(self.keeper_of_copies(record.rank).page_on)
         return node.peer if node is not None and node.alive else ""
+
+    def keeper_of_copies(self, rank: int) -> RankRecord:
+        """Who holds this rank's neighbour copies."""
+        return self.ranks[(rank + self.stride) % len(self.ranks)]
 
     def _store(self) -> tuple[str, int]:
         """Host and port of the TCPStore for a process's own start: the first node's that holds ranks and lives."""

@@ -49,7 +49,7 @@ def _rank(machine: Machine, r: RankRecord, now: float) -> pb.RankStatus:
         straggler=r.rank in machine.stragglers.slow,
         overhead_s=r.overhead_s,
     )
-    keeper = machine.ranks[(r.rank + machine.stride) % len(machine.ranks)]
+    keeper = machine.keeper_of_copies(r.rank)
     if keeper.kept >= 0:
         found.copied, found.copied_by = keeper.kept + 1, keeper.rank
         found.copy_age_s = keeper.kept_age_s + max(now - keeper.heard_at, 0.0)

@@ -73,7 +73,8 @@ grid: setup  ## the whole conformance grid with plain PyTorch, and all slow test
 grid-deepspeed: setup $(BIN)/.trainer-done  ## the whole conformance grid with DeepSpeed and the Trainer
 	$(BIN)/python -m pytest -m "deepspeed and not soak" --durations=15 $(PYTEST_ARGS)
 
-grid-megatron: setup $(BIN)/.frameworks-done  ## the whole conformance grid with megatron-core
+grid-megatron: setup $(BIN)/.frameworks-done  ## the whole conformance grid with megatron-core; MEGATRON_LM: a checkout
+	@if [ -n "$$MEGATRON_LM" ]; then $(PIP) -c constraints.txt --editable '.[test,megatron-lm]'; fi
 	$(BIN)/python -m pytest -m "megatron and not soak" --durations=15 $(PYTEST_ARGS)
 
 soak: setup  ## 100 kills at random phases and ranks: no hang, no leak, the same bits

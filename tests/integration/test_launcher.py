@@ -12,12 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.jobs import Job, Layout, References, RunningJob, check_clean, check_fired, check_recovered, run_job
 
 TINY = Path(__file__).parent.parent / "scripts" / "tiny.py"
 TWO = Layout("two", "tiny.py", nproc=2)
+STORE = "flashrecovery.agent.store_server"
 _END = re.compile(r"end rank=(\d+) version-sum=(\S+) settings=(\S+) rng=(\S+)")
 
 
@@ -182,6 +184,23 @@ def test_a_rank_dies_in_the_last_call_while_the_other_destroys_its_groups(rank: 
     job = tiny(tmp_path / "run", "--mode", "calls", inject=[f"rank={rank},at=commit,step=9"])
     assert job.code == 0, job.explain()
     check_fired(job)
+    assert ends(job) == ends(reference), job.explain()
+    check_clean(job)
+
+
+def test_the_store_dies_and_then_a_rank(tmp_path: Path) -> None:
+    """The groups meet in the store that has been started anew, at the same address."""
+    flags = ["--steps", "60", "--sleep", "0.1"]
+    reference = tiny(tmp_path / "reference", *flags)
+    running = RunningJob(tmp_path / "run", TWO, script=TINY, flags=flags, standby=0)
+    running.wait_for("job_started")
+    (store,) = (p for p in psutil.Process(running.popen.pid).children() if STORE in p.cmdline())
+    store.kill()
+    running.kill(1)
+    job = running.wait()
+    assert job.code == 0, job.explain()
+    assert job.notices("store_restarted"), job.explain()
+    check_recovered(job, [1])
     assert ends(job) == ends(reference), job.explain()
     check_clean(job)
 

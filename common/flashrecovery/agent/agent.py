@@ -305,9 +305,12 @@ class Agent:
     # -- periodic ---------------------------------------------------------------------------------
 
     async def look(self, alive: list[WorkerProcess], now: float) -> None:
-        """With every heartbeat: who is stopped, and are there standbys enough?"""
+        """With every heartbeat: who is stopped, is the store there, and are there standbys enough?"""
         for process, evidence, late in self._stopped.check([] if self._crew.halted else alive, now):
             self._report_failure(process, "stopped", evidence, late)
+        died = self._store.revive()
+        if died:
+            self.notice(-1, "store_restarted", f"the TCPStore on node {self.node} has died ({died}) and was started anew")
         await self._crew.replenish()
 
     def _report_standbys(self) -> None:

@@ -1,7 +1,9 @@
 """The TCPStore of the job, in a process of its own.
 
 No rank hosts it, so no rank's death takes it away; each generation works under its own prefix. The agent binds and
-listens itself and hands the socket over: the port is known, and reserved, before the store's process is up.
+listens itself and hands the socket over: the port is known, and reserved, before the store's process is up. It keeps
+the socket, too, so that a store that has died is started anew at the same address. What was in it is gone, which only
+those miss who were just meeting there: they fail, and meet again in the next generation.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import socket
 import subprocess
 import sys
 
+from flashrecovery.agent.procfs import Exit
 from flashrecovery.errors import ConfigError
 
 
@@ -30,8 +33,11 @@ class StoreServer:
             raise ConfigError(f"--master-port {port}: {e.strerror}; choose another port, or 0 for any free one") from e
         self._sock.listen(1024)
         self.port: int = self._sock.getsockname()[1]
+        self._popen = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
         fd = self._sock.fileno()
-        self._popen = subprocess.Popen(
+        return subprocess.Popen(
             [
                 sys.executable,
                 "-m",
@@ -49,8 +55,13 @@ class StoreServer:
     def pid(self) -> int:
         return self._popen.pid
 
-    def alive(self) -> bool:
-        return self._popen.poll() is None
+    def revive(self) -> str:
+        """Start the process anew if it has died; returns how it did, else nothing."""
+        code = self._popen.poll()
+        if code is None:
+            return ""
+        self._popen = self._start()
+        return str(Exit.from_returncode(code))
 
     def close(self) -> None:
         self._popen.kill()

@@ -35,6 +35,7 @@ def line_of(event: ev.Event) -> str | None:
         "health_warning",
         "health_fatal",
         "health_plugin",
+        "store_restarted",
     ):
         return f"{event.kind.replace('_', ' ')}: {event.text}"
     return None

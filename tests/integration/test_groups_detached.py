@@ -232,6 +232,10 @@ def _refused(rank: int, size: int, store: dist.Store) -> None:
     with pytest.raises(UnsupportedError, match="DETAIL"):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.set_debug_level(dist.DebugLevel.OFF)
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "True"
+    with pytest.raises(UnsupportedError, match="TORCH_GLOO_LAZY_INIT=True"):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    del os.environ["TORCH_GLOO_LAZY_INIT"]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.destroy_process_group()
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers torch's own stand-in

@@ -310,7 +310,9 @@ class Agent:
             self._report_failure(process, "stopped", evidence, late)
         died = self._store.revive()
         if died:
-            self.notice(-1, "store_restarted", f"the TCPStore on node {self.node} has died ({died}) and was started anew")
+            self.notice(
+                -1, "store_restarted", f"the TCPStore on node {self.node} has died ({died}) and was started anew"
+            )
         await self._crew.replenish()
 
     def _report_standbys(self) -> None:

@@ -38,6 +38,8 @@ TESTED_TORCH = ("2.13.0",)
 PLUGIN = "flashrecovery"
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 MANAGED_KINDS = frozenset({"gloo", "nccl"})
+_LAZY_ENV = "TORCH_GLOO_LAZY_INIT"
+_TRUE = frozenset({"1", "y", "yes", "t", "true"})  # as torch reads it
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,11 @@ def _refuse_unsupported(kinds: dict[str, str]) -> None:
         raise UnsupportedError(
             "TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper with a connection of its own around every group, which "
             "cannot be recovered; use INFO or OFF"
+        )
+    if "gloo" in kinds.values() and os.environ.get(_LAZY_ENV, "").lower() in _TRUE:
+        raise UnsupportedError(
+            f"{_LAZY_ENV}={os.environ[_LAZY_ENV]}: an operation of gloo that is still connecting cannot be "
+            "interrupted, so such groups cannot be recovered; unset it"
         )
     if c10d._use_torchcomms_enabled():
         raise UnsupportedError("torchcomms backends cannot be recovered; unset TORCH_DISTRIBUTED_USE_TORCHCOMMS")

@@ -303,6 +303,17 @@ def test_a_lost_node_that_speaks_again_is_fenced_and_comes_back_as_a_spare() -> 
     assert world.machine.nodes["b"].alive and world.machine.nodes["b"].state.value == "spare"
 
 
+def test_a_node_that_is_told_to_run_something_else_is_named() -> None:
+    world = World(1, nnodes=3, controller="h:1")
+    for node, flags in enumerate((["--tp", "2", "--flash-recovery"], ["--tp", "2"], ["--tp", "4", "--flash-recovery"])):
+        world.join(f"node{node}", command=["train.py", *flags])
+    texts = [e.text for e in world.of(ev.Notice) if isinstance(e, ev.Notice) and e.kind == "other_command"]
+    assert texts == [
+        "node node0 alone is told --flash-recovery",
+        "node node2 alone is told 4; node node0 alone is told 2",
+    ]
+
+
 def test_two_nodes_of_one_rank_are_refused() -> None:
     world = World(1, nnodes=2, controller="h:1")
     world.join("a", node_rank=1)

@@ -48,6 +48,7 @@ class Agent:
         peers: PeerService | None = None,
     ) -> None:
         self._config = config
+        self._command = command
         self._identity = identity
         self._token = token
         self._peers = peers
@@ -100,6 +101,7 @@ class Agent:
         """Who this node is now."""
         message = self._identity.register(self._store.port, self._peers.port if self._peers is not None else 0)
         message.generation, message.attempt, message.stride = self._generation, self._attempt, self._table.stride
+        message.command.extend(self._command)
         message.workers.extend(self._state_of(p) for p in self._ranks.values() if not p.dead)
         if self._health.suspect is not None:
             message.suspect = str(self._health.suspect)

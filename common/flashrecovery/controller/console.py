@@ -36,6 +36,7 @@ def line_of(event: ev.Event) -> str | None:
         "health_fatal",
         "health_plugin",
         "store_restarted",
+        "other_command",
     ):
         return f"{event.kind.replace('_', ' ')}: {event.text}"
     return None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.history import Recovery
-from flashrecovery.controller.nodes import NodeRecord, NodeState, rooms
+from flashrecovery.controller.nodes import NodeRecord, NodeState, other_command, rooms
 from flashrecovery.controller.outbox import Action, Outbox
 from flashrecovery.controller.records import Place, RankRecord
 from flashrecovery.controller.restore import RestoreRound
@@ -20,6 +20,8 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 AGENT = -1
 """Rank number of commands to the agent itself."""
+_SAID = 3
+"""Of so many nodes it is said that they run something else; the others mostly do so, too."""
 
 
 @dataclass
@@ -47,6 +49,8 @@ class JobState:
     _retry_at: float | None = None
     _retries: int = 0
     _launched: bool = False
+    _first_command: tuple[str, list[str]] | None = None  # of the first node that has come: its name, what it runs
+    _other_commands: int = 0  # nodes that were said to run something else
     _homeless_since: float | None = None
     _found_since: float | None = None
     _found_at: float | None = None
@@ -61,6 +65,15 @@ class JobState:
     def take_actions(self) -> list[Action]:
         """What is to be done because of the events so far, in order."""
         return self.outbox.take()
+
+    def _compare_command(self, message: pb.Register) -> None:
+        """Do all nodes run the same?"""
+        if self._first_command is None:
+            self._first_command = (message.node, list(message.command))
+        text = other_command(message.node, message.command, *self._first_command)
+        if text and self._other_commands < _SAID:
+            self._other_commands += 1
+            self._emit(ev.Notice(generation=self.generation, kind="other_command", text=text))
 
     def _all(self, *places: Place) -> bool:
         """Whether every rank is in one of these places."""

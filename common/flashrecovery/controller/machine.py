@@ -50,6 +50,7 @@ class Machine(Watching, TakeOver):
                 generation=self.generation, node=node.name, host=node.host, domain=node.domain, slots=node.slots
             )
         )
+        self._compare_command(message)
         if message.workers and not self._launched:
             self._find(node, message, now)
         elif message.workers:

@@ -42,8 +42,9 @@ async def with_controller(folder: Path, use: Callable[[ControllerService, str], 
         run_dir.close()
 
 
-def register(name: str = "node") -> pb.AgentMessage:
-    return pb.AgentMessage(register=pb.Register(node=name, host="h", slots=1, node_rank=-1, incarnation=name))
+def register(name: str = "node", incarnation: str = "") -> pb.AgentMessage:
+    message = pb.Register(node=name, host="h", slots=1, node_rank=-1, incarnation=incarnation or name)
+    return pb.AgentMessage(register=message)
 
 
 async def session(address: str, token: str, *messages: pb.AgentMessage) -> pb.Command:
@@ -94,6 +95,26 @@ def test_a_session_must_begin_with_who_it_is(tmp_path: Path) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await session(address, TOKEN, pb.AgentMessage(heartbeat=pb.Heartbeat()))
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    asyncio.run(with_controller(tmp_path, use))
+
+
+def test_two_agents_cannot_be_the_same_node(tmp_path: Path) -> None:
+    """Two hosts of one host name would throw each other out; an agent that is started anew takes its place."""
+
+    async def use(service: ControllerService, address: str) -> None:
+        async with grpc.aio.insecure_channel(address) as channel:
+            call = rpc.ControllerStub(channel).Session(metadata=metadata(TOKEN))
+            await call.write(register())
+            await call.read()
+            with pytest.raises(grpc.aio.AioRpcError, match=r"at h, is node node already.*--node-name") as refused:
+                await session(address, TOKEN, register(incarnation="another"))
+            assert refused.value.code() is grpc.StatusCode.ALREADY_EXISTS
+            assert service.machine.nodes["node"].incarnation == "node"
+        while service._agents.connected():
+            await asyncio.sleep(0.01)
+        await session(address, TOKEN, register(incarnation="another"))
+        assert service.machine.nodes["node"].incarnation == "another"
 
     asyncio.run(with_controller(tmp_path, use))
 

@@ -36,6 +36,8 @@ ATTEMPT_S = 1.0
 """A connection attempt without any answer is given up for a new one after this time."""
 _BUSY_S = 5.0
 """A controller whose door is open but who says nothing is busy: thousands of new connections would not help it."""
+_NAME_TAKEN_S = 3.0
+"""Whose name is taken for so long is not the same agent, started anew before its old connection has ended."""
 _OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 
 if TYPE_CHECKING:
@@ -82,6 +84,7 @@ class ControllerSession:
         self._fresh = False
         self._attempt: asyncio.Task[None] | None = None
         self._attempt_at = 0.0
+        self._name_taken_at: float | None = None
         self._answered = False
         self._at_once = asyncio.Event()
         self._ask_at = 0.0
@@ -155,6 +158,10 @@ class ControllerSession:
                 raise ConfigError(f"the controller at {self._address} refuses this node: {e.details()}") from e
             if e.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 raise ProtocolError(f"the controller at {self._address} refuses this node: {e.details()}") from e
+            if e.code() is grpc.StatusCode.ALREADY_EXISTS:
+                self._name_taken_at = self._name_taken_at or self._attempt_at
+                if time.monotonic() - self._name_taken_at > _NAME_TAKEN_S:
+                    raise ConfigError(f"the controller at {self._address} refuses this node: {e.details()}") from e
 
     async def _converse(self) -> None:
         async with grpc.aio.insecure_channel(self._address, options=_OPTIONS) as channel:
@@ -197,7 +204,7 @@ class ControllerSession:
         if self._suspended:
             return  # whether there is another one, the watch will find
         self._heard_at, self._lost_at = time.monotonic(), None
-        self._joined = True
+        self._joined, self._name_taken_at = True, None
         if self._peers is not None:
             self._peers.controller_heard_at = self._heard_at
         if body == "fence":

@@ -7,6 +7,7 @@ or value is a :class:`ConfigError` that names the key, the value and what is all
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -205,6 +206,11 @@ class RunConfig(Settings):
     def settings(self) -> Settings:
         return Settings.model_validate({name: getattr(self, name) for name in Settings.model_fields})
 
+    def shared(self) -> dict[str, str]:
+        """What all nodes and their controller must have alike: by dotted key, as JSON."""
+        values = self.settings().model_dump(mode="json")
+        return flat({**values, "nnodes": self.nnodes, "nproc_per_node": self.nproc_per_node})
+
     @property
     def world_size(self) -> int:
         return self.nproc_per_node * self.nnodes
@@ -213,6 +219,14 @@ class RunConfig(Settings):
     def several_nodes(self) -> bool:
         """Whether there are other agents than this one."""
         return self.nnodes + self.spare_nodes > 1
+
+
+def flat(values: Mapping[str, Any], before: str = "") -> dict[str, str]:
+    """Values as JSON, by dotted key."""
+    found: dict[str, str] = {}
+    for key, value in values.items():
+        found.update(flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: json.dumps(value)})
+    return found
 
 
 PHASES = (

@@ -17,7 +17,7 @@ import grpc
 import pytest
 
 from flashrecovery.agent.peers import PeerService, fetch_from, probe
-from flashrecovery.config import RunConfig
+from flashrecovery.config import RunConfig, Timeouts
 from flashrecovery.controller.service import ControllerService
 from flashrecovery.controller.states import State
 from flashrecovery.errors import ConfigError
@@ -115,6 +115,22 @@ def test_two_agents_cannot_be_the_same_node(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
         await session(address, TOKEN, register(incarnation="another"))
         assert service.machine.nodes["node"].incarnation == "another"
+
+    asyncio.run(with_controller(tmp_path, use))
+
+
+def test_a_node_with_other_settings_is_refused(tmp_path: Path) -> None:
+    async def use(service: ControllerService, address: str) -> None:
+        other = register("other")
+        other.register.settings.update(RunConfig(nproc_per_node=2, timeouts=Timeouts(lease_s=0.5)).shared())
+        said = r"node other has timeouts.lease_s = 0.5 \(here 0.4\), nproc_per_node = 2 \(here 1\)"
+        with pytest.raises(grpc.aio.AioRpcError, match=said) as refused:
+            await session(address, TOKEN, other)
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert not service.machine.nodes
+        same = register("same")
+        same.register.settings.update(RunConfig(nproc_per_node=1, standby=3, node_rank=0).shared())
+        assert (await session(address, TOKEN, same)).HasField("beat")
 
     asyncio.run(with_controller(tmp_path, use))
 

@@ -102,6 +102,7 @@ class Agent:
         message = self._identity.register(self._store.port, self._peers.port if self._peers is not None else 0)
         message.generation, message.attempt, message.stride = self._generation, self._attempt, self._table.stride
         message.command.extend(self._command)
+        message.settings.update(self._config.shared())
         message.workers.extend(self._state_of(p) for p in self._ranks.values() if not p.dead)
         if self._health.suspect is not None:
             message.suspect = str(self._health.suspect)

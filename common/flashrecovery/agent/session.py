@@ -154,7 +154,7 @@ class ControllerSession:
         except asyncio.CancelledError:
             log.debug("the connection to %s was given up", self._address)
         except grpc.aio.AioRpcError as e:
-            if e.code() is grpc.StatusCode.UNAUTHENTICATED:
+            if e.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION):
                 raise ConfigError(f"the controller at {self._address} refuses this node: {e.details()}") from e
             if e.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 raise ProtocolError(f"the controller at {self._address} refuses this node: {e.details()}") from e

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -96,6 +96,12 @@ def other_command(node: str, command: Sequence[str], first: str, firsts: Sequenc
     if not any(alone.values()):
         return "" if list(command) == list(firsts) else f"nodes {node} and {first} run the same in another order"
     return "; ".join(f"node {name} alone is told {shlex.join(words)}" for name, words in alone.items() if words)
+
+
+def other_settings(theirs: Mapping[str, str], mine: Mapping[str, str]) -> str:
+    """In what a node's settings differ from the controller's; empty: in nothing."""
+    keys = [key for key in mine if theirs.get(key) != mine[key]] + [key for key in theirs if key not in mine]
+    return ", ".join(f"{key} = {theirs.get(key)} (here {mine.get(key)})" for key in keys)
 
 
 def rooms(nodes: Iterable[NodeRecord], taken: Iterable[str]) -> list[Room]:

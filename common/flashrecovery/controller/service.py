@@ -24,7 +24,7 @@ from flashrecovery.controller.electorate import Electorate
 from flashrecovery.controller.job_state import AGENT
 from flashrecovery.controller.liveness import NODE_PROBE, Ask, Liveness, Lost
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.nodes import NodeRecord, NodeState
+from flashrecovery.controller.nodes import NodeRecord, NodeState, other_settings
 from flashrecovery.controller.outbox import Emit, Publish
 from flashrecovery.controller.quorum import Quorum
 from flashrecovery.controller.states import State
@@ -59,6 +59,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
     ) -> None:
         self.machine = Machine(config)
         self._config = config
+        self._shared = config.shared()
         self._token = token
         self._log = log
         self.run_dir = run_dir
@@ -142,6 +143,10 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         if known is not None and self._is_another(known, first.register):
             text = f"another agent, at {known.host}, is node {node} already; give each one a --node-name of its own"
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, text)
+        differs = other_settings(first.register.settings, self._shared) if first.register.settings else ""
+        if differs:
+            text = f"all nodes and the controller need the same settings; node {node} has {differs}"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         link = self._agents.link_of(first.register, lost=known is not None and not known.alive)
         connection = self._agents.open(node)
         link.accept(first)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from flashrecovery import __version__
 from flashrecovery.errors import ConfigError
 
 CONFIG_ENV = "FLASHRECOVERY_CONFIG"
@@ -209,7 +210,8 @@ class RunConfig(Settings):
     def shared(self) -> dict[str, str]:
         """What all nodes and their controller must have alike: by dotted key, as JSON."""
         values = self.settings().model_dump(mode="json")
-        return flat({**values, "nnodes": self.nnodes, "nproc_per_node": self.nproc_per_node})
+        shape = {"nnodes": self.nnodes, "nproc_per_node": self.nproc_per_node}
+        return flat({"flashrecovery": __version__, **shape, **values})
 
     @property
     def world_size(self) -> int:

@@ -123,7 +123,7 @@ def test_a_node_with_other_settings_is_refused(tmp_path: Path) -> None:
     async def use(service: ControllerService, address: str) -> None:
         other = register("other")
         other.register.settings.update(RunConfig(nproc_per_node=2, timeouts=Timeouts(lease_s=0.5)).shared())
-        said = r"node other has timeouts.lease_s = 0.5 \(here 0.4\), nproc_per_node = 2 \(here 1\)"
+        said = r"node other has nproc_per_node = 2 \(here 1\), timeouts.lease_s = 0.5 \(here 0.4\)"
         with pytest.raises(grpc.aio.AioRpcError, match=said) as refused:
             await session(address, TOKEN, other)
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from flashrecovery import __version__
 from flashrecovery.errors import ConfigError
 
+CONTROLLER_PORT = 29400
+"""By default; torchrun's for its rendezvous."""
 CONFIG_ENV = "FLASHRECOVERY_CONFIG"
 """Environment variable in which a worker finds its :class:`Settings` as JSON."""
 
@@ -183,7 +185,9 @@ class RunConfig(Settings):
     stores: int | None = Field(
         None, ge=1, description="TCPStores over which process groups are spread; none: one for each 1,000 ranks"
     )
-    controller: str | None = Field(None, description="HOST:PORT of the controller; needed with several nodes")
+    controller: str | None = Field(
+        None, description=f"HOST or HOST:PORT of the controller (port {CONTROLLER_PORT}); needed with several nodes"
+    )
     datagrams: bool = Field(
         True, description="heartbeats as datagrams to the controller's port, UDP, while these get through"
     )
@@ -206,6 +210,11 @@ class RunConfig(Settings):
 
     def settings(self) -> Settings:
         return Settings.model_validate({name: getattr(self, name) for name in Settings.model_fields})
+
+    @field_validator("controller")
+    @classmethod
+    def _with_port(cls, value: str | None) -> str | None:
+        return f"{value}:{CONTROLLER_PORT}" if value and ":" not in value else value
 
     def shared(self) -> dict[str, str]:
         """What all nodes and their controller must have alike: by dotted key, as JSON."""

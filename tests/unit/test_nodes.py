@@ -442,6 +442,11 @@ async def _take(link: Link[pb.Command, pb.AgentMessage], number: int) -> list[pb
     return [await anext(out) for _ in range(number)]
 
 
+def test_the_controller_has_torchruns_port_by_default() -> None:
+    assert load_run_config(None, {"nnodes": 2, "controller": "node0"}).controller == "node0:29400"
+    assert load_run_config(None, {"nnodes": 2, "controller": "node0:1"}).controller == "node0:1"
+
+
 def test_a_broken_connection_loses_nothing_and_repeats_nothing() -> None:
     import asyncio
 

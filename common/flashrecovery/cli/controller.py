@@ -14,7 +14,7 @@ from flashrecovery.errors import ConfigError
 
 
 @click.command()
-@click.option("--bind", "controller", required=True, help="HOST:PORT to listen on; the nodes' --controller.")
+@click.option("--bind", "controller", required=True, help="HOST[:PORT] to listen on; the nodes' --controller.")
 @click.option("--nnodes", type=int, default=None, help="Nodes that hold ranks.")
 @click.option("--spare-nodes", type=int, default=None, help="Further nodes that wait for one of these to be lost.")
 @click.option("--nproc-per-node", "--nproc_per_node", type=int, default=None, help="Processes on each node.")

@@ -30,7 +30,12 @@ from flashrecovery.errors import ConfigError
     "--controller",
     *("--rdzv-endpoint", "--rdzv_endpoint"),
     default=None,
-    help="HOST:PORT of the controller, on one of the nodes (several nodes).",
+    help="HOST[:PORT] of the controller, on one of the nodes (several nodes); port 29400 by default.",
+)
+@click.option("--rdzv-backend", "--rdzv_backend", expose_value=False, help="Of torchrun; not needed.")
+@click.option("--rdzv-id", "--rdzv_id", expose_value=False, help="Of torchrun; not needed: the token tells jobs apart.")
+@click.option(
+    "--standalone", is_flag=True, expose_value=False, help="Of torchrun: one node, the default."
 )
 @click.option("--embed-controller/--no-embed-controller", default=None, help="Run the controller here if HOST is here.")
 @click.option("--token-file", type=click.Path(path_type=Path), default=None, help="The token that all nodes share.")

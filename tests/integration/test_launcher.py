@@ -59,6 +59,7 @@ def run_cli(*args: str, env: dict[str, str] | None = None) -> subprocess.Complet
         (["run", "--inject", "rank=0,at=bakward", str(TINY)], ["bakward", "backward"]),
         (["run", "--inject", "rank=9,at=backward", str(TINY)], ["rank 9", "world"]),
         (["run", "--nnodes", "2", str(TINY)], ["nnodes = 2", "--controller"]),
+        (["run", "--nnodes", "2", "--master_addr", "no.such.host", str(TINY)], ["no.such.host", "resolved"]),
         (["run", "--run-dir", "/proc/nowhere", str(TINY)], ["/proc/nowhere", "cannot be written"]),
         (["run", "--config", "missing.yaml", str(TINY)], ["missing.yaml", "No such file"]),
     ],
@@ -69,6 +70,18 @@ def test_wrong_options_are_named(args: list[str], expected: list[str]) -> None:
     for text in expected:
         assert text in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--standalone", "--nproc_per_node=1"],
+        ["--rdzv_backend=c10d", "--rdzv_id=7", "--master_addr", "localhost", "--master_port", "0", "--nnodes=1"],
+    ],
+)
+def test_torchruns_options_are_taken(options: list[str], tmp_path: Path) -> None:
+    done = run_cli("run", *options, "--run-dir", str(tmp_path / "run"), str(TINY), "--steps", "2")
+    assert done.returncode == 0, done.stderr
 
 
 def test_unknown_config_key_is_named(tmp_path: Path) -> None:

@@ -32,11 +32,10 @@ from flashrecovery.errors import ConfigError
     default=None,
     help="HOST[:PORT] of the controller, on one of the nodes (several nodes); port 29400 by default.",
 )
+@click.option("--master-addr", "--master_addr", default=None, help="Of torchrun: several nodes' controller is there.")
 @click.option("--rdzv-backend", "--rdzv_backend", expose_value=False, help="Of torchrun; not needed.")
 @click.option("--rdzv-id", "--rdzv_id", expose_value=False, help="Of torchrun; not needed: the token tells jobs apart.")
-@click.option(
-    "--standalone", is_flag=True, expose_value=False, help="Of torchrun: one node, the default."
-)
+@click.option("--standalone", is_flag=True, expose_value=False, help="Of torchrun: one node, the default.")
 @click.option("--embed-controller/--no-embed-controller", default=None, help="Run the controller here if HOST is here.")
 @click.option("--token-file", type=click.Path(path_type=Path), default=None, help="The token that all nodes share.")
 @click.option("--standby", type=int, default=None, help="Pre-warmed processes to keep.")
@@ -85,6 +84,9 @@ def _overrides(options: dict[str, Any]) -> dict[str, Any]:
     inject: tuple[str, ...] = values.pop("inject", ())
     if inject:
         values["inject"] = [parse_fault(text).model_dump() for text in inject]
+    address = values.pop("master_addr", None)
+    if address is not None and values.get("nnodes", 1) > 1:
+        values.setdefault("controller", address)
     if "nproc_per_node" in values:
         values["nproc_per_node"] = _nproc(values["nproc_per_node"])
     if "hang_timeout" in values:

@@ -175,6 +175,7 @@ class Evil:
         b"garbage",
         codec.dumps([torch.ones(9)])[:-9],
         pickle.dumps(getattr),
+        b"\x96" + (1 << 56).to_bytes(8, "little"),  # a bytearray of so many bytes
     ],
 )
 def test_foreign_or_damaged_bytes_are_refused(data: bytes) -> None:

@@ -53,8 +53,8 @@ def loads(data: bytes | bytearray | memoryview) -> Any:
         raise ProtocolError(f"not an encoded state: {e}") from e
 
 
-# What building values from damaged bytes can raise.
-_DAMAGE = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError)
+# What building values from damaged bytes can raise; a damaged length may ask for more memory than there is.
+_DAMAGE = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError, MemoryError)
 
 
 class _Refused(Exception):

@@ -28,7 +28,7 @@ pytestmark = [
 ]
 FAULTS = int(os.environ.get("FLASHRECOVERY_CHAOS_FAULTS", "200"))
 SEED = int(os.environ.get("FLASHRECOVERY_CHAOS_SEED", "1"))
-STEPS_A_FAULT = 50
+STEPS_A_FAULT = 30
 STEP_MS = 150
 """So that the job outlasts its faults."""
 SPARE_STEPS = 200

@@ -13,7 +13,7 @@ import pytest
 
 from tests.faults import faults
 from tests.jobs import Job, Layout, References, check_fired, check_recovered, check_same
-from tests.megatron_lm import CHECKOUT, FLAGS, TIMEOUT_S, needs_checkout, run_lm
+from tests.megatron_lm import CHECKOUT, FLAGS, MODEL, TIMEOUT_S, needs_checkout, run_lm
 
 pytest.importorskip("megatron.core")
 
@@ -24,6 +24,9 @@ PP = ("--pipeline-model-parallel-size", "2")
 DISTRIBUTED = ("--use-distributed-optimizer", "--bf16")
 MOE = ("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01", "--moe-router-topk", "2")
 OVERLAPS = ("--overlap-grad-reduce", "--overlap-param-gather")
+BY_SAMPLES = [flag for flag in MODEL if not flag.startswith(("--train-iters", "--lr-warmup-iters"))]
+RAMP_UP = ("--train-samples", "80", "--lr-warmup-samples", "8", "--rampup-batch-size", "4", "4", "24")
+"""Six iterations of four samples, then seven of eight."""
 
 pytestmark = [
     pytest.mark.megatron,
@@ -46,6 +49,8 @@ LAYOUTS = (
     lm("tp2-dp2", *TP, nproc=4),
     lm("pp2-dp2", *PP, *EVALUATED, nproc=4),
     lm("ep2-dp2", "--num-experts", "4", "--expert-model-parallel-size", "2", *MOE, nproc=4),
+    lm("dp2-workers", "--num-workers", "2", *EVALUATED),
+    lm("dp2-rerun", "--rerun-mode", "report_stats"),
     lm("tp2-dp2-overlaps", *TP, *DISTRIBUTED, *OVERLAPS, *EVALUATED, nproc=4),
 )
 
@@ -70,6 +75,35 @@ def test_deaths_in_training(layout: Layout, tmp_path: Path, reference: Reference
     check_same(job, reference(layout))
     check_fired(job, len(inject))
     check_recovered(job, [0, last])
+
+
+def test_deaths_while_the_batch_size_ramps_up(tmp_path: Path) -> None:
+    """It changes between calls 11 and 12, in the seventh iteration."""
+    layout, inject = (
+        lm("rampup"),
+        faults((1, "backward", 4), (0, "commit", 11), (1, "forward", 12), (0, "backward", 14)),
+    )
+    jobs = [
+        run_lm(tmp_path / name, Path(CHECKOUT), [*FLAGS, *RAMP_UP], model=BY_SAMPLES, nproc=layout.nproc, inject=faults)
+        for name, faults in (("reference", ()), ("run", inject))
+    ]
+    check_same(jobs[1], jobs[0])
+    check_fired(jobs[1], len(inject))
+    check_recovered(jobs[1], [0, 1])
+    assert "iteration       13/" in jobs[0].explain()
+
+
+def test_deaths_after_a_checkpoint_of_megatrons_was_loaded(tmp_path: Path) -> None:
+    """Calls are counted from the first iteration after it."""
+    saved = str(tmp_path / "saved")
+    first = _run(tmp_path / "first", lm("first", "--save", saved, "--save-interval", "5"))
+    assert first.code == 0, first.explain()
+    layout, inject = lm("loaded", "--load", saved, "--ckpt-step", "5"), faults((1, "backward", 2), (0, "optimizer", 6))
+    reference, job = (_run(tmp_path / name, layout, inject if name == "run" else ()) for name in ("reference", "run"))
+    assert reference.digests == first.digests, reference.explain()
+    check_same(job, reference)
+    check_fired(job, len(inject))
+    check_recovered(job, [0, 1])
 
 
 def test_deaths_in_evaluation_and_checkpoint(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ PP = ("--pipeline-model-parallel-size", "2")
 DISTRIBUTED = ("--use-distributed-optimizer", "--bf16")
 MOE = ("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01", "--moe-router-topk", "2")
 OVERLAPS = ("--overlap-grad-reduce", "--overlap-param-gather")
+RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 BY_SAMPLES = [flag for flag in MODEL if not flag.startswith(("--train-iters", "--lr-warmup-iters"))]
 RAMP_UP = ("--train-samples", "80", "--lr-warmup-samples", "8", "--rampup-batch-size", "4", "4", "24")
 """Six iterations of four samples, then seven of eight."""
@@ -51,6 +52,7 @@ LAYOUTS = (
     lm("ep2-dp2", "--num-experts", "4", "--expert-model-parallel-size", "2", *MOE, nproc=4),
     lm("dp2-workers", "--num-workers", "2", *EVALUATED),
     lm("dp2-rerun", "--rerun-mode", "report_stats"),
+    lm("tp2-dp2-recompute", *TP, *RECOMPUTE, nproc=4),
     lm("tp2-dp2-overlaps", *TP, *DISTRIBUTED, *OVERLAPS, *EVALUATED, nproc=4),
 )
 

@@ -52,6 +52,10 @@ class Connections:
         del self._newest[node]
         return True
 
+    def is_connected(self, node: str) -> bool:
+        """Whether it is now."""
+        return node in self._newest
+
     def connected(self) -> list[str]:
         """The nodes that are connected now."""
         return list(self._newest)

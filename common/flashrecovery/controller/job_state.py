@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
+from flashrecovery.controller.admission import other_command
 from flashrecovery.controller.history import Recovery
-from flashrecovery.controller.nodes import NodeRecord, NodeState, other_command, rooms
+from flashrecovery.controller.nodes import NodeRecord, NodeState, rooms
 from flashrecovery.controller.outbox import Action, Outbox
 from flashrecovery.controller.records import Place, RankRecord
 from flashrecovery.controller.restore import RestoreRound

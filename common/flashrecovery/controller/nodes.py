@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -86,22 +85,6 @@ def launch_order(nodes: Iterable[NodeRecord], nnodes: int, nproc: int) -> list[N
         if rank not in chosen and others:
             chosen[rank] = others.pop(0)
     return [chosen[rank] for rank in range(nnodes)] if len(chosen) == nnodes else None
-
-
-def other_command(node: str, command: Sequence[str], first: str, firsts: Sequence[str]) -> str:
-    """In which words ``node`` was told to run something else than the ``first`` one; empty: in none. Mostly a mistake
-    (a flag on some nodes only), which would show as ranks that wait for each other for ever."""
-    mine, theirs = Counter(command), Counter(firsts)
-    alone = {node: list((mine - theirs).elements()), first: list((theirs - mine).elements())}
-    if not any(alone.values()):
-        return "" if list(command) == list(firsts) else f"nodes {node} and {first} run the same in another order"
-    return "; ".join(f"node {name} alone is told {shlex.join(words)}" for name, words in alone.items() if words)
-
-
-def other_settings(theirs: Mapping[str, str], mine: Mapping[str, str]) -> str:
-    """In what a node's settings differ from the controller's; empty: in nothing."""
-    keys = [key for key in mine if theirs.get(key) != mine[key]] + [key for key in theirs if key not in mine]
-    return ", ".join(f"{key} = {theirs.get(key)} (here {mine.get(key)})" for key in keys)
 
 
 def rooms(nodes: Iterable[NodeRecord], taken: Iterable[str]) -> list[Room]:

@@ -15,6 +15,7 @@ import grpc
 from flashrecovery import events as ev
 from flashrecovery.beats.controller import BeatServer
 from flashrecovery.config import FaultSpec, RunConfig
+from flashrecovery.controller.admission import refusal
 from flashrecovery.controller.batches import Batches
 from flashrecovery.controller.checkpoints import Checkpoints
 from flashrecovery.controller.connections import AgentLink, Connections
@@ -24,7 +25,7 @@ from flashrecovery.controller.electorate import Electorate
 from flashrecovery.controller.job_state import AGENT
 from flashrecovery.controller.liveness import NODE_PROBE, Ask, Liveness, Lost
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.nodes import NodeRecord, NodeState, other_settings
+from flashrecovery.controller.nodes import NodeState
 from flashrecovery.controller.outbox import Emit, Publish
 from flashrecovery.controller.quorum import Quorum
 from flashrecovery.controller.states import State
@@ -140,13 +141,10 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of an agent must be Register")
         node = first.register.node
         known = self.machine.nodes.get(node)
-        if known is not None and self._is_another(known, first.register):
-            text = f"another agent, at {known.host}, is node {node} already; give each one a --node-name of its own"
-            await context.abort(grpc.StatusCode.ALREADY_EXISTS, text)
-        differs = other_settings(first.register.settings, self._shared) if first.register.settings else ""
-        if differs:
-            text = f"all nodes and the controller need the same settings; node {node} has {differs}"
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+        there = self._agents.is_connected(node) and not self._liveness.silent(node, time.monotonic())
+        refused = refusal(first.register, self._shared, known, there=there)
+        if refused is not None:
+            await context.abort(refused.code, refused.text)
         link = self._agents.link_of(first.register, lost=known is not None and not known.alive)
         connection = self._agents.open(node)
         link.accept(first)
@@ -172,13 +170,6 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             if self._agents.ended(node, connection):
                 self._beats.forget(node)
                 self._liveness.disconnected(node)
-
-    def _is_another(self, known: NodeRecord, message: pb.Register) -> bool:
-        """Whether the node that is known by this name is still there: then it has not been started anew. Two hosts may
-        have the same host name, or two agents be tried on one."""
-        name = known.name
-        there = name in self._agents.connected() and not self._liveness.silent(name, time.monotonic())
-        return known.alive and there and known.incarnation != message.incarnation
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.JobStatus:
         """The whole job at one look."""

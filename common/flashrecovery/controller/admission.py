@@ -1,0 +1,54 @@
+"""Who may join the job, and what is odd about who does. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from flashrecovery.controller.nodes import NodeRecord
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """With which status an agent's session ends, and what its user reads."""
+
+    code: grpc.StatusCode
+    text: str
+
+
+def refusal(
+    message: pb.Register, settings: Mapping[str, str], known: NodeRecord | None, *, there: bool
+) -> Refusal | None:
+    """Why this agent may not join; None: it may. ``settings``: the controller's own, by key. ``known``: the node of
+    this name, ``there``: its agent is connected and heard."""
+    name = message.node
+    if known is not None and known.alive and there and known.incarnation != message.incarnation:
+        # It has not been started anew: two hosts have one host name, or two agents are tried on one host.
+        text = f"another agent, at {known.host}, is node {name} already; give each one a --node-name of its own"
+        return Refusal(grpc.StatusCode.ALREADY_EXISTS, text)
+    differs = _other_settings(message.settings, settings) if message.settings else ""
+    if differs:
+        text = f"all nodes and the controller need the same settings; node {name} has {differs}"
+        return Refusal(grpc.StatusCode.FAILED_PRECONDITION, text)
+    return None
+
+
+def _other_settings(theirs: Mapping[str, str], mine: Mapping[str, str]) -> str:
+    """In what a node's settings differ from the controller's; empty: in nothing."""
+    keys = [key for key in mine if theirs.get(key) != mine[key]] + [key for key in theirs if key not in mine]
+    return ", ".join(f"{key} = {theirs.get(key)} (here {mine.get(key)})" for key in keys)
+
+
+def other_command(node: str, command: Sequence[str], first: str, firsts: Sequence[str]) -> str:
+    """In which words ``node`` was told to run something else than the ``first`` one; empty: in none. Mostly a mistake
+    (a flag on some nodes only), which would show as ranks that wait for each other for ever."""
+    mine, theirs = Counter(command), Counter(firsts)
+    alone = {node: list((mine - theirs).elements()), first: list((theirs - mine).elements())}
+    if not any(alone.values()):
+        return "" if list(command) == list(firsts) else f"nodes {node} and {first} run the same in another order"
+    return "; ".join(f"node {name} alone is told {shlex.join(words)}" for name, words in alone.items() if words)

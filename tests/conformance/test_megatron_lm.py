@@ -51,7 +51,7 @@ LAYOUTS = (
     lm("pp2-dp2", *PP, *EVALUATED, nproc=4),
     lm("ep2-dp2", "--num-experts", "4", "--expert-model-parallel-size", "2", *MOE, nproc=4),
     lm("dp2-workers", "--num-workers", "2", *EVALUATED),
-    lm("dp2-rerun", "--rerun-mode", "report_stats"),
+    lm("dp2-no-rerun", "--rerun-mode", "disabled"),
     lm("tp2-dp2-recompute", *TP, *RECOMPUTE, nproc=4),
     lm("tp2-dp2-overlaps", *TP, *DISTRIBUTED, *OVERLAPS, *EVALUATED, nproc=4),
 )

@@ -15,6 +15,7 @@ import sys
 import time
 from datetime import timedelta
 
+from flashrecovery.groups.peer_names import stop_asking
 from flashrecovery.groups.torch_private import TCPStore
 from flashrecovery.plan.stores import server_of
 
@@ -25,6 +26,7 @@ def main() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     servers = {place: server_of(range(place, world, size), world, len(ports)) for place in range(size)}
+    stop_asking()  # as every rank does
     sys.stdin.readline()  # the imports are done; wait for the others
     began = time.monotonic()
     kept = []

@@ -102,7 +102,6 @@ def test_deaths_after_a_checkpoint_of_megatrons_was_loaded(tmp_path: Path) -> No
     assert first.code == 0, first.explain()
     layout, inject = lm("loaded", "--load", saved, "--ckpt-step", "5"), faults((1, "backward", 2), (0, "optimizer", 6))
     reference, job = (_run(tmp_path / name, layout, inject if name == "run" else ()) for name in ("reference", "run"))
-    assert reference.digests == first.digests, reference.explain()
     check_same(job, reference)
     check_fired(job, len(inject))
     check_recovered(job, [0, 1])

@@ -302,51 +302,6 @@ def threads(environment: Mapping[str, str], cpus: int) -> list[Finding]:
 
 # -- network --------------------------------------------------------------------------------------
 
-_SLOW_LOOKUP_S = 0.1
-_GIVE_UP_S = 1.5
-
-
-def timed(function: Callable[[], object], limit_s: float) -> float | None:
-    """Seconds that ``function`` takes, whatever comes of it; None if more than ``limit_s`` (it goes on by itself)."""
-    done = threading.Event()
-    began = time.monotonic()
-
-    def call() -> None:
-        try:
-            function()
-        except OSError:  # no name for an address is an answer too; only the time matters here
-            pass
-        finally:
-            done.set()
-
-    threading.Thread(target=call, daemon=True).start()
-    return time.monotonic() - began if done.wait(limit_s) else None
-
-
-def reverse_dns(lookups: int = 3) -> list[Finding]:
-    """torch's TCPStore looks up the name of each peer's address, in the server too: a lost reply stalls everybody."""
-    addresses: list[tuple[str, tuple[str, int] | tuple[str, int, int, int]]] = [
-        ("127.0.0.1", ("127.0.0.1", 1)),
-        ("::ffff:127.0.0.1", ("::ffff:127.0.0.1", 1, 0, 0)),
-    ]
-    own = _own_address()
-    if own is not None and not own.startswith("127."):
-        addresses.append((own, (own, 1)))
-    slowest, slow_address = 0.0, ""
-    for name, address in addresses:
-        for _ in range(lookups):
-            seconds = timed(lambda a=address: socket.getnameinfo(a, 0), _GIVE_UP_S)  # type: ignore[misc]
-            if seconds is None or seconds > slowest:
-                slowest, slow_address = (_GIVE_UP_S if seconds is None else seconds), name
-            if seconds is None:
-                break
-    meaning = "each connection to a TCPStore looks up its peer's name; while a reply is awaited, all clients wait"
-    if slowest > _SLOW_LOOKUP_S:
-        found = f"reverse lookup of {slow_address} takes {'over ' if slowest >= _GIVE_UP_S else ''}{slowest:.1f} s"
-        advice = 'give the nodes names (/etc/hosts or PTR records), or set RES_OPTIONS="timeout:1 attempts:1"'
-        return [Finding("reverse DNS", Level.WARN, found, meaning, advice)]
-    return [Finding("reverse DNS", Level.OK, f"at most {slowest * 1000:.0f} ms", meaning)]
-
 
 def _own_address() -> str | None:
     try:

@@ -54,7 +54,6 @@ def examine(build: bool = False, nccl: bool = False) -> Iterator[Finding]:
     yield from checks.memory()
     yield from checks.clock()
     yield from checks.threads(os.environ, len(os.sched_getaffinity(0)))
-    yield from checks.reverse_dns()
     yield from checks.own_name(os.environ)
 
 

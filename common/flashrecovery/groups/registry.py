@@ -21,6 +21,7 @@ import xxhash
 from flashrecovery.groups import native_build, torch_private
 from flashrecovery.groups.builder import Builder, Part
 from flashrecovery.groups.inner import Inners
+from flashrecovery.groups.peer_names import stop_asking
 from flashrecovery.groups.state import STATE
 from flashrecovery.groups.stores import start_stores
 from flashrecovery.groups.torch_private import GroupRequest, PrefixStore, Store
@@ -158,6 +159,8 @@ def install(control_group: bool = True) -> None:
     Groups that torch cannot make recoverable are refused with :class:`~flashrecovery.errors.UnsupportedError`.
     """
     STATE.control_wanted = control_group
+    if not torch_private.installed():
+        stop_asking()
     torch_private.wrap_group_creation(_create, _created, _wrap_store)
 
 

@@ -1,7 +1,7 @@
 """The stores under which groups connect: one for all of them, or the servers over which they are spread.
 
 A connection to a server is made when a group first needs it, on the thread that connects the groups, and kept for all
-generations: each costs a reverse DNS look-up on both sides. Every use of a store is wrapped, so that
+generations. Every use of a store is wrapped, so that
 :func:`~flashrecovery.groups.exchange.abandon` wakes its waits.
 """
 

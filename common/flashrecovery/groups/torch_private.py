@@ -10,6 +10,7 @@ Tested with the versions in :data:`TESTED_TORCH`. What is used, and why:
   that ``dist.get_backend`` and everything that asks it sees the backend the user named.
 * ``Backend.backend_capability`` of the plug-in is set to the devices of the group that is being made.
 * ``ProcessGroupGloo._Options`` has no public constructor; its devices are replaced by ours.
+* ``formatSockAddr`` of its sockets asks for no more names once it has failed (:mod:`.peer_names`).
 * ``native/gloo_abi.h`` declares gloo's transport interface (see there).
 """
 

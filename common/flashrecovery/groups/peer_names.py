@@ -1,0 +1,78 @@
+"""Keeps torch from asking for the names of its peers.
+
+For its log, torch looks up the host name of every connection to a TCPStore, in the client and in the server, whose one
+thread serves nobody meanwhile. Where the addresses have no names, or a reply of the name server gets lost, that is
+seconds for each rank that connects (5 s is the resolver's patience), in the middle of a recovery. torch stops asking
+for the whole process as soon as one look-up has failed (``formatSockAddr`` in torch 2.13): so the first one is made to
+fail, on a connection of this process to itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from flashrecovery.groups.torch_private import TCPStore
+
+log = logging.getLogger("flashrecovery")
+
+_NSCOUNT = 16
+"""Where glibc's ``struct __res_state`` has the number of name servers, as <resolv.h> says: after two ints, an unsigned
+long, on 64-bit machines."""
+_MOST_SERVERS = 3
+_LIMIT = timedelta(seconds=5)
+
+
+def stop_asking() -> None:
+    """From now on, torch logs addresses in place of names in this process. Takes milliseconds."""
+    with without_names():
+        try:
+            TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_LIMIT)
+        except RuntimeError as e:
+            log.warning("torch goes on asking for its peers' names: no connection to 127.0.0.1: %s", e)
+
+
+@contextmanager
+def without_names() -> Iterator[None]:
+    """The first connection of a TCPStore that is made in here is the last one whose peer's name is asked for."""
+    servers = _name_servers()
+    if servers is None:
+        log.debug("no glibc: torch goes on asking for its peers' names")
+        yield
+        return
+    before, servers.value = servers.value, 0
+    try:
+        with _unsaid():
+            yield
+    finally:
+        servers.value = before
+
+
+def _name_servers() -> ctypes.c_int | None:
+    """How many the resolver of this thread has; None where it is not glibc's."""
+    libc = ctypes.CDLL(None)
+    try:
+        state, init = libc.__res_state, libc.__res_init
+    except AttributeError:
+        return None
+    init()
+    state.restype = ctypes.c_void_p
+    found = ctypes.c_int.from_address(state() + _NSCOUNT)
+    return found if 0 <= found.value <= _MOST_SERVERS else None
+
+
+@contextmanager
+def _unsaid() -> Iterator[None]:
+    """torch's warning that it could not learn a name."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

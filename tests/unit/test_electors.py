@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,7 +12,7 @@ from flashrecovery.agent.lease import Standing
 from flashrecovery.agent.patience import AGAIN_S, EAGER_S, LOOK_S, next_attempt_s, next_question_s
 from flashrecovery.agent.peers import Seen
 from flashrecovery.agent.session import ATTEMPT_S
-from flashrecovery.agent.succession import TURN_S, Succession
+from flashrecovery.agent.succession import AFTER_VOTE_S, TURN_S, Succession
 from flashrecovery.config import Timeouts
 from flashrecovery.controller.quorum import Quorum
 from flashrecovery.controller.takeover import QUIET
@@ -168,6 +169,30 @@ def test_a_vote_is_given_once_a_term() -> None:
     assert agent.vote(request(candidate="b")).granted
     assert not agent.vote(request(candidate="a")).granted
     assert not agent.follows(1, known=True) and agent.follows(2, known=False)
+
+
+def test_who_has_voted_does_not_stand_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = Nodes("abc", cut={"a"})
+    assert nodes.stand("b") == 2
+    voter = nodes.agents["c"]
+    assert not voter.turn(TURN_S), "it is its turn, but b has just been elected"
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + AFTER_VOTE_S)
+    assert voter.turn(TURN_S)
+
+
+def test_an_election_does_not_wait_for_who_is_frozen() -> None:
+    nodes = Nodes("abcde")
+
+    async def ask(e: Elector, request: pb.VoteRequest) -> pb.VoteReply:
+        if e.node in "ad":
+            await asyncio.sleep(60)
+        return nodes.agents[e.node].vote(request)
+
+    async def elect() -> int | None:
+        return await asyncio.wait_for(nodes.agents["b"].stand(ask), 10)
+
+    assert asyncio.run(elect()) == 2
 
 
 def test_they_stand_one_after_the_other() -> None:

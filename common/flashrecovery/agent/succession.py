@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 
 import grpc
@@ -24,6 +25,10 @@ VOTE_S = 0.3
 """For the electors' answers."""
 TURN_S = 0.5
 """The electors stand one after the other, so long apart: time for an election, and for the others to hear of it."""
+
+AFTER_VOTE_S = 2.0
+"""Who has voted for another one gives it so long to begin, and does not stand itself: a controller loses the followers
+that promise a later term to themselves."""
 
 log = logging.getLogger("flashrecovery")
 Ask = Callable[[Elector, pb.VoteRequest], Awaitable[pb.VoteReply]]
@@ -53,6 +58,7 @@ class Succession:
         self.electors: tuple[Elector, ...] = ()
         self.promised = 0
         self._leader = ""
+        self._voted_at = float("-inf")
 
     def learn(self, message: pb.Electors) -> None:
         """The controller has named its electors."""
@@ -86,11 +92,14 @@ class Succession:
             reason = "it hears the controller"
         elif not request.preliminary:
             self._promise(request.term)
+            self._voted_at = time.monotonic()
             log.warning("votes for node %s as controller of term %d", request.candidate, request.term)
         return pb.VoteReply(granted=not reason, term=max(self.term, self.promised), reason=reason)
 
     def turn(self, lost_for_s: float) -> bool:
         """Whether it is this elector's turn to stand, ``lost_for_s`` after the controller was found lost."""
+        if time.monotonic() - self._voted_at < AFTER_VOTE_S:
+            return False
         others = self._candidates()
         return self._node in others and int(lost_for_s / TURN_S) % len(others) == others.index(self._node)
 
@@ -118,24 +127,38 @@ class Succession:
         return term if elected and self.promised == term else None
 
     async def _poll(self, term: int, ask: Ask, *, preliminary: bool) -> bool:
+        """Ask the others, until enough of them agree: one that is frozen would keep everybody waiting."""
         asked = [e for e in self.electors if e.node != self._node]
-        requests = [
-            pb.VoteRequest(
+        needed = majority(len(self.electors))
+
+        async def answer(elector: Elector) -> tuple[str, pb.VoteReply]:
+            request = pb.VoteRequest(
                 term=term,
                 version=self.version,
                 candidate=self._node,
-                voter=e.node,
-                incarnation=e.incarnation,
+                voter=elector.node,
+                incarnation=elector.incarnation,
                 preliminary=preliminary,
             )
-            for e in asked
-        ]
-        replies = await asyncio.gather(*(ask(e, r) for e, r in zip(asked, requests, strict=True)))
-        said = [f"{e.node}: {'yes' if r.granted else r.reason}" for e, r in zip(asked, replies, strict=True)]
+            return elector.node, await ask(elector, request)
+
+        waiting = [asyncio.create_task(answer(e)) for e in asked]
+        replies: dict[str, pb.VoteReply] = {}
+        try:
+            for next_one in asyncio.as_completed(waiting):
+                node, reply = await next_one
+                replies[node] = reply
+                if 1 + sum(r.granted for r in replies.values()) >= needed:
+                    break
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+        said = [f"{node}: {'yes' if r.granted else r.reason}" for node, r in replies.items()]
         log.warning("%s be controller of term %d? %s", "may" if preliminary else "shall", term, "; ".join(said))
         if not preliminary:
-            self.promised = max(self.promised, *(r.term for r in replies))
-        return 1 + sum(r.granted for r in replies) >= majority(len(self.electors))
+            self.promised = max(self.promised, *(r.term for r in replies.values()))
+        return 1 + sum(r.granted for r in replies.values()) >= needed
 
     def _promise(self, term: int) -> None:
         self.promised = term

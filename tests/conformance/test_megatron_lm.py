@@ -86,8 +86,8 @@ def test_deaths_while_the_batch_size_ramps_up(tmp_path: Path) -> None:
         faults((1, "backward", 4), (0, "commit", 11), (1, "forward", 12), (0, "backward", 14)),
     )
     jobs = [
-        run_lm(tmp_path / name, Path(CHECKOUT), [*FLAGS, *RAMP_UP], model=BY_SAMPLES, nproc=layout.nproc, inject=faults)
-        for name, faults in (("reference", ()), ("run", inject))
+        run_lm(tmp_path / name, Path(CHECKOUT), [*FLAGS, *RAMP_UP], model=BY_SAMPLES, nproc=layout.nproc, inject=armed)
+        for name, armed in (("reference", ()), ("run", inject))
     ]
     check_same(jobs[1], jobs[0])
     check_fired(jobs[1], len(inject))

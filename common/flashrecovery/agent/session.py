@@ -154,14 +154,15 @@ class ControllerSession:
         except asyncio.CancelledError:
             log.debug("the connection to %s was given up", self._address)
         except grpc.aio.AioRpcError as e:
+            refused = f"the controller at {self._address} refuses this node: {e.details()}"
             if e.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION):
-                raise ConfigError(f"the controller at {self._address} refuses this node: {e.details()}") from e
+                raise ConfigError(refused) from e
             if e.code() is grpc.StatusCode.INVALID_ARGUMENT:
-                raise ProtocolError(f"the controller at {self._address} refuses this node: {e.details()}") from e
+                raise ProtocolError(refused) from e
             if e.code() is grpc.StatusCode.ALREADY_EXISTS:
                 self._name_taken_at = self._name_taken_at or self._attempt_at
                 if time.monotonic() - self._name_taken_at > _NAME_TAKEN_S:
-                    raise ConfigError(f"the controller at {self._address} refuses this node: {e.details()}") from e
+                    raise ConfigError(refused) from e
 
     async def _converse(self) -> None:
         async with grpc.aio.insecure_channel(self._address, options=_OPTIONS) as channel:

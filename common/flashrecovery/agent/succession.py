@@ -144,11 +144,13 @@ class Succession:
 
         waiting = [asyncio.create_task(answer(e)) for e in asked]
         replies: dict[str, pb.VoteReply] = {}
+        votes = 1  # its own
         try:
             for next_one in asyncio.as_completed(waiting):
                 node, reply = await next_one
                 replies[node] = reply
-                if 1 + sum(r.granted for r in replies.values()) >= needed:
+                votes += reply.granted
+                if votes >= needed:
                     break
         finally:
             for task in waiting:
@@ -158,7 +160,7 @@ class Succession:
         log.warning("%s be controller of term %d? %s", "may" if preliminary else "shall", term, "; ".join(said))
         if not preliminary:
             self.promised = max(self.promised, *(r.term for r in replies.values()))
-        return 1 + sum(r.granted for r in replies.values()) >= needed
+        return votes >= needed
 
     def _promise(self, term: int) -> None:
         self.promised = term

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from flashrecovery.config import load_run_config, parse_fault
+from flashrecovery.config import CONTROLLER_PORT, load_run_config, parse_fault
 from flashrecovery.errors import ConfigError
 
 
@@ -30,7 +30,7 @@ from flashrecovery.errors import ConfigError
     "--controller",
     *("--rdzv-endpoint", "--rdzv_endpoint"),
     default=None,
-    help="HOST[:PORT] of the controller, on one of the nodes (several nodes); port 29400 by default.",
+    help=f"HOST[:PORT] of the controller, on one of the nodes (several nodes); port {CONTROLLER_PORT} by default.",
 )
 @click.option("--master-addr", "--master_addr", default=None, help="Of torchrun: several nodes' controller is there.")
 @click.option("--rdzv-backend", "--rdzv_backend", expose_value=False, help="Of torchrun; not needed.")

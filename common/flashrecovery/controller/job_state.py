@@ -71,8 +71,10 @@ class JobState:
         """Do all nodes run the same?"""
         if self._first_command is None:
             self._first_command = (message.node, list(message.command))
+        if self._other_commands >= _SAID:
+            return
         text = other_command(message.node, message.command, *self._first_command)
-        if text and self._other_commands < _SAID:
+        if text:
             self._other_commands += 1
             self._emit(ev.Notice(generation=self.generation, kind="other_command", text=text))
 

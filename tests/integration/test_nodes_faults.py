@@ -134,7 +134,7 @@ def test_packets_are_lost_one_way(way: str, net: Network, tmp_path: Path, refere
 
 @pytest.mark.skipif(not hosts.can_lose(), reason="needs nft")
 def test_some_packets_are_lost_for_a_minute(net: Network, tmp_path: Path, reference: References) -> None:
-    job = NodesJob(net, tmp_path / "run", LOSSY)
+    job = NodesJob(net, tmp_path / "run", LOSSY, step_ms=500)
     job.wait_for_step(KILL_AFTER)
     for host in net.hosts:
         net.lose(host, 2.5)  # of what it sends and of what it gets: 5 % of each packet's way

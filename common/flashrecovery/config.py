@@ -191,6 +191,11 @@ class RunConfig(Settings):
     datagrams: bool = Field(
         True, description="heartbeats as datagrams to the controller's port, UDP, while these get through"
     )
+    direct_agents: int = Field(
+        64,
+        ge=1,
+        description="agents that speak to the controller themselves; where there are more, the others go through these",
+    )
     embed_controller: bool = Field(
         True, description="the node that has the controller's address runs it, unless something listens there"
     )

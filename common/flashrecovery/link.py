@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Generic, Protocol, TypeVar
 
 
@@ -31,28 +31,38 @@ class Link(Generic[Out, In]):
         self._sent = 0
         self._received = 0
         self._unacknowledged: deque[Out] = deque()
-        self._queue: asyncio.Queue[Out | None] = asyncio.Queue()
+        self._put: Callable[[Out | None], None] = _nowhere
 
     def send(self, message: Out) -> None:
         """For certain, in order."""
         self._sent += 1
         message.sequence = self._sent
         self._unacknowledged.append(message)
-        self._queue.put_nowait(message)
+        self._put(message)
 
     def send_now_or_never(self, message: Out) -> None:
         """A heartbeat: the next one makes up for it."""
-        self._queue.put_nowait(message)
+        self._put(message)
+
+    def attach(self, put: Callable[[Out | None], None]) -> None:
+        """There is a new connection: ``put`` gets its messages, and None at its end, which the one before it gets now.
+        Before a message goes out, :meth:`stamp` it."""
+        self._put(None)
+        self._put = put
+        for message in self._unacknowledged:
+            put(message)
+
+    def stamp(self, message: Out) -> Out:
+        """Have ``message`` say what has arrived here."""
+        message.acknowledged = self._received
+        return message
 
     async def outgoing(self) -> AsyncGenerator[Out, None]:
         """The messages of one connection, which end when there is a newer one."""
-        self._queue.put_nowait(None)
-        queue = self._queue = asyncio.Queue()
-        for message in self._unacknowledged:
-            queue.put_nowait(message)
+        queue: asyncio.Queue[Out | None] = asyncio.Queue()
+        self.attach(queue.put_nowait)
         while (taken := await queue.get()) is not None:
-            taken.acknowledged = self._received
-            yield taken
+            yield self.stamp(taken)
 
     @property
     def sent(self) -> int:
@@ -81,8 +91,12 @@ class Link(Generic[Out, In]):
 
     def close(self) -> None:
         """The present connection ends when what is queued has been handed over."""
-        self._queue.put_nowait(None)
+        self._put(None)
 
     def settled(self) -> bool:
         """Everything has been acknowledged."""
         return not self._unacknowledged
+
+
+def _nowhere(message: object) -> None:
+    """There has been no connection yet: what is to arrive for certain waits."""

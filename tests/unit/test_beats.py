@@ -28,6 +28,7 @@ class Controller:
 
     def __init__(self) -> None:
         self.alive = True
+        self.has_stream = True
         self.wants_all = True
         self.heard: list[str] = []
         self.beats: list[pb.Heartbeat] = []
@@ -43,6 +44,9 @@ class Controller:
 
     def health(self, node: str, heartbeat: pb.Heartbeat) -> None:
         self.beats.append(heartbeat)
+
+    def connected(self, node: str) -> bool:
+        return self.has_stream
 
     def after_beats(self) -> None:
         self.batches += 1
@@ -253,6 +257,20 @@ def test_a_stream_that_does_not_move_is_given_up(monkeypatch: pytest.MonkeyPatch
         both.link.send(pb.Command())  # it never arrives
         await both.beat(6)
         assert both.agent.stuck >= 1
+
+    play(scene)
+
+
+def test_an_agent_learns_that_the_controller_has_no_stream_of_it_any_more() -> None:
+    """Its relay's stream is lost, and the relay does not say so: it is alive for the controller, and connects anew."""
+
+    async def scene(both: Both) -> None:
+        await both.beat(3)
+        assert both.agent.stuck == 0
+        both.controller.has_stream = False
+        await both.beat(1)
+        assert both.agent.stuck >= 1
+        assert both.agent.heard and len(both.controller.heard) >= 4
 
     play(scene)
 

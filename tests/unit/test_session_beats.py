@@ -32,22 +32,34 @@ PERIOD_S = 0.25
 class NoWorkers:
     """What a session needs of an agent; says that it lives, and does nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, node: str = "a", peers: PeerService | None = None) -> None:
         self.finished: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self.commands: list[str] = []
+        self.handled: list[pb.Command] = []
         self.halted = 0
         self.fenced = 0
-        self.node = "a"
+        self.node = node
+        self.settings: dict[str, str] = {}
+        self._peers = peers
         self._incarnation = "first"
 
     def connect(self, send: Callable[[pb.AgentMessage], None], beat: Callable[[pb.AgentMessage], None]) -> None:
         self.send, self.beat = send, beat
 
     def register(self) -> pb.Register:
-        return pb.Register(node="a", host="127.0.0.1", slots=1, node_rank=-1, incarnation=self._incarnation)
+        return pb.Register(
+            node=self.node,
+            host="127.0.0.1",
+            slots=1,
+            node_rank=-1,
+            incarnation=self._incarnation,
+            peer_port=self._peers.port if self._peers is not None else 0,
+            settings=self.settings,
+        )
 
     def handle(self, command: pb.Command) -> None:
         self.commands.append(command.WhichOneof("body") or "")
+        self.handled.append(command)
 
     def neighbours(self) -> list[str]:
         return []

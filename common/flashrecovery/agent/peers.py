@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.security import TokenCheck, metadata
 
 if TYPE_CHECKING:
+    from flashrecovery.agent.relay import Relay
     from flashrecovery.agent.succession import Succession
 
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 _PART_BYTES = 1 << 20
 _KEEP_S = 30.0
 _FETCH_S = 30.0
+_STATUS = {code.value[0]: code for code in grpc.StatusCode}
+CONTROLLER_KEY = "flashrecovery-controller"
+"""Of the metadata with which an agent comes to a relay: the incarnation of the controller that it follows."""
 FRESH_CHANNEL = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 """Without it gRPC shares connections, and their back-off, between channels."""
 
@@ -56,6 +61,7 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
         self._server: grpc.aio.Server | None = None
         self.controller_heard_at = time.monotonic()
         self.succession: Succession | None = None
+        self.relay: Relay | None = None
         self.port = 0
 
     async def start(self, host: str) -> None:
@@ -69,6 +75,8 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
         await self._server.start()
 
     async def stop(self) -> None:
+        if self.relay is not None:
+            self.relay.close()
         if self._server is not None:
             await self._server.stop(grace=0.1)
 
@@ -84,6 +92,20 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
         if self.succession is None:
             return pb.VoteReply(granted=False, reason="it has not come to the job yet")
         return self.succession.vote(request)
+
+    async def Relay(
+        self, request_iterator: AsyncIterator[pb.AgentMessage], context: Context
+    ) -> AsyncIterator[pb.Command]:
+        """Carry another agent's session, if both follow the same controller."""
+        controller = dict(context.invocation_metadata() or ()).get(CONTROLLER_KEY, "")
+        if self.relay is None or not self.relay.carries_to(str(controller)):
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this agent follows another controller")
+        async with aclosing(self.relay.converse(request_iterator)) as frames:
+            async for frame in frames:
+                if frame.code:
+                    await context.abort(_STATUS[frame.code], frame.details)
+                if not frame.ended:
+                    yield frame.command
 
     async def Keep(self, request_iterator: AsyncIterator[pb.SetupLogPart], context: Context) -> pb.KeepReply:
         """Keep a rank's set-up log for as long as the job runs."""

@@ -20,7 +20,8 @@ import grpc
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.lease import FRESH, LEASE_PROBE, Door, Standing, knock, lost, standing
 from flashrecovery.agent.patience import LOOK_S, Patience, next_attempt_s, next_question_s
-from flashrecovery.agent.peers import PeerService, Seen, probe_all
+from flashrecovery.agent.peers import CONTROLLER_KEY, PeerService, Seen, probe, probe_all
+from flashrecovery.agent.relay import Relay
 from flashrecovery.agent.succession import Succession, ask_elector
 from flashrecovery.beats.agent import BeatSender
 from flashrecovery.config import Timeouts
@@ -73,8 +74,11 @@ class ControllerSession:
             agent.node, agent.incarnation, self._silent_s, FRESH * limits.lease_s, self._drop_connection
         )
         self._succession.controller = address
+        self._relay = Relay(agent.node, token)
+        self._through = ""
+        self._move: asyncio.Task[None] | None = None
         if peers is not None:
-            peers.succession = self._succession
+            peers.succession, peers.relay = self._succession, self._relay
         self._suspended = False
         self._lost_at: float | None = None
         self._link: Link[pb.AgentMessage, pb.Command] = Link()
@@ -126,10 +130,11 @@ class ControllerSession:
                 await self._pause(next_attempt_s(self._silent_s(), self._limits, answered=self._answered))
             return self._agent.finished.result()
         finally:
-            if watch is not None:
-                watch.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await watch
+            for task in (watch, self._move):
+                if task is not None:
+                    task.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await task
 
     async def _pause(self, seconds: float) -> None:
         """Before the next connection, unless there is another controller to follow now."""
@@ -142,27 +147,38 @@ class ControllerSession:
     async def _connect(self) -> None:
         """One connection, to its end."""
         self._attempt_at, self._answered = time.monotonic(), False
-        self._attempt = asyncio.create_task(self._converse())
+        through, self._through = self._through, ""
+        self._attempt = asyncio.create_task(self._converse_through(through) if through else self._converse())
         ends: set[asyncio.Future[Any]] = {self._attempt, self._agent.finished}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         self._fresh = False
         self._beats.forget()
         if not self._attempt.done():
             self._attempt.cancel()
-        try:
-            await self._attempt
-        except asyncio.CancelledError:
+            await asyncio.wait({self._attempt})
+        if self._attempt.cancelled():
             log.debug("the connection to %s was given up", self._address)
-        except grpc.aio.AioRpcError as e:
-            refused = f"the controller at {self._address} refuses this node: {e.details()}"
-            if e.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION):
-                raise ConfigError(refused) from e
-            if e.code() is grpc.StatusCode.INVALID_ARGUMENT:
-                raise ProtocolError(refused) from e
-            if e.code() is grpc.StatusCode.ALREADY_EXISTS:
-                self._name_taken_at = self._name_taken_at or self._attempt_at
-                if time.monotonic() - self._name_taken_at > _NAME_TAKEN_S:
-                    raise ConfigError(refused) from e
+            return
+        # Not awaited: an error raised through here would keep this frame, this frame the task and the task the error,
+        # and until the garbage collector comes by, the dead channel tries again, and connects beside the next one.
+        error = self._attempt.exception()
+        if error is not None:
+            self._refused(error)
+
+    def _refused(self, error: BaseException) -> None:
+        """The connection has ended in an error; raises it unless another attempt may do better."""
+        if not isinstance(error, grpc.aio.AioRpcError):
+            raise error
+        refused = f"the controller at {self._address} refuses this node: {error.details()}"
+        code = error.code()
+        if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION):
+            raise ConfigError(refused) from error
+        if code is grpc.StatusCode.INVALID_ARGUMENT:
+            raise ProtocolError(refused) from error
+        if code is grpc.StatusCode.ALREADY_EXISTS:
+            self._name_taken_at = self._name_taken_at or self._attempt_at
+            if time.monotonic() - self._name_taken_at > _NAME_TAKEN_S:
+                raise ConfigError(refused) from error
 
     async def _converse(self) -> None:
         async with grpc.aio.insecure_channel(self._address, options=_OPTIONS) as channel:
@@ -175,18 +191,27 @@ class ControllerSession:
             if self._controller and who.incarnation != self._controller:
                 self._link = Link()  # another one: it is told in Register what there is; what was on its way is void
             self._controller = who.incarnation
-            call = stub.Session(metadata=known)
-            speaking = asyncio.create_task(self._speak(call))
-            speaking.add_done_callback(lambda _: call.cancel())
-            try:
-                async for command in call:
-                    self._heard(command)
-            finally:
-                # Ours to end: gRPC leaves a request iterator waiting for ever when the other side ends the call.
-                speaking.cancel()
-                await asyncio.wait({speaking})
-                if not speaking.cancelled():
-                    speaking.result()
+            self._relay.follow(self._address, who.incarnation)
+            await self._talk(stub.Session(metadata=known))
+
+    async def _converse_through(self, relay: str) -> None:
+        """The same by way of the agent at ``relay``, for this connection only: if it ends, the next one is straight."""
+        async with grpc.aio.insecure_channel(relay, options=_OPTIONS) as channel:
+            known = (*metadata(self._token), (CONTROLLER_KEY, self._controller))
+            await self._talk(rpc.PeerStub(channel).Relay(metadata=known))
+
+    async def _talk(self, call: Call) -> None:
+        speaking = asyncio.create_task(self._speak(call))
+        speaking.add_done_callback(lambda _: call.cancel())
+        try:
+            async for command in call:
+                self._heard(command)
+        finally:
+            # Ours to end: gRPC leaves a request iterator waiting for ever when the other side ends the call.
+            speaking.cancel()
+            await asyncio.wait({speaking})
+            if not speaking.cancelled():
+                speaking.result()
 
     async def _speak(self, call: Call) -> None:
         """This agent's messages, for as long as the connection holds."""
@@ -229,8 +254,20 @@ class ControllerSession:
         if body == "electors":
             self._succession.learn(command.electors)
             self._send(pb.AgentMessage(electors_known=pb.ElectorsKnown(version=command.electors.version)))
+        elif body == "go_through":
+            self._move = asyncio.create_task(self._go_through(command.go_through, self._attempt))
         else:
             self._agent.handle(command)
+
+    async def _go_through(self, there: pb.GoThrough, connection: asyncio.Task[None] | None) -> None:
+        """Connect again by way of that agent, if it can be reached, and if ``connection`` is still the present one."""
+        seen = await probe(there.peer, self._token, ATTEMPT_S)
+        if not seen.reachable:
+            log.warning("node %s, by way of which this one is to go, is not reached: %s", there.node, seen.evidence)
+        elif connection is self._attempt and self._fresh:
+            self._through = there.peer
+            self._drop_connection()
+            self._at_once.set()
 
     def _heard_at_least_at(self, when: float) -> None:
         """The controller has answered a heartbeat of that time. Only while the connection holds: what counts after that

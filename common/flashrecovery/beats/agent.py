@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from flashrecovery.beats.wire import ANSWER, ANSWERED, BEAT, MAGIC, Header, Seal, Stream, pack_ranks
+from flashrecovery.beats.wire import ANSWER, ANSWERED, BEAT, GONE, MAGIC, Header, Seal, Stream, pack_ranks
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _AGAIN_S = 0.08
@@ -137,7 +137,9 @@ class BeatSender(asyncio.DatagramProtocol):
             self._again.cancel()
             self._again = None
         self._heard(sent_at)
-        if self._stream is not None:
+        if header.flags & GONE:
+            self._stuck()
+        elif self._stream is not None:
             self._stream.acknowledge(header.received)
             self._look_at_stream(header, time.monotonic())
 

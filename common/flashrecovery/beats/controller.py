@@ -16,7 +16,19 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from flashrecovery.beats.wire import ANSWER, ANSWERED, BEAT, LIMIT, MAGIC, Header, Seal, Stream, ticket_of, unpack_ranks
+from flashrecovery.beats.wire import (
+    ANSWER,
+    ANSWERED,
+    BEAT,
+    GONE,
+    LIMIT,
+    MAGIC,
+    Header,
+    Seal,
+    Stream,
+    ticket_of,
+    unpack_ranks,
+)
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _BATCH = 256
@@ -46,6 +58,9 @@ class Hearer(Protocol):
 
     def health(self, node: str, heartbeat: pb.Heartbeat) -> None:
         """The health of its ranks."""
+
+    def connected(self, node: str) -> bool:
+        """Whether ``node`` has a stream, so that it can be told anything."""
 
     def after_beats(self) -> None:
         """Called when health of a batch of heartbeats has been delivered."""
@@ -169,7 +184,8 @@ class BeatServer:
     def _answer(self, agent: _Agent, header: Header, address: tuple[object, ...]) -> None:
         assert self._socket is not None
         stream = agent.stream
-        answer = Header(MAGIC, ANSWER, 0, 0, agent.ticket, header.counter, stream.received, stream.sent, 0)
+        flags = 0 if self.hearer.connected(agent.node) else GONE
+        answer = Header(MAGIC, ANSWER, flags, 0, agent.ticket, header.counter, stream.received, stream.sent, 0)
         try:
             self._socket.sendto(agent.seal.close(answer), address)
         except OSError as e:  # the agent asks again

@@ -23,6 +23,8 @@ ANSWER = 2
 """Controller to agent; its counter is that of the heartbeat."""
 ANSWERED = 1
 """Flag of a heartbeat: answers arrive, the controller need not beat on the stream as well."""
+GONE = 2
+"""Flag of an answer: the controller has no stream of this agent any more; the relay that carried it is lost."""
 
 _HEADER = struct.Struct("<4sBBHQQQQI")
 _TICKET = struct.Struct("<8xQ")

@@ -1,4 +1,4 @@
-"""The agents' connections: which node's agent is connected, and what it is sent.
+"""The agents' connections: which node's agent is connected, by which way, and what it is sent.
 
 A node has one link for as long as its agent lives, over however many connections; of these the newest counts. What is
 sent to a node that is not connected now goes out when it is again.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
+from dataclasses import dataclass
 
 from flashrecovery.controller.batches import Batches
 from flashrecovery.link import Link
@@ -16,13 +18,22 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 AgentLink = Link[pb.Command, pb.AgentMessage]
 
 
+@dataclass(frozen=True, eq=False)
+class Connection:
+    """One of an agent. ``via``: the node whose agent carries it; "": it comes straight here."""
+
+    node: str
+    link: AgentLink
+    via: str = ""
+
+
 class Connections:
     """By name of the node."""
 
     def __init__(self) -> None:
         self.links: dict[str, AgentLink] = {}
         self._incarnations: dict[str, str] = {}
-        self._newest: dict[str, object] = {}
+        self._newest: dict[str, Connection] = {}
 
     def link_of(self, message: pb.Register, *, lost: bool) -> AgentLink:
         """The node's link; a new one for a new incarnation of its agent, and for one that was taken for ``lost``: what
@@ -36,20 +47,19 @@ class Connections:
 
     # -- who is connected -------------------------------------------------------------------------
 
-    def open(self, node: str) -> object:
-        """A connection of ``node`` has come; it takes the place of the one before. Returns a name for it."""
-        connection = self._newest[node] = object()
-        return connection
+    def open(self, connection: Connection) -> None:
+        """It takes the place of the node's one before."""
+        self._newest[connection.node] = connection
 
-    def is_newest(self, node: str, connection: object) -> bool:
+    def is_newest(self, connection: Connection) -> bool:
         """Whether no other one has taken its place."""
-        return self._newest.get(node) is connection
+        return self._newest.get(connection.node) is connection
 
-    def ended(self, node: str, connection: object) -> bool:
-        """This one has ended. Returns whether ``node`` is not connected any more."""
-        if not self.is_newest(node, connection):
+    def ended(self, connection: Connection) -> bool:
+        """This one has ended. Returns whether its node is not connected any more."""
+        if not self.is_newest(connection):
             return False
-        del self._newest[node]
+        del self._newest[connection.node]
         return True
 
     def is_connected(self, node: str) -> bool:
@@ -59,6 +69,10 @@ class Connections:
     def connected(self) -> list[str]:
         """The nodes that are connected now."""
         return list(self._newest)
+
+    def newest(self) -> Collection[Connection]:
+        """One for each node that is connected now, in the order in which they came."""
+        return self._newest.values()
 
     # -- sending ----------------------------------------------------------------------------------
 

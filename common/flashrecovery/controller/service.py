@@ -8,6 +8,7 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -15,10 +16,9 @@ import grpc
 from flashrecovery import events as ev
 from flashrecovery.beats.controller import BeatServer
 from flashrecovery.config import FaultSpec, RunConfig
-from flashrecovery.controller.admission import refusal
 from flashrecovery.controller.batches import Batches
 from flashrecovery.controller.checkpoints import Checkpoints
-from flashrecovery.controller.connections import AgentLink, Connections
+from flashrecovery.controller.connections import Connection, Connections
 from flashrecovery.controller.console import line_of
 from flashrecovery.controller.drills import Drills
 from flashrecovery.controller.electorate import Electorate
@@ -28,6 +28,8 @@ from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.nodes import NodeState
 from flashrecovery.controller.outbox import Emit, Publish
 from flashrecovery.controller.quorum import Quorum
+from flashrecovery.controller.relays import Relays
+from flashrecovery.controller.sessions import Sessions
 from flashrecovery.controller.states import State
 from flashrecovery.controller.status import job_status
 from flashrecovery.controller.table_publisher import TablePublisher
@@ -40,8 +42,6 @@ if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
 _TICK_S = 0.05
-_REGISTER_S = 10.0
-"""A connection that has not said who it is by then is closed."""
 _GRACE_S = 1.0
 """For the connections to end by themselves."""
 _MESSAGE_LIMIT = 256 << 20
@@ -60,7 +60,6 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
     ) -> None:
         self.machine = Machine(config)
         self._config = config
-        self._shared = config.shared()
         self._token = token
         self._log = log
         self.run_dir = run_dir
@@ -70,6 +69,10 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._electorate = Electorate(quorum, self.machine, self._liveness, config.timeouts)
         self._tables = TablePublisher(run_dir)
         self._beats = BeatServer(token, self, config.timeouts.heartbeat_s)
+        self._relays = Relays(config.direct_agents, quorum.leader)
+        self._sessions = Sessions(
+            self, self.machine, self._agents, self._liveness, self._beats, self._relays, config.shared()
+        )
         self._beat_at = 0.0
         self._to_beat: list[str] = []
         self._suspended = False
@@ -119,7 +122,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     def request_stop(self, reason: str) -> None:
         self.machine.on_stop_request(reason)
-        self._act()
+        self.act()
 
     # -- rpc --------------------------------------------------------------------------------------
 
@@ -132,44 +135,16 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
     async def Session(
         self, request_iterator: AsyncIterator[pb.AgentMessage], context: Context
     ) -> AsyncIterator[pb.Command]:
-        """One connection of an agent. A newer one of the same node takes its place."""
-        try:
-            first = await asyncio.wait_for(anext(request_iterator), _REGISTER_S)
-        except (asyncio.TimeoutError, StopAsyncIteration):
-            return
-        if first.WhichOneof("body") != "register" or not first.register.node:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of an agent must be Register")
-        node = first.register.node
-        known = self.machine.nodes.get(node)
-        there = self._agents.is_connected(node) and not self._liveness.silent(node, time.monotonic())
-        refused = refusal(first.register, self._shared, known, there=there)
-        if refused is not None:
-            await context.abort(refused.code, refused.text)
-        link = self._agents.link_of(first.register, lost=known is not None and not known.alive)
-        connection = self._agents.open(node)
-        link.accept(first)
-        self._liveness.heard(node, time.monotonic())
-        self.machine.on_register(first.register, time.monotonic())
-        self._act()
-        reader = asyncio.create_task(self._read(request_iterator, node, link))
-        try:
-            if self.machine.nodes[node].alive:
-                self._tell_modules(node)
-                if self._electorate.named:
-                    self._agents.post(node, self._electorate.command())
-                # at once, because an agent that was cut off waits for it
-                beat = self._beats.invite(node, link)
-                beat.suspended = self._suspended
-                yield pb.Command(generation=self.machine.generation, beat=beat)
-            async for command in link.outgoing():
-                if not self._agents.is_newest(node, connection):
-                    return
+        """One connection of an agent."""
+        async with aclosing(self._sessions.straight(request_iterator, context)) as commands:
+            async for command in commands:
                 yield command
-        finally:
-            reader.cancel()
-            if self._agents.ended(node, connection):
-                self._beats.forget(node)
-                self._liveness.disconnected(node)
+
+    async def Trunk(self, request_iterator: AsyncIterator[pb.Upward], context: Context) -> AsyncIterator[pb.Downward]:
+        """One connection of an agent that carries others'."""
+        async with aclosing(self._sessions.carried(request_iterator, context)) as carried:
+            async for downward in carried:
+                yield downward
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.JobStatus:
         """The whole job at one look."""
@@ -227,23 +202,28 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
     def health(self, node: str, heartbeat: pb.Heartbeat) -> None:
         self.machine.on_heartbeat(heartbeat, time.monotonic())
 
+    def connected(self, node: str) -> bool:
+        """Whether it can be told anything now."""
+        return self._agents.is_connected(node)
+
     def after_beats(self) -> None:
-        self._act()
+        self.act()
 
     # -- feeding the machine ----------------------------------------------------------------------
 
-    async def _read(self, messages: AsyncIterator[pb.AgentMessage], node: str, link: AgentLink) -> None:
-        async for message in messages:
-            if not link.accept(message):
-                continue
-            record = self.machine.nodes.get(node)
-            if record is None or not record.alive:
-                continue  # taken for lost: its ranks belong to others now
-            self._liveness.heard(node, time.monotonic())
-            self._dispatch(message, node)
-            self._act()
+    def greet(self, connection: Connection) -> pb.Command:
+        """The first word to an agent; what else it has to know follows."""
+        node = connection.node
+        self._tell_modules(node)
+        if self._electorate.named:
+            self._agents.post(node, self._electorate.command())
+        # at once, because an agent that was cut off waits for it
+        beat = self._beats.invite(node, connection.link)
+        beat.suspended = self._suspended
+        return pb.Command(generation=self.machine.generation, beat=beat)
 
-    def _dispatch(self, message: pb.AgentMessage, node: str) -> None:
+    def deliver(self, message: pb.AgentMessage, node: str) -> None:
+        """What an agent says."""
         now = time.monotonic()
         m = self.machine
         body = message.WhichOneof("body")
@@ -326,7 +306,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 self._look_for_the_silent(now)
                 self.machine.on_tick(now)
                 self._announce_checkpoint(now)
-                self._act()
+                self._spread_out(now)
+                self.act()
                 if self._electorate.changed():
                     self._agents.post(None, self._electorate.command())
 
@@ -359,12 +340,21 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             elif isinstance(found, Lost):
                 self._standbys.pop(found.node, None)
                 self._beats.forget(found.node)
+                self._sessions.cut(found.node)
                 self._agents.end(found.node)  # if it hears this, it comes back, and is told that it was lost
                 self.machine.on_node_lost(found.node, found.evidence, found.silent_s, now)
             else:
                 seen = f"but node {found.observer} reaches it" if found.observer else "nor is any other node"
                 text = f"node {found.node} has not been heard for {found.silent_s:.2f} s, {seen}: it keeps its ranks"
                 self._record(ev.Notice(generation=self.machine.generation, kind="node_unheard", text=text))
+
+    def _spread_out(self, now: float) -> None:
+        """More agents than may speak here themselves are to go through others, but not in the middle of a recovery."""
+        if self.machine.state not in (State.STARTING, State.RUNNING) or self.machine.recovery is not None:
+            return
+        for node, relay in self._relays.moves(self._agents.newest(), self.machine.nodes, now):
+            through = pb.GoThrough(node=relay, peer=self.machine.nodes[relay].peer)
+            self._agents.post(node, pb.Command(rank=AGENT, go_through=through))
 
     def _announce_checkpoint(self, now: float) -> None:
         """Have every rank save a version, if it is time."""
@@ -373,7 +363,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 command.generation = self.machine.generation
                 self._agents.post(self.machine.ranks[command.rank].home, command)
 
-    def _act(self) -> None:
+    def act(self) -> None:
+        """Carry out what the machine wants."""
         batches = Batches()
         for action in self.machine.take_actions():
             if isinstance(action, Emit):

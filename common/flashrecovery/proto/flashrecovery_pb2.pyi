@@ -3,7 +3,8 @@
 isort:skip_file
 The contract between controller, agents and workers.
 
-Controller <-> agent: one gRPC stream a node (Session). Agent <-> worker: the same messages, length-prefixed, on an
+Controller <-> agent: one gRPC stream a node (Session); with very many nodes most of these go through another agent,
+which carries all of its own in one (Relay, Trunk). Agent <-> worker: the same messages, length-prefixed, on an
 inherited socket pair (no gRPC in a training process: its threads do not survive the fork of a data loader).
 Agent <-> agent: the service Peer, with which agents confirm each other's silence and keep what a lost node cannot give.
 Every message carries the generation; a receiver drops what is older than its own.
@@ -1167,6 +1168,7 @@ class Command(_message.Message):
     ELECTORS_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     LOOK_FIELD_NUMBER: _builtins.int
+    GO_THROUGH_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """see AgentMessage"""
     acknowledged: _builtins.int
@@ -1222,6 +1224,8 @@ class Command(_message.Message):
     def batch(self) -> Global___Batch: ...
     @_builtins.property
     def look(self) -> Global___Look: ...
+    @_builtins.property
+    def go_through(self) -> Global___GoThrough: ...
     def __init__(
         self,
         *,
@@ -1251,16 +1255,145 @@ class Command(_message.Message):
         electors: Global___Electors | None = ...,
         batch: Global___Batch | None = ...,
         look: Global___Look | None = ...,
+        go_through: Global___GoThrough | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "electors", b"electors", "fault", b"fault", "fence", b"fence", "hold", b"hold", "keep_undo", b"keep_undo", "look", b"look", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank_table", b"rank_table", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "electors", b"electors", "fault", b"fault", "fence", b"fence", "go_through", b"go_through", "hold", b"hold", "keep_undo", b"keep_undo", "look", b"look", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank_table", b"rank_table", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "batch", b"batch", "beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "electors", b"electors", "fault", b"fault", "fence", b"fence", "generation", b"generation", "hold", b"hold", "keep_undo", b"keep_undo", "look", b"look", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank", b"rank", "rank_table", b"rank_table", "ranks", b"ranks", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "batch", b"batch", "beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "electors", b"electors", "fault", b"fault", "fence", b"fence", "generation", b"generation", "go_through", b"go_through", "hold", b"hold", "keep_undo", b"keep_undo", "look", b"look", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank", b"rank", "rank_table", b"rank_table", "ranks", b"ranks", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold", "beat", "probe", "fence", "modules", "electors", "batch", "look"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold", "beat", "probe", "fence", "modules", "electors", "batch", "look", "go_through"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
 Global___Command: _TypeAlias = Command  # noqa: Y015
+
+@_typing.final
+class GoThrough(_message.Message):
+    """Connect again, by way of this agent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    peer: _builtins.str
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        peer: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "peer", b"peer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GoThrough: _TypeAlias = GoThrough  # noqa: Y015
+
+@_typing.final
+class Upward(_message.Message):
+    """What a relay carries: the messages of other agents' sessions, each of which is a line with a number of its own."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RELAY_FIELD_NUMBER: _builtins.int
+    FRAMES_FIELD_NUMBER: _builtins.int
+    relay: _builtins.str
+    @_builtins.property
+    def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___UpFrame]: ...
+    def __init__(
+        self,
+        *,
+        relay: _builtins.str = ...,
+        frames: _abc.Iterable[Global___UpFrame] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "relay", b"relay"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Upward: _TypeAlias = Upward  # noqa: Y015
+
+@_typing.final
+class UpFrame(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    line: _builtins.int
+    ended: _builtins.bool
+    @_builtins.property
+    def message(self) -> Global___AgentMessage: ...
+    def __init__(
+        self,
+        *,
+        line: _builtins.int = ...,
+        message: Global___AgentMessage | None = ...,
+        ended: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "line", b"line", "message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpFrame: _TypeAlias = UpFrame  # noqa: Y015
+
+@_typing.final
+class Downward(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FRAMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___DownFrame]: ...
+    def __init__(
+        self,
+        *,
+        frames: _abc.Iterable[Global___DownFrame] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Downward: _TypeAlias = Downward  # noqa: Y015
+
+@_typing.final
+class DownFrame(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINE_FIELD_NUMBER: _builtins.int
+    COMMAND_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    DETAILS_FIELD_NUMBER: _builtins.int
+    line: _builtins.int
+    ended: _builtins.bool
+    code: _builtins.int
+    details: _builtins.str
+    """with ended: the gRPC status that the session ends with, if it is refused"""
+    @_builtins.property
+    def command(self) -> Global___Command: ...
+    def __init__(
+        self,
+        *,
+        line: _builtins.int = ...,
+        command: Global___Command | None = ...,
+        ended: _builtins.bool = ...,
+        code: _builtins.int = ...,
+        details: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "command", b"command", "details", b"details", "ended", b"ended", "line", b"line"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DownFrame: _TypeAlias = DownFrame  # noqa: Y015
 
 @_typing.final
 class Batch(_message.Message):

@@ -44,6 +44,11 @@ class ControllerStub:
                 request_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.AgentMessage.SerializeToString,
                 response_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.Command.FromString,
                 _registered_method=True)
+        self.Trunk = channel.stream_stream(
+                '/flashrecovery.v1.Controller/Trunk',
+                request_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.Upward.SerializeToString,
+                response_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.Downward.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/flashrecovery.v1.Controller/Status',
                 request_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.StatusRequest.SerializeToString,
@@ -66,6 +71,12 @@ class ControllerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Session(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Trunk(self, request_iterator, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -95,6 +106,11 @@ def add_ControllerServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.AgentMessage.FromString,
                     response_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.Command.SerializeToString,
+            ),
+            'Trunk': grpc.stream_stream_rpc_method_handler(
+                    servicer.Trunk,
+                    request_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.Upward.FromString,
+                    response_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.Downward.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -161,6 +177,33 @@ class Controller:
             '/flashrecovery.v1.Controller/Session',
             flashrecovery_dot_proto_dot_flashrecovery__pb2.AgentMessage.SerializeToString,
             flashrecovery_dot_proto_dot_flashrecovery__pb2.Command.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Trunk(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/flashrecovery.v1.Controller/Trunk',
+            flashrecovery_dot_proto_dot_flashrecovery__pb2.Upward.SerializeToString,
+            flashrecovery_dot_proto_dot_flashrecovery__pb2.Downward.FromString,
             options,
             channel_credentials,
             insecure,
@@ -256,6 +299,11 @@ class PeerStub:
                 request_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.VoteRequest.SerializeToString,
                 response_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.VoteReply.FromString,
                 _registered_method=True)
+        self.Relay = channel.stream_stream(
+                '/flashrecovery.v1.Peer/Relay',
+                request_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.AgentMessage.SerializeToString,
+                response_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.Command.FromString,
+                _registered_method=True)
 
 
 class PeerServicer:
@@ -286,6 +334,13 @@ class PeerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Relay(self, request_iterator, context):
+        """a Session, by way of this agent
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PeerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -308,6 +363,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Vote,
                     request_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.VoteRequest.FromString,
                     response_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.VoteReply.SerializeToString,
+            ),
+            'Relay': grpc.stream_stream_rpc_method_handler(
+                    servicer.Relay,
+                    request_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.AgentMessage.FromString,
+                    response_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.Command.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -419,6 +479,33 @@ class Peer:
             '/flashrecovery.v1.Peer/Vote',
             flashrecovery_dot_proto_dot_flashrecovery__pb2.VoteRequest.SerializeToString,
             flashrecovery_dot_proto_dot_flashrecovery__pb2.VoteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Relay(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/flashrecovery.v1.Peer/Relay',
+            flashrecovery_dot_proto_dot_flashrecovery__pb2.AgentMessage.SerializeToString,
+            flashrecovery_dot_proto_dot_flashrecovery__pb2.Command.FromString,
             options,
             channel_credentials,
             insecure,

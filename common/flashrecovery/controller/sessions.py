@@ -1,0 +1,256 @@
+"""The agents' sessions, straight or by way of a relay: from the first word, a Register, to the connection's end.
+
+A session is the same however it comes: a direct one has a stream of its own, of the others a relay carries many in one
+(:class:`Trunk`), where each is a *line* with a number. If a relay's stream ends, that says nothing about the agents on
+its lines: they stay alive by their heartbeats, which go past it, and connect again another way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import grpc
+
+from flashrecovery.beats.controller import BeatServer
+from flashrecovery.controller.admission import Refusal, refusal
+from flashrecovery.controller.connections import Connection, Connections
+from flashrecovery.controller.liveness import Liveness
+from flashrecovery.controller.machine import Machine
+from flashrecovery.controller.relays import Relays
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+if TYPE_CHECKING:
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+_REGISTER_S = 10.0
+"""A connection that has not said who it is by then is closed."""
+_FRAMES = 200
+"""In one message of a relay's stream, so that none becomes too large."""
+
+
+class Listener(Protocol):
+    """Who the agents speak to: the controller's service."""
+
+    def greet(self, connection: Connection) -> pb.Command:
+        """The first word on a new connection of a node that belongs to the job."""
+
+    def deliver(self, message: pb.AgentMessage, node: str) -> None:
+        """A message for the machine."""
+
+    def act(self) -> None:
+        """Carry out what the machine wants now."""
+
+
+class Sessions:
+    """All of them. ``settings``: the controller's own, by key, which every agent must have alike."""
+
+    def __init__(
+        self,
+        listener: Listener,
+        machine: Machine,
+        agents: Connections,
+        liveness: Liveness,
+        beats: BeatServer,
+        relays: Relays,
+        settings: Mapping[str, str],
+    ) -> None:
+        self._listener = listener
+        self._machine = machine
+        self._agents = agents
+        self._liveness = liveness
+        self._beats = beats
+        self._relays = relays
+        self._settings = settings
+        self._trunks: dict[str, Trunk] = {}
+
+    # -- a stream each ----------------------------------------------------------------------------
+
+    async def straight(
+        self, messages: AsyncIterator[pb.AgentMessage], context: Context
+    ) -> AsyncGenerator[pb.Command, None]:
+        """One connection of an agent. A newer one of the same node takes its place."""
+        try:
+            first = await asyncio.wait_for(anext(messages), _REGISTER_S)
+        except (asyncio.TimeoutError, StopAsyncIteration):
+            return
+        connection = self.open(first)
+        if isinstance(connection, Refusal):
+            await context.abort(connection.code, connection.text)
+        reader = asyncio.create_task(self._read(messages, connection))
+        try:
+            welcome = self.welcome(connection)
+            if welcome is not None:
+                yield welcome
+            async for command in connection.link.outgoing():
+                if not self._agents.is_newest(connection):
+                    return
+                yield command
+        finally:
+            reader.cancel()
+            self.close(connection)
+
+    async def _read(self, messages: AsyncIterator[pb.AgentMessage], connection: Connection) -> None:
+        async for message in messages:
+            self.take(connection, message)
+            self._listener.act()
+
+    # -- many in one ------------------------------------------------------------------------------
+
+    async def carried(self, messages: AsyncIterator[pb.Upward], context: Context) -> AsyncGenerator[pb.Downward, None]:
+        """One connection of a relay. A newer one of the same relay takes its place."""
+        try:
+            first = await asyncio.wait_for(anext(messages), _REGISTER_S)
+        except (asyncio.TimeoutError, StopAsyncIteration):
+            return
+        record = self._machine.nodes.get(first.relay)
+        if record is None or not record.alive:
+            text = f"a relay must be a node of this job, and {first.relay!r} is none"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+        self.cut(first.relay)
+        trunk = self._trunks[first.relay] = Trunk(self, first.relay)
+        trunk.take(first)
+        self._listener.act()
+        reader = asyncio.create_task(self._read_trunk(messages, trunk))
+        try:
+            async for downward in trunk.outgoing():
+                yield downward
+        finally:
+            reader.cancel()
+            trunk.end()
+            if self._trunks.get(first.relay) is trunk:
+                del self._trunks[first.relay]
+
+    async def _read_trunk(self, messages: AsyncIterator[pb.Upward], trunk: Trunk) -> None:
+        try:
+            async for upward in messages:
+                trunk.take(upward)
+                self._listener.act()
+        finally:
+            trunk.end()
+
+    def cut(self, relay: str) -> None:
+        """This node carries nobody any more: it is lost, or has another stream."""
+        trunk = self._trunks.pop(relay, None)
+        if trunk is not None:
+            trunk.end()
+
+    # -- one connection, whichever way it comes ---------------------------------------------------
+
+    def open(self, first: pb.AgentMessage, via: str = "") -> Connection | Refusal:
+        """An agent has said its first word. ``via``: the relay's node."""
+        if first.WhichOneof("body") != "register" or not first.register.node:
+            return Refusal(grpc.StatusCode.INVALID_ARGUMENT, "the first message of an agent must be Register")
+        node, now = first.register.node, time.monotonic()
+        known = self._machine.nodes.get(node)
+        there = self._agents.is_connected(node) and not self._liveness.silent(node, now)
+        refused = refusal(first.register, self._settings, known, there=there)
+        if refused is not None:
+            return refused
+        connection = Connection(
+            node, self._agents.link_of(first.register, lost=known is not None and not known.alive), via
+        )
+        self._agents.open(connection)
+        connection.link.accept(first)
+        self._liveness.heard(node, now)
+        self._machine.on_register(first.register, now)
+        self._listener.act()
+        return connection
+
+    def welcome(self, connection: Connection) -> pb.Command | None:
+        """The first word back; None for a node that is to be fenced first."""
+        alive = self._machine.nodes[connection.node].alive
+        return self._listener.greet(connection) if alive else None
+
+    def take(self, connection: Connection, message: pb.AgentMessage) -> None:
+        """A message has come."""
+        node = connection.node
+        if not connection.link.accept(message):
+            return
+        record = self._machine.nodes.get(node)
+        if record is None or not record.alive:
+            return  # taken for lost: its ranks belong to others now
+        self._liveness.heard(node, time.monotonic())
+        self._listener.deliver(message, node)
+
+    def close(self, connection: Connection, *, blameless: bool = False) -> None:
+        """It has ended; ``blameless``: not because of its agent, which is to be heard from elsewhere."""
+        node = connection.node
+        if self._agents.ended(connection) and not blameless and not self._relays.is_moving(node, time.monotonic()):
+            self._beats.forget(node)
+            self._liveness.disconnected(node)
+
+
+class Trunk:
+    """One relay's stream."""
+
+    def __init__(self, sessions: Sessions, relay: str) -> None:
+        self._sessions = sessions
+        self._relay = relay
+        self._lines: dict[int, Connection] = {}
+        self._waiting: list[tuple[int, Connection | None, pb.Command | Refusal | None]] = []
+        self._wake = asyncio.Event()
+        self._over = False
+
+    def take(self, upward: pb.Upward) -> None:
+        """What the agents on its lines have said."""
+        for frame in upward.frames:
+            connection = self._lines.get(frame.line)
+            if frame.ended:
+                if connection is not None:
+                    del self._lines[frame.line]
+                    self._sessions.close(connection)
+            elif connection is not None:
+                self._sessions.take(connection, frame.message)
+            elif not self._over:
+                self._begin(frame.line, frame.message)
+
+    def _begin(self, line: int, first: pb.AgentMessage) -> None:
+        found = self._sessions.open(first, self._relay)
+        if isinstance(found, Refusal):
+            self._put(line, None, found)
+            return
+        self._lines[line] = found
+        welcome = self._sessions.welcome(found)
+        if welcome is not None:
+            self._put(line, found, welcome)
+        found.link.attach(lambda command: self._put(line, found, command))
+
+    def _put(self, line: int, connection: Connection | None, what: pb.Command | Refusal | None) -> None:
+        """``what`` None: the end of the line."""
+        if self._over:
+            return  # the link keeps what has to arrive
+        self._waiting.append((line, connection, what))
+        self._wake.set()
+
+    async def outgoing(self) -> AsyncGenerator[pb.Downward, None]:
+        """What they are told, until :meth:`end`."""
+        while not self._over:
+            await self._wake.wait()
+            self._wake.clear()
+            waiting, self._waiting = self._waiting, []
+            for i in range(0, len(waiting), _FRAMES):
+                downward = pb.Downward()
+                for line, connection, what in waiting[i : i + _FRAMES]:
+                    self._fill(downward.frames.add(line=line), connection, what)
+                yield downward
+
+    def _fill(self, frame: pb.DownFrame, connection: Connection | None, what: pb.Command | Refusal | None) -> None:
+        if isinstance(what, pb.Command) and connection is not None:
+            frame.command.CopyFrom(connection.link.stamp(what))
+            return
+        frame.ended = True
+        if isinstance(what, Refusal):
+            frame.code, frame.details = what.code.value[0], what.text
+        elif self._lines.pop(frame.line, None) is connection and connection is not None:
+            self._sessions.close(connection)
+
+    def end(self) -> None:
+        """Nobody is carried any more; whom it has carried comes another way."""
+        self._over = True
+        self._wake.set()
+        lines, self._lines = self._lines, {}
+        for connection in lines.values():
+            self._sessions.close(connection, blameless=True)

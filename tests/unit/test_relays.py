@@ -1,0 +1,310 @@
+"""Who speaks to the controller by way of whom; and a real controller with real sessions that go through relays, on
+loopback: every message arrives once, and the loss of a relay costs nobody anything."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import closing
+from pathlib import Path
+from typing import cast
+
+import grpc
+import pytest
+
+from flashrecovery.agent.agent import Agent
+from flashrecovery.agent.peers import CONTROLLER_KEY, PeerService
+from flashrecovery.agent.session import ControllerSession
+from flashrecovery.config import RunConfig
+from flashrecovery.controller.connections import Connection
+from flashrecovery.controller.nodes import NodeRecord, NodeState
+from flashrecovery.controller.relays import Relays
+from flashrecovery.controller.service import ControllerService
+from flashrecovery.events import EventLog, RunDir
+from flashrecovery.link import Link
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+from flashrecovery.security import metadata
+from tests.unit.test_session_beats import TOKEN, NoWorkers, no_lead, no_leave
+
+DIRECT = 2
+
+
+# -- who goes through whom ----------------------------------------------------------------------------
+
+
+def nodes_of(domains: str) -> dict[str, NodeRecord]:
+    """Nodes a, b, c, ... in these failure domains."""
+    letters = "abcdefghijklmnop"
+    registers = [pb.Register(node=letters[i], host="h", domain=d, incarnation="1") for i, d in enumerate(domains)]
+    return {r.node: NodeRecord.of(r) for r in registers}
+
+
+def connections(nodes: dict[str, NodeRecord], via: dict[str, str]) -> list[Connection]:
+    return [Connection(name, Link(), via.get(name, "")) for name in nodes]
+
+
+def test_nobody_goes_through_a_relay_as_long_as_there_are_few() -> None:
+    nodes = nodes_of("xxyy")
+    assert Relays(4).moves(connections(nodes, {}), nodes, 0.0) == []
+
+
+def test_each_goes_through_a_relay_of_its_own_failure_domain() -> None:
+    nodes = nodes_of("xxxyyyz")
+    assert Relays(2).moves(connections(nodes, {}), nodes, 0.0) == [
+        ("b", "a"), ("c", "a"), ("e", "d"), ("f", "d"), ("g", "a"),
+    ]  # fmt: skip
+
+
+def test_who_was_told_is_not_told_again_at_once_and_then_another_one() -> None:
+    nodes, relays = nodes_of("xxxx"), Relays(2)
+    assert relays.moves(connections(nodes, {}), nodes, 0.0) == [("c", "a"), ("d", "b")]
+    assert relays.is_moving("c", 1.0) and not relays.is_moving("a", 1.0) and not relays.is_moving("c", 3.0)
+    assert relays.moves(connections(nodes, {}), nodes, 30.0) == []
+    assert relays.moves(connections(nodes, {}), nodes, 90.0) == [("c", "b"), ("d", "a")]
+
+
+def test_who_carries_others_stays_and_the_load_is_even() -> None:
+    nodes = nodes_of("xxxxxx")
+    via = {"a": "", "b": "f", "c": "f", "d": "", "e": ""}
+    assert Relays(2).moves(connections(nodes, via), nodes, 0.0) == [("d", "a"), ("e", "a")]
+
+
+def test_neither_the_controllers_node_nor_one_with_a_warning_carries_others() -> None:
+    nodes = nodes_of("xxxxx")
+    nodes["b"].suspect = "its disk is full"
+    assert {relay for _, relay in Relays(3, "a").moves(connections(nodes, {}), nodes, 0.0)} == {"c"}
+    assert Relays(1, "a").moves(connections(nodes, {}), nodes, 0.0) == []
+
+
+def test_a_lost_node_is_not_told() -> None:
+    nodes = nodes_of("xxx")
+    nodes["c"].state = NodeState.LOST
+    assert Relays(1).moves(connections(nodes, {}), nodes, 0.0) == [("b", "a")]
+
+
+# -- real sessions ------------------------------------------------------------------------------------
+
+
+class Node:
+    """An agent without workers, with its session and what it does for others."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.peers = PeerService(TOKEN)
+        self.agent = NoWorkers(name, self.peers)
+
+    async def start(self, address: str, settings: RunConfig) -> None:
+        await self.peers.start("127.0.0.1")
+        agent = cast(Agent, self.agent)
+        limits = settings.timeouts
+        self.session = ControllerSession(address, TOKEN, agent, self.peers, limits, no_lead, no_leave)
+        self.tasks = [asyncio.create_task(self.session.run()), asyncio.create_task(self.agent.run())]
+
+    async def stop(self) -> None:
+        """Its process is gone: every connection ends."""
+        if not self.agent.finished.done():
+            self.agent.finished.set_result(None)
+        self.tasks[1].cancel()
+        await asyncio.wait(self.tasks)
+        await self.peers.stop()
+
+    def got(self) -> list[str]:
+        """The reasons of the commands that have come, in order."""
+        return [c.keep_undo.reason for c in self.agent.handled if c.HasField("keep_undo")]
+
+
+class Scene:
+    def __init__(self, service: ControllerService, run_dir: RunDir, address: str) -> None:
+        self.service, self.run_dir, self.address = service, run_dir, address
+        self.nodes: dict[str, Node] = {}
+
+    async def add(self, *names: str) -> None:
+        for name in names:
+            node = self.nodes[name] = Node(name)
+            await node.start(self.address, self.service._config)
+            await self.until(lambda: self.service._agents.is_connected(name))  # noqa: B023 - awaited here
+
+    def via(self) -> dict[str, str]:
+        return {c.node: c.via for c in self.service._agents.newest()}
+
+    def relays(self) -> set[str]:
+        return {relay for relay in self.via().values() if relay}
+
+    def carried(self, count: int) -> bool:
+        """All are connected, so many by way of others."""
+        via = self.via()
+        return len(via) == len(self.nodes) and sum(bool(relay) for relay in via.values()) == count
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 15
+        while not condition():
+            assert time.monotonic() < deadline, self.via()
+            await asyncio.sleep(0.02)
+
+    def tell(self, node: str, word: str) -> None:
+        self.service._agents.post(node, pb.Command(rank=0, keep_undo=pb.KeepUndo(reason=word)))
+
+    def say(self, node: str, word: str) -> None:
+        self.nodes[node].agent.send(pb.AgentMessage(notice=pb.Notice(kind="test", text=word)))
+
+    def heard(self) -> list[str]:
+        lines = (e for e in self.run_dir.events_path.read_text().splitlines() if '"kind":"test"' in e)
+        return [line.split('"text":"')[1].split('"')[0] for line in lines]
+
+    def kinds(self) -> list[str]:
+        return [line.split('"event":"')[1].split('"')[0] for line in self.run_dir.events_path.read_text().splitlines()]
+
+
+def play(tmp_path: Path, act: Callable[[Scene], Awaitable[None]], **config: object) -> None:
+    async def main() -> None:
+        with closing(RunDir(tmp_path / "run")) as run_dir, closing(EventLog(run_dir.events_path)) as log:
+            given = {"nnodes": 9, "controller": "127.0.0.1:1", "direct_agents": DIRECT, **config}
+            service = ControllerService(RunConfig.model_validate(given), TOKEN, log, run_dir)
+            port = await service.start("127.0.0.1", 0)
+            scene = Scene(service, run_dir, f"127.0.0.1:{port}")
+            try:
+                await act(scene)
+            finally:
+                for node in scene.nodes.values():
+                    await node.stop()
+                await service.stop()
+
+    asyncio.run(main())
+
+
+def test_agents_go_through_others_and_nothing_is_lost_or_comes_twice(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.add(*"abcdef")
+        words = [str(i) for i in range(300)]
+        for word in words:  # while they move
+            for name in "abcdef":
+                scene.tell(name, word)
+                scene.say(name, name + word)
+            await asyncio.sleep(0.002)
+        await scene.until(lambda: scene.carried(4))
+        await scene.until(lambda: all(len(scene.nodes[n].got()) >= len(words) for n in "abcdef"))
+        assert all(scene.nodes[n].got() == words for n in "abcdef")
+        await scene.until(lambda: len(scene.heard()) >= 6 * len(words))
+        for name in "abcdef":
+            assert [w for w in scene.heard() if w[0] == name] == [name + word for word in words]
+        await scene.until(lambda: all(link.settled() for link in scene.service._agents.links.values()))
+        assert "node_lost" not in scene.kinds() and not any(n.agent.halted for n in scene.nodes.values())
+
+    play(tmp_path, act)
+
+
+def test_whom_a_lost_relay_has_carried_comes_straight_and_is_not_lost(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.add(*"abcdef")
+        await scene.until(lambda: scene.carried(4))
+        lost = min(scene.relays())
+        children = [n for n, relay in scene.via().items() if relay == lost]
+        await scene.nodes.pop(lost).stop()
+        for name in children:
+            scene.tell(name, "after")
+        await scene.until(lambda: all(scene.nodes[n].got() == ["after"] for n in children))
+        assert not {scene.via()[n] for n in children} & {lost}
+        await scene.until(lambda: not scene.service.machine.nodes[lost].alive)
+        assert scene.kinds().count("node_lost") == 1
+
+    play(tmp_path, act)
+
+
+def test_a_relay_that_swallows_everything_is_left_when_it_is_lost(tmp_path: Path) -> None:
+    """As a host whose power is gone: no connection breaks, and nothing comes through."""
+
+    async def act(scene: Scene) -> None:
+        await scene.add(*"abcdef")
+        await scene.until(lambda: scene.carried(4))
+        dead = min(scene.relays())
+        children = [n for n, relay in scene.via().items() if relay == dead]
+        relay = scene.nodes[dead].session._relay
+        assert relay._stream is not None
+        relay._stream._lines = {}  # what comes down concerns nobody, ...
+        relay._stream.put = lambda frame: None  # type: ignore[method-assign]  # ... and nothing goes up
+        scene.nodes[dead].agent.beat = lambda message: None
+        scene.nodes[dead].session._beats.forget()
+        scene.service._liveness.disconnected(dead)
+        scene.service._liveness.answered = lambda *a: None  # type: ignore[method-assign]  # and nobody reaches it
+        for name in children:
+            scene.tell(name, "after")
+        await scene.until(lambda: all(scene.nodes[n].got() == ["after"] for n in children))
+        assert scene.kinds().count("node_lost") == 1
+
+    play(tmp_path, act)
+
+
+def test_with_a_new_connection_an_agent_is_straight_again(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.add(*"abc")
+        await scene.until(lambda: scene.carried(1))
+        (child,) = [n for n, relay in scene.via().items() if relay]
+        scene.nodes[child].session._drop_connection()
+        await scene.until(lambda: scene.via().get(child) == "")
+        scene.tell(child, "here")
+        await scene.until(lambda: scene.nodes[child].got() == ["here"])
+        assert "node_lost" not in scene.kinds()
+
+    play(tmp_path, act)
+
+
+def test_an_agent_that_ends_by_way_of_a_relay_is_lost(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.add(*"abc")
+        await scene.until(lambda: scene.carried(1))
+        (child,) = [n for n, relay in scene.via().items() if relay]
+        await asyncio.sleep(2.1)  # its old connection's end meant nothing for that long
+        await scene.nodes.pop(child).stop()
+        began = time.monotonic()
+        await scene.until(lambda: not scene.service.machine.nodes[child].alive)
+        assert time.monotonic() - began < 0.7  # not by its silence: the end of its line says it
+
+    play(tmp_path, act)
+
+
+def test_a_refusal_comes_through_a_relay_with_its_status(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.add(*"ab")
+        known = (*metadata(TOKEN), (CONTROLLER_KEY, scene.service._incarnation))
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{scene.nodes['a'].peers.port}") as channel:
+            call = rpc.PeerStub(channel).Relay(metadata=known)
+            register = pb.Register(node="c", host="127.0.0.1", incarnation="1", settings={"nnodes": "77"})
+            await call.write(pb.AgentMessage(register=register))
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call.read()
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "nnodes = 77" in (refused.value.details() or "")
+        assert "c" not in scene.service.machine.nodes
+
+    play(tmp_path, act)
+
+
+def test_an_agent_that_follows_another_controller_carries_nobody(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.add("a")
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{scene.nodes['a'].peers.port}") as channel:
+            call = rpc.PeerStub(channel).Relay(metadata=(*metadata(TOKEN), (CONTROLLER_KEY, "another one")))
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call.read()
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+    play(tmp_path, act)
+
+
+def test_a_stranger_cannot_be_a_relay(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.add("a")
+        async with grpc.aio.insecure_channel(scene.address) as channel:
+            for known, relay, code in (
+                (metadata("wrong"), "a", grpc.StatusCode.UNAUTHENTICATED),
+                (metadata(TOKEN), "nobody", grpc.StatusCode.INVALID_ARGUMENT),
+            ):
+                call = rpc.ControllerStub(channel).Trunk(metadata=known)
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await call.write(pb.Upward(relay=relay))
+                    await call.read()
+                assert refused.value.code() is code
+
+    play(tmp_path, act)

@@ -2,10 +2,11 @@
 
     python simulated_agents.py ADDRESS FIRST LAST RANKS_PER_NODE DEVICES
 
-Each agent has a stream of its own to the controller, a socket for its heartbeats, which keep the real pace, and ranks
-that report, hold, stop, regroup, restore and resume as soon as they are told. On standard input ``count`` asks for the
-number of heartbeats sent so far, ``kill RANK`` lets a rank die and ``report`` has lines ``NAME MONOTONIC_SECONDS``
-written for what the benchmark wants to know.
+Each agent has a session with the controller, straight or, when it is told so, through another agent of this process by
+its real relay; heartbeats, which keep the real pace; and ranks that report, hold, stop, regroup, restore and resume as
+soon as they are told. The agents of one process are a failure domain. On standard input ``count`` asks for the number
+of heartbeats sent so far, ``kill RANK`` lets a rank die, ``silence NODE`` a whole node without a word, and ``report``
+has lines ``NAME MONOTONIC_SECONDS`` written for what the benchmark wants to know.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import os
 import random
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing
 
 import grpc
 
-from flashrecovery.agent.gather import Gather, singly
+from flashrecovery.agent import patience
+from flashrecovery.agent.relay import Relay
 from flashrecovery.link import Link
 from flashrecovery.proto import CHANNEL_OPTIONS
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -36,6 +39,10 @@ SHARD_BYTES = 1 << 30
 
 
 beats = Beats()
+here: dict[str, SimulatedAgent] = {}
+"""The agents of this process, by name."""
+silenced: set[str] = set()
+"""Nodes of which nothing is heard any more, of whatever process."""
 latest: dict[str, float] = {}
 """When any agent of this process last got a command of each kind."""
 
@@ -73,36 +80,68 @@ class SimulatedRank:
 
 
 class SimulatedAgent:
-    """One node."""
+    """One node. What a real one does for each rank is done once for all of them, where it is the same."""
 
-    def __init__(self, node: int, first: int, ranks: int, world: int) -> None:
+    def __init__(self, node: int, first: int, ranks: int, world: int, address: str) -> None:
         self.name = f"node{node:05d}"
         self.node, self.first = node, first
         self.slots = ranks
         self.world = world
+        self.address = address
         self.link: Link[pb.AgentMessage, pb.Command] = Link()
-        self.gather = Gather(self.send_now)
         self.beating = Beating(self.link, self.look, self.beat_on_stream)
+        self.relay = Relay(self.name, "")
+        self.relay.follow(address, "the only one")
         self.ranks: dict[int, SimulatedRank] = {}
         self.generation = 0
         self.on_stream = 0
+        self.through: SimulatedAgent | None = None
+        self.silent = False
 
-    async def run(self, channel: grpc.aio.Channel) -> None:
+    async def run(self) -> None:
         """As a real one does: if the connection breaks, or the controller was too busy to take it, once more."""
         await asyncio.sleep(CONNECT_S * (self.node - self.first))
-        while True:
+        while not self.silent:
+            through, self.through = self.through, None
             try:
-                async for command in rpc.ControllerStub(channel).Session(self.messages()):
-                    self.beating.heard_at = time.monotonic()
-                    if self.link.accept(command):
-                        self.handle(command)
+                await (self.converse(through) if through is not None else self.converse_straight())
             except grpc.aio.AioRpcError as e:
                 print(f"# {self.name}: {e.code().name}: {e.details()}", flush=True)
-            await asyncio.sleep(AGAIN_S)
+            if self.through is None:
+                await asyncio.sleep(AGAIN_S if through is None else patience.AGAIN_S)
+
+    async def converse_straight(self) -> None:
+        options = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+        async with grpc.aio.insecure_channel(self.address, options=options) as channel:
+            call = rpc.ControllerStub(channel).Session(self.messages())
+            async for command in call:
+                self.hear(command)
+                if self.through is not None:
+                    call.cancel()
+                    return
+
+    async def converse(self, through: SimulatedAgent) -> None:
+        async with aclosing(through.relay.converse(self.messages())) as frames:
+            async for frame in frames:
+                if not frame.ended:
+                    self.hear(frame.command)
+
+    def hear(self, command: pb.Command) -> None:
+        if self.silent:
+            return
+        self.beating.heard_at = time.monotonic()
+        if self.link.accept(command):
+            self.handle(command)
 
     async def messages(self) -> AsyncIterator[pb.AgentMessage]:
         register = pb.Register(
-            node=self.name, host="127.0.0.1", node_rank=self.node, slots=self.slots, incarnation=self.name, peer_port=1
+            node=self.name,
+            host="127.0.0.1",
+            node_rank=self.node,
+            slots=self.slots,
+            incarnation=self.name,
+            peer_port=1,
+            domain=f"process{self.first}",
         )
         yield pb.AgentMessage(register=register)
         async for message in self.link.outgoing():
@@ -119,34 +158,42 @@ class SimulatedAgent:
         self.link.send_now_or_never(pb.AgentMessage(heartbeat=heartbeat))
         self.on_stream += 1
 
-    def send_now(self, message: pb.AgentMessage) -> None:
-        message.age_base = time.monotonic()
-        self.link.send(message)
-
     def send(self, **body: object) -> None:
-        self.gather.send(pb.AgentMessage(**body))  # type: ignore[arg-type]
+        if not self.silent:
+            self.link.send(pb.AgentMessage(age_base=time.monotonic(), **body))  # type: ignore[arg-type]
 
     def handle(self, command: pb.Command) -> None:
         self.generation = max(self.generation, command.generation)
         self.beating.changed()
         body = command.WhichOneof("body")
         if body == "batch":
-            self.gather.expect(command.batch.commands, command.batch.gather_s)
-            for one in command.batch.commands:
-                self.handle(one)
-        elif command.ranks:
-            for one in singly(command):
-                self.handle(one)
-        elif body == "beat":
+            replies = [reply for one in command.batch.commands for reply in self.carry_out(one)]
+        else:
+            replies = list(self.carry_out(command))
+        if len(replies) == 1:
+            self.send(reply=replies[0])
+        elif replies:
+            self.send(replies=pb.Replies(replies=replies))
+
+    def carry_out(self, command: pb.Command) -> Iterable[pb.Reply]:
+        """One command; what its ranks answer."""
+        body = command.WhichOneof("body")
+        if body == "beat":
             if command.beat.port:
                 beats.invited(self.beating, "127.0.0.1", command.beat)
+        elif body == "go_through":
+            self.through = here.get(command.go_through.node)
         elif body == "replace":
             self.replace(command)
+        elif body == "probe":
+            seen = command.probe.node not in silenced
+            self.send(probed=pb.Probed(node=command.probe.node, reachable=seen, evidence="" if seen else "simulated"))
         elif body in ("hold", "stop", "regroup", "restore", "resume"):
             latest[body] = time.monotonic()
-            self.reply(command, body)
+            return self.replies(command, body)
         elif body == "shutdown":
             sys.exit(0)
+        return ()
 
     def replace(self, command: pb.Command) -> None:
         rank = self.ranks[command.rank] = SimulatedRank(command.rank, self.world)
@@ -159,25 +206,41 @@ class SimulatedAgent:
         delay_s = 0.0 if command.replace.detached else IMPORTS_S * self.world * random.random()
         asyncio.get_running_loop().call_later(delay_s, lambda: self.send(joined=joined))
 
-    def reply(self, command: pb.Command, body: str) -> None:
-        rank = self.ranks[command.rank]
-        reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank.rank)
-        if body in ("hold", "stop"):
-            rank.version, rank.running = rank.committed(), False
-            reply.position.CopyFrom(pb.Position(settled=True, version=rank.version))
+    def replies(self, command: pb.Command, body: str) -> list[pb.Reply]:
+        """Of all ranks that the command is for: one for all where they say the same."""
+        said: list[pb.Reply] = []
+        for number in command.ranks or (command.rank,):
+            rank = self.ranks[number]
+            version = self.obey(rank, command, body)
+            same = body in ("hold", "regroup", "resume") or (body == "restore" and not command.restore.transfers)
+            if same and said and said[0].position.version == version:
+                said[0].also.append(number)
+                continue
+            reply = pb.Reply(serial=command.serial, generation=command.generation, rank=number)
+            if body in ("hold", "stop"):
+                reply.position.CopyFrom(pb.Position(settled=True, version=version))
             if body == "stop":
-                rank.version = max(rank.version, command.stop.finish_to)
-                reply.live_version = rank.version
+                reply.live_version = version
                 reply.held.extend(rank.held())
                 reply.needs.extend(rank.needs())
-        elif body == "restore":
-            rank.version = command.restore.version
-            for item in command.restore.transfers:
-                sums = reply.sent_digests if item.source == rank.rank else reply.received_digests
+            for item in command.restore.transfers if body == "restore" else ():
+                sums = reply.sent_digests if item.source == number else reply.received_digests
                 sums[item.shard] = "0"
+            said.append(reply)
+        return said
+
+    def obey(self, rank: SimulatedRank, command: pb.Command, body: str) -> int:
+        """Returns the version at which the rank stands then, as far as its answer says it."""
+        if body in ("hold", "stop"):
+            rank.version, rank.running = rank.committed(), False
+            if body == "stop":
+                rank.version = max(rank.version, command.stop.finish_to)
+            return rank.version
+        if body == "restore":
+            rank.version = command.restore.version
         elif body == "resume":
             rank.version, rank.running, rank.resumed_at = command.resume.version, True, time.monotonic()
-        self.send(reply=reply)
+        return 0
 
     def die(self, rank: SimulatedRank) -> None:
         rank.running = False
@@ -188,12 +251,11 @@ class SimulatedAgent:
 async def main() -> None:
     os.nice(3)  # the controller is what is measured
     address, first, last, per_node, world = sys.argv[1], *map(int, sys.argv[2:6])
-    agents = [SimulatedAgent(node, first, per_node, world) for node in range(first, last)]
-    options = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-    channels = [grpc.aio.insecure_channel(address, options=options) for _ in agents]
+    agents = [SimulatedAgent(node, first, per_node, world, address) for node in range(first, last)]
+    here.update({a.name: a for a in agents})
     beats.agents = [a.beating for a in agents]
     beating = asyncio.ensure_future(beats.run())
-    running = [asyncio.ensure_future(a.run(c)) for a, c in zip(agents, channels, strict=True)]
+    running = [asyncio.ensure_future(a.run()) for a in agents]
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := (await reader.readline()).decode().split():
@@ -204,10 +266,17 @@ async def main() -> None:
                     agent.die(agent.ranks[int(line[1])])
         elif line[0] == "count":
             say("beats", beats.sent)
+        elif line[0] == "silence":
+            silenced.add(line[1])
+            if line[1] in here:
+                here[line[1]].silent = True
+                beats.agents = [a.beating for a in agents if not a.silent]
+                say("silenced")
         elif line[0] == "report":
             for name, when in latest.items():
                 say(name, when)
             say("heartbeats-on-stream", sum(a.on_stream for a in agents))
+            say("carried", sum(a.relay.lines for a in agents))
             say("reported")
         elif line[0] == "vanish":  # the whole process: all of its nodes fall silent
             say("vanished")

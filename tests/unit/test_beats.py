@@ -408,6 +408,17 @@ def test_a_forged_or_repeated_answer_is_not_heard() -> None:
     play(scene)
 
 
+def test_a_heartbeat_on_its_way_when_its_connection_ends_is_no_strangers() -> None:
+    async def scene(both: Both) -> None:
+        await both.beat(2)
+        both.server.forget("node")
+        heard = len(both.controller.heard)
+        await both.beat(2)
+        assert both.server.refused == 0 and len(both.controller.heard) == heard
+
+    play(scene)
+
+
 def test_a_node_that_was_taken_for_lost_gets_no_answer() -> None:
     async def scene(both: Both) -> None:
         await both.beat(2)

@@ -41,6 +41,8 @@ _FEED_S = 0.2e-3
 not take more than one core."""
 _FEW = 100
 _COMPLAIN_S = 60.0
+_ON_ITS_WAY_S = 2.0
+"""A heartbeat of a connection that has ended is not worth a word for so long."""
 _GRACE = 1.6
 """In heartbeat periods: an agent that was heard within this time is heard by datagram."""
 
@@ -94,6 +96,7 @@ class BeatServer:
     _port: int = 0
     _agents: dict[int, _Agent] = field(default_factory=dict)
     _by_node: dict[str, _Agent] = field(default_factory=dict)
+    _ended: dict[int, float] = field(default_factory=dict)  # ticket -> when, the oldest first
     _complained_at: float = float("-inf")
 
     def open(self, host: str, port: int) -> None:
@@ -130,8 +133,13 @@ class BeatServer:
     def forget(self, node: str) -> None:
         """Its connection has ended, and with it the invitation."""
         agent = self._by_node.pop(node, None)
-        if agent is not None:
-            del self._agents[agent.ticket]
+        if agent is None:
+            return
+        del self._agents[agent.ticket]
+        now = time.monotonic()
+        while self._ended and now - next(iter(self._ended.values())) > _ON_ITS_WAY_S:
+            del self._ended[next(iter(self._ended))]
+        self._ended[agent.ticket] = now
 
     def gets_through(self, node: str, now: float) -> bool:
         """Whether ``node`` is heard and answered by datagram; if not, it needs a beat on its stream."""
@@ -162,7 +170,8 @@ class BeatServer:
         agent = self._agents.get(ticket) if ticket is not None else None
         header = agent.seal.open(datagram, BEAT) if agent is not None else None
         if agent is None or header is None:
-            self._refuse(address, now)
+            if now - self._ended.get(ticket or 0, float("-inf")) > _ON_ITS_WAY_S:
+                self._refuse(address, now)
             return False
         if header.counter <= agent.counter:
             return False  # comes late, or again
@@ -192,7 +201,7 @@ class BeatServer:
             log.debug("heartbeats: no answer to %s: %s", agent.node, e)
 
     def _refuse(self, address: tuple[object, ...], now: float) -> None:
-        """A datagram that is none of ours, or of a connection that has ended: no answer, nothing changes."""
+        """A datagram that is none of ours, or of a connection that has long ended: no answer, nothing changes."""
         self.refused += 1
         if now - self._complained_at >= _COMPLAIN_S:
             self._complained_at = now

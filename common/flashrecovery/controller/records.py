@@ -132,16 +132,26 @@ class RankRecord:
         sizes = held.nbytes or [self.needs.get(n, 0) for n in names]
         return [Holding(self.rank, n, held.version, kind, b) for n, b in zip(names, sizes, strict=True)]
 
-    def holdings(self, of: Set[str] | None = None) -> list[Holding]:
-        """Everything that this rank's process, or the agent for it, holds; of these shards only, if any are named."""
-        messages = [h for h in self._said if of is None or not of.isdisjoint(self._names(h))]
-        found = [h for message in messages for h in self._expand(message)]
-        if self.live >= 0 and (of is None or not of.isdisjoint(self.needs)):
+    def holdings(self) -> list[Holding]:
+        """Everything that this rank's process, or the agent for it, holds."""
+        found = [h for message in self._said for h in self._expand(message)]
+        if self.live >= 0:
             found += [Holding(self.rank, n, self.live, Kind.LIVE, b) for n, b in self.needs.items()]
-        if self.capsules:
-            capsule = capsule_name(self.rank)
-            found += [Holding(self.rank, capsule, v, Kind.PAGE, self.needs.get(capsule, 0)) for v in self.capsules]
-        return found if of is None else [h for h in found if h.shard in of]
+        return found + self._pages()
+
+    def holdings_at(self, version: int, shards: Set[str]) -> list[Holding]:
+        """Those at this version and of these shards. In a large job most ranks have none or one."""
+        at_version = [h for h in self._said if h.version == version and not shards.isdisjoint(self._names(h))]
+        found = [h for message in at_version for h in self._expand(message) if h.shard in shards]
+        if self.live == version:
+            found += [Holding(self.rank, n, version, Kind.LIVE, self.needs[n]) for n in shards & self.needs.keys()]
+        return found + [h for h in self._pages() if h.version == version and h.shard in shards]
+
+    def _pages(self) -> list[Holding]:
+        if not self.capsules:
+            return []
+        capsule = capsule_name(self.rank)
+        return [Holding(self.rank, capsule, v, Kind.PAGE, self.needs.get(capsule, 0)) for v in self.capsules]
 
     def kept_at(self, version: int) -> Iterator[str]:
         """The shards that it holds at this version besides its live state; some perhaps twice."""
@@ -153,7 +163,7 @@ class RankRecord:
 
     def newest_held(self) -> int:
         """The newest version of anything that it holds, -1: nothing."""
-        return max(self.live, *self.capsules, *(h.version for h in self._said), -1)
+        return max([-1, self.live, *self.capsules, *[h.version for h in self._said]])
 
     def need_list(self) -> list[Need]:
         return [Need(self.rank, n, b) for n, b in self.needs.items()]

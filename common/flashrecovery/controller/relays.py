@@ -22,6 +22,8 @@ _MOVING_S = 2.0
 """From the word to the new connection, while the end of the old one means nothing."""
 _AT_ONCE = 50
 """Agents that are told at one moment."""
+_LOOK_AGAIN_S = 0.5
+"""When there is nobody to be told now."""
 
 
 class Relays:
@@ -32,6 +34,7 @@ class Relays:
         self._direct = direct
         self._own = own
         self._told: dict[str, tuple[str, float]] = {}
+        self._look_at = float("-inf")
 
     def is_moving(self, node: str, now: float) -> bool:
         """Whether its connection ends because it was told to come another way."""
@@ -41,6 +44,16 @@ class Relays:
         self, connections: Collection[Connection], nodes: Mapping[str, NodeRecord], now: float
     ) -> list[tuple[str, str]]:
         """(agent, its relay from now on): whom to tell now. ``connections``: the newest of each node that has one."""
+        if now < self._look_at:
+            return []
+        found = self._moves(connections, nodes, now)
+        if not found:
+            self._look_at = now + _LOOK_AGAIN_S
+        return found
+
+    def _moves(
+        self, connections: Collection[Connection], nodes: Mapping[str, NodeRecord], now: float
+    ) -> list[tuple[str, str]]:
         straight = [c.node for c in connections if not c.via and nodes[c.node].alive]
         if len(straight) <= self._direct:
             return []

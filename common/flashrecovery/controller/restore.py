@@ -110,7 +110,7 @@ def decide(records: Mapping[int, RankRecord], checkpoint: tuple[int, str] | None
     # Whoever is live at the version needs nothing: mostly all but a few ranks.
     needs = [n for r in records.values() if r.live != cut.version for n in r.need_list()]
     lacking = {n.shard for n in needs}
-    holdings = [h for r in records.values() for h in r.holdings(lacking)]
+    holdings = [h for r in records.values() for h in r.holdings_at(cut.version, lacking)]
     plan = plan_restore(needs, holdings, cut.version)
     return Decision(RestoreRound(cut.version, cut.reason, plan, tuple(records), needs, holdings))
 
@@ -125,13 +125,14 @@ def _plain_cut(records: Mapping[int, RankRecord]) -> Cut | None:
     """The usual case, found without writing down who holds what: everything exists at one version, and nothing at a
     newer one. None in every other case."""
     newest = max((r.newest_held() for r in records.values()), default=-1)
-    if newest < 0:
+    others = [r for r in records.values() if r.live != newest]
+    if newest < 0 or not any(r.needs for r in records.values()):
         return None
-    needed: set[str] = set()
-    there: set[str] = set()
+    lacking = {shard for r in others for shard in r.needs}  # what the ranks that are live need, they have
     for record in records.values():
-        needed.update(record.needs)
+        if not lacking:
+            break
         if record.live == newest:
-            there.update(record.needs)
-        there.update(record.kept_at(newest))
-    return Cut(newest, plain_reason(newest)) if needed and needed <= there else None
+            lacking.difference_update(record.needs)
+        lacking.difference_update(record.kept_at(newest))
+    return None if lacking else Cut(newest, plain_reason(newest))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import sys
 import time
@@ -373,8 +374,11 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                     self._agents.post_batches(batches, len(self.machine.nodes))
                     for request in self._drills.take_armed():
                         self._inject(request)
+                    _keep_what_there_is()
                 elif isinstance(action.event, ev.RecoveryStarted):
                     self._checkpoints.recovered()
+                elif isinstance(action.event, ev.RecoveryFinished):
+                    _keep_what_there_is()
             elif isinstance(action, Publish):
                 for node, command in self._tables.publish(action, self._agents.links):
                     self._agents.post(node, command)
@@ -393,3 +397,9 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
     async def dismissed(self, timeout_s: float) -> None:
         """The job is over: wait until every agent that is connected knows."""
         await self._agents.settled(timeout_s)
+
+
+def _keep_what_there_is() -> None:
+    """The garbage collector need not look at it again: in a large job that is a fifth of a recovery's work."""
+    gc.collect()
+    gc.freeze()

@@ -6,6 +6,7 @@ one, which carries the other two.
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import time
@@ -116,6 +117,20 @@ def test_the_relay_is_lost_while_it_carries_a_recovery(net: Network, tmp_path: P
     victims = {v for e in ended.of("recovery_finished") for v in e["victims"]}
     assert victims == {rank} | ({relays_rank} if relays_rank is not None else set()), ended.explain()
     check_same(ended, reference(THREE))
+
+
+@pytest.mark.skipif(shutil.which("nft") is None, reason="needs nftables")
+def test_the_way_to_the_relay_is_lost(net: Network, tmp_path: Path, reference: References) -> None:
+    """Both live, and are heard; what the carried agents say before they find another way is said again."""
+    job = RelayedJob(net, tmp_path)
+    host, rank = job.carried_rank()
+    (port,) = job.agent_ports(job.relay)
+    rules = f"table ip wall {{ chain input {{ type filter hook input priority 0; tcp dport {port} drop; }}\n}}\n"
+    subprocess.run([*job.relay.command, "nft", "-f", "-"], input=rules, text=True, check=True)
+    job.kill_worker(host, rank)
+    ended = job.wait()
+    assert not ended.of("node_lost"), ended.explain()
+    check_recovered(ended, [[rank]], reference(THREE))
 
 
 def test_the_relays_agent_is_killed(net: Network, tmp_path: Path, reference: References) -> None:

@@ -261,6 +261,35 @@ def test_a_stream_that_does_not_move_is_given_up(monkeypatch: pytest.MonkeyPatch
     play(scene)
 
 
+def test_a_stream_that_another_agent_carries_is_given_up_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashrecovery.beats.agent._STUCK_CARRIED_S", 0.2)
+
+    async def scene(both: Both) -> None:
+        both.agent.sender.invited("127.0.0.1", both.invitation, both.agent.link, carried=True)
+        await asyncio.sleep(0.01)
+        both.link.send(pb.Command())  # it never arrives
+        await both.beat(6)
+        assert both.agent.stuck >= 1
+
+    play(scene)
+
+
+def test_a_stream_does_not_count_as_still_while_the_controller_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashrecovery.beats.agent._STUCK_S", 0.3)
+    monkeypatch.setattr("flashrecovery.beats.agent._BUSY_S", 0.1)
+
+    async def scene(both: Both) -> None:
+        await both.beat(3)
+        both.link.send(pb.Command())
+        asyncio.get_running_loop().remove_reader(both.server._socket)
+        await both.beat(6)  # no answers
+        both.server.look()  # and all at once
+        await asyncio.sleep(0.01)
+        assert both.agent.stuck == 0
+
+    play(scene)
+
+
 def test_an_agent_learns_that_the_controller_has_no_stream_of_it_any_more() -> None:
     """Its relay's stream is lost, and the relay does not say so: it is alive for the controller, and connects anew."""
 

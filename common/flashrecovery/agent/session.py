@@ -75,7 +75,7 @@ class ControllerSession:
         )
         self._succession.controller = address
         self._relay = Relay(agent.node, token)
-        self._through = ""
+        self._way = self._through = ""
         self._move: asyncio.Task[None] | None = None
         if peers is not None:
             peers.succession, peers.relay = self._succession, self._relay
@@ -147,8 +147,8 @@ class ControllerSession:
     async def _connect(self) -> None:
         """One connection, to its end."""
         self._attempt_at, self._answered = time.monotonic(), False
-        through, self._through = self._through, ""
-        self._attempt = asyncio.create_task(self._converse_through(through) if through else self._converse())
+        self._way, self._through = self._through, ""
+        self._attempt = asyncio.create_task(self._converse_through(self._way) if self._way else self._converse())
         ends: set[asyncio.Future[Any]] = {self._attempt, self._agent.finished}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         self._fresh = False
@@ -246,7 +246,8 @@ class ControllerSession:
             self._standing = Standing.MEMBER
             self._agent.go_on()
             if body == "beat":
-                self._beats.invited(split_address(self._address, "--controller")[0], command.beat, self._link)
+                host, _ = split_address(self._address, "--controller")
+                self._beats.invited(host, command.beat, self._link, carried=bool(self._way))
         elif self._standing is Standing.ORPHANED:
             self._standing = Standing.MEMBER
         if not self._link.accept(command):

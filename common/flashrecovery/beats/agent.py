@@ -25,6 +25,10 @@ _THROUGH_S = 0.2
 """A heartbeat unanswered for this long: datagrams do not get through (any more)."""
 _STUCK_S = 5.0
 """Datagrams get through, but the stream does not move: it is dead without a word, and a new one is needed."""
+_STUCK_CARRIED_S = 1.0
+"""The same where another agent carries it, and there is a better way."""
+_BUSY_S = 0.5
+"""Between two answers, of which no more than this counts: the controller itself has been busy."""
 _REMEMBERED = 64
 
 log = logging.getLogger("flashrecovery")
@@ -47,13 +51,17 @@ class BeatSender(asyncio.DatagramProtocol):
         self._proven = False
         self._waiting: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
         self._again: asyncio.TimerHandle | None = None
-        self._moved = ((-1, -1), 0.0)
+        self._stuck_after_s = _STUCK_S
+        self._moved_to = (-1, -1)
+        self._still_s, self._looked_at = 0.0, 0.0
 
     # -- with the connection ----------------------------------------------------------------------
 
-    def invited(self, host: str, beat: pb.Beat, stream: Stream) -> None:
-        """The controller would take datagrams of this connection; without a port it would not."""
+    def invited(self, host: str, beat: pb.Beat, stream: Stream, *, carried: bool = False) -> None:
+        """The controller would take datagrams of this connection; without a port it would not. ``carried``: another
+        agent carries its stream."""
         self.forget()
+        self._stuck_after_s = _STUCK_CARRIED_S if carried else _STUCK_S
         if beat.port:
             self._ticket, self._seal, self._stream = beat.ticket, Seal(self._token, beat.salt), stream
             self._opening = asyncio.create_task(self._open(host, beat.port))
@@ -77,7 +85,8 @@ class BeatSender(asyncio.DatagramProtocol):
             self._transport.abort()
         self._opening = self._again = self._transport = self._stream = self._seal = None
         self._counter, self._proven = 0, False
-        self._moved = ((-1, -1), 0.0)
+        self._moved_to = (-1, -1)
+        self._still_s, self._looked_at = 0.0, 0.0
         self._waiting.clear()
 
     # -- heartbeats -------------------------------------------------------------------------------
@@ -150,9 +159,12 @@ class BeatSender(asyncio.DatagramProtocol):
     def _look_at_stream(self, header: Header, now: float) -> None:
         assert self._stream is not None
         here, there = self._stream.received, header.received
-        if (here, there) != self._moved[0] or (here >= header.sent and there >= self._stream.sent):
-            self._moved = ((here, there), now)
-        elif now - self._moved[1] >= _STUCK_S:
-            log.warning("heartbeats reach the controller, but the stream has not moved for %g s", _STUCK_S)
-            self._moved = ((here, there), now)
+        since_s, self._looked_at = min(now - self._looked_at, _BUSY_S), now
+        if (here, there) != self._moved_to or (here >= header.sent and there >= self._stream.sent):
+            self._moved_to, self._still_s = (here, there), 0.0
+            return
+        self._still_s += since_s
+        if self._still_s >= self._stuck_after_s:
+            log.warning("heartbeats reach the controller, but the stream has not moved for %.1f s", self._still_s)
+            self._still_s = 0.0
             self._stuck()

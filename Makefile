@@ -86,7 +86,7 @@ soak-deepspeed: setup $(BIN)/.frameworks-done  ## 50 kills over the ZeRO stages
 soak-megatron: setup $(BIN)/.frameworks-done  ## 200 kills of TP2 x DP2
 	$(BIN)/python -m pytest -m "soak and megatron" -s $(PYTEST_ARGS)
 
-chaos: setup  ## 200 random faults of ranks, nodes, links and controllers on four hosts (needs root)
+chaos: setup  ## 200 random faults of ranks, nodes, links and controllers on four hosts, without and with relays (needs root)
 	$(BIN)/python -m pytest -m chaos -s $(PYTEST_ARGS)
 
 bench-setup:  ## an environment of its own with the peers that the benchmarks compare with

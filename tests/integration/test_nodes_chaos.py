@@ -1,6 +1,7 @@
 """Many faults in a row, chosen at random, of ranks, agents, nodes, links and the controller's node, in one job.
 
-At the end the same bits as without any, and nothing is left behind. ``FLASHRECOVERY_CHAOS_FAULTS`` and
+At the end the same bits as without any, and nothing is left behind. Once every agent has a stream to the controller,
+once one carries two others. ``FLASHRECOVERY_CHAOS_FAULTS`` and
 ``FLASHRECOVERY_CHAOS_SEED`` change the number and the choice.
 """
 
@@ -147,7 +148,10 @@ CHOICE = (
 )
 
 
-def test_chaos(tmp_path: Path) -> None:
+@pytest.mark.parametrize("direct_agents", [64, 2], ids=["streams", "relays"])
+def test_chaos(direct_agents: int, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"direct_agents: {direct_agents}\n")
     steps = FAULTS * STEPS_A_FAULT + SPARE_STEPS
     layout = Layout("ddp-chaos", DDP.script, ("--steps", str(steps)))
     rng = random.Random(SEED)
@@ -156,7 +160,7 @@ def test_chaos(tmp_path: Path) -> None:
     with hosts.network(2) as net:
         reference = NodesJob(net, tmp_path / "reference", layout, step_ms=0).wait(4 * 3600)
     with hosts.network(4) as net:
-        job = NodesJob(net, tmp_path / "run", layout, step_ms=STEP_MS)
+        job = NodesJob(net, tmp_path / "run", layout, step_ms=STEP_MS, options=["--config", str(config)])
         job.wait_for_step(5)
         chaos = Chaos(net, job, rng)
         for number in range(FAULTS):

@@ -182,7 +182,7 @@ def test_a_controller_that_is_killed(cluster: Cluster, reference: Job, tmp_path:
 
 def test_the_first_node_crashes(cluster: Cluster, reference: Job, tmp_path: Path) -> None:
     """With it controller and batch script are gone: the job is queued again, and goes on from its checkpoint."""
-    job = SlurmJob(cluster, tmp_path, nodes=2)
+    job = SlurmJob(cluster, tmp_path, nodes=2, env={"CHECKPOINT_S": "1"})
     job.wait_for("checkpoint_saved")
     job.wait_for_step(KILL_AFTER)
     cluster.crash(cluster.nodes[0])

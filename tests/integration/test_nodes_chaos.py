@@ -1,8 +1,8 @@
 """Many faults in a row, chosen at random, of ranks, agents, nodes, links and the controller's node, in one job.
 
 At the end the same bits as without any, and nothing is left behind. Once every agent has a stream to the controller,
-once one carries two others. ``FLASHRECOVERY_CHAOS_FAULTS`` and
-``FLASHRECOVERY_CHAOS_SEED`` change the number and the choice.
+once one carries two others. ``FLASHRECOVERY_CHAOS_FAULTS`` and ``FLASHRECOVERY_CHAOS_SEED`` change the number and the
+choice.
 """
 
 from __future__ import annotations

@@ -195,6 +195,23 @@ def test_agents_go_through_others_and_nothing_is_lost_or_comes_twice(tmp_path: P
     play(tmp_path, act)
 
 
+def test_large_messages_go_through_a_relay(tmp_path: Path) -> None:
+    """What thousands of shards are called, say: more than the 4 MiB that gRPC takes by itself."""
+
+    async def act(scene: Scene) -> None:
+        await scene.add(*"abcd")
+        await scene.until(lambda: scene.carried(2))
+        carried = [n for n, relay in scene.via().items() if relay]
+        for name in carried:
+            scene.tell(name, name * (6 << 20))
+            scene.say(name, name * (6 << 20))
+        await scene.until(lambda: all(scene.nodes[n].got() == [n * (6 << 20)] for n in carried))
+        await scene.until(lambda: sorted(scene.heard()) == [n * (6 << 20) for n in sorted(carried)])
+        assert scene.carried(2)
+
+    play(tmp_path, act)
+
+
 def test_whom_a_lost_relay_has_carried_comes_straight_and_is_not_lost(tmp_path: Path) -> None:
     async def act(scene: Scene) -> None:
         await scene.add(*"abcdef")

@@ -158,7 +158,8 @@ def test_garbage_on_the_port_does_no_harm(tmp_path: Path) -> None:
 
 
 def test_an_oversized_message_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashrecovery.controller.service._MESSAGE_LIMIT", 1 << 20)
+    limit = (("grpc.max_receive_message_length", 1 << 20),)
+    monkeypatch.setattr("flashrecovery.controller.service.SERVER_OPTIONS", limit)
 
     async def use(service: ControllerService, address: str) -> None:
         async with grpc.aio.insecure_channel(address) as channel:

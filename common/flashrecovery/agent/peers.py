@@ -19,7 +19,7 @@ import grpc
 
 from flashrecovery.errors import ConfigError
 from flashrecovery.plan.ring import OBSERVERS, following
-from flashrecovery.proto import CHANNEL_OPTIONS
+from flashrecovery.proto import CHANNEL_OPTIONS, SERVER_OPTIONS
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.security import TokenCheck, metadata
@@ -66,7 +66,7 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
 
     async def start(self, host: str) -> None:
         """Listen on any free port of ``host``. Raises ConfigError."""
-        self._server = grpc.aio.server(interceptors=[TokenCheck(self._token)])
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[TokenCheck(self._token)])
         rpc.add_PeerServicer_to_server(self, self._server)
         try:
             self.port = self._server.add_insecure_port(f"{host}:0")

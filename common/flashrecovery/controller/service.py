@@ -35,6 +35,7 @@ from flashrecovery.controller.states import State
 from flashrecovery.controller.status import job_status
 from flashrecovery.controller.table_publisher import TablePublisher
 from flashrecovery.errors import ConfigError
+from flashrecovery.proto import SERVER_OPTIONS
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.security import TokenCheck
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 _TICK_S = 0.05
 _GRACE_S = 1.0
 """For the connections to end by themselves."""
-_MESSAGE_LIMIT = 256 << 20
 _CHEAP_S = 0.005
 _BEATS_A_TICK = 100
 """On streams, at a few tenths of a millisecond each."""
@@ -98,8 +98,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises ConfigError if it is in use."""
-        options = [("grpc.max_receive_message_length", _MESSAGE_LIMIT), ("grpc.so_reuseport", 0)]
-        self._server = grpc.aio.server(options=options, interceptors=[TokenCheck(self._token)])
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[TokenCheck(self._token)])
         rpc.add_ControllerServicer_to_server(self, self._server)
         try:
             bound = self._server.add_insecure_port(f"{host}:{port}")

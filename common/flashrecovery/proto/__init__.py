@@ -3,11 +3,10 @@
 ``scripts/generate_proto.py`` makes the ``_pb2`` modules from it.
 """
 
-CHANNEL_OPTIONS = (
-    (
-        "grpc.enable_http_proxy",
-        0,
-    ),  # agents and controller are inside the cluster; an http_proxy is for the world outside
-    ("grpc.max_receive_message_length", 256 << 20),
-)
-"""Options of every channel to a controller."""
+_MESSAGE_BYTES = ("grpc.max_receive_message_length", 256 << 20)
+
+# Agents and controller are inside the cluster; an http_proxy is for the world outside.
+CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0), _MESSAGE_BYTES)
+"""Options of every channel to a controller or an agent."""
+SERVER_OPTIONS = (("grpc.so_reuseport", 0), _MESSAGE_BYTES)
+"""Options of a controller's or an agent's server."""

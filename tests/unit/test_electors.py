@@ -177,8 +177,11 @@ def test_who_has_voted_does_not_stand_at_once(monkeypatch: pytest.MonkeyPatch) -
     voter = nodes.agents["c"]
     assert not voter.turn(TURN_S), "it is its turn, but b has just been elected"
     now = time.monotonic()
+    waits_s = voter.turn_in(TURN_S)
+    assert AFTER_VOTE_S - 1 < waits_s <= AFTER_VOTE_S, "no longer than it must: then it is its turn again"
+    assert voter.turn_in(TURN_S / 2) == pytest.approx(AFTER_VOTE_S + TURN_S / 2, abs=0.1), "it is not: the next one"
     monkeypatch.setattr(time, "monotonic", lambda: now + AFTER_VOTE_S)
-    assert voter.turn(TURN_S)
+    assert voter.turn(TURN_S) and voter.turn_in(TURN_S) == 2 * TURN_S
 
 
 def test_an_election_does_not_wait_for_who_is_frozen() -> None:

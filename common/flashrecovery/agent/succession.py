@@ -109,7 +109,11 @@ class Succession:
         if self._node not in others:
             return float("inf")
         turns = TURN_S * len(others)
-        return (TURN_S * others.index(self._node) - lost_for_s) % turns or turns
+        after_vote_s = max(self._voted_at + AFTER_VOTE_S - time.monotonic(), 0.0)
+        since_s = (lost_for_s + after_vote_s - TURN_S * others.index(self._node)) % turns
+        if after_vote_s > 0 and since_s < TURN_S:
+            return after_vote_s  # in the middle of its turn it may stand again
+        return after_vote_s + turns - since_s
 
     def _candidates(self) -> list[str]:
         """Who may stand, as far as this elector knows; nobody if it is none."""

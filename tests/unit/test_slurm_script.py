@@ -127,6 +127,7 @@ def test_a_job_that_finishes(start: Callable[..., Script]) -> None:
     config = load_run_config(script.run_dir / "job.yaml", {})
     assert (config.nnodes, config.spare_nodes, config.nproc_per_node) == (2, 1, 8)
     assert config.controller == "10.0.0.1:20007" and config.token_file == token and config.resume
+    assert config.checkpoint.dir == script.run_dir / "checkpoints" and config.checkpoint.interval_s == "auto"
     assert yaml.safe_load((script.run_dir / "job.yaml").read_text())["embed_controller"] is False
     _finish(script)
     assert script.wait() == 0
@@ -152,6 +153,17 @@ def test_a_node_that_slurm_has_taken_from_the_job(start: Callable[..., Script]) 
     assert script.called("srun n2") == 1
     _finish(script)
     assert script.wait() == 0
+
+
+def test_srun_finds_its_node_lost_and_says_nothing_of_it(start: Callable[..., Script]) -> None:
+    """It ends with code 0, as after a job that has ended."""
+    script = start(REPLACE="--time=1-0")
+    (script.folder / "members").write_text("n1,n3")
+    script.end("n2", 0)
+    script.wait_for(lambda: script.called("sbatch --time=1-0") == 1)
+    _finish(script)
+    assert script.wait() == 0
+    assert script.called("srun n2") == 1
 
 
 def test_slurmctld_does_not_answer(start: Callable[..., Script]) -> None:

@@ -107,9 +107,10 @@ def test_a_carried_node_is_lost(net: Network, tmp_path: Path, reference: Referen
 
 def test_the_relay_is_lost_while_it_carries_a_recovery(net: Network, tmp_path: Path, reference: References) -> None:
     job = RelayedJob(net, tmp_path)
-    host, rank = job.carried_rank()
     relays_rank = job.rank_on(job.relay)
-    job.kill_worker(host, rank)
+    keeper = (relays_rank + 1) % THREE.nproc if relays_rank is not None else None
+    rank, host = next((r, h) for r, h in sorted(job.rank_hosts().items()) if r not in (relays_rank, keeper))
+    job.kill_worker(host, rank)  # not the one that keeps what the relay's node takes with it
     job.wait_for("recovery_started")
     job.kill_node(job.relay)
     ended = job.wait(of=[net.hosts[0], *job.carried])

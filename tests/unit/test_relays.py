@@ -281,6 +281,52 @@ def test_an_agent_that_ends_by_way_of_a_relay_is_lost(tmp_path: Path) -> None:
     play(tmp_path, act)
 
 
+async def lose_line(scene: Scene) -> str:
+    """The relay takes an agent that it carries for gone. Its name; it does not know it."""
+    ((child, relay),) = [(n, relay) for n, relay in scene.via().items() if relay]
+    stream = scene.nodes[relay].session._relay._stream
+    assert stream is not None
+    (line,) = stream._lines
+    stream.end(line)
+    while child in scene.via():
+        await asyncio.sleep(0.001)
+    return child
+
+
+def test_an_agent_whose_relay_takes_it_for_gone_comes_straight_at_once(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.add(*"abc")
+        await scene.until(lambda: scene.carried(1))
+        await asyncio.sleep(2.1)
+        child, began = await lose_line(scene), time.monotonic()
+        await scene.until(lambda: scene.via().get(child) == "")
+        assert time.monotonic() - began < 0.7
+        assert "node_lost" not in scene.kinds() and not scene.nodes[child].agent.halted
+
+    play(tmp_path, act)
+
+
+def test_the_end_of_the_job_waits_for_who_is_just_connecting_anew(tmp_path: Path) -> None:
+    """It would wait for another controller for ten minutes."""
+
+    async def act(scene: Scene) -> None:
+        await scene.add(*"abc")
+        await scene.until(lambda: scene.carried(1))
+        child = await lose_line(scene)
+        connect = scene.nodes[child].session._connect
+
+        async def late() -> None:
+            await asyncio.sleep(1.0)  # the others know by then
+            await connect()
+
+        scene.nodes[child].session._connect = late  # type: ignore[method-assign]
+        scene.service.request_stop("enough")
+        await scene.service.dismissed(5)
+        assert any(c.HasField("shutdown") for c in scene.nodes[child].agent.handled)
+
+    play(tmp_path, act)
+
+
 def test_a_refusal_comes_through_a_relay_with_its_status(tmp_path: Path) -> None:
     async def act(scene: Scene) -> None:
         await scene.add(*"ab")

@@ -101,8 +101,12 @@ class Connections:
         for node in self.links:
             self.end(node)
 
-    async def settled(self, timeout_s: float) -> None:
-        """Wait until every agent that is connected has got everything."""
+    async def settled(self, absent: set[str], timeout_s: float) -> None:
+        """Wait until every agent that is connected has got everything, and until those of ``absent``, which were not
+        when it was sent, have been."""
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline and any(not self.links[n].settled() for n in self._newest):
+        while time.monotonic() < deadline:
+            absent = absent - self._newest.keys()
+            if not absent and all(self.links[n].settled() for n in self._newest):
+                return
             await asyncio.sleep(0.01)

@@ -32,7 +32,7 @@ from flashrecovery.controller.quorum import Quorum
 from flashrecovery.controller.relays import Relays
 from flashrecovery.controller.sessions import Sessions
 from flashrecovery.controller.states import State
-from flashrecovery.controller.status import job_status
+from flashrecovery.controller.status import StatusBoard
 from flashrecovery.controller.table_publisher import TablePublisher
 from flashrecovery.errors import ConfigError
 from flashrecovery.proto import SERVER_OPTIONS
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 _TICK_S = 0.05
 _GRACE_S = 1.0
 """For the connections to end by themselves."""
-_CHEAP_S = 0.005
 _BEATS_A_TICK = 100
 """On streams, at a few tenths of a millisecond each."""
 
@@ -80,14 +79,14 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._incarnation = uuid.uuid4().hex
         self._standbys: dict[str, tuple[int, int]] = {}
         self._drills = Drills(config.world_size)
-        self._started = time.monotonic()
+        self._board = StatusBoard(self.machine, self._liveness, str(run_dir.path))
         self._checkpoints = Checkpoints(config.checkpoint)
         self._server: grpc.aio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._dismissed = False
+        self._absent: set[str] = set()
         self._modules: pb.Modules | None = None
         self._undo_told = -1
-        self._status, self._status_until = pb.JobStatus(), 0.0
         self.over = asyncio.Event()
         """The job has finished or failed, or this controller has ended."""
 
@@ -151,15 +150,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         return self.status()
 
     def status(self) -> pb.JobStatus:
-        """What the rpc of this name answers; not to be changed. In a very large job everybody gets the same one for so
-        long that all the looking takes a tenth of a core at most."""
-        now = time.monotonic()
-        if now >= self._status_until:
-            status = job_status(self.machine, self._liveness, self._standby_counts(), now)
-            status.run_dir, status.uptime_s = str(self.run_dir.path), now - self._started
-            self._status, took = status, time.monotonic() - now
-            self._status_until = now + 10 * took if took > _CHEAP_S else 0.0
-        return self._status
+        """What the rpc of this name answers; not to be changed."""
+        return self._board.look(self._standby_counts())
 
     def _standby_counts(self) -> tuple[int, int]:
         """(ready, starting), of all nodes"""
@@ -390,12 +382,14 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         if self.machine.state is State.FINISHED and not self._dismissed:
             self._dismissed = True
             self._agents.post(None, pb.Command(rank=AGENT, shutdown=pb.Shutdown()))
-        if self.machine.state in (State.FINISHED, State.FAILED):
+        if self.machine.state in (State.FINISHED, State.FAILED) and not self.over.is_set():
+            self._absent = {n.name for n in self.machine.nodes.values() if n.alive}.difference(self._agents.connected())
             self.over.set()
 
     async def dismissed(self, timeout_s: float) -> None:
-        """The job is over: wait until every agent that is connected knows."""
-        await self._agents.settled(timeout_s)
+        """The job is over: wait until every agent knows, also one that is just connecting anew: it would wait for a
+        controller for a long time."""
+        await self._agents.settled(self._absent, timeout_s)
 
 
 def _keep_what_there_is() -> None:

@@ -179,7 +179,8 @@ class Sessions:
         """It has ended; ``blameless``: not because of its agent, which is to be heard from elsewhere."""
         node = connection.node
         if self._agents.ended(connection) and not blameless and not self._relays.is_moving(node, time.monotonic()):
-            self._beats.forget(node)
+            if not connection.via:  # a carried one may not know it: if it lives, its next heartbeat tells both sides
+                self._beats.forget(node)
             self._liveness.disconnected(node)
 
 
@@ -220,7 +221,7 @@ class Trunk:
 
     def _put(self, line: int, connection: Connection | None, what: pb.Command | Refusal | None) -> None:
         """``what`` None: the end of the line."""
-        if self._over:
+        if self._over or (connection is not None and self._lines.get(line) is not connection):
             return  # the link keeps what has to arrive
         self._waiting.append((line, connection, what))
         self._wake.set()

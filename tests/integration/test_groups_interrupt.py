@@ -163,6 +163,7 @@ def test_no_cut_of_300_leaves_a_sender_behind() -> None:
 
 def _late_write(rank: int, size: int, store: dist.Store) -> None:
     _start(rank, size, store)
+    cut = 0
     for generation in range(1, 11):
         if rank == 0:
             received = torch.zeros(BIG)
@@ -178,9 +179,13 @@ def _late_write(rank: int, size: int, store: dist.Store) -> None:
             store.wait([f"sent {generation}"])
             for t, was in zip((received, reduced, small), before, strict=True):
                 assert torch.equal(t, was)
-            for work in works:
-                with pytest.raises(dist.DistBackendError):
+            for work, t in zip(works, (received, reduced, small), strict=True):
+                try:
                     work.wait()
+                except dist.DistBackendError:
+                    cut += 1
+                else:  # a fast machine was done before the cut
+                    assert t is not small and bool((t == 7).all())
         else:
             ones = torch.full((BIG,), 7.0)
             works = [dist.isend(ones, 0), dist.all_reduce(ones.clone(), async_op=True)]
@@ -192,6 +197,7 @@ def _late_write(rank: int, size: int, store: dist.Store) -> None:
             store.set(f"sent {generation}", "1")
         _again(store, generation)
         del works
+    assert rank != 0 or cut > 10, "besides the small ones"
 
 
 def test_no_late_write_after_drain() -> None:

@@ -176,6 +176,8 @@ class Evil:
         codec.dumps([torch.ones(9)])[:-9],
         pickle.dumps(getattr),
         b"\x96" + (1 << 56).to_bytes(8, "little"),  # a bytearray of so many bytes
+        b"\x96" + (1 << 33).to_bytes(8, "little") + b"ab.",
+        b"Nr" + (1 << 29).to_bytes(4, "little") + b".",  # None, remembered under so high a number
     ],
 )
 def test_foreign_or_damaged_bytes_are_refused(data: bytes) -> None:

@@ -17,6 +17,7 @@ import collections
 import functools
 import io
 import pickle
+import pickletools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,6 +49,7 @@ def loads(data: bytes | bytearray | memoryview) -> Any:
     Raises ProtocolError if ``data`` is damaged or names anything that ``dumps`` does not write.
     """
     try:
+        _check(data)
         return _Unpickler(io.BytesIO(data)).load()
     except (pickle.UnpicklingError, EOFError, *_DAMAGE) as e:
         raise ProtocolError(f"not an encoded state: {e}") from e
@@ -55,6 +57,17 @@ def loads(data: bytes | bytearray | memoryview) -> Any:
 
 # What building values from damaged bytes can raise; a damaged length may ask for more memory than there is.
 _DAMAGE = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError, MemoryError)
+
+
+_MEMO = {"PUT", "BINPUT", "LONG_BINPUT"}
+"""Instructions that ``dumps`` does not write, and for which pickle gets memory up to whatever number they name."""
+
+
+def _check(data: bytes | bytearray | memoryview) -> None:
+    """Pickle would get memory for any length that damaged bytes name; this reads no further than they go."""
+    for instruction, _, _ in pickletools.genops(bytes(data)):
+        if instruction.name in _MEMO:
+            raise pickle.UnpicklingError(f"{instruction.name} is not allowed")
 
 
 class _Refused(Exception):

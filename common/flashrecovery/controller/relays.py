@@ -36,9 +36,10 @@ class Relays:
         self._told: dict[str, tuple[str, float]] = {}
         self._look_at = float("-inf")
 
-    def is_moving(self, node: str, now: float) -> bool:
-        """Whether its connection ends because it was told to come another way."""
-        return now - self._told.get(node, ("", float("-inf")))[1] < _MOVING_S
+    def is_moving(self, connection: Connection, now: float) -> bool:
+        """Whether it ends because its agent was told to come another way."""
+        relay, at = self._told.get(connection.node, ("", float("-inf")))
+        return now - at < _MOVING_S and connection.via != relay
 
     def moves(
         self, connections: Collection[Connection], nodes: Mapping[str, NodeRecord], now: float

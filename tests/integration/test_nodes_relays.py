@@ -130,6 +130,7 @@ def test_the_way_to_the_relay_is_lost(net: Network, tmp_path: Path, reference: R
     subprocess.run([*job.relay.command, "nft", "-f", "-"], input=rules, text=True, check=True)
     job.kill_worker(host, rank)
     ended = job.wait()
+    assert set(job.codes().values()) == {0}, "one has not heard of the job's end"
     assert not ended.of("node_lost"), ended.explain()
     check_recovered(ended, [[rank]], reference(THREE))
 

@@ -327,6 +327,26 @@ def test_the_end_of_the_job_waits_for_who_is_just_connecting_anew(tmp_path: Path
     play(tmp_path, act)
 
 
+def test_the_end_of_the_job_waits_for_whom_a_relay_has_not_told(tmp_path: Path) -> None:
+    """The relay knows, and leaves."""
+
+    async def act(scene: Scene) -> None:
+        await scene.add(*"abc")
+        await scene.until(lambda: scene.carried(1))
+        ((child, relay),) = [(n, relay) for n, relay in scene.via().items() if relay]
+        stream = scene.nodes[relay].session._relay._stream
+        assert stream is not None
+        stream._lines = {}  # what comes down is lost
+        scene.service.request_stop("enough")
+        await scene.until(lambda: any(c.HasField("shutdown") for c in scene.nodes[relay].agent.handled))
+        dismissed = asyncio.create_task(scene.service.dismissed(5))
+        await scene.nodes.pop(relay).stop()
+        await dismissed
+        assert any(c.HasField("shutdown") for c in scene.nodes[child].agent.handled)
+
+    play(tmp_path, act)
+
+
 def test_a_refusal_comes_through_a_relay_with_its_status(tmp_path: Path) -> None:
     async def act(scene: Scene) -> None:
         await scene.add(*"ab")

@@ -34,6 +34,7 @@ class Connections:
         self.links: dict[str, AgentLink] = {}
         self._incarnations: dict[str, str] = {}
         self._newest: dict[str, Connection] = {}
+        self._cut_off: set[str] = set()
 
     def link_of(self, message: pb.Register, *, lost: bool) -> AgentLink:
         """The node's link; a new one for a new incarnation of its agent, and for one that was taken for ``lost``: what
@@ -50,16 +51,20 @@ class Connections:
     def open(self, connection: Connection) -> None:
         """It takes the place of the node's one before."""
         self._newest[connection.node] = connection
+        self._cut_off.discard(connection.node)
 
     def is_newest(self, connection: Connection) -> bool:
         """Whether no other one has taken its place."""
         return self._newest.get(connection.node) is connection
 
-    def ended(self, connection: Connection) -> bool:
-        """This one has ended. Returns whether its node is not connected any more."""
+    def ended(self, connection: Connection, *, blameless: bool = False) -> bool:
+        """This one has ended; ``blameless``: not because of its agent, which is to come again. Returns whether its node
+        is not connected any more."""
         if not self.is_newest(connection):
             return False
         del self._newest[connection.node]
+        if blameless:
+            self._cut_off.add(connection.node)
         return True
 
     def is_connected(self, node: str) -> bool:
@@ -94,6 +99,7 @@ class Connections:
 
     def end(self, node: str) -> None:
         """Its connection ends when what is queued has been handed over."""
+        self._cut_off.discard(node)
         self.links[node].close()
 
     def close(self) -> None:
@@ -102,11 +108,12 @@ class Connections:
             self.end(node)
 
     async def settled(self, absent: set[str], timeout_s: float) -> None:
-        """Wait until every agent that is connected has got everything, and until those of ``absent``, which were not
-        when it was sent, have been."""
+        """Wait until every agent that is connected has got everything, and until those have been that were not when it
+        was sent (``absent``), or have lost their relay before they had it."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             absent = absent - self._newest.keys()
-            if not absent and all(self.links[n].settled() for n in self._newest):
+            there = all(self.links[n].settled() for n in self._newest)
+            if there and not absent and all(self.links[n].settled() for n in self._cut_off):
                 return
             await asyncio.sleep(0.01)

@@ -178,11 +178,8 @@ class Sessions:
     def close(self, connection: Connection, *, blameless: bool = False) -> None:
         """It has ended; ``blameless``: not because of its agent, which is to be heard from elsewhere."""
         node = connection.node
-        if (
-            self._agents.ended(connection)
-            and not blameless
-            and not self._relays.is_moving(connection, time.monotonic())
-        ):
+        ended = self._agents.ended(connection, blameless=blameless)
+        if ended and not blameless and not self._relays.is_moving(connection, time.monotonic()):
             if not connection.via:  # a carried one may not know it: if it lives, its next heartbeat tells both sides
                 self._beats.forget(node)
             self._liveness.disconnected(node)

@@ -1,4 +1,5 @@
-"""Makes what stands inside a managed group: stock gloo and NCCL backends under a store prefix of one generation."""
+"""Makes what stands inside a managed group, under a store prefix of one generation: stock gloo and NCCL backends, or
+for the recovery's own groups one of ours that connects only those ranks that talk to each other."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashrecovery.groups import torch_private
+from flashrecovery.groups.own_address import own_address
 from flashrecovery.groups.torch_private import GroupRequest, HashStore, PrefixStore, Store
 
 
@@ -25,7 +27,7 @@ def make_inners(
     timeout: datetime.timedelta,
     connect_timeout: datetime.timedelta,
 ) -> Inners:
-    """Connect this rank with its peers in the group; blocks until all of them take part.
+    """Connect this rank with its peers in the group; gloo blocks until all of them take part.
 
     ``timeout`` is the operations' (seconds to minutes), ``connect_timeout`` bounds the connection phase.
     A group of one rank needs neither peers nor ``store``.
@@ -37,7 +39,9 @@ def make_inners(
     for device, kind in sorted(request.kinds.items()):  # "cpu" first: the last one serves tensor-less operations
         if kind not in made:
             prefixed = PrefixStore(f"{device}/", store)
-            if kind == "gloo":
+            if request.sparse:
+                made[kind] = native.sparse_backend(prefixed, request.rank, request.size, own_address(native), timeout)
+            elif kind == "gloo":
                 made[kind], devices = torch_private.gloo_backend(
                     prefixed,
                     request.rank,

@@ -154,8 +154,9 @@ def native() -> Any:
 def install(control_group: bool = True) -> None:
     """Make every process group from now on recoverable. Call before ``init_process_group``; idempotent and cheap.
 
-    With ``control_group`` a gloo group over all ranks is made together with the default group, for the recovery's
-    own transfers and barriers (see :func:`control_group`). The compiled backend is loaded when the first group is made.
+    With ``control_group`` a group over all ranks is made together with the default group, for the recovery's own
+    transfers and barriers (see :func:`control_group`); its ranks are connected when they first need each other. The
+    compiled backend is loaded when the first group is made.
     Groups that torch cannot make recoverable are refused with :class:`~flashrecovery.errors.UnsupportedError`.
     """
     STATE.control_wanted = control_group
@@ -185,7 +186,10 @@ def main_op() -> OpInfo | None:
 
 
 def create_control_group(name: str = CONTROL_GROUP, ranks: list[int] | None = None) -> Any | None:
-    """A managed gloo group outside torch's numbering of the user's groups.
+    """A managed group of the recovery's own, outside torch's numbering of the user's groups.
+
+    It knows send and receive, barrier, ``all_gather``, and ``all_reduce`` of small tensors (SUM, MAX), in host memory,
+    and connects two ranks when they first need each other.
 
     To be called by every rank, after ``init_process_group`` and at the same place in the order of groups.
     ``ranks`` are global ranks, all by default. Returns None on a rank that is not a member.
@@ -194,7 +198,7 @@ def create_control_group(name: str = CONTROL_GROUP, ranks: list[int] | None = No
     members = list(range(world)) if ranks is None else sorted(ranks)
     me = dist.get_rank()
     place = members.index(me) if me in members else -1
-    return torch_private.make_unlisted_group(name, len(members), place, members, torch_private.default_store(), name)
+    return torch_private.make_sparse_group(name, len(members), place, members, torch_private.default_store())
 
 
 def control_group(name: str = CONTROL_GROUP) -> Any | None:
@@ -278,7 +282,7 @@ def _created(request: GroupRequest, pg: Any) -> None:
         store = STATE.stores[-1] if STATE.stores else None
     if wanted and store is not None and request.size > 1 and not dist.is_initialized():
         # The default group has just been made, but torch does not know it yet: make this one like a default group.
-        torch_private.make_unlisted_group(CONTROL_GROUP, request.size, request.rank, [], store, CONTROL_GROUP)
+        torch_private.make_sparse_group(CONTROL_GROUP, request.size, request.rank, [], store)
 
 
 def _wrap_store(store: Store) -> Store:

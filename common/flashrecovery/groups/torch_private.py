@@ -37,6 +37,7 @@ c10d: Any = _typed_c10d  # what is used of it is private, and so are its types
 
 TESTED_TORCH = ("2.13.0",)
 PLUGIN = "flashrecovery"
+_SPARSE_TAG = "flashrecovery-sparse:"
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 MANAGED_KINDS = frozenset({"gloo", "nccl"})
 _LAZY_ENV = "TORCH_GLOO_LAZY_INIT"
@@ -55,6 +56,7 @@ class GroupRequest:
     timeout: datetime.timedelta
     options: Any
     device_id: torch.device | None
+    sparse: bool = False  # one of the recovery's own, see native/sparse_backend.h
 
     @property
     def kind(self) -> str:
@@ -124,6 +126,7 @@ def wrap_group_creation(create: Creator, created: Listener, wrap_store: Callable
             timeout=timeout or DEFAULT_TIMEOUT,
             options=backend_options,
             device_id=device_id,
+            sparse=(pg_tag or "").startswith(_SPARSE_TAG),
         )
         if is_default:
             store = wrap_store(store)
@@ -165,8 +168,12 @@ def _refuse_unsupported(kinds: dict[str, str]) -> None:
         raise UnsupportedError("torchcomms backends cannot be recovered; unset TORCH_DISTRIBUTED_USE_TORCHCOMMS")
 
 
-def make_unlisted_group(name: str, size: int, rank: int, ranks: Sequence[int], store: Store, tag: str) -> Any:
-    """A gloo group that does not count in torch's numbering of the user's groups; None for a non-member."""
+def make_sparse_group(name: str, size: int, rank: int, ranks: Sequence[int], store: Store) -> Any:
+    """One of the recovery's own groups, which does not count in torch's numbering of the user's; None for a non-member.
+
+    To torch it is a gloo group.
+    """
+    tag = _SPARSE_TAG + name  # of its own: torch answers with a group that it has of equal tag and ranks
     pg, _ = c10d._new_process_group_helper(
         size, rank, list(ranks), "gloo", store, name, timeout=DEFAULT_TIMEOUT, pg_tag=tag, group_desc=name
     )

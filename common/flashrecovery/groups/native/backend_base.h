@@ -49,8 +49,8 @@ class ManagedBase : public Backend {
   // ---- exchange -------------------------------------------------------------------------------------------------
 
   // Puts new inner backends in place (none: the local stand-in) and clears an abandonment.
-  void exchange(std::vector<Inner> inners, std::vector<std::shared_ptr<TransportState>> transports) {
-    std::vector<std::shared_ptr<TransportState>> oldTransports;
+  void exchange(std::vector<Inner> inners, std::vector<std::shared_ptr<Transport>> transports) {
+    std::vector<std::shared_ptr<Transport>> oldTransports;
     Records oldRecords;  // destroyed after the lock is released: they may hold tensors
     for (auto& inner : inners)
       if (getBoundDeviceId() && inner.device != c10::DeviceType::CPU) inner.backend->setBoundDeviceId(getBoundDeviceId());
@@ -77,7 +77,7 @@ class ManagedBase : public Backend {
 
   // Fails everything pending and every later operation. Returns how many operations were pending.
   int abandon(const std::string& reason) {
-    std::vector<std::shared_ptr<TransportState>> transports;
+    std::vector<std::shared_ptr<Transport>> transports;
     std::vector<std::function<void()>> dropped;  // destroyed after the lock is released: they may hold tensors
     int count = 0;
     {
@@ -332,7 +332,7 @@ class ManagedBase : public Backend {
   mutable std::mutex mutex_;
   BackendPtr local_;
   std::vector<Inner> inners_;
-  std::vector<std::shared_ptr<TransportState>> transports_;
+  std::vector<std::shared_ptr<Transport>> transports_;
   Records records_;
   size_t sweepAt_ = 64;
   std::atomic<bool> abandoned_{false};

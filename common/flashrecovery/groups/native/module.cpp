@@ -10,6 +10,7 @@
 
 #include "backend.h"
 #include "glance.h"
+#include "sparse_backend.h"
 #include "store.h"
 
 namespace {
@@ -76,8 +77,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
          const std::vector<DevicePtr>& devices) {
         std::vector<Inner> parts;
         for (const auto& [device, backend] : inners) parts.push_back({c10::Device(device).type(), backend});
-        std::vector<std::shared_ptr<TransportState>> transports;
+        std::vector<std::shared_ptr<Transport>> transports;
         for (const auto& device : devices) transports.push_back(transport(device));
+        for (const auto& inner : parts)
+          if (const auto* sparse = dynamic_cast<SparseBackend*>(inner.backend.get())) transports.push_back(sparse->streams());
         managed(outer).exchange(std::move(parts), std::move(transports));
       },
       NoGil());
@@ -105,6 +108,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return std::make_shared<ManagedDevice>(std::move(device), connectTimeout);
   });
   m.def("live_buffers", [](const DevicePtr& device) { return transport(device)->live(); });
+
+  // the recovery's own groups
+  m.def(
+      "sparse_backend",
+      [](StorePtr store, int rank, int size, const std::string& host, Millis timeout) -> BackendPtr {
+        return c10::make_intrusive<SparseBackend>(std::move(store), rank, size, host, timeout);
+      },
+      NoGil());
+  m.def("address_of", &addressOf);
 
   // stores
   m.def("wrap_store", [](StorePtr store) -> StorePtr {

@@ -26,15 +26,23 @@ constexpr Millis kUnsetTimeout{-1};  // gloo: take the context's timeout
   TORCH_CHECK(false, "one-sided gloo transfers are not supported by recoverable groups");
 }
 
+// What moves the bytes of an inner backend.
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  // Ends every wait, now and later; thread-safe, idempotent.
+  virtual void cut(const std::string& reason) = 0;
+  // Through how many buffers or operations the network could still write to a tensor.
+  virtual size_t live() const = 0;
+};
+
 class ManagedBuffer;
 
-// What the buffers of one device (one inner backend) share.
-class TransportState {
+// What the buffers of one gloo device (one inner backend) share.
+class TransportState final : public Transport {
  public:
-  void cut(const std::string& reason);  // thread-safe, idempotent
-
-  // Buffers that the network could still write to.
-  size_t live() const {
+  void cut(const std::string& reason) override;
+  size_t live() const override {
     std::lock_guard<std::mutex> guard(mutex_);
     return buffers_.size();
   }

@@ -1,0 +1,241 @@
+// Connections between ranks, made when two of them first need each other.
+//
+// A stream goes in one direction: the rank that sends on it opens it, and gives it a tag, so that two exchanges of the
+// same ranks never wait for each other. Where a rank listens stands in the store, with a secret that whoever connects
+// must know. There is nothing to do for the ranks that never talk to each other: n ranks in a ring need n connections.
+#pragma once
+
+#include "sockets.h"
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <sys/random.h>
+
+#include <condition_variable>
+#include <list>
+#include <map>
+#include <thread>
+
+namespace flashrecovery {
+
+class Streams final : public Transport {
+ public:
+  // One end of a stream. Used by one thread at a time.
+  struct End {
+    FileDescriptor socket;
+    std::string peer;  // for messages
+    uint64_t messages = 0;
+  };
+
+  // Listens on `host`, and says so in `store`. `timeout`: of everything that a peer has to do.
+  Streams(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const std::string& host, Millis timeout)
+      : store_(std::move(store)), rank_(rank), size_(size), timeout_(timeout) {
+    if (::getrandom(secret_.data(), secret_.size(), 0) != static_cast<ssize_t>(secret_.size())) throwLost("getrandom", errno);
+    uint16_t port = 0;
+    std::tie(listener_, port) = listenOn(host);
+    std::string entry(reinterpret_cast<const char*>(secret_.data()), secret_.size());
+    entry.append(reinterpret_cast<const char*>(&port), sizeof port).append(host);
+    store_->set(std::to_string(rank), std::vector<uint8_t>(entry.begin(), entry.end()));
+    acceptor_ = std::thread([this] { acceptAll(); });
+  }
+  ~Streams() override {
+    cut("the group was destroyed");
+    acceptor_.join();
+  }
+
+  // ---- Transport ------------------------------------------------------------------------------------------------
+
+  void cut(const std::string& reason) override {
+    stop_.raise(reason);
+    std::lock_guard<std::mutex> guard(mutex_);
+    changed_.notify_all();
+  }
+  size_t live() const override { return writers_; }
+
+  // ---- ends -----------------------------------------------------------------------------------------------------
+
+  End& to(int peer, int tag) {
+    if (End* known = find(outgoing_, peer, tag)) return *known;
+    const std::string name = "rank " + std::to_string(peer);
+    const Entry entry = whereIs(peer);
+    End end{connectTo(entry.endpoint, stop_, deadline(), "connecting to " + name), name};
+    const Hello hello{kMagic, entry.secret, static_cast<uint32_t>(rank_), tag};
+    sendAll(end, &hello, sizeof hello);
+    std::lock_guard<std::mutex> guard(mutex_);
+    return outgoing_.emplace(Key{peer, tag}, std::move(end)).first->second;
+  }
+
+  End& from(int peer, int tag) {
+    if (End* known = find(incoming_, peer, tag)) return *known;
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto there = [&] { return stop_.raised() || incoming_.count({peer, tag}); };
+    const bool came = changed_.wait_until(lock, deadline(), there);
+    lock.unlock();
+    stop_.check();
+    if (!came) throwLost("rank " + std::to_string(peer) + " does not connect", ETIMEDOUT);
+    return *find(incoming_, peer, tag);
+  }
+
+  // Where these ranks are, asked for at once.
+  void lookUp(const std::vector<int>& peers) {
+    std::vector<int> unknown;
+    std::vector<std::string> keys;
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      for (const int peer : peers)
+        if (!entries_.count(peer)) unknown.push_back(peer);
+    }
+    if (unknown.empty()) return;
+    for (const int peer : unknown) keys.push_back(std::to_string(peer));
+    const auto found = store_->multiGet(keys);
+    std::lock_guard<std::mutex> guard(mutex_);
+    for (size_t i = 0; i < unknown.size(); ++i) entries_[unknown[i]] = parse(found.at(i));
+  }
+
+  const Stop& stop() const { return stop_; }
+  Deadline deadline() const { return std::chrono::steady_clock::now() + timeout_.load(); }
+  void setTimeout(Millis timeout) { timeout_ = timeout; }
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+
+  // What may write into a tensor: does not begin after the cut, and `live` counts it until it has ended.
+  template <typename Action>
+  void writing(Action&& action) {
+    struct Count {
+      std::atomic<size_t>& of;
+      explicit Count(std::atomic<size_t>& counter) : of(counter) { ++of; }
+      ~Count() { --of; }
+    } const count(writers_);
+    stop_.check();
+    action();
+  }
+
+ private:
+  using Secret = std::array<uint8_t, 16>;
+  using Key = std::pair<int, int>;  // (peer, tag)
+  static constexpr uint64_t kMagic = 0x31304d4145525453;
+  static constexpr size_t kMostGuests = 4096;
+  static constexpr std::chrono::seconds kGuestTime{10};
+
+  struct Hello {
+    uint64_t magic;
+    Secret secret;
+    uint32_t rank;
+    int32_t tag;
+  };
+  static_assert(sizeof(Hello) == 32);
+
+  struct Entry {
+    Endpoint endpoint;
+    Secret secret;
+  };
+
+  // A connection that has not said who it is.
+  struct Guest {
+    FileDescriptor socket;
+    Deadline until;
+    std::array<char, sizeof(Hello)> said{};
+    size_t bytes = 0;
+  };
+
+  End* find(std::map<Key, End>& ends, int peer, int tag) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    const auto it = ends.find({peer, tag});
+    return it == ends.end() ? nullptr : &it->second;  // nodes of a map stay where they are
+  }
+
+  Entry whereIs(int peer) {
+    lookUp({peer});
+    std::lock_guard<std::mutex> guard(mutex_);
+    return entries_.at(peer);
+  }
+
+  static Entry parse(const std::vector<uint8_t>& bytes) {
+    Entry entry;
+    constexpr size_t fixed = sizeof entry.secret + sizeof entry.endpoint.port;
+    TORCH_CHECK(bytes.size() > fixed, "the store's entry of a rank is cut off");
+    std::memcpy(entry.secret.data(), bytes.data(), entry.secret.size());
+    std::memcpy(&entry.endpoint.port, bytes.data() + entry.secret.size(), sizeof entry.endpoint.port);
+    entry.endpoint.host.assign(bytes.begin() + fixed, bytes.end());
+    return entry;
+  }
+
+  void sendAll(const End& end, const void* data, size_t bytes) const {
+    const char* next = static_cast<const char*>(data);
+    for (const auto until = deadline(); bytes > 0;) {
+      const ssize_t sent = ::send(end.socket.get(), next, bytes, MSG_NOSIGNAL | MSG_DONTWAIT);
+      if (sent < 0 && errno != EAGAIN && errno != EINTR) throwLost("connection to " + end.peer, errno);
+      if (sent > 0) next += sent, bytes -= sent;
+      pollfd writable{end.socket.get(), POLLOUT, 0};
+      if (bytes > 0) pollUntil(&writable, 1, stop_, until, "connecting to " + end.peer);
+    }
+  }
+
+  // ---- the accepting thread -------------------------------------------------------------------------------------
+
+  void acceptAll() {
+    std::list<Guest> guests;
+    while (!stop_.raised()) {
+      std::vector<pollfd> waits{{stop_.fd(), POLLIN, 0}, {listener_.get(), POLLIN, 0}};
+      for (const auto& guest : guests) waits.push_back({guest.socket.get(), POLLIN, 0});
+      const int ready = ::poll(waits.data(), waits.size(), guests.empty() ? -1 : 1000);
+      if (ready < 0 && errno != EINTR) TORCH_WARN("a rank can no longer be connected to: ", std::strerror(errno));
+      if (ready < 0 && errno != EINTR) return;
+      size_t place = 2;
+      for (auto guest = guests.begin(); guest != guests.end(); ++place) {
+        const bool stays = waits[place].revents ? listenTo(*guest) : std::chrono::steady_clock::now() < guest->until;
+        guest = stays ? std::next(guest) : guests.erase(guest);
+      }
+      if (waits[1].revents) welcome(guests);
+    }
+  }
+
+  void welcome(std::list<Guest>& guests) {
+    FileDescriptor socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (socket.get() < 0) {
+      if (errno == EMFILE || errno == ENFILE) std::this_thread::sleep_for(Millis(50));  // or this would spin
+      return;
+    }
+    if (guests.size() >= kMostGuests) guests.pop_front();
+    guests.push_back({std::move(socket), std::chrono::steady_clock::now() + kGuestTime});
+  }
+
+  // Reads what a guest says. True as long as it has not said all.
+  bool listenTo(Guest& guest) {
+    const ssize_t got = ::recv(guest.socket.get(), guest.said.data() + guest.bytes, guest.said.size() - guest.bytes, MSG_DONTWAIT);
+    if (got < 0 && (errno == EAGAIN || errno == EINTR)) return true;
+    if (got <= 0) return false;
+    guest.bytes += got;
+    if (guest.bytes < guest.said.size()) return true;
+    Hello hello;
+    std::memcpy(&hello, guest.said.data(), sizeof hello);
+    uint8_t wrong = 0;  // compared in constant time
+    for (size_t i = 0; i < secret_.size(); ++i) wrong |= secret_[i] ^ hello.secret[i];
+    if (wrong || hello.magic != kMagic || hello.rank >= static_cast<uint32_t>(size_)) {
+      TORCH_WARN_ONCE("a connection that does not know this rank's secret was refused");
+      return false;
+    }
+    detail::atOnce(guest.socket);
+    std::lock_guard<std::mutex> guard(mutex_);
+    End end{std::move(guest.socket), "rank " + std::to_string(hello.rank)};
+    incoming_.emplace(Key{static_cast<int>(hello.rank), hello.tag}, std::move(end));
+    changed_.notify_all();
+    return false;
+  }
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const int rank_, size_;
+  std::atomic<Millis> timeout_;
+  Secret secret_{};
+  FileDescriptor listener_;
+  Stop stop_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<int, Entry> entries_;
+  std::map<Key, End> outgoing_, incoming_;
+  std::atomic<size_t> writers_{0};
+  std::thread acceptor_;
+};
+
+}  // namespace flashrecovery

@@ -215,7 +215,8 @@ def test_the_command_of_the_controller(ending: str, tmp_path: Path) -> None:
     told = tmp_path / "told"
     program = tmp_path / "flashrecovery"
     last = "while :; do sleep 0.1; done" if ending == "TERM" else f"exit {ending}"
-    program.write_text(f'#!/bin/sh\ntrap "echo stopped >> {told}" TERM\nprintf "%s\\n" "$@" > {told}\n{last}\n')
+    tell = f'printf "%s\\n" "$@" > {told}.part; mv {told}.part {told}'  # there as a whole or not at all
+    program.write_text(f'#!/bin/sh\ntrap "echo stopped >> {told}" TERM\n{tell}\n{last}\n')
     program.chmod(0o755)
     command = [*container["command"], *container["args"]]
     with subprocess.Popen(command, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}) as shell:

@@ -116,7 +116,7 @@ class Job:
         elif body == "stop":
             reply.live_version = rank.version
             reply.held.extend(rank.held())
-            reply.needs.extend(rank.needs())
+            reply.needs.extend(rank.news(command))
         elif body == "restore":
             for item in command.restore.transfers:
                 sums = reply.sent_digests if item.source == rank.rank else reply.received_digests

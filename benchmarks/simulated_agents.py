@@ -62,6 +62,13 @@ class SimulatedRank:
         self.running = False
         self.resumed_at = 0.0
 
+        self._told = 0
+
+    def news(self, command: pb.Command) -> list[pb.ShardNeed]:
+        """The needs in the answer to a stop: none if they are known, for they do not change here."""
+        told, self._told = self._told, command.generation
+        return [] if told and told == command.stop.needs_known else self.needs()
+
     def needs(self) -> list[pb.ShardNeed]:
         shard = self.rank % max(self.world // 2, 1)
         return [
@@ -222,7 +229,7 @@ class SimulatedAgent:
             if body == "stop":
                 reply.live_version = version
                 reply.held.extend(rank.held())
-                reply.needs.extend(rank.needs())
+                reply.needs.extend(rank.news(command))
             for item in command.restore.transfers if body == "restore" else ():
                 sums = reply.sent_digests if item.source == number else reply.received_digests
                 sums[item.shard] = "0"

@@ -49,3 +49,20 @@ def test_the_short_way_is_the_long_one() -> None:
         assert (found.version, found.reason) == (cut.version, cut.reason)
         assert found.plan == plan_restore(needs, holdings, cut.version)
     assert plain > 30
+
+
+def test_of_thousands_of_equal_holders_as_many_are_looked_at_as_can_make_a_difference() -> None:
+    world, lost = 3000, {700, 701}
+    records = {}
+    for rank in range(world):
+        record = records[rank] = RankRecord(rank)
+        record.needs = {f"model/{rank % 1000}": 100, "common": 10, capsule_name(rank): 5}
+        kept = capsule_name((rank - 8) % world)
+        held = [] if rank in lost else [pb.Held(kind="copy", version=7, owner=rank, shards=[kept], nbytes=[5])]
+        record.take_inventory(-1 if rank in lost else 7, held)
+    found = decide(records, None).round
+    assert found.version == 7 and len(found.holdings) < 300
+    sources = {(t.dest, t.shard): t.source for t in found.plan.transfers}
+    assert sources[700, "model/700"] in (1700, 2700) and sources[701, "model/701"] in (1701, 2701)
+    assert sources[700, capsule_name(700)] == 708 and sources[700, "common"] not in lost
+    assert len(sources) == 6

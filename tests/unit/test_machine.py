@@ -368,3 +368,70 @@ def test_a_collective_that_does_not_end_is_begun_anew_with_the_same_ranks() -> N
     for _ in range(3):
         world.machine._all_again("every rank has come to all_reduce #5", world.now)
     assert world.machine.state is State.FAILED and "max_failures_per_step" in world.machine.failure_reason
+
+
+def told(world: World, body: str) -> set[int]:
+    """The ranks that have such a command before them."""
+    return {rank for rank, command in world.inbox if command.WhichOneof("body") == body}
+
+
+def in_recovery(world: World, victim: int) -> None:
+    """Up to the moment at which everybody is told to regroup."""
+    while world.version[0] < 2:
+        world.step()
+    world.kill(victim)
+    while not told(world, "regroup"):
+        world.step()
+
+
+def test_who_has_nothing_to_transfer_restores_as_soon_as_it_has_regrouped() -> None:
+    world = World(6, steps=6)
+    world.launch()
+    in_recovery(world, 2)
+    assert told(world, "regroup") == set(range(6))
+    idle = told(world, "restore")
+    assert 2 not in idle and len(idle) >= 3
+    assert all(not c.restore.transfers for _, c in world.inbox if c.HasField("restore"))
+    while told(world, "regroup"):
+        assert world.machine.state is State.REGROUPING and not told(world, "restore") - idle
+        world.step()
+    assert world.machine.state is State.RESTORING, "the idle ones' answers are not waited for"
+    assert told(world, "restore") | idle == set(range(6)) and 2 in told(world, "restore")
+    assert world.run() is State.FINISHED
+
+
+def test_a_failure_while_some_restore_and_others_regroup() -> None:
+    world = World(6, steps=6)
+    world.launch()
+    in_recovery(world, 2)
+    idle = min(told(world, "restore"))
+    mine = [c for r, c in world.inbox if r == idle]
+    world.inbox = [(r, c) for r, c in world.inbox if r != idle]
+    for command in mine:
+        world.answer(idle, command)
+    assert world.machine.state is State.REGROUPING
+    world.kill(max(told(world, "regroup")))
+    assert world.machine.state is State.QUIESCING and world.machine.generation == 2
+    assert world.run() is State.FINISHED
+
+
+def test_needs_that_are_known_need_not_be_told_again() -> None:
+    """Known is what everybody has told with the answers to one stop."""
+    world = World(4, steps=30)
+    world.launch()
+    known = []
+    for victim in (1, 2, 3):
+        world.step()
+        while world.machine.recovery is not None or world.machine.state is not State.RUNNING or world.inbox:
+            world.step()
+        world.kill(victim)
+        while not told(world, "stop"):
+            world.step()
+        known += list({c.stop.needs_known for _, c in world.inbox if c.HasField("stop")})
+        if victim == 2:  # and another one before all have answered: what is known is older
+            world.kill(0)
+            while not told(world, "stop"):
+                world.step()
+            known += list({c.stop.needs_known for _, c in world.inbox if c.HasField("stop")})
+    assert known == [0, 1, 1, 3]
+    assert world.run() is State.FINISHED

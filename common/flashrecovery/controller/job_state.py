@@ -58,6 +58,7 @@ class JobState:
     _stuck_at: dict[int, int] = field(default_factory=dict)
     _store_nodes: list[str] = field(default_factory=list)
     _start_stores: list[pb.StoreServer] = field(default_factory=list)  # the same for all ranks of one start
+    _needs_known: int = 0  # the generation whose stop has told every rank's needs, 0: none
     _confirmed: int = 0  # ranks before this one have committed a step since the last recovery
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ than the current generation is dropped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashrecovery import events as ev
@@ -192,8 +193,7 @@ class Machine(Watching, TakeOver):
         if message.error_type:
             self._refused(self.ranks[ranks[0]], what, message, now)
             return
-        for rank in ranks:
-            self._carried_out(self.ranks[rank], what, message)
+        self._carried_out([self.ranks[rank] for rank in ranks], what, message)
         self._advance(now)
 
     def _refused(self, record: RankRecord, what: str, message: pb.Reply, now: float) -> None:
@@ -204,18 +204,25 @@ class Machine(Watching, TakeOver):
         else:
             self._command_failed(record, what, why, now)
 
-    def _carried_out(self, record: RankRecord, what: str, message: pb.Reply) -> None:
+    def _carried_out(self, records: Sequence[RankRecord], what: str, message: pb.Reply) -> None:
+        """These ranks answer the same."""
         if what == "hold":
-            record.position = message.position
+            position = message.position
+            for record in records:
+                record.position = position
         elif what == "stop":
-            record.place = Place.STOPPED
-            record.needs = {n.name: n.nbytes for n in message.needs} or record.needs
-            record.take_inventory(message.live_version, message.held)
+            needs = {n.name: n.nbytes for n in message.needs}
+            for record in records:
+                record.place = Place.STOPPED
+                record.needs = needs or record.needs
+                record.take_inventory(message.live_version, message.held)
         elif what == "restore" and self._round is not None:
-            self._round.report(record.rank, message)
+            for record in records:
+                self._round.report(record.rank, message)
         elif what == "resume":
-            record.place = Place.RUNNING
-            record.live = -1
+            for record in records:
+                record.place = Place.RUNNING
+                record.live = -1
 
     def on_done(self, message: pb.Done, now: float) -> None:
         """A worker has taken all its steps; it is let go when every rank has."""

@@ -139,12 +139,15 @@ class RankRecord:
             found += [Holding(self.rank, n, self.live, Kind.LIVE, b) for n, b in self.needs.items()]
         return found + self._pages()
 
-    def holdings_at(self, version: int, shards: Set[str]) -> list[Holding]:
-        """Those at this version and of these shards. In a large job most ranks have none or one."""
+    def live_at(self, version: int, shards: Set[str]) -> list[Holding]:
+        """Of these shards, those that are live at this version."""
+        names = shards & self.needs.keys() if self.live == version else ()
+        return [Holding(self.rank, name, version, Kind.LIVE, self.needs[name]) for name in names]
+
+    def copies_at(self, version: int, shards: Set[str]) -> list[Holding]:
+        """Of these shards, what is kept at this version besides. In a large job most ranks have none or one."""
         at_version = [h for h in self._said if h.version == version and not shards.isdisjoint(self._names(h))]
         found = [h for message in at_version for h in self._expand(message) if h.shard in shards]
-        if self.live == version:
-            found += [Holding(self.rank, n, version, Kind.LIVE, self.needs[n]) for n in shards & self.needs.keys()]
         return found + [h for h in self._pages() if h.version == version and h.shard in shards]
 
     def _pages(self) -> list[Holding]:

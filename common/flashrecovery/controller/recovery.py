@@ -68,12 +68,13 @@ class RecoverySteps(Evacuation):
             self._evacuate(now)
         if self.state is State.REPLACING and self._all(Place.STOPPED, Place.JOINED):
             self._decide(now)
-        elif self._retry_at is not None:
             return
-        elif self.state is State.REGROUPING and not self.outbox.pending:
+        if self._retry_at is not None:
+            return
+        if self.state is State.REGROUPING and not self.outbox.waits_for("regroup"):
             self._to(State.RESTORING, now)
             self._send_restore(now)
-        elif self.state is State.RESTORING and not self.outbox.pending:
+        if self.state is State.RESTORING and not self.outbox.pending:
             self._to(State.VERIFYING, now)
             self._verify(now)
         elif self.state is State.VERIFYING and not self.outbox.pending:
@@ -100,6 +101,7 @@ class RecoverySteps(Evacuation):
                 reason=self.last_failure,
                 mutation_grace_s=limit.mutation_grace_s,
                 finish_to=newest if settled else -1,
+                needs_known=self._needs_known,
             )
             told = [r for r in chosen if r.position.settled is settled]
             deadline = now + limit.mutation_grace_s + limit.stop_ack_s
@@ -107,6 +109,7 @@ class RecoverySteps(Evacuation):
 
     def _decide(self, now: float) -> None:
         """Everybody is quiet: which version, from whom?"""
+        self._needs_known = self.generation
         try:
             decision = decide(self.ranks, self.checkpoint)
         except JobFailedError as e:
@@ -120,6 +123,8 @@ class RecoverySteps(Evacuation):
             record.place = Place.RECOVERING
         command = pb.Command(regroup=pb.Regroup(stores=stores, deadline_s=limit))
         self._command_all(self.ranks.values(), command, now + 2 * limit, "regroup")
+        if not decision.checkpoint:
+            self._restore_idle(now + 2 * limit)
 
     def _adopt(self, decision: Decision, now: float) -> None:
         self._round, self._restore_from = decision.round, decision.checkpoint
@@ -132,16 +137,25 @@ class RecoverySteps(Evacuation):
         if self.recovery is not None:
             self.recovery.resume_step, self.recovery.reason = version, reason
 
+    def _restore_idle(self, regrouped_by: float) -> None:
+        """Whoever has nothing to transfer goes on from its own state as soon as it has regrouped: mostly all ranks but
+        a few, which saves a message to each of them and its answer."""
+        assert self._round is not None
+        busy, limit = self._round.busy, self.config.timeouts.restore_s
+        idle = [self.ranks[rank] for rank in self._round.ranks if rank not in busy]
+        command = pb.Command(restore=self._round.command(None, "", limit))
+        self._command_all(idle, command, regrouped_by + 1.5 * limit, "restore")
+
     def _send_restore(self, now: float) -> None:
+        """The transfers; from a checkpoint, every rank reads its own part."""
         assert self._round is not None
         limit = self.config.timeouts.restore_s
-        busy = self._round.busy
-        for rank in busy:
-            restore = self._round.command(rank, self._restore_from, limit)
-            self._command(rank, pb.Command(restore=restore), now + 1.5 * limit, "restore")
-        others = [self.ranks[rank] for rank in self._round.ranks if rank not in busy]
-        nothing = self._round.command(None, self._restore_from, limit)
-        self._command_all(others, pb.Command(restore=nothing), now + 1.5 * limit, "restore")
+        if self._restore_from:
+            command = pb.Command(restore=self._round.command(None, self._restore_from, limit))
+            self._command_all(self.ranks.values(), command, now + 1.5 * limit, "restore")
+        for rank in self._round.busy:
+            command = pb.Command(restore=self._round.command(rank, "", limit))
+            self._command(rank, command, now + 1.5 * limit, "restore")
 
     def _verify(self, now: float) -> None:
         """Every restored shard must have its source's digest; if not, it is taken from the next source."""
@@ -232,7 +246,7 @@ class RecoverySteps(Evacuation):
         self.generation += 1
         self.recovery, self._retry_at = None, None
         self.outbox.clear()
-        self._start_stores = []
+        self._start_stores, self._needs_known = [], 0
         for record in self.ranks.values():
             record.vacate()
             record.needs, record.committed = {}, -1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -10,6 +11,9 @@ from flashrecovery.controller.records import RankRecord
 from flashrecovery.errors import JobFailedError
 from flashrecovery.plan import Cut, Holding, Need, NoCut, RestorePlan, newest_cut, plain_reason, plan_restore
 from flashrecovery.proto import flashrecovery_pb2 as pb
+
+_SPARE_SOURCES = 256
+"""Holders of a shard's live state, besides two for each rank that lacks it, among which the sources are chosen."""
 
 
 @dataclass
@@ -109,10 +113,23 @@ def decide(records: Mapping[int, RankRecord], checkpoint: tuple[int, str] | None
         return Decision.from_checkpoint(checkpoint, records, cut.reason)
     # Whoever is live at the version needs nothing: mostly all but a few ranks.
     needs = [n for r in records.values() if r.live != cut.version for n in r.need_list()]
-    lacking = {n.shard for n in needs}
-    holdings = [h for r in records.values() for h in r.holdings_at(cut.version, lacking)]
+    holdings = list(_sources(records.values(), cut.version, Counter(n.shard for n in needs)))
     plan = plan_restore(needs, holdings, cut.version)
     return Decision(RestoreRound(cut.version, cut.reason, plan, tuple(records), needs, holdings))
+
+
+def _sources(records: Iterable[RankRecord], version: int, lacking: Mapping[str, int]) -> Iterator[Holding]:
+    """Who has what is ``lacking``, a number of ranks by shard, at this version. Where thousands hold the same, no more
+    of them are written down than can make a difference."""
+    wanted = {shard: 2 * ranks + _SPARE_SOURCES for shard, ranks in lacking.items()}
+    of_any, short = lacking.keys(), set(lacking)
+    for record in records:
+        for holding in record.live_at(version, short):
+            wanted[holding.shard] -= 1
+            if wanted[holding.shard] == 0:
+                short.discard(holding.shard)
+            yield holding
+        yield from record.copies_at(version, of_any)
 
 
 def _any_cut(records: Mapping[int, RankRecord]) -> Cut | NoCut:

@@ -1075,7 +1075,7 @@ class Reply(_message.Message):
     def sent_digests(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
     def needs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardNeed]:
-        """of a stop: the sizes as they are now (optimizer state is created lazily)"""
+        """of a stop: the sizes as they are now (optimizer state is created lazily); none: as known"""
 
     @_builtins.property
     def position(self) -> Global___Position:
@@ -1660,19 +1660,23 @@ class Stop(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MUTATION_GRACE_S_FIELD_NUMBER: _builtins.int
     FINISH_TO_FIELD_NUMBER: _builtins.int
+    NEEDS_KNOWN_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     mutation_grace_s: _builtins.float
     finish_to: _builtins.int
+    needs_known: _builtins.int
+    """the generation whose stop everybody has answered, 0: none; needs that are as then are left out"""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
         mutation_grace_s: _builtins.float = ...,
         finish_to: _builtins.int = ...,
+        needs_known: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_to", b"finish_to", "mutation_grace_s", b"mutation_grace_s", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_to", b"finish_to", "mutation_grace_s", b"mutation_grace_s", "needs_known", b"needs_known", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -32,6 +32,7 @@ class Recoverer:
     def __init__(self, session: Session) -> None:
         self._s = session
         self._fresh = session.connection.detached
+        self._told: tuple[int, list[pb.ShardNeed]] = (0, [])  # the needs in the newest answer to a stop, its generation
 
     # -- waiting for commands ---------------------------------------------------------------------
 
@@ -138,7 +139,10 @@ class Recoverer:
             s.notice("drain_incomplete", str(report))
         reply.live_version = s.gate.live
         reply.held.extend(self._held())
-        reply.needs.extend(self._needs(digests=False))
+        needs = self._needs(digests=False)
+        if self._told != (command.stop.needs_known, needs):
+            reply.needs.extend(needs)
+        self._told = (command.generation, needs)
 
     def _reset(self) -> None:
         """After the report, while the controller waits for others: drop what is half-finished."""

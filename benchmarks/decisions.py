@@ -20,7 +20,7 @@ from flashrecovery.config import RunConfig
 from flashrecovery.controller.batches import Batches
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.outbox import Publish, Send
-from flashrecovery.controller.rank_table import Parts, affected, rows
+from flashrecovery.controller.rank_table import Parts, RankTable, affected, row
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from simulated_agents import SimulatedRank
 
@@ -80,11 +80,11 @@ class Job:
             batches.add(send.node or "", send.command)
         return [(node, command.SerializeToString()) for node, command in batches.take(self.nodes)]
 
-    def _publish(self, table: pb.RankTable) -> None:
+    def _publish(self, table: RankTable) -> None:
         old, self.table = self.table, Parts(table)
         for node in affected(old, self.table) if old is not None else ():
             self.table.part_for(node)
-        json.dumps(rows(table))
+        json.dumps([row(entry) for entry in table.entries])
 
     def _answers(self, node: str, packed: bytes) -> list[tuple[str, bytes]]:
         """Each with its node."""

@@ -2,27 +2,27 @@
 
     python simulated_agents.py ADDRESS FIRST LAST RANKS_PER_NODE DEVICES
 
-Each agent has a session with the controller, straight or, when it is told so, through another agent of this process by
-its real relay; heartbeats, which keep the real pace; and ranks that report, hold, stop, regroup, restore and resume as
-soon as they are told. The agents of one process are a failure domain. On standard input ``count`` asks for the number
-of heartbeats sent so far, ``kill RANK`` lets a rank die, ``silence NODE`` a whole node without a word, and ``report``
-has lines ``NAME MONOTONIC_SECONDS`` written for what the benchmark wants to know.
+Each agent has a session with the controller, straight or, when it is told so, in the stream of another agent of this
+process (the protocol of a real relay, without a task for each agent); heartbeats, which keep the real pace; and ranks
+that report, hold, stop, regroup, restore and resume as soon as they are told. The agents of one process are a failure
+domain. On standard input ``count`` asks for the number of heartbeats sent so far, ``kill RANK`` lets a rank die,
+``silence NODE`` a whole node without a word, and ``report`` has lines ``NAME MONOTONIC_SECONDS`` written for what the
+benchmark wants to know.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import sys
 import time
 from collections.abc import AsyncIterator, Iterable
-from contextlib import aclosing
 
 import grpc
 
 from flashrecovery.agent import patience
-from flashrecovery.agent.relay import Relay
 from flashrecovery.link import Link
 from flashrecovery.proto import CHANNEL_OPTIONS
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -36,6 +36,9 @@ CONNECT_S = 0.01
 IMPORTS_S = 0.5e-3
 """Ranks come to their first step within this time, times the number of ranks: none does so at once."""
 SHARD_BYTES = 1 << 30
+GATHER_S = 1e-3
+"""As a real relay."""
+_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 
 
 beats = Beats()
@@ -97,8 +100,7 @@ class SimulatedAgent:
         self.address = address
         self.link: Link[pb.AgentMessage, pb.Command] = Link()
         self.beating = Beating(self.link, self.look, self.beat_on_stream)
-        self.relay = Relay(self.name, "")
-        self.relay.follow(address, "the only one")
+        self.trunk: Trunk | None = None
         self.ranks: dict[int, SimulatedRank] = {}
         self.generation = 0
         self.on_stream = 0
@@ -118,8 +120,7 @@ class SimulatedAgent:
                 await asyncio.sleep(AGAIN_S if through is None else patience.AGAIN_S)
 
     async def converse_straight(self) -> None:
-        options = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-        async with grpc.aio.insecure_channel(self.address, options=options) as channel:
+        async with grpc.aio.insecure_channel(self.address, options=_OPTIONS) as channel:
             call = rpc.ControllerStub(channel).Session(self.messages())
             async for command in call:
                 self.hear(command)
@@ -128,10 +129,10 @@ class SimulatedAgent:
                     return
 
     async def converse(self, through: SimulatedAgent) -> None:
-        async with aclosing(through.relay.converse(self.messages())) as frames:
-            async for frame in frames:
-                if not frame.ended:
-                    self.hear(frame.command)
+        if through.trunk is None or through.trunk.over.is_set():
+            through.trunk = Trunk(through.name, self.address)
+        through.trunk.carry(self)
+        await through.trunk.over.wait()
 
     def hear(self, command: pb.Command) -> None:
         if self.silent:
@@ -140,7 +141,7 @@ class SimulatedAgent:
         if self.link.accept(command):
             self.handle(command)
 
-    async def messages(self) -> AsyncIterator[pb.AgentMessage]:
+    def register(self) -> pb.AgentMessage:
         register = pb.Register(
             node=self.name,
             host="127.0.0.1",
@@ -150,7 +151,10 @@ class SimulatedAgent:
             peer_port=1,
             domain=f"process{self.first}",
         )
-        yield pb.AgentMessage(register=register)
+        return pb.AgentMessage(register=register)
+
+    async def messages(self) -> AsyncIterator[pb.AgentMessage]:
+        yield self.register()
         async for message in self.link.outgoing():
             yield message
 
@@ -255,8 +259,63 @@ class SimulatedAgent:
         self.send(failure=pb.Failure(rank=rank.rank, pid=rank.pid, kind="killed", evidence="simulated", failed_at=now))
 
 
+class Trunk:
+    """One agent's stream for the others that it carries: a line for each."""
+
+    def __init__(self, relay: str, address: str) -> None:
+        self._lines: dict[int, SimulatedAgent] = {}
+        self._frames: list[tuple[int, SimulatedAgent, pb.AgentMessage]] = []
+        self._wake = asyncio.Event()
+        self.over = asyncio.Event()
+        self._task = asyncio.ensure_future(self._run(relay, address))
+
+    @property
+    def lines(self) -> int:
+        """How many agents it carries now."""
+        return 0 if self.over.is_set() else len(self._lines)
+
+    def carry(self, agent: SimulatedAgent) -> None:
+        """A new line, until the stream ends."""
+        line = len(self._lines) + 1
+        self._lines[line] = agent
+        self._put(line, agent, agent.register())
+        agent.link.attach(lambda message: self._put(line, agent, message))
+
+    def _put(self, line: int, agent: SimulatedAgent, message: pb.AgentMessage | None) -> None:
+        if message is not None:
+            self._frames.append((line, agent, message))
+            self._wake.set()
+
+    async def _run(self, relay: str, address: str) -> None:
+        try:
+            async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
+                async for downward in rpc.ControllerStub(channel).Trunk(self._upward(relay)):
+                    for frame in downward.frames:
+                        if not frame.ended:
+                            self._lines[frame.line].hear(frame.command)
+        except grpc.aio.AioRpcError as e:
+            print(f"# the stream of {relay}: {e.code().name}: {e.details()}", flush=True)
+        finally:
+            self.over.set()
+
+    async def _upward(self, relay: str) -> AsyncIterator[pb.Upward]:
+        """What several agents say within a moment goes up as one message."""
+        first = relay
+        while True:
+            await self._wake.wait()
+            await asyncio.sleep(GATHER_S)
+            self._wake.clear()
+            frames, self._frames = self._frames, []
+            upward = pb.Upward(relay=first)
+            for line, agent, message in frames:
+                upward.frames.add(line=line).message.CopyFrom(agent.link.stamp(message))
+            yield upward
+            first = ""
+
+
 async def main() -> None:
     os.nice(3)  # the controller is what is measured
+    gc.disable()  # for a minute
     address, first, last, per_node, world = sys.argv[1], *map(int, sys.argv[2:6])
     agents = [SimulatedAgent(node, first, per_node, world, address) for node in range(first, last)]
     here.update({a.name: a for a in agents})
@@ -283,7 +342,7 @@ async def main() -> None:
             for name, when in latest.items():
                 say(name, when)
             say("heartbeats-on-stream", sum(a.on_stream for a in agents))
-            say("carried", sum(a.relay.lines for a in agents))
+            say("carried", sum(a.trunk.lines for a in agents if a.trunk is not None))
             say("reported")
         elif line[0] == "vanish":  # the whole process: all of its nodes fall silent
             say("vanished")

@@ -365,9 +365,9 @@ class RunDir(RunFiles):
             self.close()
             raise ConfigError(f"run directory {path} cannot be written: {e.strerror}") from e
 
-    def write_rank_table(self, generation: int, ranks: Sequence[Mapping[str, Any]]) -> None:
+    def write_rank_table(self, generation: int, ranks: Sequence[dict[str, Any]]) -> None:
         """Replace the rank table atomically. ``ranks``: rank, host, pid, node, joined_generation of each."""
-        _replace_json(self.ranktable_path, {"generation": generation, "ranks": [dict(r) for r in ranks]}, 0o644)
+        _replace_json(self.ranktable_path, {"generation": generation, "ranks": list(ranks)}, 0o644)
 
     def write_controller(self, address: str, pid: int, token: str, observe: str = "") -> None:
         """Say where the controller listens, and its page (``observe``: URL). Only the owner may read the token."""

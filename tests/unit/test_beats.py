@@ -29,7 +29,7 @@ class Controller:
     def __init__(self) -> None:
         self.alive = True
         self.has_stream = True
-        self.wants_all = True
+        self.every_s = 0.0
         self.heard: list[str] = []
         self.beats: list[pb.Heartbeat] = []
         self.batches = 0
@@ -39,8 +39,8 @@ class Controller:
             self.heard.append(node)
         return self.alive
 
-    def urgent(self) -> bool:
-        return self.wants_all
+    def wanted_every_s(self) -> float:
+        return self.every_s
 
     def health(self, node: str, heartbeat: pb.Heartbeat) -> None:
         self.beats.append(heartbeat)
@@ -304,11 +304,9 @@ def test_an_agent_learns_that_the_controller_has_no_stream_of_it_any_more() -> N
     play(scene)
 
 
-def test_health_is_taken_once_a_second_unless_it_is_urgent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashrecovery.beats.controller._HEALTH_S", 0.2)
-
+def test_health_is_taken_as_often_as_it_is_wanted() -> None:
     async def scene(both: Both) -> None:
-        both.controller.wants_all = False
+        both.controller.every_s = 0.2
         await both.beat(8)
         assert len(both.controller.heard) == 8 and 2 <= len(both.controller.beats) <= 4
         both.controller.beats.clear()
@@ -318,7 +316,7 @@ def test_health_is_taken_once_a_second_unless_it_is_urgent(monkeypatch: pytest.M
     play(scene)
 
 
-def test_in_a_large_job_urgent_health_is_taken_as_often_as_the_controller_can_keep_up_with(
+def test_in_a_large_job_health_is_taken_as_often_as_the_controller_can_keep_up_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("flashrecovery.beats.controller._FEED_S", 10.0)

@@ -11,7 +11,7 @@ from pathlib import Path
 from flashrecovery.agent.gather import Gather, alike, singly
 from flashrecovery.controller.batches import Batches, gather_s
 from flashrecovery.controller.outbox import Outbox, Publish, Send
-from flashrecovery.controller.rank_table import Parts, affected
+from flashrecovery.controller.rank_table import Parts, RankTable, affected
 from flashrecovery.controller.table_publisher import TablePublisher
 from flashrecovery.events import RunDir
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -167,11 +167,11 @@ def test_an_order_to_many_ranks_is_one_message_a_node_and_waits_for_each_of_them
 # -- rank table -----------------------------------------------------------------------------------
 
 
-def table(homes: list[str], pids: list[int] | None = None, stride: int = 2) -> pb.RankTable:
+def table(homes: list[str], pids: list[int] | None = None, stride: int = 2) -> RankTable:
     entries = [
         pb.RankEntry(rank=r, node=node, peer=f"{node}:1", pid=pids[r] if pids else r) for r, node in enumerate(homes)
     ]
-    return pb.RankTable(ranks=entries, stride=stride, world_size=len(entries))
+    return RankTable(tuple(entries), stride)
 
 
 def test_no_agent_misses_a_change_of_its_part() -> None:

@@ -50,11 +50,6 @@ class Relay:
         """Whether it follows this controller, so that an agent that follows it, too, may go through here."""
         return bool(incarnation) and self._controller[1] == incarnation
 
-    @property
-    def lines(self) -> int:
-        """How many agents it carries now."""
-        return self._stream.lines if self._stream is not None else 0
-
     async def converse(self, messages: AsyncIterator[pb.AgentMessage]) -> AsyncGenerator[pb.DownFrame, None]:
         """One agent's session, until either side ends it; the last frame may say with which status."""
         if self._stream is None or self._stream.over:
@@ -95,11 +90,6 @@ class _Stream:
         self._wake = asyncio.Event()
         self.over = False
         self._task = asyncio.create_task(self._run(address, token))
-
-    @property
-    def lines(self) -> int:
-        """How many there are now."""
-        return len(self._lines)
 
     def begin(self) -> tuple[int, asyncio.Queue[pb.DownFrame | None]]:
         """A new line: its number, and what the controller says on it (None: the stream has ended)."""

@@ -1,9 +1,9 @@
 """The controller's side: one socket for all agents, read in batches on the event loop.
 
 A heartbeat says everything each time; what is made of it depends on what is going on. That the agent lives is noted at
-once. The ranks' health goes to the machine at once only where it decides something (:meth:`Hearer.urgent`, and rank 0,
-by which checkpoints are announced), else once a second, because the machine's books are the most expensive part. In
-jobs of thousands of nodes "at once" means as often as the controller can keep up with.
+once. The ranks' health goes to the machine as often as it is wanted (:meth:`Hearer.wanted_every_s`; that of rank 0, by
+which checkpoints are announced, at once), because the machine's books are the most expensive part. In jobs of thousands
+of nodes "at once" means as often as the controller can keep up with.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ _BATCH = 256
 """Datagrams that are read before the event loop gets its turn again."""
 _BUFFER_BYTES = 8 << 20
 """Wished for the socket: while the loop is busy for a moment, heartbeats wait there. The kernel may give less."""
-_HEALTH_S = 1.0
 _FEED_S = 0.2e-3
 """What the books cost for one heartbeat, at the most: even where every one is wanted, all of them together may
 not take more than one core."""
@@ -55,8 +54,8 @@ class Hearer(Protocol):
     def hears(self, node: str, now: float) -> bool:
         """A sign of life; False if the node belongs to the job no more, and gets no answer."""
 
-    def urgent(self) -> bool:
-        """Whether every heartbeat's health is wanted now."""
+    def wanted_every_s(self) -> float:
+        """How often the ranks' health is wanted now, seconds; 0: with every heartbeat."""
 
     def health(self, node: str, heartbeat: pb.Heartbeat) -> None:
         """The health of its ranks."""
@@ -151,7 +150,7 @@ class BeatServer:
         if self._socket is None:
             return
         receive, now = self._socket.recvfrom, time.monotonic()
-        urgent, fed = self.hearer.urgent(), False
+        wanted_every_s, fed = self.hearer.wanted_every_s(), False
         for _ in range(_BATCH):
             try:
                 datagram, address = receive(LIMIT + 1)
@@ -160,11 +159,11 @@ class BeatServer:
             except OSError as e:
                 log.debug("heartbeats: %s", e)  # what the network says about an answer that did not arrive
                 continue
-            fed |= self._take(datagram, address, urgent, now)
+            fed |= self._take(datagram, address, wanted_every_s, now)
         if fed:
             self.hearer.after_beats()
 
-    def _take(self, datagram: bytes, address: tuple[object, ...], urgent: bool, now: float) -> bool:
+    def _take(self, datagram: bytes, address: tuple[object, ...], wanted_every_s: float, now: float) -> bool:
         """One datagram; whether it has fed the machine."""
         ticket = ticket_of(datagram)
         agent = self._agents.get(ticket) if ticket is not None else None
@@ -182,7 +181,7 @@ class BeatServer:
         agent.stream.acknowledge(header.received)
         self._answer(agent, header, address)
         at_once_s = len(self._agents) * _FEED_S if len(self._agents) > _FEW else 0.0
-        every_s = at_once_s if urgent or agent.watched else _HEALTH_S
+        every_s = at_once_s if agent.watched else max(at_once_s, wanted_every_s)
         if not header.ranks or now - agent.fed_at < every_s:
             return False
         heartbeat = pb.Heartbeat(generation=header.generation, ranks=unpack_ranks(datagram))

@@ -41,5 +41,7 @@ class Batches:
 def _one(commands: list[pb.Command], within_s: float) -> pb.Command:
     if len(commands) == 1 and not commands[0].ranks:
         return commands[0]
-    batch = pb.Batch(commands=commands, gather_s=within_s)
-    return pb.Command(generation=max(c.generation for c in commands), rank=AGENT, batch=batch)
+    one = pb.Command(generation=max(c.generation for c in commands), rank=AGENT)
+    one.batch.gather_s = within_s
+    one.batch.commands.extend(commands)
+    return one

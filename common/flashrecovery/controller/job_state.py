@@ -12,6 +12,7 @@ from flashrecovery.controller.admission import other_command
 from flashrecovery.controller.history import Recovery
 from flashrecovery.controller.nodes import NodeRecord, NodeState, rooms
 from flashrecovery.controller.outbox import Action, Outbox
+from flashrecovery.controller.rank_table import RankTable
 from flashrecovery.controller.records import Place, RankRecord
 from flashrecovery.controller.restore import RestoreRound
 from flashrecovery.controller.states import State, check_transition
@@ -56,6 +57,8 @@ class JobState:
     _found_since: float | None = None
     _found_at: float | None = None
     _stuck_at: dict[int, int] = field(default_factory=dict)
+    _homes: list[str] = field(default_factory=list)  # by rank, as they were for ...
+    _ranks_of: dict[str, list[int]] = field(default_factory=dict)  # ... this, by home
     _store_nodes: list[str] = field(default_factory=list)
     _start_stores: list[pb.StoreServer] = field(default_factory=list)  # the same for all ranks of one start
     _needs_known: int = 0  # the generation whose stop has told every rank's needs, 0: none
@@ -113,11 +116,15 @@ class JobState:
                 wait = f"ranks {ranks} wait {limit_s:g} s at most for a node with room for them"
                 self._emit(ev.Notice(generation=self.generation, kind="waiting_for_node", text=wait))
             return False
+        used: dict[str, set[int]] = {name: set() for name in places.values()}
+        for other in self.ranks.values():
+            if other.home in used:
+                used[other.home].add(other.local_rank)
         for rank, name in places.items():
-            used = {r.local_rank for r in self.ranks.values() if r.home == name}
-            record = self.ranks[rank]
-            if record.local_rank in used:
-                record.local_rank = next(i for i in range(len(used) + 1) if i not in used)
+            record, taken_there = self.ranks[rank], used[name]
+            if record.local_rank in taken_there:
+                record.local_rank = next(i for i in range(len(taken_there) + 1) if i not in taken_there)
+            taken_there.add(record.local_rank)
             record.home = name
             self.nodes[name].state = NodeState.ACTIVE
         if not self._homeless():
@@ -187,18 +194,9 @@ class JobState:
         return [pb.StoreServer(host=host, port=port) for host, port in addresses]
 
     def _publish_rank_table(self) -> None:
-        entries = [
-            pb.RankEntry(
-                rank=r.rank,
-                host=r.host,
-                pid=r.pid,
-                node=r.node,
-                joined_generation=r.joined_generation,
-                peer=self.nodes[r.home].peer if r.home in self.nodes else "",
-            )
-            for r in self.ranks.values()
-        ]
-        self.outbox.publish(self.generation, pb.RankTable(ranks=entries, stride=self.stride, world_size=len(entries)))
+        peers = {name: node.peer for name, node in self.nodes.items()}
+        entries = tuple(r.entry(peers.get(r.home, "")) for r in self.ranks.values())
+        self.outbox.publish(self.generation, RankTable(entries, self.stride))
 
     def _command(self, rank: int, command: pb.Command, deadline: float | None = None, what: str = "") -> None:
         command.generation, command.rank = self.generation, rank
@@ -206,9 +204,17 @@ class JobState:
 
     def _command_all(self, records: Iterable[RankRecord], command: pb.Command, deadline: float, what: str) -> None:
         """The same to all of these ranks."""
-        ranks_of: dict[str, list[int]] = {}
-        for record in records:
-            ranks_of.setdefault(record.home, []).append(record.rank)
+        homes = [record.home for record in self.ranks.values()]
+        if homes != self._homes:
+            self._homes, self._ranks_of = homes, {}
+            for rank, home in zip(self.ranks, homes, strict=True):
+                self._ranks_of.setdefault(home, []).append(rank)
+        meant = {record.rank for record in records}
+        ranks_of = {
+            home: ranks if meant.issuperset(ranks) else [rank for rank in ranks if rank in meant]
+            for home, ranks in self._ranks_of.items()
+            if not meant.isdisjoint(ranks)
+        }
         command.generation = self.generation
         self.outbox.send_all(ranks_of, command, deadline, what)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from flashrecovery import events as ev
 from flashrecovery.controller.history import Recovery
 from flashrecovery.controller.nodes import NodeRecord, NodeState, launch_order
-from flashrecovery.controller.records import Place, RankRecord, unequal_claims, unequal_steps
+from flashrecovery.controller.records import HeldAt, Place, RankRecord, unequal_claims, unequal_steps
 from flashrecovery.controller.restore import RestoreRound
 from flashrecovery.controller.standstill import Kind, victims_of
 from flashrecovery.controller.states import RECOVERY_STATES, State
@@ -142,7 +142,7 @@ class Machine(Watching, TakeOver):
         record = self.ranks[message.rank]
         if record.place is not Place.STARTING:
             return
-        known = dict(record.needs)
+        known, steps = dict(record.needs), record.steps
         record.joined(message)
         self.outbox.forget("replace", record.rank)
         if known and set(known) != set(record.needs):
@@ -150,7 +150,7 @@ class Machine(Watching, TakeOver):
             self._fail(
                 f"rank {record.rank}: the replacement registered other state than the process it replaces: {odd}"
             )
-        elif self.state is not State.STARTING and unequal_steps(self.ranks.values()):
+        elif self.state is not State.STARTING and record.steps != steps and unequal_steps(self.ranks.values()):
             self._fail(unequal_steps(self.ranks.values()))
         elif self.state is State.STARTING:
             self._try_start(now)
@@ -208,8 +208,9 @@ class Machine(Watching, TakeOver):
         """These ranks answer the same."""
         if what == "hold":
             position = message.position
+            held_at = HeldAt(position.settled, position.mutating, position.version)
             for record in records:
-                record.position = position
+                record.held_at = held_at
         elif what == "stop":
             needs = {n.name: n.nbytes for n in message.needs}
             for record in records:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flashrecovery import events as ev
+from flashrecovery.controller.rank_table import RankTable
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
@@ -34,7 +35,7 @@ class Publish:
     """Make this the job's rank table."""
 
     generation: int
-    table: pb.RankTable
+    table: RankTable
 
 
 Action = Send | Emit | Publish
@@ -68,7 +69,7 @@ class Outbox:
     def emit(self, event: ev.Event) -> None:
         self.actions.append(Emit(event))
 
-    def publish(self, generation: int, table: pb.RankTable) -> None:
+    def publish(self, generation: int, table: RankTable) -> None:
         self.actions.append(Publish(generation, table))
 
     def send(self, node: str | None, command: pb.Command, deadline: float | None = None, what: str = "") -> None:
@@ -85,8 +86,9 @@ class Outbox:
         command.serial = self._serial
         self._await(what, deadline, {rank for ranks in ranks_of.values() for rank in ranks})
         for node, ranks in ranks_of.items():
-            one = pb.Command(ranks=ranks)
-            one.MergeFrom(command)
+            one = pb.Command()
+            one.CopyFrom(command)
+            one.ranks.extend(ranks)
             self.actions.append(Send(node, one))
 
     def expect(self, rank: int, what: str, deadline: float) -> None:

@@ -3,60 +3,75 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 from flashrecovery.plan.ring import OBSERVERS, following, preceding
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
-_COLUMNS = ("rank", "host", "pid", "node", "joined_generation")
+
+@dataclass(frozen=True)
+class RankTable:
+    """Every rank's entry, by rank. One that has not changed since the table before is the same object there.
+
+    ``stride``: how far away the rank is that keeps a rank's copies.
+    """
+
+    entries: tuple[pb.RankEntry, ...]
+    stride: int
 
 
-def rows(table: pb.RankTable) -> list[dict[str, Any]]:
-    """The rows of ``ranktable.json``."""
-    return [{c: getattr(e, c) for c in _COLUMNS} for e in table.ranks]
+def row(entry: pb.RankEntry) -> dict[str, Any]:
+    """Of ``ranktable.json``."""
+    return {
+        "rank": entry.rank,
+        "host": entry.host,
+        "pid": entry.pid,
+        "node": entry.node,
+        "joined_generation": entry.joined_generation,
+    }
 
 
 class Parts:
     """One table, cut up for the agents; made once for all of them, so that the whole costs no more than the table."""
 
-    def __init__(self, table: pb.RankTable) -> None:
+    def __init__(self, table: RankTable) -> None:
         self._table = table
+        self._entries = table.entries
         self._of: dict[str, list[pb.RankEntry]] = {}
-        for entry in table.ranks:
+        for entry in table.entries:
             self._of.setdefault(entry.node, []).append(entry)
-        self._by_rank = {e.rank: e for e in table.ranks}
         self._ring = sorted(self._of)
 
     def concerned_by(self, rank: int) -> set[str]:
         """The nodes whose part has the entry of ``rank``, or may have it."""
-        world = self._table.world_size
-        node, owner = self._by_rank[rank].node, self._by_rank[(rank - self._table.stride) % world].node
+        entries = self._entries
+        node, owner = entries[rank].node, entries[(rank - self._table.stride) % len(entries)].node
         return {node, owner, *itertools.islice(preceding(node, self._ring), OBSERVERS)}
 
     def part_for(self, node: str) -> pb.RankTable:
         """What the agent of ``node`` needs to know: its own ranks, the ranks that keep their copies, and one rank of
         each of the next nodes in the ring."""
-        table = self._table
+        entries, stride = self._entries, self._table.stride
         wanted = {e.rank: e for e in self._of.get(node, ())}
-        keepers = [self._by_rank[(rank + table.stride) % table.world_size] for rank in wanted]
+        keepers = [entries[(rank + stride) % len(entries)] for rank in wanted]
         wanted.update({e.rank: e for e in keepers})
         near = [self._of[n][0] for n in itertools.islice(following(node, self._ring), OBSERVERS)]
         wanted.update({e.rank: e for e in near})
-        part = pb.RankTable(stride=table.stride, world_size=table.world_size)
-        part.ranks.extend(wanted.values())
-        return part
+        return pb.RankTable(ranks=wanted.values(), stride=stride, world_size=len(entries))
 
     def has_ranks(self, node: str) -> bool:
         return node in self._of
 
     def changed_since(self, old: Parts) -> list[int]:
         """The ranks whose entry is another one."""
-        return [rank for rank, entry in self._by_rank.items() if old._by_rank.get(rank) != entry]
+        pairs = zip(self._entries, old._entries, strict=True)
+        return [mine.rank for mine, its in pairs if mine is not its and mine != its]
 
     def same_shape(self, old: Parts) -> bool:
         """Whether nothing but its entries can make a part differ."""
         mine, other = self._table, old._table
-        return (mine.stride, mine.world_size) == (other.stride, other.world_size)
+        return (mine.stride, len(mine.entries)) == (other.stride, len(other.entries))
 
 
 def affected(old: Parts, new: Parts) -> set[str]:

@@ -31,6 +31,16 @@ def capsule_name(rank: int) -> str:
     return f"capsule@{rank}"
 
 
+@dataclass(frozen=True, slots=True)
+class HeldAt:
+    """Where a rank was when it was told to hold. ``settled``: in a step, or done with all, and not in a recovery;
+    ``mutating``: its state is changing from ``version`` to the next."""
+
+    settled: bool = False
+    mutating: bool = False
+    version: int = 0
+
+
 @dataclass
 class RankRecord:
     """One place in the world and the process in it.
@@ -77,10 +87,12 @@ class RankRecord:
     overhead_s: float = 0.0
     kept: int = -1
     kept_age_s: float = 0.0
-    position: pb.Position = field(default_factory=pb.Position)
+    held_at: HeldAt = field(default_factory=HeldAt)
     failures_at: dict[int, int] = field(default_factory=dict)
     _said: list[pb.Held] = field(default_factory=list)  # what it holds besides its live state, in its own words
     _place: Place = Place.EMPTY
+    _entry: pb.RankEntry = field(default_factory=pb.RankEntry)
+    _entry_says: tuple[object, ...] = ()
 
     def __post_init__(self) -> None:
         self.tally[self._place] += 1
@@ -103,6 +115,21 @@ class RankRecord:
         self.tag = -2
         self.kept = -1
 
+    def entry(self, peer: str) -> pb.RankEntry:
+        """Its entry in the rank table, the same object for as long as it says the same. ``peer``: its node's agent."""
+        says = (self.host, self.pid, self.node, self.joined_generation, peer)
+        if says != self._entry_says:
+            self._entry_says = says
+            self._entry = pb.RankEntry(
+                rank=self.rank,
+                host=self.host,
+                pid=self.pid,
+                node=self.node,
+                joined_generation=self.joined_generation,
+                peer=peer,
+            )
+        return self._entry
+
     def joined(self, message: pb.Joined) -> None:
         self.place = Place.JOINED
         self.steps = message.steps
@@ -122,6 +149,14 @@ class RankRecord:
         """Replace what is known of this rank's versions by its own word. It is read only as far as somebody asks."""
         self.live = live
         self._said = list(held)
+
+    @property
+    def newest(self) -> int:
+        """The newest version of anything that it holds, -1: nothing."""
+        newest = self.live
+        for held in self._said:
+            newest = max(newest, held.version)
+        return max(newest, *self.capsules) if self.capsules else newest
 
     def _names(self, held: pb.Held) -> Collection[str]:
         return held.shards or self.needs.keys()
@@ -144,6 +179,13 @@ class RankRecord:
         names = shards & self.needs.keys() if self.live == version else ()
         return [Holding(self.rank, name, version, Kind.LIVE, self.needs[name]) for name in names]
 
+    def keeps_any(self, version: int, shards: Set[str]) -> bool:
+        """Whether :meth:`copies_at` may find any; cheap."""
+        for held in self._said:
+            if held.version == version and not shards.isdisjoint(self._names(held)):
+                return True
+        return version in self.capsules
+
     def copies_at(self, version: int, shards: Set[str]) -> list[Holding]:
         """Of these shards, what is kept at this version besides. In a large job most ranks have none or one."""
         at_version = [h for h in self._said if h.version == version and not shards.isdisjoint(self._names(h))]
@@ -163,10 +205,6 @@ class RankRecord:
                 yield from self._names(held)
         if version in self.capsules:
             yield capsule_name(self.rank)
-
-    def newest_held(self) -> int:
-        """The newest version of anything that it holds, -1: nothing."""
-        return max([-1, self.live, *self.capsules, *[h.version for h in self._said]])
 
     def need_list(self) -> list[Need]:
         return [Need(self.rank, n, b) for n, b in self.needs.items()]

@@ -91,10 +91,10 @@ class RecoverySteps(Evacuation):
         if self.outbox.waits_for("hold") or self.outbox.waits_for("stop"):
             return
         limit = self.config.timeouts
-        held = [r for r in self.ranks.values() if r.place is Place.STOPPING]
-        known = [r.position for r in self.ranks.values() if r.place in (Place.STOPPING, Place.STOPPED)]
-        newest = max((p.version + p.mutating for p in known if p.settled), default=-1)
-        behind = [r for r in held if r.position.settled and (r.position.mutating or r.position.version < newest)]
+        known = [r for r in self.ranks.values() if r.place in (Place.STOPPING, Place.STOPPED)]
+        newest = max((at.version + at.mutating for at in (r.held_at for r in known) if at.settled), default=-1)
+        held = [r for r in known if r.place is Place.STOPPING]
+        behind = [r for r in held if r.held_at.settled and (r.held_at.mutating or r.held_at.version < newest)]
         chosen = behind or held
         for settled in (True, False):
             stop = pb.Stop(
@@ -103,7 +103,7 @@ class RecoverySteps(Evacuation):
                 finish_to=newest if settled else -1,
                 needs_known=self._needs_known,
             )
-            told = [r for r in chosen if r.position.settled is settled]
+            told = [r for r in chosen if r.held_at.settled is settled]
             deadline = now + limit.mutation_grace_s + limit.stop_ack_s
             self._command_all(told, pb.Command(stop=stop), deadline, "stop")
 

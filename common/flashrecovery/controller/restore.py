@@ -65,17 +65,19 @@ class RestoreRound:
         return transfers, local
 
     def report(self, rank: int, reply: pb.Reply) -> None:
-        self.reports[rank] = reply
+        """What ``rank`` says of its transfers."""
+        if reply.sent_digests or reply.received_digests:
+            self.reports[rank] = reply
 
     def bytes_received(self) -> int:
         return sum(r.bytes_received for r in self.reports.values())
 
     def mismatches(self) -> list[tuple[str, int]]:
         """(shard, source) of every transfer whose digest at the destination is not the source's."""
-        wrong = []
+        wrong, silent = [], pb.Reply()
         for t in self.plan.transfers:
-            sent = self.reports[t.source].sent_digests.get(t.shard)
-            received = self.reports[t.dest].received_digests.get(t.shard)
+            sent = self.reports.get(t.source, silent).sent_digests.get(t.shard)
+            received = self.reports.get(t.dest, silent).received_digests.get(t.shard)
             if sent is None or sent != received:
                 wrong.append((t.shard, t.source))
         return wrong
@@ -124,12 +126,14 @@ def _sources(records: Iterable[RankRecord], version: int, lacking: Mapping[str, 
     wanted = {shard: 2 * ranks + _SPARE_SOURCES for shard, ranks in lacking.items()}
     of_any, short = lacking.keys(), set(lacking)
     for record in records:
-        for holding in record.live_at(version, short):
-            wanted[holding.shard] -= 1
-            if wanted[holding.shard] == 0:
-                short.discard(holding.shard)
-            yield holding
-        yield from record.copies_at(version, of_any)
+        if record.live == version and not short.isdisjoint(record.needs):
+            for holding in record.live_at(version, short):
+                wanted[holding.shard] -= 1
+                if wanted[holding.shard] == 0:
+                    short.discard(holding.shard)
+                yield holding
+        if record.keeps_any(version, of_any):
+            yield from record.copies_at(version, of_any)
 
 
 def _any_cut(records: Mapping[int, RankRecord]) -> Cut | NoCut:
@@ -141,7 +145,7 @@ def _any_cut(records: Mapping[int, RankRecord]) -> Cut | NoCut:
 def _plain_cut(records: Mapping[int, RankRecord]) -> Cut | None:
     """The usual case, found without writing down who holds what: everything exists at one version, and nothing at a
     newer one. None in every other case."""
-    newest = max((r.newest_held() for r in records.values()), default=-1)
+    newest = max((r.newest for r in records.values()), default=-1)
     others = [r for r in records.values() if r.live != newest]
     if newest < 0 or not any(r.needs for r in records.values()):
         return None

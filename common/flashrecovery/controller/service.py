@@ -31,7 +31,7 @@ from flashrecovery.controller.outbox import Emit, Publish
 from flashrecovery.controller.quorum import Quorum
 from flashrecovery.controller.relays import Relays
 from flashrecovery.controller.sessions import Sessions
-from flashrecovery.controller.states import State
+from flashrecovery.controller.states import RECOVERY_STATES, State
 from flashrecovery.controller.status import StatusBoard
 from flashrecovery.controller.table_publisher import TablePublisher
 from flashrecovery.errors import ConfigError
@@ -46,6 +46,11 @@ if TYPE_CHECKING:
 _TICK_S = 0.05
 _GRACE_S = 1.0
 """For the connections to end by themselves."""
+_HEALTH_S = 1.0
+_HEALTH_SELDOM_S = 5.0
+_MANY_NODES = 100
+_YOUNG_OBJECTS = 200_000
+"""Between two looks of the garbage collector."""
 _BEATS_A_TICK = 100
 """On streams, at a few tenths of a millisecond each."""
 
@@ -188,8 +193,12 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._liveness.heard(node, now)
         return not self._suspended
 
-    def urgent(self) -> bool:
-        return self.machine.wants_every_heartbeat
+    def wanted_every_s(self) -> float:
+        """With every heartbeat where something waits for the next step; while ranks stand still anyway, seldom."""
+        if self.machine.wants_every_heartbeat:
+            return 0.0
+        large = len(self.machine.nodes) > _MANY_NODES
+        return _HEALTH_SELDOM_S if large and self.machine.state in RECOVERY_STATES else _HEALTH_S
 
     def health(self, node: str, heartbeat: pb.Heartbeat) -> None:
         self.machine.on_heartbeat(heartbeat, time.monotonic())
@@ -393,6 +402,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
 
 def _keep_what_there_is() -> None:
-    """The garbage collector need not look at it again: in a large job that is a fifth of a recovery's work."""
+    """The garbage collector need not look at it again, nor at what comes as often as it would by itself: in a large job
+    that is a fifth of a recovery's work."""
+    gc.set_threshold(_YOUNG_OBJECTS)
     gc.collect()
     gc.freeze()

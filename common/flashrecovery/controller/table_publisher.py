@@ -7,12 +7,13 @@ by a thread of its own, so that neither its size nor the file system holds up th
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from flashrecovery.controller.job_state import AGENT
 from flashrecovery.controller.outbox import Publish
-from flashrecovery.controller.rank_table import Parts, affected, rows
+from flashrecovery.controller.rank_table import Parts, affected, row
 from flashrecovery.events import RunDir
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -28,6 +29,7 @@ class TablePublisher:
         self._newest: Publish | None = None
         self._parts: Parts | None = None
         self._told: dict[str, object] = {}
+        self._rows: list[tuple[pb.RankEntry | None, dict[str, Any]]] = []  # of the file; the writer's, by rank
 
     def publish(self, action: Publish, agents: Mapping[str, object]) -> Iterable[tuple[str, pb.Command]]:
         """Have the file written, and say what to send to whom. ``agents``: their links, by node; another link is
@@ -47,9 +49,16 @@ class TablePublisher:
         if action is not self._newest:
             return  # a newer one waits behind this one
         try:
-            self._run_dir.write_rank_table(action.generation, rows(action.table))
+            self._run_dir.write_rank_table(action.generation, self._rows_of(action.table.entries))
         except OSError as e:
             log.error("the rank table of generation %d cannot be written: %s", action.generation, e)
+
+    def _rows_of(self, entries: Sequence[pb.RankEntry]) -> list[dict[str, Any]]:
+        """Made anew only for entries that are not in the file yet: this thread's work holds up the controller's."""
+        before = self._rows if len(self._rows) == len(entries) else [(None, {})] * len(entries)
+        pairs = zip(entries, before, strict=True)
+        self._rows = [(entry, known if entry is of else row(entry)) for entry, (of, known) in pairs]
+        return [known for _, known in self._rows]
 
     def close(self) -> None:
         """The newest table is in its file."""

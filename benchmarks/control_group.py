@@ -18,23 +18,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from flashrecovery import groups
 from flashrecovery.groups import native_build, peer_names
 from flashrecovery.groups.inner import make_inners
 from flashrecovery.groups.torch_private import GroupRequest
+from regroup import slowest_rank_medians, sync
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the ranks' harness is the tests'
-from tests.integration.groups_ranks import run_ranks
+from tests.integration.groups_ranks import connections, run_ranks
 
 _LIMIT = datetime.timedelta(seconds=120)
 _BARRIERS = 20
-
-
-def _connections() -> int:
-    return sum(c.status == psutil.CONN_ESTABLISHED for c in psutil.Process().net_connections("tcp"))
 
 
 def _rounds(rounds: int, sparse: bool) -> Callable[[int, int, Store], None]:
@@ -42,12 +38,9 @@ def _rounds(rounds: int, sparse: bool) -> Callable[[int, int, Store], None]:
         peer_names.stop_asking()
         module = native_build.native()
         request = GroupRequest("all", tuple(range(size)), rank, size, {"cpu": "gloo"}, _LIMIT, None, None, sparse)
-        previous = None
         for number in range(rounds + 1):
-            before = _connections()
-            if store.add(f"there{number}", 1) == size:
-                store.set(f"go{number}", "1")
-            store.wait([f"go{number}"])
+            before = connections()
+            sync(store, f"start{number}", size)
             t0 = time.monotonic()
             inners = make_inners(module, request, PrefixStore(f"round{number}", store), _LIMIT, _LIMIT)
             (_, backend), *_ = inners.backends
@@ -59,28 +52,16 @@ def _rounds(rounds: int, sparse: bool) -> Callable[[int, int, Store], None]:
                 t3 = time.monotonic()
                 backend.barrier().wait()
                 later.append(time.monotonic() - t3)
-            made = _connections() - before
+            made = connections() - before
             if number:  # the first round also loads what is loaded once
-                print("round", number, t1 - t0, t2 - t1, statistics.median(later), made, flush=True)
+                print(number, t1 - t0, t2 - t1, statistics.median(later), made, flush=True)
             backend.barrier().wait()
             inners.backends.clear()
-            previous, backend = backend, None
-            module.bury(previous)
-            del previous
+            module.bury(backend)
+            del backend
             module.wait_buried(_LIMIT)
 
     return body
-
-
-def _medians(texts: list[str]) -> list[float]:
-    """Of the slowest rank of each round: seconds to form, of the first barrier, of a later one; connections."""
-    rounds: dict[str, list[list[float]]] = {}
-    for line in (line for text in texts for line in text.splitlines()):
-        words = line.split()
-        if words[:1] == ["round"]:
-            rounds.setdefault(words[1], []).append([float(w) for w in words[2:]])
-    worst = [[max(column) for column in zip(*rows, strict=True)] for rows in rounds.values()]
-    return [statistics.median(column) for column in zip(*worst, strict=True)]
 
 
 def main() -> None:
@@ -97,7 +78,7 @@ def main() -> None:
         for name, sparse in (("gloo", False), ("ours", True)):
             if not sparse and size > args.gloo_up_to:
                 continue
-            form, first, later, made = _medians(run_ranks(size, _rounds(args.rounds, sparse), deadline_s=600))
+            form, first, later, made = slowest_rank_medians(run_ranks(size, _rounds(args.rounds, sparse), 600))
             cost[name] = form + first
             ratio = f"{cost['ours'] / cost['gloo']:9.2f}" if len(cost) == 2 else ""
             print(

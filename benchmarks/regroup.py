@@ -31,7 +31,7 @@ from tests.integration.groups_ranks import run_ranks
 PHASES = ("free", "drain", "detach", "attach", "first")
 
 
-def _sync(store: Store, name: str, size: int) -> None:
+def sync(store: Store, name: str, size: int) -> None:
     """A barrier over the store, for starting together."""
     if store.add(f"{name}/count", 1) == size:
         store.set(f"{name}/go", "1")
@@ -49,7 +49,7 @@ def _exchanges(rounds: int, count: int) -> Callable[[int, int, Store], None]:
         kept = _make_groups(count, size)
         dist.all_reduce(torch.ones(1000))
         for generation in range(1, rounds + 1):
-            _sync(store, f"start{generation}", size)
+            sync(store, f"start{generation}", size)
             times = _one_exchange(rank, size, store, generation)
             print(generation, *(f"{1e3 * t:.3f}" for t in times), flush=True)
         assert len(kept) == count - 1
@@ -62,7 +62,7 @@ def _one_exchange(rank: int, size: int, store: Store, generation: int) -> list[f
 
     def cut() -> None:
         nonlocal cut_at
-        _sync(store.clone(), f"cut{generation}", size)  # type: ignore[attr-defined]  # all ranks are blocked: the last one does not take part
+        sync(store.clone(), f"cut{generation}", size)  # type: ignore[attr-defined]  # all ranks are blocked: the last one does not take part
         time.sleep(0.02)
         cut_at = time.monotonic()
         groups.abandon("benchmark")
@@ -81,7 +81,7 @@ def _one_exchange(rank: int, size: int, store: Store, generation: int) -> list[f
     t1 = time.monotonic()
     groups.detach_all()
     t2 = time.monotonic()
-    _sync(store, f"attach{generation}", size)
+    sync(store, f"attach{generation}", size)
     t3 = time.monotonic()
     groups.attach(store, generation, 30.0)
     t4 = time.monotonic()
@@ -94,7 +94,7 @@ def _stock(rounds: int, count: int) -> Callable[[int, int, Store], None]:
     def body(rank: int, size: int, store: Store) -> None:
         kept: list[object] = []
         for generation in range(rounds + 1):
-            _sync(store, f"start{generation}", size)
+            sync(store, f"start{generation}", size)
             t0 = time.monotonic()
             if generation:
                 dist.destroy_process_group()
@@ -111,7 +111,7 @@ def _stock(rounds: int, count: int) -> Callable[[int, int, Store], None]:
     return body
 
 
-def _slowest_rank_medians(texts: list[str]) -> list[float]:
+def slowest_rank_medians(texts: list[str]) -> list[float]:
     """Median over the rounds of each phase's slowest rank."""
     rounds: dict[str, list[list[float]]] = {}
     for text in texts:
@@ -160,8 +160,8 @@ def main() -> None:
     print(f"{'ranks':>5} {'groups':>6} " + " ".join(f"{p:>8}" for p in PHASES) + f" {'total':>8} {'stock':>8}  ratio")
     for size in ranks:
         for count in args.groups:
-            ours = _slowest_rank_medians(run_ranks(size, _exchanges(rounds, count), deadline_s=300))
-            stock = sum(_slowest_rank_medians(run_ranks(size, _stock(rounds, count), deadline_s=300)))
+            ours = slowest_rank_medians(run_ranks(size, _exchanges(rounds, count), deadline_s=300))
+            stock = sum(slowest_rank_medians(run_ranks(size, _stock(rounds, count), deadline_s=300)))
             cells = " ".join(f"{ms:8.2f}" for ms in ours)
             print(f"{size:5d} {count:6d} {cells} {sum(ours):8.2f} {stock:8.2f} {sum(ours) / stock:6.2f}", flush=True)
     print("\nall_reduce of 4 bytes, us per operation (fastest of the batches of 300)")

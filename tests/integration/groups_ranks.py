@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
@@ -44,6 +45,11 @@ def run_ranks(
         wrong = [rank for rank, status in ended.items() if status != (allowed or {}).get(rank, 0)]
         assert not wrong, "\n".join(f"rank {r} ended with {ended[r]}:\n{texts[r][-6000:]}" for r in wrong)
         return texts
+
+
+def connections() -> int:
+    """Of this process, TCP."""
+    return sum(c.status == psutil.CONN_ESTABLISHED for c in psutil.Process().net_connections("tcp"))
 
 
 class _Host:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from flashrecovery import groups
-from tests.integration.groups_ranks import run_ranks
+from tests.integration.groups_ranks import connections, run_ranks
 
 MANY = 8 << 20
 """Bytes that do not fit into the buffers of a connection."""
@@ -65,14 +65,10 @@ def test_collectives_do_what_they_say(size: int) -> None:
     run_ranks(size, _collectives)
 
 
-def _connections() -> int:
-    return sum(c.status == psutil.CONN_ESTABLISHED for c in psutil.Process().net_connections("tcp"))
-
-
 def _sparse(rank: int, size: int, store: dist.Store) -> None:
     group = _group(rank, size, store)
     dist.barrier()
-    before = _connections()
+    before = connections()
     dist.barrier()
     mine, theirs = torch.tensor([rank]), torch.tensor([-1])
     sent = group.send([mine], (rank + 1) % size, 3)
@@ -80,12 +76,12 @@ def _sparse(rank: int, size: int, store: dist.Store) -> None:
     sent.wait()
     assert theirs.item() == (rank - 1) % size
     dist.barrier()
-    assert _connections() - before == 2, "one to the next rank, one from the rank before"
+    assert connections() - before == 2, "one to the next rank, one from the rank before"
     dist.barrier()
     group.barrier().wait()
     group.barrier().wait()
     dist.barrier()
-    assert _connections() - before == 2 + 2 * 3, "log2(8) to others, and from as many"
+    assert connections() - before == 2 + 2 * 3, "log2(8) to others, and from as many"
     dist.barrier()
     dist.destroy_process_group()
 

@@ -176,21 +176,17 @@ class RankRecord:
 
     def live_at(self, version: int, shards: Set[str]) -> list[Holding]:
         """Of these shards, those that are live at this version."""
-        names = shards & self.needs.keys() if self.live == version else ()
-        return [Holding(self.rank, name, version, Kind.LIVE, self.needs[name]) for name in names]
+        if self.live != version or shards.isdisjoint(self.needs):
+            return []
+        return [Holding(self.rank, n, version, Kind.LIVE, self.needs[n]) for n in shards & self.needs.keys()]
 
-    def keeps_any(self, version: int, shards: Set[str]) -> bool:
-        """Whether :meth:`copies_at` may find any; cheap."""
+    def copies_at(self, version: int, shards: Set[str]) -> Iterator[Holding]:
+        """Of these shards, what is kept at this version besides. In a large job most ranks have none or one."""
         for held in self._said:
             if held.version == version and not shards.isdisjoint(self._names(held)):
-                return True
-        return version in self.capsules
-
-    def copies_at(self, version: int, shards: Set[str]) -> list[Holding]:
-        """Of these shards, what is kept at this version besides. In a large job most ranks have none or one."""
-        at_version = [h for h in self._said if h.version == version and not shards.isdisjoint(self._names(h))]
-        found = [h for message in at_version for h in self._expand(message) if h.shard in shards]
-        return found + [h for h in self._pages() if h.version == version and h.shard in shards]
+                yield from (h for h in self._expand(held) if h.shard in shards)
+        if self.capsules:
+            yield from (h for h in self._pages() if h.version == version and h.shard in shards)
 
     def _pages(self) -> list[Holding]:
         if not self.capsules:

@@ -126,14 +126,12 @@ def _sources(records: Iterable[RankRecord], version: int, lacking: Mapping[str, 
     wanted = {shard: 2 * ranks + _SPARE_SOURCES for shard, ranks in lacking.items()}
     of_any, short = lacking.keys(), set(lacking)
     for record in records:
-        if record.live == version and not short.isdisjoint(record.needs):
-            for holding in record.live_at(version, short):
-                wanted[holding.shard] -= 1
-                if wanted[holding.shard] == 0:
-                    short.discard(holding.shard)
-                yield holding
-        if record.keeps_any(version, of_any):
-            yield from record.copies_at(version, of_any)
+        for holding in record.live_at(version, short):
+            wanted[holding.shard] -= 1
+            if wanted[holding.shard] == 0:
+                short.discard(holding.shard)
+            yield holding
+        yield from record.copies_at(version, of_any)
 
 
 def _any_cut(records: Mapping[int, RankRecord]) -> Cut | NoCut:

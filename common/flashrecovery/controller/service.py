@@ -47,7 +47,9 @@ _TICK_S = 0.05
 _GRACE_S = 1.0
 """For the connections to end by themselves."""
 _HEALTH_S = 1.0
+"""How often the ranks' health is wanted, for whoever looks."""
 _HEALTH_SELDOM_S = 5.0
+"""In a recovery of a job of more than so many nodes, where the controller has enough to do:"""
 _MANY_NODES = 100
 _YOUNG_OBJECTS = 200_000
 """Between two looks of the garbage collector."""

@@ -2,7 +2,7 @@
 // gone; no thread is ever left in a system call.
 #pragma once
 
-#include "transport.h"
+#include "stop_flag.h"
 
 #include <arpa/inet.h>
 #include <ifaddrs.h>
@@ -14,7 +14,6 @@
 #include <unistd.h>
 
 #include <array>
-#include <atomic>
 #include <cerrno>
 #include <cstring>
 
@@ -43,35 +42,25 @@ class FileDescriptor {
   int fd_;
 };
 
-// Raised once, for ever.
+// A flag that is raised once, for ever, and that poll() sees.
 class Stop {
  public:
   Stop() : event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
     if (event_.get() < 0) throwLost("eventfd", errno);
   }
   void raise(const std::string& reason) {
-    std::lock_guard<std::mutex> guard(mutex_);
-    if (raised_) return;
-    reason_ = reason;
-    raised_ = true;
+    if (raised()) return;
+    flag_.raise(reason);
     const uint64_t one = 1;
     (void)!::write(event_.get(), &one, sizeof one);  // stays readable: every later poll() returns at once
   }
-  bool raised() const { return raised_; }
-  void check() const {
-    if (!raised_) return;
-    std::unique_lock<std::mutex> lock(mutex_);
-    const std::string reason = reason_;
-    lock.unlock();
-    throwAbandoned(reason);
-  }
+  bool raised() const { return flag_.raised(); }
+  void check() const { flag_.check(); }
   int fd() const { return event_.get(); }
 
  private:
   FileDescriptor event_;
-  mutable std::mutex mutex_;
-  std::atomic<bool> raised_{false};
-  std::string reason_;
+  StopFlag flag_;
 };
 
 // Sleeps until one of `waits` is ready or the stop is raised; raises then, and at the deadline.

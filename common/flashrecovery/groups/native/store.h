@@ -9,41 +9,10 @@
 #include <torch/csrc/distributed/c10d/exception.h>
 
 #include <algorithm>
-#include <condition_variable>
 
-#include "transport.h"
+#include "stop_flag.h"
 
 namespace flashrecovery {
-
-// Shared by a store and its clones.
-class StopFlag {
- public:
-  void raise(const std::string& reason) {
-    std::lock_guard<std::mutex> guard(mutex_);
-    reason_ = reason;
-    raised_ = true;
-    changed_.notify_all();
-  }
-  // Sleeps, but not longer than until the flag is raised.
-  void sleep(std::chrono::microseconds duration) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait_for(lock, duration, [this] { return raised_.load(); });
-  }
-  void clear() { raised_ = false; }
-  void check() const {
-    if (!raised_) return;
-    std::unique_lock<std::mutex> lock(mutex_);
-    const std::string reason = reason_;
-    lock.unlock();
-    throwAbandoned(reason);
-  }
-
- private:
-  std::atomic<bool> raised_{false};
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  std::string reason_;
-};
 
 class AbandonableStore final : public c10d::Store {
  public:

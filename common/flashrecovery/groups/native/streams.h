@@ -55,7 +55,11 @@ class Streams final : public Transport {
   // ---- ends -----------------------------------------------------------------------------------------------------
 
   End& to(int peer, int tag) {
-    if (End* known = find(outgoing_, peer, tag)) return *known;
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      const auto known = outgoing_.find({peer, tag});
+      if (known != outgoing_.end()) return known->second;
+    }
     const std::string name = "rank " + std::to_string(peer);
     const Entry entry = whereIs(peer);
     End end{connectTo(entry.endpoint, stop_, deadline(), "connecting to " + name), name};
@@ -66,14 +70,12 @@ class Streams final : public Transport {
   }
 
   End& from(int peer, int tag) {
-    if (End* known = find(incoming_, peer, tag)) return *known;
     std::unique_lock<std::mutex> lock(mutex_);
     const auto there = [&] { return stop_.raised() || incoming_.count({peer, tag}); };
     const bool came = changed_.wait_until(lock, deadline(), there);
-    lock.unlock();
     stop_.check();
     if (!came) throwLost("rank " + std::to_string(peer) + " does not connect", ETIMEDOUT);
-    return *find(incoming_, peer, tag);
+    return incoming_.at({peer, tag});  // nodes of a map stay where they are
   }
 
   // Where these ranks are, asked for at once.
@@ -138,12 +140,6 @@ class Streams final : public Transport {
     std::array<char, sizeof(Hello)> said{};
     size_t bytes = 0;
   };
-
-  End* find(std::map<Key, End>& ends, int peer, int tag) {
-    std::lock_guard<std::mutex> guard(mutex_);
-    const auto it = ends.find({peer, tag});
-    return it == ends.end() ? nullptr : &it->second;  // nodes of a map stay where they are
-  }
 
   Entry whereIs(int peer) {
     lookUp({peer});

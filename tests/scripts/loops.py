@@ -1,0 +1,537 @@
+"""Training loops as people write them, each with one thing that changes state at an unusual moment.
+
+``--loop NAME`` chooses the class of :data:`LOOPS`: the plain loop is :class:`Loop`, and a subclass says what its loop
+does differently. ``main`` is the loop itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import sys
+from collections.abc import Iterator
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+import flashrecovery
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.scripts import proof
+
+WIDTH = 16
+
+
+class Net(nn.Module):
+    """A small network with dropout. ``bias`` is a buffer that a script may train by hand, as experts' biases are."""
+
+    def __init__(self, batch_norm: bool = False, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.norm: nn.Module = nn.BatchNorm1d(2 * WIDTH) if batch_norm else nn.LayerNorm(2 * WIDTH)
+        self.dropout = nn.Dropout(0.1)
+        self.down = nn.Linear(2 * WIDTH, 4)
+        self.register_buffer("bias", torch.zeros(4))
+        self.checkpointed = checkpointed
+        self.chosen = torch.zeros(4)
+        """How often each output was the largest in the newest forward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.reshape(-1, WIDTH)
+        hidden = checkpoint(self.middle, x, use_reentrant=False) if self.checkpointed else self.middle(x)
+        logits = self.down(hidden) + self.bias
+        self.chosen = torch.bincount(logits.detach().argmax(-1), minlength=4).float()
+        return logits
+
+    def middle(self, x: Tensor) -> Tensor:
+        result: Tensor = self.dropout(nn.functional.gelu(self.norm(self.up(x))))
+        return result
+
+
+class Ddp:
+    """The framework: wraps the network and takes the optimizer's steps."""
+
+    def __init__(self, net: Net) -> None:
+        self.recovery = flashrecovery.init()
+        self.net = net
+        self.model: nn.Module = self.wrapped(net)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+
+    def wrapped(self, net: Net) -> nn.Module:
+        return DistributedDataParallel(net, broadcast_buffers=False)
+
+    @contextlib.contextmanager
+    def unsynchronised(self) -> Iterator[None]:
+        """Gradients are added up on this rank only."""
+        assert isinstance(self.model, DistributedDataParallel)
+        with self.model.no_sync():
+            yield
+
+
+class Fsdp2(Ddp):
+    """Each rank has a part of every parameter."""
+
+    def wrapped(self, net: Net) -> nn.Module:
+        fully_shard(net.up)
+        return fully_shard(net)
+
+    @contextlib.contextmanager
+    def unsynchronised(self) -> Iterator[None]:
+        self.net.set_requires_gradient_sync(False)  # type: ignore[operator]
+        yield
+        self.net.set_requires_gradient_sync(True)  # type: ignore[operator]
+
+
+FRAMEWORKS = {"ddp": Ddp, "fsdp2": Fsdp2}
+
+
+class Kept:
+    """A value of the script, as a registered object."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": copy.deepcopy(self.value)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = copy.deepcopy(state["value"])
+
+
+class Loop:
+    """The plain loop. ``every``: its unusual thing happens in each step of this number, and not in the first."""
+
+    every = 3
+    sample = WIDTH  # numbers of a sample
+    only = tuple(FRAMEWORKS)  # frameworks in which the loop can be written
+
+    def __init__(self, framework: str) -> None:
+        torch.manual_seed(1)
+        self.net = self.build()
+        self.framework = FRAMEWORKS[framework](self.net)
+        self.model, self.optimizer = self.framework.model, self.framework.optimizer
+        self.recovery = self.framework.recovery
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.dataset = torch.randn(96, self.sample, generator=torch.Generator().manual_seed(2))
+        sampler: DistributedSampler[Any] = DistributedSampler(self.dataset, seed=3)  # type: ignore[arg-type]
+        self.data = self.recovery.data(DataLoader(self.dataset, batch_size=4, sampler=sampler))  # type: ignore[arg-type]
+        for seeded in (torch.manual_seed, random.seed, np.random.seed):
+            seeded(100 + self.rank)
+        self.objects: dict[str, Any] = {}
+        self.own: tuple[str, ...] = ()
+        self.prepare()
+        self.register()
+
+    def register(self) -> None:
+        own = {"per_rank": self.own} if self.own and "per_rank" in signature(self.recovery.register).parameters else {}
+        self.recovery.register(model=self.model, optimizer=self.optimizer, **self.objects, **own)
+
+    def due(self, step: int) -> bool:
+        return step % self.every == self.every - 1
+
+    def end(self) -> dict[str, object]:
+        """What there is at the end besides model, optimizer and global random streams."""
+        objects = {n: o.state_dict() if hasattr(o, "state_dict") else o for n, o in self.objects.items()}
+        return {"data": tuple(self.data.position), **objects}
+
+    # -- what a loop may do differently -----------------------------------------------------------
+
+    def build(self) -> Net:
+        return Net()
+
+    def prepare(self) -> None:
+        """Make the script's own objects: ``objects``, and in ``own`` the names of those that differ between ranks."""
+
+    def above(self, step: int) -> None:
+        """Between ``for`` and ``with``."""
+
+    def batch(self, step: int) -> Tensor:
+        batch: Tensor = next(self.data)
+        return batch
+
+    def loss(self, batch: Tensor, step: int) -> Tensor:
+        result: Tensor = self.model(batch).square().mean()
+        return result
+
+    def gradients(self, step: int) -> tuple[Tensor, Tensor]:
+        """The batch as it came, and the loss."""
+        batch = self.batch(step)
+        came = batch.clone()
+        loss = self.loss(batch, step)
+        loss.backward()
+        return came, loss
+
+    def before(self, step: int, loss: Tensor) -> None:
+        """In the block, before the optimizer."""
+
+    def after(self, step: int) -> None:
+        """In the block, after the optimizer."""
+
+    def below(self, step: int) -> None:
+        """Below the block. It also runs after an attempt that failed."""
+
+
+class ExpertBias(Loop):
+    """A buffer is changed after the optimizer, by what all ranks have counted (DeepSeek's and Megatron's balancing of
+    experts without an auxiliary loss)."""
+
+    def after(self, step: int) -> None:
+        counts = self.net.chosen.clone()
+        dist.all_reduce(counts)
+        with torch.no_grad():
+            self.net.bias += 0.01 * torch.sign(counts.mean() - counts)
+
+
+class RankBias(Loop):
+    """The same, by this rank alone: nothing is communicated, and the buffers differ."""
+
+    def after(self, step: int) -> None:
+        with torch.no_grad():
+            self.net.bias += 0.01 * torch.sign(self.net.chosen.mean() - self.net.chosen)
+
+
+class SchedulerBelow(Loop):
+    def prepare(self) -> None:
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2, gamma=0.9)
+        self.objects["scheduler"] = self.scheduler
+
+    def below(self, step: int) -> None:
+        self.scheduler.step()
+
+
+class EvaluationBelow(Loop):
+    """Now and then, with a DataLoader: each ``iter()`` of one draws a random number."""
+
+    def prepare(self) -> None:
+        self.held_out = DataLoader(self.dataset[:8], batch_size=4, shuffle=True)  # type: ignore[arg-type]
+        self.objects["found"] = Kept([])
+
+    def below(self, step: int) -> None:
+        if self.due(step):
+            self.net.eval()
+            with torch.no_grad():
+                self.objects["found"].value.append(sum(self.evaluate(batch) for batch in self.held_out))
+            self.net.train()
+
+    def evaluate(self, batch: Tensor) -> float:
+        """The sum does not depend on the order, which differs between ranks. A sharded model would communicate."""
+        local = isinstance(self.model, DistributedDataParallel)
+        return round(float((self.net(batch) if local else batch).double().sum()), 4)
+
+
+class LateDraws(Loop):
+    """Random numbers after the optimizer, in every ninth step."""
+
+    every = 9
+
+    def after(self, step: int) -> None:
+        if self.due(step):
+            torch.rand(3), random.random(), np.random.rand()
+
+
+class InPlaceBatches(Loop):
+    """numpy writes into the middle of a batch, unseen by torch."""
+
+    sample = 16384
+
+    def loss(self, batch: Tensor, step: int) -> Tensor:
+        batch.numpy()[2, 8000:8100] *= 0.5
+        return super().loss(batch, step)
+
+
+class PythonAndNumpy(Loop):
+    """Random numbers of Python and numpy, in the step."""
+
+    def loss(self, batch: Tensor, step: int) -> Tensor:
+        noise = torch.from_numpy(np.random.randn(*batch.shape)).float()
+        return super().loss(batch * random.gauss(1.0, 0.1) + 0.1 * noise, step)
+
+
+class EmaOfRankBuffers(Loop):
+    """An average over time of a BatchNorm's statistics, which differ between ranks."""
+
+    def build(self) -> Net:
+        return Net(batch_norm=True)
+
+    def prepare(self) -> None:
+        self.objects["ema"] = Kept(torch.zeros(2 * WIDTH))
+        self.own = ("ema",)
+
+    def after(self, step: int) -> None:
+        self.objects["ema"].value.lerp_(self.net.norm.running_mean, 0.1)  # type: ignore[arg-type]
+
+
+class AveragedInBlock(Loop):
+    """``swa_utils.AveragedModel``: parameters that no optimizer has, and a counter in a buffer."""
+
+    only = ("ddp",)
+
+    def prepare(self) -> None:
+        self.averaged = AveragedModel(self.net, use_buffers=True)
+        self.recovery.register(model=self.averaged)
+
+    def after(self, step: int) -> None:
+        self.averaged.update_parameters(self.net)
+
+    def end(self) -> dict[str, object]:
+        return {**super().end(), "averaged": self.averaged.state_dict()}
+
+
+class AveragedBelow(AveragedInBlock):
+    def after(self, step: int) -> None:
+        pass
+
+    def below(self, step: int) -> None:
+        if self.due(step):
+            self.averaged.update_parameters(self.net)
+
+
+class Accumulation(Loop):
+    """Three micro-batches; only the last one's gradients are synchronised."""
+
+    def gradients(self, step: int) -> tuple[Tensor, Tensor]:
+        batches, losses = [], []
+        for micro in range(3):
+            with contextlib.nullcontext() if micro == 2 else self.framework.unsynchronised():
+                batch, loss = super().gradients(step)
+            batches.append(batch)
+            losses.append(loss)
+        return torch.stack(batches), torch.stack(losses).mean()
+
+
+class MeanLoss(Loop):
+    """All ranks know the mean of their losses."""
+
+    mean = 0.0
+
+    def before(self, step: int, loss: Tensor) -> None:
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        self.mean = float(mean) / self.world
+
+
+class RateByHand(MeanLoss):
+    """The next step's learning rate, from this step's loss."""
+
+    def after(self, step: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.01 / (1.0 + self.mean)
+
+
+class RateByHandBelow(MeanLoss):
+    def below(self, step: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.01 / (1.0 + self.mean)
+
+
+class EditedGroups(Loop):
+    """Options of the optimizer change while it runs."""
+
+    def before(self, step: int, loss: Tensor) -> None:
+        if self.due(step):
+            group = self.optimizer.param_groups[0]
+            group["weight_decay"] = 2 * group["weight_decay"]
+            group["betas"] = (group["betas"][0] * 0.99, group["betas"][1])
+
+
+class Generators(Loop):
+    """The script's own generator, another on each rank, in the block and below it."""
+
+    def prepare(self) -> None:
+        self.augment = torch.Generator().manual_seed(200 + self.rank)
+        self.objects["augment"] = self.augment
+
+    def loss(self, batch: Tensor, step: int) -> Tensor:
+        return super().loss(batch + 0.1 * torch.randn(batch.shape, generator=self.augment), step)
+
+    def below(self, step: int) -> None:
+        if self.due(step):
+            torch.rand(2, generator=self.augment)
+
+
+class RunningAverage(MeanLoss):
+    """Of the mean loss, in a registered object."""
+
+    def prepare(self) -> None:
+        self.objects["average"] = Kept(0.0)
+
+    def after(self, step: int) -> None:
+        average = self.objects["average"]
+        average.value = 0.9 * average.value + 0.1 * self.mean
+
+
+class RunningAverageBelow(RunningAverage):
+    def after(self, step: int) -> None:
+        pass
+
+    def below(self, step: int) -> None:
+        super().after(step)
+
+
+class BestOfRankZero(Loop):
+    """The lowest loss so far, which only rank 0 notes."""
+
+    def prepare(self) -> None:
+        self.objects["best"] = Kept(float("inf"))
+        self.own = ("best",)
+
+    def before(self, step: int, loss: Tensor) -> None:
+        self.newest = float(loss.detach())
+
+    def after(self, step: int) -> None:
+        best = self.objects["best"]
+        if self.rank == 0:
+            best.value = min(best.value, self.newest)
+
+
+class RandomBatches(Loop):
+    """nanoGPT's ``get_batch``: random places of the data, drawn in the step."""
+
+    def batch(self, step: int) -> Tensor:
+        return self.dataset[torch.randint(len(self.dataset), (4,))]
+
+
+class EmaModule(Loop):
+    """A second module, registered as an object."""
+
+    only = ("ddp",)
+
+    def prepare(self) -> None:
+        self.ema = copy.deepcopy(self.net).requires_grad_(False)
+        self.objects["ema"] = self.ema
+
+    def after(self, step: int) -> None:
+        with torch.no_grad():
+            for mean, parameter in zip(self.ema.parameters(), self.net.parameters(), strict=True):
+                mean.lerp_(parameter, 0.1)
+
+
+class CheckpointedBatchNorm(Loop):
+    """The second forward pass, in the backward pass, changes the statistics once more."""
+
+    def build(self) -> Net:
+        return Net(batch_norm=True, checkpointed=True)
+
+
+class PrefetchBelow(Loop):
+    """The next step's batch is fetched below the block."""
+
+    def prepare(self) -> None:
+        self.objects["next"] = Kept(next(self.data))
+        self.own = ("next",)
+
+    def batch(self, step: int) -> Tensor:
+        batch: Tensor = self.objects["next"].value
+        return batch
+
+    def below(self, step: int) -> None:
+        self.objects["next"].value = next(self.data)
+
+
+class DrawsAbove(Loop):
+    """Random numbers between ``for`` and ``with``."""
+
+    def above(self, step: int) -> None:
+        self.factor = 1.0 + 0.1 * float(torch.rand(1)) + 0.1 * random.random()
+
+    def loss(self, batch: Tensor, step: int) -> Tensor:
+        return super().loss(batch * self.factor, step)
+
+
+class PlainVariable(RandomBatches):
+    """nanoGPT's ``iter_num``: the learning rate depends on it, nothing is told of it, and in a replacement it is 0."""
+
+    iter_num = 0
+
+    def before(self, step: int, loss: Tensor) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.01 / (1 + self.iter_num)
+
+    def below(self, step: int) -> None:
+        self.iter_num += 1
+
+
+class ReduceBelow(EvaluationBelow):
+    """The ranks add up what their evaluations have found, below the block."""
+
+    def evaluate(self, batch: Tensor) -> float:
+        total = torch.tensor(super().evaluate(batch))
+        dist.all_reduce(total)
+        return float(total)
+
+
+LOOPS: dict[str, type[Loop]] = {
+    "plain": Loop,
+    "expert-bias": ExpertBias,
+    "rank-bias": RankBias,
+    "scheduler-below": SchedulerBelow,
+    "evaluation-below": EvaluationBelow,
+    "late-draws": LateDraws,
+    "in-place-batches": InPlaceBatches,
+    "python-and-numpy": PythonAndNumpy,
+    "ema-of-rank-buffers": EmaOfRankBuffers,
+    "averaged-in-block": AveragedInBlock,
+    "averaged-below": AveragedBelow,
+    "accumulation": Accumulation,
+    "rate-by-hand": RateByHand,
+    "rate-by-hand-below": RateByHandBelow,
+    "edited-groups": EditedGroups,
+    "generators": Generators,
+    "running-average": RunningAverage,
+    "running-average-below": RunningAverageBelow,
+    "best-of-rank-zero": BestOfRankZero,
+    "random-batches": RandomBatches,
+    "ema-module": EmaModule,
+    "checkpointed-batch-norm": CheckpointedBatchNorm,
+    "prefetch-below": PrefetchBelow,
+    "draws-above": DrawsAbove,
+}
+UNPROTECTED: dict[str, type[Loop]] = {"plain-variable": PlainVariable, "reduce-below": ReduceBelow}
+"""Loops that change or send what nobody knows of. The job has to say so."""
+
+
+def main() -> None:
+    parser = proof.flags(__doc__)
+    parser.add_argument("--loop", choices=[*LOOPS, *UNPROTECTED], default="plain")
+    parser.add_argument("--framework", choices=FRAMEWORKS, default="ddp")
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    loop = (LOOPS | UNPROTECTED)[args.loop](args.framework)
+    kills = proof.Kills(args.kill, loop.recovery)
+    kills.in_backward_of(loop.net.norm)
+
+    for step in loop.recovery.steps(args.steps):
+        kills.step = step.index
+        loop.above(step.index)
+        with step:
+            kills.at("data")
+            loop.optimizer.zero_grad()
+            batch, loss = loop.gradients(step.index)
+            loop.before(step.index, loss)
+            proof.say_step(step.index, batch, loss, loop.optimizer.param_groups[0]["lr"])
+            loop.optimizer.step()
+            kills.at("optimizer")
+            loop.after(step.index)
+        kills.at("below")
+        loop.below(step.index)
+        kills.at("end")
+
+    proof.say_end(loop.model, loop.optimizer, loop.end())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

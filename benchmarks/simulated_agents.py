@@ -22,9 +22,9 @@ from collections.abc import AsyncIterator, Iterable
 
 import grpc
 
+from flashrecovery.access import CONTROLLER, Access
 from flashrecovery.agent import patience
 from flashrecovery.link import Link
-from flashrecovery.proto import CHANNEL_OPTIONS
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from simulated_beats import Beating, Beats
@@ -38,7 +38,8 @@ IMPORTS_S = 0.5e-3
 SHARD_BYTES = 1 << 30
 GATHER_S = 1e-3
 """As a real relay."""
-_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+_ACCESS = Access()  # the controller listens on loopback, and has no token
+_CONNECT_S = 60.0
 
 
 beats = Beats()
@@ -120,7 +121,7 @@ class SimulatedAgent:
                 await asyncio.sleep(AGAIN_S if through is None else patience.AGAIN_S)
 
     async def converse_straight(self) -> None:
-        async with grpc.aio.insecure_channel(self.address, options=_OPTIONS) as channel:
+        async with _ACCESS.dial(self.address, CONTROLLER, _CONNECT_S) as channel:
             call = rpc.ControllerStub(channel).Session(self.messages())
             async for command in call:
                 self.hear(command)
@@ -288,7 +289,7 @@ class Trunk:
 
     async def _run(self, relay: str, address: str) -> None:
         try:
-            async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
+            async with _ACCESS.dial(address, CONTROLLER, _CONNECT_S) as channel:
                 async for downward in rpc.ControllerStub(channel).Trunk(self._upward(relay)):
                     for frame in downward.frames:
                         if not frame.ended:

@@ -11,6 +11,14 @@ class ConfigError(FlashRecoveryError):
     """A configuration key, option or argument is wrong; the message names it, its value and what is allowed."""
 
 
+class AuthenticationError(FlashRecoveryError):
+    """Who listens, or calls, has not proven that it knows the job's token, or a message was changed on its way."""
+
+
+class StrangerError(AuthenticationError):
+    """Who listens at an address is not the service of this job that was expected there."""
+
+
 class RegistrationError(FlashRecoveryError):
     """The script registered something twice, nothing at all, or something that cannot be recovered."""
 

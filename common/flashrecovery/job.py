@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from flashrecovery.access import Access
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.identity import Identity
 from flashrecovery.agent.peers import PeerService
@@ -38,26 +39,26 @@ log = logging.getLogger("flashrecovery")
 
 @dataclass(frozen=True)
 class Place:
-    """Where the controller listens, the address of this node, and the token of the job."""
+    """Where the controller listens, the address of this node, and what it takes to belong to the job."""
 
     controller: str
     port: int
     here: str
-    token: str
+    access: Access
     embeds: bool
 
 
 def place_of(config: RunConfig) -> Place:
     """From the configuration. Raises ConfigError."""
     if config.controller is None:
-        return Place(LOOPBACK, 0, LOOPBACK, new_token(), True)
+        return Place(LOOPBACK, 0, LOOPBACK, Access(new_token()), True)
     host, port = split_address(config.controller, "--controller")
     address = resolve(host, "--controller")
-    token = job_token(config.token_file, host=address)
+    access = Access(job_token(config.token_file, host=address))
     here = config.node_address or address_towards(address, port)
     # Where something listens already, it is a controller of its own, or that of an agent on the same host.
     embeds = config.embed_controller and not config.spare and is_here(address) and is_free(address, port)
-    return Place(address, port, here, token, embeds)
+    return Place(address, port, here, access, embeds)
 
 
 async def _moved_to(path: Path, place: Place) -> Place | None:
@@ -69,7 +70,7 @@ async def _moved_to(path: Path, place: Place) -> Place | None:
         found = RunFiles(directory).controller()
         if found is None or found["address"] == f"{place.controller}:{place.port}":
             continue
-        if await answers(found["address"], place.token):
+        if await answers(found["address"], place.access):
             log.warning("the job's controller is at %s now", found["address"])
             host, port = split_address(found["address"], str(directory / "controller.json"))
             return replace(place, controller=host, port=port, embeds=False)
@@ -93,14 +94,14 @@ async def run_job(config: RunConfig, command: list[str], path: Path) -> tuple[in
         identity = Identity.of(config, place.here)
         own = path / "nodes" / identity.name if config.several_nodes else path
         agents_dir = stack.enter_context(closing(RunDir(own)))
-        agent, peers = await stack.enter_async_context(_agent(config, command, agents_dir, identity, place.token))
+        agent, peers = await stack.enter_async_context(_agent(config, command, agents_dir, identity, place.access))
         lead = Leadership(config, place, path, agents_dir, agent)
         stack.push_async_callback(lead.end)
         address = await lead.begin() if place.embeds else f"{place.controller}:{place.port}"
         if not place.embeds:
             await lead.only_follow()
         limits = config.timeouts
-        session = ControllerSession(address, place.token, agent, peers, limits, lead.elected, lead.leave)
+        session = ControllerSession(address, place.access, agent, peers, limits, lead.elected, lead.leave)
         reason = await session.run()
         if lead.service is None:
             return (0, "") if reason is None else (1, reason)
@@ -130,12 +131,12 @@ async def controller(
 ) -> AsyncIterator[tuple[ControllerService, str]]:
     """The controller, and where it listens (HOST:PORT). ``agent``: that of the same process."""
     with closing(EventLog(run_dir.events_path)) as events:
-        service = ControllerService(config, place.token, events, run_dir, quorum)
+        service = ControllerService(config, place.access, events, run_dir, quorum)
         async with observed(config, run_dir, agent, service, events) as url:
             try:
                 port = await service.start(place.controller, place.port)
                 address = f"{place.controller}:{port}"
-                run_dir.write_controller(address=address, pid=os.getpid(), token=place.token, observe=url)
+                run_dir.write_controller(address=address, pid=os.getpid(), token=place.access.token, observe=url)
                 yield service, address
             finally:
                 await service.stop()
@@ -212,14 +213,14 @@ class Leadership:
 
 @asynccontextmanager
 async def _agent(
-    config: RunConfig, command: list[str], run_dir: RunDir, identity: Identity, token: str
+    config: RunConfig, command: list[str], run_dir: RunDir, identity: Identity, access: Access
 ) -> AsyncIterator[tuple[Agent, PeerService | None]]:
     """This node's agent, and what it does for others where there are any."""
     peers: PeerService | None = None
     if config.several_nodes:
-        peers = PeerService(token)
+        peers = PeerService(access)
         await peers.start(identity.host)
-    agent = Agent(config, command, run_dir, identity, token, peers)
+    agent = Agent(config, command, run_dir, identity, access, peers)
     try:
         yield agent, peers
     finally:

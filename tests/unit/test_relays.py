@@ -13,6 +13,7 @@ from typing import cast
 import grpc
 import pytest
 
+from flashrecovery.access import CONTROLLER, agent_at
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.peers import CONTROLLER_KEY, PeerService
 from flashrecovery.agent.session import ControllerSession
@@ -25,8 +26,7 @@ from flashrecovery.events import EventLog, RunDir
 from flashrecovery.link import Link
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
-from flashrecovery.security import metadata
-from tests.unit.test_session_beats import TOKEN, NoWorkers, no_lead, no_leave
+from tests.unit.test_session_beats import ACCESS, NoWorkers, no_lead, no_leave
 
 DIRECT = 2
 
@@ -94,14 +94,14 @@ class Node:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.peers = PeerService(TOKEN)
+        self.peers = PeerService(ACCESS)
         self.agent = NoWorkers(name, self.peers)
 
     async def start(self, address: str, settings: RunConfig) -> None:
         await self.peers.start("127.0.0.1")
         agent = cast(Agent, self.agent)
         limits = settings.timeouts
-        self.session = ControllerSession(address, TOKEN, agent, self.peers, limits, no_lead, no_leave)
+        self.session = ControllerSession(address, ACCESS, agent, self.peers, limits, no_lead, no_leave)
         self.tasks = [asyncio.create_task(self.session.run()), asyncio.create_task(self.agent.run())]
 
     async def stop(self) -> None:
@@ -163,7 +163,7 @@ def play(tmp_path: Path, act: Callable[[Scene], Awaitable[None]], **config: obje
     async def main() -> None:
         with closing(RunDir(tmp_path / "run")) as run_dir, closing(EventLog(run_dir.events_path)) as log:
             given = {"nnodes": 9, "controller": "127.0.0.1:1", "direct_agents": DIRECT, **config}
-            service = ControllerService(RunConfig.model_validate(given), TOKEN, log, run_dir)
+            service = ControllerService(RunConfig.model_validate(given), ACCESS, log, run_dir)
             port = await service.start("127.0.0.1", 0)
             scene = Scene(service, run_dir, f"127.0.0.1:{port}")
             try:
@@ -347,18 +347,18 @@ def test_the_end_of_the_job_waits_for_whom_a_relay_has_not_told(tmp_path: Path) 
     play(tmp_path, act)
 
 
-def test_a_refusal_comes_through_a_relay_with_its_status(tmp_path: Path) -> None:
+def test_a_refusal_comes_through_a_relay(tmp_path: Path) -> None:
     async def act(scene: Scene) -> None:
         await scene.add(*"ab")
-        known = (*metadata(TOKEN), (CONTROLLER_KEY, scene.service._incarnation))
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{scene.nodes['a'].peers.port}") as channel:
+        known = ((CONTROLLER_KEY, scene.service._incarnation),)
+        peer = f"127.0.0.1:{scene.nodes['a'].peers.port}"
+        async with ACCESS.dial(peer, agent_at(peer), 5.0) as channel:
             call = rpc.PeerStub(channel).Relay(metadata=known)
             register = pb.Register(node="c", host="127.0.0.1", incarnation="1", settings={"nnodes": "77"})
             await call.write(pb.AgentMessage(register=register))
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await call.read()
-        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert "nnodes = 77" in (refused.value.details() or "")
+            refused = (await call.read()).refused
+        assert refused.code == grpc.StatusCode.FAILED_PRECONDITION.value[0]
+        assert "nnodes = 77" in refused.reason
         assert "c" not in scene.service.machine.nodes
 
     play(tmp_path, act)
@@ -367,8 +367,9 @@ def test_a_refusal_comes_through_a_relay_with_its_status(tmp_path: Path) -> None
 def test_an_agent_that_follows_another_controller_carries_nobody(tmp_path: Path) -> None:
     async def act(scene: Scene) -> None:
         await scene.add("a")
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{scene.nodes['a'].peers.port}") as channel:
-            call = rpc.PeerStub(channel).Relay(metadata=(*metadata(TOKEN), (CONTROLLER_KEY, "another one")))
+        peer = f"127.0.0.1:{scene.nodes['a'].peers.port}"
+        async with ACCESS.dial(peer, agent_at(peer), 5.0) as channel:
+            call = rpc.PeerStub(channel).Relay(metadata=((CONTROLLER_KEY, "another one"),))
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await call.read()
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -376,18 +377,14 @@ def test_an_agent_that_follows_another_controller_carries_nobody(tmp_path: Path)
     play(tmp_path, act)
 
 
-def test_a_stranger_cannot_be_a_relay(tmp_path: Path) -> None:
+def test_who_is_no_node_of_the_job_cannot_be_a_relay(tmp_path: Path) -> None:
     async def act(scene: Scene) -> None:
         await scene.add("a")
-        async with grpc.aio.insecure_channel(scene.address) as channel:
-            for known, relay, code in (
-                (metadata("wrong"), "a", grpc.StatusCode.UNAUTHENTICATED),
-                (metadata(TOKEN), "nobody", grpc.StatusCode.INVALID_ARGUMENT),
-            ):
-                call = rpc.ControllerStub(channel).Trunk(metadata=known)
-                with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await call.write(pb.Upward(relay=relay))
-                    await call.read()
-                assert refused.value.code() is code
+        async with ACCESS.dial(scene.address, CONTROLLER, 5.0) as channel:
+            call = rpc.ControllerStub(channel).Trunk()
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call.write(pb.Upward(relay="nobody"))
+                await call.read()
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
     play(tmp_path, act)

@@ -11,8 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import cast
 
-import grpc
-
+from flashrecovery.access import CONTROLLER, Access
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.peers import PeerService
 from flashrecovery.agent.session import ControllerSession
@@ -23,9 +22,8 @@ from flashrecovery.events import EventLog, RunDir
 from flashrecovery.link import Link
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
-from flashrecovery.security import metadata
 
-TOKEN = "the-token-of-this-test-job"
+ACCESS = Access("the-token-of-this-test-job")
 PERIOD_S = 0.25
 
 
@@ -117,12 +115,14 @@ def play(tmp_path: Path, act: Callable[[Scene], Awaitable[None]], **config: obje
     async def main() -> None:
         with closing(RunDir(tmp_path / "run")) as run_dir, closing(EventLog(run_dir.events_path)) as log:
             settings = RunConfig.model_validate({"nnodes": 2, "controller": "127.0.0.1:1", **config})
-            service = ControllerService(settings, TOKEN, log, run_dir)
+            service = ControllerService(settings, ACCESS, log, run_dir)
             port = await service.start("127.0.0.1", 0)
             agent = NoWorkers()
-            peers = PeerService(TOKEN)
+            peers = PeerService(ACCESS)
             address = f"127.0.0.1:{port}"
-            session = ControllerSession(address, TOKEN, cast(Agent, agent), peers, settings.timeouts, no_lead, no_leave)
+            session = ControllerSession(
+                address, ACCESS, cast(Agent, agent), peers, settings.timeouts, no_lead, no_leave
+            )
             tasks = [asyncio.create_task(session.run()), asyncio.create_task(agent.run())]
             try:
                 await act(Scene(service, agent, session, address))
@@ -199,8 +199,8 @@ def test_a_newer_connection_of_the_same_agent_ends_the_one_before(tmp_path: Path
         ended: list[str] = []
 
         async def other(name: str) -> None:
-            async with grpc.aio.insecure_channel(scene.address) as channel:
-                call = rpc.ControllerStub(channel).Session(metadata=metadata(TOKEN))
+            async with ACCESS.dial(scene.address, CONTROLLER, 5.0) as channel:
+                call = rpc.ControllerStub(channel).Session()
                 register = pb.Register(node="b", host="127.0.0.1", slots=1, node_rank=-1, incarnation="b")
                 await call.write(pb.AgentMessage(register=register))
                 async for _ in call:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Iterator
-from concurrent import futures
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import closing, contextmanager
 from pathlib import Path
 
-import grpc
 import pytest
 from click.testing import CliRunner
 
 from flashrecovery import events as ev
+from flashrecovery.access import CONTROLLER, Access
 from flashrecovery.cli.status import ask, from_files, look_at, status, tag_text
-from flashrecovery.errors import ConfigError
+from flashrecovery.errors import ConfigError, StrangerError
 from flashrecovery.events import RunDir, RunFiles
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
@@ -52,20 +54,32 @@ class Controller(rpc.ControllerServicer):
     def __init__(self, answers: list[pb.JobStatus]) -> None:
         self.answers = answers
 
-    def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.JobStatus:
+    async def Status(self, request: pb.StatusRequest, context: object) -> pb.JobStatus:
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
 
 @contextmanager
-def serving(*answers: pb.JobStatus) -> Iterator[str]:
-    server = grpc.server(futures.ThreadPoolExecutor(1))
-    rpc.add_ControllerServicer_to_server(Controller(list(answers)), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
+def serving(*answers: pb.JobStatus, token: str = "") -> Iterator[str]:
+    """A controller in a thread of its own."""
+    bound: Future[int] = Future()
+    loop = asyncio.new_event_loop()
+    over = asyncio.Event()
+
+    async def serve() -> None:
+        server = Access(token).server()
+        rpc.add_ControllerServicer_to_server(Controller(list(answers)), server.grpc)
+        bound.set_result(await server.start("127.0.0.1", 0, CONTROLLER))
+        await over.wait()
+        await server.stop(0.0)
+
+    thread = threading.Thread(target=loop.run_until_complete, args=[serve()])
+    thread.start()
     try:
-        yield f"127.0.0.1:{port}"
+        yield f"127.0.0.1:{bound.result(10)}"
     finally:
-        server.stop(None).wait()
+        loop.call_soon_threadsafe(over.set)
+        thread.join()
+        loop.close()
 
 
 def run(*arguments: str) -> str:
@@ -81,7 +95,7 @@ def log(run_dir: Path, events: list[ev.Event]) -> RunFiles:
 
 def test_the_controllers_answer_becomes_the_view() -> None:
     with serving(RUNNING) as address:
-        view = ask(address, "")
+        view = ask(address, Access(""))
     assert view is not None and view.live
     assert (view.state, view.generation, view.seconds, view.run_dir) == ("running", 1, 12.0, "/runs/a")
     assert [r.rank for r in view.ranks] == [0, 1]
@@ -111,12 +125,22 @@ def test_watch_ends_with_the_job(arguments: list[str]) -> None:
 
 def test_run_dir_of_a_live_job_asks_its_controller(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    with serving(RUNNING) as address:
+    with serving(RUNNING, token="t") as address:
         run_dir.write_controller(address=address, pid=1, token="t")
         assert look_at(RunFiles(tmp_path)).live
         run_dir.close()
         log(tmp_path, two_recoveries())
         assert not look_at(RunFiles(tmp_path)).live  # another job may use the port by now
+
+
+def test_who_else_listens_there_is_no_controller_of_this_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHRECOVERY_TOKEN", "another one")
+    with closing(RunDir(tmp_path)) as run_dir, serving(RUNNING, token="t") as address:
+        run_dir.write_controller(address=address, pid=1, token="another one")
+        log(tmp_path, two_recoveries()[:-1])
+        assert not look_at(RunFiles(tmp_path)).live
+        with pytest.raises(StrangerError, match="does not know this job's token"):
+            run("--controller", address)
 
 
 def test_live_job_whose_controller_does_not_answer_is_read_from_disk(tmp_path: Path, free_port: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -16,23 +17,29 @@ from pathlib import Path
 import grpc
 import pytest
 
+from flashrecovery.access import CONTROLLER, Access
 from flashrecovery.agent.peers import PeerService, fetch_from, probe
 from flashrecovery.config import RunConfig, Timeouts
 from flashrecovery.controller.service import ControllerService
 from flashrecovery.controller.states import State
-from flashrecovery.errors import ConfigError
+from flashrecovery.errors import ConfigError, StrangerError
 from flashrecovery.events import EventLog, RunDir
+from flashrecovery.handshake import Caller, job_key
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
-from flashrecovery.security import job_token, metadata
+from flashrecovery.sealed import SealedChannel
+from flashrecovery.security import job_token
 
 TOKEN = "the-token-of-this-test-job"
+ACCESS = Access(TOKEN)
+KILL = pb.InjectRequest(rank=0, fault="sigkill")
+STRANGER = Access("another-token-of-this-length")
 
 
 async def with_controller(folder: Path, use: Callable[[ControllerService, str], Awaitable[None]]) -> None:
     run_dir = RunDir(folder / "run")
     log = EventLog(run_dir.events_path)
-    service = ControllerService(RunConfig(nproc_per_node=1), TOKEN, log, run_dir)
+    service = ControllerService(RunConfig(nproc_per_node=1), ACCESS, log, run_dir)
     port = await service.start("127.0.0.1", 0)
     try:
         await use(service, f"127.0.0.1:{port}")
@@ -47,33 +54,48 @@ def register(name: str = "node", incarnation: str = "") -> pb.AgentMessage:
     return pb.AgentMessage(register=message)
 
 
-async def session(address: str, token: str, *messages: pb.AgentMessage) -> pb.Command:
+async def sent(*messages: pb.AgentMessage) -> AsyncIterator[pb.AgentMessage]:
+    for message in messages:
+        yield message
+    await asyncio.sleep(5)
+
+
+async def status_of(call: Awaitable[object]) -> grpc.StatusCode:
+    """With which it is refused."""
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await call
+    return refused.value.code()
+
+
+async def session(address: str, access: Access, *messages: pb.AgentMessage) -> pb.Command:
     """The first command that comes of a session that begins with ``messages``."""
 
-    async def sent() -> AsyncIterator[pb.AgentMessage]:
-        for message in messages:
-            yield message
-        await asyncio.sleep(5)
-
-    async with grpc.aio.insecure_channel(address) as channel:
-        async for command in rpc.ControllerStub(channel).Session(sent(), metadata=metadata(token)):
-            return command
+    async with access.dial(address, CONTROLLER, 5.0) as channel:
+        async for command in rpc.ControllerStub(channel).Session(sent(*messages)):
+            first: pb.Command = command
+            return first
     raise AssertionError("the session ended without a command")
 
 
 @pytest.mark.parametrize("token", ["", "another-token-of-this-length", TOKEN[:-1], TOKEN + "x"])
 def test_a_wrong_token_opens_nothing(token: str, tmp_path: Path) -> None:
+    """Whoever dials with it finds that the controller is none of its own. If it calls all the same, it is refused."""
+
     async def use(service: ControllerService, address: str) -> None:
+        with pytest.raises(StrangerError, match=f"{address} says that it is a FlashRecovery 'controller', but.*token"):
+            await session(address, Access(token), register())
         async with grpc.aio.insecure_channel(address) as channel:
-            stub = rpc.ControllerStub(channel)
-            for call in (
-                stub.Status(pb.StatusRequest(), metadata=metadata(token), timeout=5),
-                stub.Inject(pb.InjectRequest(rank=0, fault="sigkill"), metadata=metadata(token), timeout=5),
-                session(address, token, register()),
-            ):
-                with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await call
-                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            entrance = rpc.EntranceStub(channel)
+            caller = Caller(job_key(token), CONTROLLER)
+            answer = await entrance.Hello(pb.Challenge(nonce=caller.nonce), timeout=5)
+            caller._session, caller._nonce = b"whatever", answer.nonce  # it does not care what the proof is
+            stub = rpc.ControllerStub(SealedChannel(channel, caller))
+            for call in (stub.Status(pb.StatusRequest(), timeout=5), stub.Inject(KILL, timeout=5)):
+                assert await status_of(call) is grpc.StatusCode.UNAUTHENTICATED
+            assert await status_of(stub.Session(sent(register())).read()) is grpc.StatusCode.UNAUTHENTICATED
+            bare_stub = rpc.ControllerStub(channel)
+            for bare in (bare_stub.Status(pb.StatusRequest()), bare_stub.Inject(KILL)):
+                assert await status_of(bare) is grpc.StatusCode.UNAUTHENTICATED
         assert not service.machine.nodes and service.machine.state is State.STARTING
 
     asyncio.run(with_controller(tmp_path, use))
@@ -81,10 +103,10 @@ def test_a_wrong_token_opens_nothing(token: str, tmp_path: Path) -> None:
 
 def test_the_right_token_opens_everything(tmp_path: Path) -> None:
     async def use(service: ControllerService, address: str) -> None:
-        first = await session(address, TOKEN, register())
+        first = await session(address, ACCESS, register())
         assert first.HasField("beat")
-        async with grpc.aio.insecure_channel(address) as channel:
-            status = await rpc.ControllerStub(channel).Status(pb.StatusRequest(), metadata=metadata(TOKEN), timeout=5)
+        async with ACCESS.dial(address, CONTROLLER, 5.0) as channel:
+            status = await rpc.ControllerStub(channel).Status(pb.StatusRequest(), timeout=5)
         assert [n.name for n in status.nodes] == ["node"]
 
     asyncio.run(with_controller(tmp_path, use))
@@ -92,9 +114,8 @@ def test_the_right_token_opens_everything(tmp_path: Path) -> None:
 
 def test_a_session_must_begin_with_who_it_is(tmp_path: Path) -> None:
     async def use(service: ControllerService, address: str) -> None:
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await session(address, TOKEN, pb.AgentMessage(heartbeat=pb.Heartbeat()))
-        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        first = await session(address, ACCESS, pb.AgentMessage(heartbeat=pb.Heartbeat()))
+        assert first.refused.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
 
     asyncio.run(with_controller(tmp_path, use))
 
@@ -103,17 +124,17 @@ def test_two_agents_cannot_be_the_same_node(tmp_path: Path) -> None:
     """Two hosts of one host name would throw each other out; an agent that is started anew takes its place."""
 
     async def use(service: ControllerService, address: str) -> None:
-        async with grpc.aio.insecure_channel(address) as channel:
-            call = rpc.ControllerStub(channel).Session(metadata=metadata(TOKEN))
+        async with ACCESS.dial(address, CONTROLLER, 5.0) as channel:
+            call = rpc.ControllerStub(channel).Session()
             await call.write(register())
             await call.read()
-            with pytest.raises(grpc.aio.AioRpcError, match=r"at h, is node node already.*--node-name") as refused:
-                await session(address, TOKEN, register(incarnation="another"))
-            assert refused.value.code() is grpc.StatusCode.ALREADY_EXISTS
+            refused = (await session(address, ACCESS, register(incarnation="another"))).refused
+            assert re.search(r"at h, is node node already.*--node-name", refused.reason)
+            assert refused.code == grpc.StatusCode.ALREADY_EXISTS.value[0]
             assert service.machine.nodes["node"].incarnation == "node"
         while service._agents.connected():
             await asyncio.sleep(0.01)
-        await session(address, TOKEN, register(incarnation="another"))
+        await session(address, ACCESS, register(incarnation="another"))
         assert service.machine.nodes["node"].incarnation == "another"
 
     asyncio.run(with_controller(tmp_path, use))
@@ -123,14 +144,13 @@ def test_a_node_with_other_settings_is_refused(tmp_path: Path) -> None:
     async def use(service: ControllerService, address: str) -> None:
         other = register("other")
         other.register.settings.update(RunConfig(nproc_per_node=2, timeouts=Timeouts(lease_s=0.5)).shared())
-        said = r"node other has nproc_per_node = 2 \(here 1\), timeouts.lease_s = 0.5 \(here 0.4\)"
-        with pytest.raises(grpc.aio.AioRpcError, match=said) as refused:
-            await session(address, TOKEN, other)
-        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        said = "node other has nproc_per_node = 2 (here 1), timeouts.lease_s = 0.5 (here 0.4)"
+        refused = (await session(address, ACCESS, other)).refused
+        assert said in refused.reason and refused.code == grpc.StatusCode.FAILED_PRECONDITION.value[0]
         assert not service.machine.nodes
         same = register("same")
         same.register.settings.update(RunConfig(nproc_per_node=1, standby=3, node_rank=0).shared())
-        assert (await session(address, TOKEN, same)).HasField("beat")
+        assert (await session(address, ACCESS, same)).HasField("beat")
 
     asyncio.run(with_controller(tmp_path, use))
 
@@ -147,25 +167,25 @@ def test_garbage_on_the_port_does_no_harm(tmp_path: Path) -> None:
         ):
             with socket.create_connection((host, int(port)), timeout=5) as s:
                 s.sendall(garbage)
-        async with grpc.aio.insecure_channel(address) as channel:
+        async with ACCESS.dial(address, CONTROLLER, 5.0) as channel:
             # well-formed gRPC, with the right token, that is no message of ours
-            call = channel.unary_unary("/flashrecovery.v1.Controller/Status")
+            call = channel.unary_unary("/flashrecovery.v1.Controller/Status", bytes, bytes)
             with pytest.raises(grpc.aio.AioRpcError):
-                await call(b"\xff" * 1000, metadata=metadata(TOKEN), timeout=5)
-        assert (await session(address, TOKEN, register())).HasField("beat")
+                await call(b"\xff" * 1000, timeout=5)
+        assert (await session(address, ACCESS, register())).HasField("beat")
 
     asyncio.run(with_controller(tmp_path, use))
 
 
 def test_an_oversized_message_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = (("grpc.max_receive_message_length", 1 << 20),)
-    monkeypatch.setattr("flashrecovery.controller.service.SERVER_OPTIONS", limit)
+    monkeypatch.setattr("flashrecovery.access.SERVER_OPTIONS", limit)
 
     async def use(service: ControllerService, address: str) -> None:
-        async with grpc.aio.insecure_channel(address) as channel:
+        async with ACCESS.dial(address, CONTROLLER, 5.0) as channel:
             request = pb.InjectRequest(rank=0, fault="x" * (2 << 20))
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await rpc.ControllerStub(channel).Inject(request, metadata=metadata(TOKEN), timeout=5)
+                await rpc.ControllerStub(channel).Inject(request, timeout=5)
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
     asyncio.run(with_controller(tmp_path, use))
@@ -173,7 +193,7 @@ def test_an_oversized_message_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_messages_of_a_lost_node_and_of_old_generations_change_nothing(tmp_path: Path) -> None:
     async def use(service: ControllerService, address: str) -> None:
-        assert (await session(address, TOKEN, register())).HasField("beat")
+        assert (await session(address, ACCESS, register())).HasField("beat")
         machine = service.machine
         (record,) = machine.ranks.values()
         started = pb.WorkerStarted(rank=0, generation=0, pid=77)
@@ -182,7 +202,7 @@ def test_messages_of_a_lost_node_and_of_old_generations_change_nothing(tmp_path:
         machine.take_actions()
         before = (machine.state, machine.generation, record.place)
         late = pb.AgentMessage(sequence=1, done=pb.Done(rank=0, generation=0, version=5))
-        fenced = await session(address, TOKEN, register(), late)
+        fenced = await session(address, ACCESS, register(), late)
         assert fenced.HasField("fence")
         assert (machine.state, machine.generation, record.place) == before
 
@@ -191,15 +211,15 @@ def test_messages_of_a_lost_node_and_of_old_generations_change_nothing(tmp_path:
 
 def test_agents_ask_each_other_for_the_token_too() -> None:
     async def main() -> None:
-        peer = PeerService(TOKEN)
+        peer = PeerService(ACCESS)
         await peer.start("127.0.0.1")
         try:
             address = f"127.0.0.1:{peer.port}"
-            assert (await probe(address, TOKEN, 5.0)).reachable
-            refused = await probe(address, "another-token-of-this-length", 5.0)
-            assert not refused.reachable and "unauthenticated" in refused.evidence
-            with pytest.raises(grpc.aio.AioRpcError):
-                await fetch_from(address, "", 0)
+            assert (await probe(address, ACCESS, 5.0)).reachable
+            refused = await probe(address, STRANGER, 5.0)
+            assert not refused.reachable and "does not know this job's token" in refused.evidence
+            with pytest.raises(StrangerError):
+                await fetch_from(address, STRANGER, 0)
         finally:
             await peer.stop()
 

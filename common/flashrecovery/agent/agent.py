@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable
 
+from flashrecovery.access import Access
 from flashrecovery.agent.crew import LAST_WORDS_S, Crew
 from flashrecovery.agent.faults import Faults
 from flashrecovery.agent.gather import Gather, singly
@@ -44,15 +45,15 @@ class Agent:
         command: list[str],
         run_dir: RunDir,
         identity: Identity,
-        token: str = "",
+        access: Access | None = None,
         peers: PeerService | None = None,
     ) -> None:
         self._config = config
         self._command = command
         self._identity = identity
-        self._token = token
+        self._access = access or Access()
         self._peers = peers
-        self._setup_logs = SetupLogs(token)
+        self._setup_logs = SetupLogs(self._access)
         self._table = pb.RankTable()
         self._gather = Gather(_unsent)
         self._generation = 0
@@ -193,7 +194,7 @@ class Agent:
 
     async def _probe(self, message: pb.Probe) -> None:
         """Look after another node for the controller."""
-        seen = await probe(message.address, self._token, message.timeout_s)
+        seen = await probe(message.address, self._access, message.timeout_s)
         probed = pb.Probed(node=message.node, reachable=seen.reachable, evidence=seen.evidence)
         self._send(pb.AgentMessage(probed=probed))
 

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from flashrecovery.errors import ConfigError
+from flashrecovery.access import Access, Server, agent_at
+from flashrecovery.errors import AuthenticationError, ConfigError, ProtocolError
 from flashrecovery.plan.ring import OBSERVERS, following
-from flashrecovery.proto import CHANNEL_OPTIONS, SERVER_OPTIONS
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
-from flashrecovery.security import TokenCheck, metadata
 
 if TYPE_CHECKING:
     from flashrecovery.agent.relay import Relay
@@ -33,11 +32,10 @@ if TYPE_CHECKING:
 _PART_BYTES = 1 << 20
 _KEEP_S = 30.0
 _FETCH_S = 30.0
-_STATUS = {code.value[0]: code for code in grpc.StatusCode}
 CONTROLLER_KEY = "flashrecovery-controller"
 """Of the metadata with which an agent comes to a relay: the incarnation of the controller that it follows."""
-FRESH_CHANNEL = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-"""Without it gRPC shares connections, and their back-off, between channels."""
+UNREACHED = (grpc.aio.AioRpcError, AuthenticationError)
+"""What is raised where the agent that is called does not answer, or somebody else does."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +53,10 @@ class Seen:
 class PeerService(rpc.PeerServicer):  # type: ignore[misc]
     """What this agent does for others."""
 
-    def __init__(self, token: str) -> None:
-        self._token = token
+    def __init__(self, access: Access) -> None:
+        self._access = access
         self._logs: dict[int, bytes] = {}
-        self._server: grpc.aio.Server | None = None
+        self._server: Server | None = None
         self.controller_heard_at = time.monotonic()
         self.succession: Succession | None = None
         self.relay: Relay | None = None
@@ -66,19 +64,18 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
 
     async def start(self, host: str) -> None:
         """Listen on any free port of ``host``. Raises ConfigError."""
-        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[TokenCheck(self._token)])
-        rpc.add_PeerServicer_to_server(self, self._server)
+        self._server = self._access.server()
+        rpc.add_PeerServicer_to_server(self, self._server.grpc)
         try:
-            self.port = self._server.add_insecure_port(f"{host}:0")
-        except RuntimeError as e:
-            raise ConfigError(f"node address {host}: cannot listen there: {e}") from e
-        await self._server.start()
+            self.port = await self._server.start(host, 0)
+        except ConfigError as e:
+            raise ConfigError(f"node address {e}") from e
 
     async def stop(self) -> None:
         if self.relay is not None:
             self.relay.close()
         if self._server is not None:
-            await self._server.stop(grace=0.1)
+            await self._server.stop(0.1)
 
     async def Probe(self, request: pb.ProbeRequest, context: Context) -> pb.ProbeReply:
         """This agent lives."""
@@ -102,28 +99,23 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this agent follows another controller")
         async with aclosing(self.relay.converse(request_iterator)) as frames:
             async for frame in frames:
-                if frame.code:
-                    await context.abort(_STATUS[frame.code], frame.details)
-                if not frame.ended:
+                if frame.HasField("command"):
                     yield frame.command
 
     async def Keep(self, request_iterator: AsyncIterator[pb.SetupLogPart], context: Context) -> pb.KeepReply:
         """Keep a rank's set-up log for as long as the job runs."""
-        parts: list[bytes] = []
-        rank = -1
-        async for part in request_iterator:
-            rank = part.rank
-            parts.append(part.data)
-        if rank >= 0:
-            self._logs[rank] = b"".join(parts)
-        return pb.KeepReply(kept=rank >= 0)
+        parts = [part async for part in request_iterator]
+        whole = bool(parts) and parts[-1].last
+        if whole:
+            self._logs[parts[-1].rank] = b"".join([part.data for part in parts])
+        return pb.KeepReply(kept=whole)
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.SetupLogPart]:
         """Give it back."""
         if request.rank not in self._logs:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no set-up log of rank {request.rank} here")
-        for data in _parts(self._logs[request.rank]):
-            yield pb.SetupLogPart(rank=request.rank, data=data)
+        for part in _parts(request.rank, self._logs[request.rank]):
+            yield part
 
 
 def neighbours(table: pb.RankTable, here: str) -> list[str]:
@@ -132,41 +124,47 @@ def neighbours(table: pb.RankTable, here: str) -> list[str]:
     return [found[n] for n in itertools.islice(following(here, sorted(found)), OBSERVERS)]
 
 
-async def probe(peer: str, token: str, timeout_s: float) -> Seen:
+async def probe(peer: str, access: Access, timeout_s: float) -> Seen:
     """Does the agent at ``peer`` (host:port) live? On a new connection, so that nothing old can say so."""
     began = time.monotonic()
     try:
-        async with grpc.aio.insecure_channel(peer, options=FRESH_CHANNEL) as channel:
-            reply = await rpc.PeerStub(channel).Probe(
-                pb.ProbeRequest(), metadata=metadata(token), timeout=timeout_s, wait_for_ready=False
-            )
+        async with access.dial(peer, agent_at(peer), timeout_s) as channel:
+            left_s = max(began + timeout_s - time.monotonic(), 0.0)
+            reply = await rpc.PeerStub(channel).Probe(pb.ProbeRequest(), timeout=left_s)
     except grpc.aio.AioRpcError as e:
         return Seen(peer, False, f"{e.code().name.lower()} after {time.monotonic() - began:.2f} s")
+    except AuthenticationError as e:
+        return Seen(peer, False, str(e))
     return Seen(peer, True, "", reply.controller_age_s, reply.term, reply.controller)
 
 
-async def probe_all(peers: Sequence[str], token: str, timeout_s: float) -> list[Seen]:
+async def probe_all(peers: Sequence[str], access: Access, timeout_s: float) -> list[Seen]:
     """All at once."""
-    return list(await asyncio.gather(*(probe(p, token, timeout_s) for p in peers)))
+    return list(await asyncio.gather(*(probe(p, access, timeout_s) for p in peers)))
 
 
-async def keep_there(peer: str, token: str, rank: int, log: bytes) -> None:
-    """Have ``peer`` keep the set-up log of ``rank``. Raises grpc.aio.AioRpcError."""
+async def keep_there(peer: str, access: Access, rank: int, log: bytes) -> None:
+    """Have ``peer`` keep the set-up log of ``rank``. Raises one of UNREACHED."""
 
     async def parts() -> AsyncIterator[pb.SetupLogPart]:
-        for data in _parts(log):
-            yield pb.SetupLogPart(rank=rank, data=data)
+        for part in _parts(rank, log):
+            yield part
 
-    async with grpc.aio.insecure_channel(peer, options=FRESH_CHANNEL) as channel:
-        await rpc.PeerStub(channel).Keep(parts(), metadata=metadata(token), timeout=_KEEP_S)
-
-
-async def fetch_from(peer: str, token: str, rank: int) -> bytes:
-    """The set-up log of ``rank`` that ``peer`` keeps. Raises grpc.aio.AioRpcError."""
-    async with grpc.aio.insecure_channel(peer, options=FRESH_CHANNEL) as channel:
-        call = rpc.PeerStub(channel).Fetch(pb.FetchRequest(rank=rank), metadata=metadata(token), timeout=_FETCH_S)
-        return b"".join([part.data async for part in call])
+    async with access.dial(peer, agent_at(peer), _KEEP_S) as channel:
+        await rpc.PeerStub(channel).Keep(parts(), timeout=_KEEP_S)
 
 
-def _parts(data: bytes) -> list[bytes]:
-    return [data[i : i + _PART_BYTES] for i in range(0, max(len(data), 1), _PART_BYTES)]
+async def fetch_from(peer: str, access: Access, rank: int) -> bytes:
+    """The set-up log of ``rank`` that ``peer`` keeps. Raises one of UNREACHED, or ProtocolError if it is not whole."""
+    async with access.dial(peer, agent_at(peer), _FETCH_S) as channel:
+        call = rpc.PeerStub(channel).Fetch(pb.FetchRequest(rank=rank), timeout=_FETCH_S)
+        parts = [part async for part in call]
+    if not parts or not parts[-1].last:
+        raise ProtocolError(f"the set-up log of rank {rank} that the agent at {peer} keeps did not come whole")
+    return b"".join([part.data for part in parts])
+
+
+def _parts(rank: int, data: bytes) -> list[pb.SetupLogPart]:
+    """The last one says that it is: that a stream has ended proves nothing."""
+    starts = range(0, max(len(data), 1), _PART_BYTES)
+    return [pb.SetupLogPart(rank=rank, data=data[i : i + _PART_BYTES], last=i == starts[-1]) for i in starts]

@@ -12,19 +12,17 @@ import contextlib
 import itertools
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
-from flashrecovery.proto import CHANNEL_OPTIONS
+from flashrecovery.access import CONTROLLER, Access
+from flashrecovery.errors import AuthenticationError
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
-from flashrecovery.security import metadata
+from flashrecovery.sealed import SealedCall
 
-if TYPE_CHECKING:
-    Call = grpc.aio.StreamStreamCall[pb.Upward, pb.Downward]
-
-_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+_CONNECT_S = 5.0
 _GATHER_S = 1e-3
 """What several agents say within this time goes up as one message."""
 
@@ -34,9 +32,9 @@ log = logging.getLogger("flashrecovery")
 class Relay:
     """Of the agent on ``node``. It knows no controller until it follows one."""
 
-    def __init__(self, node: str, token: str) -> None:
+    def __init__(self, node: str, access: Access) -> None:
         self._node = node
-        self._token = token
+        self._access = access
         self._controller = ("", "")
         self._stream: _Stream | None = None
 
@@ -51,9 +49,9 @@ class Relay:
         return bool(incarnation) and self._controller[1] == incarnation
 
     async def converse(self, messages: AsyncIterator[pb.AgentMessage]) -> AsyncGenerator[pb.DownFrame, None]:
-        """One agent's session, until either side ends it; the last frame may say with which status."""
+        """One agent's session, until either side ends it; a refusal comes in the last frame."""
         if self._stream is None or self._stream.over:
-            self._stream = _Stream(self._node, self._controller[0], self._token)
+            self._stream = _Stream(self._node, self._controller[0], self._access)
         stream = self._stream
         line, heard = stream.begin()
         speaking = asyncio.create_task(_speak(messages, stream, line))
@@ -82,14 +80,14 @@ async def _speak(messages: AsyncIterator[pb.AgentMessage], stream: _Stream, line
 class _Stream:
     """One stream to the controller at ``address``, and the lines in it."""
 
-    def __init__(self, node: str, address: str, token: str) -> None:
+    def __init__(self, node: str, address: str, access: Access) -> None:
         self._node = node
         self._lines: dict[int, asyncio.Queue[pb.DownFrame | None]] = {}
         self._numbers = itertools.count(1)
         self._frames: list[pb.UpFrame] = []
         self._wake = asyncio.Event()
         self.over = False
-        self._task = asyncio.create_task(self._run(address, token))
+        self._task = asyncio.create_task(self._run(address, access))
 
     def begin(self) -> tuple[int, asyncio.Queue[pb.DownFrame | None]]:
         """A new line: its number, and what the controller says on it (None: the stream has ended)."""
@@ -120,11 +118,11 @@ class _Stream:
         for queue in self._lines.values():
             queue.put_nowait(None)
 
-    async def _run(self, address: str, token: str) -> None:
+    async def _run(self, address: str, access: Access) -> None:
         writer: asyncio.Task[None] | None = None
         try:
-            async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
-                call = rpc.ControllerStub(channel).Trunk(metadata=metadata(token))
+            async with access.dial(address, CONTROLLER, _CONNECT_S) as channel:
+                call = rpc.ControllerStub(channel).Trunk()
                 writer = asyncio.create_task(self._write(call))
                 async for downward in call:
                     for frame in downward.frames:
@@ -133,6 +131,8 @@ class _Stream:
                             queue.put_nowait(frame)
         except grpc.aio.AioRpcError as e:
             log.info("the stream that carries other agents to %s has ended: %s", address, e.code().name)
+        except AuthenticationError as e:
+            log.warning("the stream that carries other agents has ended: %s", e)
         finally:
             self._finish()
             if writer is not None:
@@ -140,7 +140,7 @@ class _Stream:
                 with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     await writer
 
-    async def _write(self, call: Call) -> None:
+    async def _write(self, call: SealedCall) -> None:
         first: dict[str, Any] = {"relay": self._node}
         while True:
             await self._wake.wait()

@@ -13,25 +13,26 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
+from flashrecovery.access import CONTROLLER, Access, agent_at
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.lease import FRESH, LEASE_PROBE, Door, Standing, knock, lost, standing
 from flashrecovery.agent.patience import LOOK_S, Patience, next_attempt_s, next_question_s
-from flashrecovery.agent.peers import CONTROLLER_KEY, PeerService, Seen, probe, probe_all
+from flashrecovery.agent.peers import CONTROLLER_KEY, UNREACHED, PeerService, Seen, probe, probe_all
 from flashrecovery.agent.relay import Relay
 from flashrecovery.agent.succession import Succession, ask_elector
 from flashrecovery.beats.agent import BeatSender
+from flashrecovery.complaints import Complaints
 from flashrecovery.config import Timeouts
-from flashrecovery.errors import ConfigError, ProtocolError
+from flashrecovery.errors import AuthenticationError, ConfigError, ProtocolError, StrangerError
 from flashrecovery.link import Link
 from flashrecovery.net import split_address
-from flashrecovery.proto import CHANNEL_OPTIONS
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
-from flashrecovery.security import metadata
+from flashrecovery.sealed import SealedCall
 
 ATTEMPT_S = 1.0
 """A connection attempt without any answer is given up for a new one after this time."""
@@ -39,10 +40,6 @@ _BUSY_S = 5.0
 """A controller whose door is open but who says nothing is busy: thousands of new connections would not help it."""
 _NAME_TAKEN_S = 3.0
 """Whose name is taken for so long is not the same agent, started anew before its old connection has ended."""
-_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-
-if TYPE_CHECKING:
-    Call = grpc.aio.StreamStreamCall[pb.AgentMessage, pb.Command]
 
 log = logging.getLogger("flashrecovery")
 
@@ -58,14 +55,14 @@ class ControllerSession:
     def __init__(
         self,
         address: str,
-        token: str,
+        access: Access,
         agent: Agent,
         peers: PeerService | None,
         limits: Timeouts,
         lead: Lead,
         leave: Leave,
     ) -> None:
-        self._token = token
+        self._access = access
         self._agent = agent
         self._peers = peers
         self._limits = limits
@@ -74,7 +71,7 @@ class ControllerSession:
             agent.node, agent.incarnation, self._silent_s, FRESH * limits.lease_s, self._drop_connection
         )
         self._succession.controller = address
-        self._relay = Relay(agent.node, token)
+        self._relay = Relay(agent.node, access)
         self._way = self._through = ""
         self._move: asyncio.Task[None] | None = None
         if peers is not None:
@@ -94,7 +91,9 @@ class ControllerSession:
         self._ask_at = 0.0
         self._standing = Standing.MEMBER
         self._door = Door.SILENT
-        self._beats = BeatSender(token, self._heard_at_least_at, self._drop_connection)
+        self._stranger = False
+        self._complaints = Complaints(log)
+        self._beats = BeatSender(access.token, self._heard_at_least_at, self._drop_connection)
         self._patience = Patience()
         agent.connect(self._send, self._send_heartbeat)
 
@@ -162,29 +161,43 @@ class ControllerSession:
         # Not awaited: an error raised through here would keep this frame, this frame the task and the task the error,
         # and until the garbage collector comes by, the dead channel tries again, and connects beside the next one.
         error = self._attempt.exception()
+        if not self._way:
+            self._stranger = isinstance(error, StrangerError)
         if error is not None:
             self._refused(error)
 
     def _refused(self, error: BaseException) -> None:
-        """The connection has ended in an error; raises it unless another attempt may do better."""
-        if not isinstance(error, grpc.aio.AioRpcError):
+        """The connection has ended in an error; raises it unless another attempt may do better.
+
+        A status is not sealed, so whatever it says, it says only that this connection has ended.
+        """
+        if isinstance(error, StrangerError) and not self._joined:
+            raise ConfigError(f"--controller {self._address}: {error}") from error
+        if isinstance(error, StrangerError):
+            # The controller that this agent belongs to is not there any more. Where it is now, the others may know.
+            self._complaints.add("nobody of this job is where it was expected: %s", error)
+        elif isinstance(error, AuthenticationError):
+            self._complaints.add("the connection to %s is given up: %s", self._address, error)
+        elif not isinstance(error, grpc.aio.AioRpcError):
             raise error
-        refused = f"the controller at {self._address} refuses this node: {error.details()}"
-        code = error.code()
-        if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION):
-            raise ConfigError(refused) from error
-        if code is grpc.StatusCode.INVALID_ARGUMENT:
-            raise ProtocolError(refused) from error
-        if code is grpc.StatusCode.ALREADY_EXISTS:
+
+    def _refused_by(self, message: pb.Refused) -> None:
+        """The controller itself refuses this node; raises its words unless another attempt may do better."""
+        refused = f"the controller at {self._address} refuses this node: {message.reason}"
+        if message.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]:
+            raise ProtocolError(refused)
+        if message.code == grpc.StatusCode.ALREADY_EXISTS.value[0]:
             self._name_taken_at = self._name_taken_at or self._attempt_at
-            if time.monotonic() - self._name_taken_at > _NAME_TAKEN_S:
-                raise ConfigError(refused) from error
+            if time.monotonic() - self._name_taken_at <= _NAME_TAKEN_S:
+                return
+        raise ConfigError(refused)
 
     async def _converse(self) -> None:
-        async with grpc.aio.insecure_channel(self._address, options=_OPTIONS) as channel:
-            stub, known = rpc.ControllerStub(channel), metadata(self._token)
+        async with self._access.dial(self._address, CONTROLLER, ATTEMPT_S) as channel:
+            self._stranger = False
+            stub = rpc.ControllerStub(channel)
             request = pb.WhoRequest(promised=self._succession.promised)
-            who = await stub.Who(request, metadata=known, timeout=ATTEMPT_S)
+            who = await stub.Who(request, timeout=ATTEMPT_S)
             if not self._succession.follows(who.term, known=self._controller in ("", who.incarnation)):
                 log.debug("the controller at %s, of term %d, is not the one to follow", self._address, who.term)
                 return
@@ -192,15 +205,15 @@ class ControllerSession:
                 self._link = Link()  # another one: it is told in Register what there is; what was on its way is void
             self._controller = who.incarnation
             self._relay.follow(self._address, who.incarnation)
-            await self._talk(stub.Session(metadata=known))
+            await self._talk(stub.Session())
 
     async def _converse_through(self, relay: str) -> None:
         """The same by way of the agent at ``relay``, for this connection only: if it ends, the next one is straight."""
-        async with grpc.aio.insecure_channel(relay, options=_OPTIONS) as channel:
-            known = (*metadata(self._token), (CONTROLLER_KEY, self._controller))
+        async with self._access.dial(relay, agent_at(relay), ATTEMPT_S) as channel:
+            known = ((CONTROLLER_KEY, self._controller),)
             await self._talk(rpc.PeerStub(channel).Relay(metadata=known))
 
-    async def _talk(self, call: Call) -> None:
+    async def _talk(self, call: SealedCall) -> None:
         speaking = asyncio.create_task(self._speak(call))
         speaking.add_done_callback(lambda _: call.cancel())
         try:
@@ -213,7 +226,7 @@ class ControllerSession:
             if not speaking.cancelled():
                 speaking.result()
 
-    async def _speak(self, call: Call) -> None:
+    async def _speak(self, call: SealedCall) -> None:
         """This agent's messages, for as long as the connection holds."""
         try:
             await call.write(pb.AgentMessage(register=self._agent.register()))
@@ -226,6 +239,9 @@ class ControllerSession:
     def _heard(self, command: pb.Command) -> None:
         self._answered = True
         body = command.WhichOneof("body")
+        if body == "refused":
+            self._refused_by(command.refused)
+            return
         self._suspended = body == "beat" and command.beat.suspended
         if self._suspended:
             return  # whether there is another one, the watch will find
@@ -262,7 +278,7 @@ class ControllerSession:
 
     async def _go_through(self, there: pb.GoThrough, connection: asyncio.Task[None] | None) -> None:
         """Connect again by way of that agent, if it can be reached, and if ``connection`` is still the present one."""
-        seen = await probe(there.peer, self._token, ATTEMPT_S)
+        seen = await probe(there.peer, self._access, ATTEMPT_S)
         if not seen.reachable:
             log.warning("node %s, by way of which this one is to go, is not reached: %s", there.node, seen.evidence)
         elif connection is self._attempt and self._fresh:
@@ -328,8 +344,10 @@ class ControllerSession:
         host, port = split_address(self._address, "--controller")
         asked = {e.peer for e in self._succession.electors if e.node != self._agent.node}
         door, seen = await asyncio.gather(
-            knock(host, port, wait_s), probe_all(sorted(asked | set(self._agent.neighbours())), self._token, wait_s)
+            knock(host, port, wait_s), probe_all(sorted(asked | set(self._agent.neighbours())), self._access, wait_s)
         )
+        if self._stranger and door is Door.OPEN:
+            door = Door.REFUSED  # the port is somebody else's now: the controller's process is gone
         self._door = door
         if self._heard_at > asked_at or self._silent_s() < self._limits.lease_s:
             return
@@ -356,7 +374,7 @@ class ControllerSession:
         self._lost_at = now if self._lost_at is None else self._lost_at
         if not self._succession.turn(now - self._lost_at):
             return
-        term = await self._succession.stand(lambda e, request: ask_elector(e, request, self._token))
+        term = await self._succession.stand(lambda e, request: ask_elector(e, request, self._access))
         if term is not None:
             self._follow(term, await self._lead(self._succession, term))
 
@@ -371,12 +389,12 @@ class ControllerSession:
         self._at_once.set()
 
 
-async def answers(address: str, token: str) -> bool:
+async def answers(address: str, access: Access) -> bool:
     """Whether a controller of this job listens at ``address`` (HOST:PORT)."""
     try:
-        async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
-            await rpc.ControllerStub(channel).Who(pb.WhoRequest(), metadata=metadata(token), timeout=ATTEMPT_S)
-    except grpc.aio.AioRpcError as e:
-        log.debug("no controller answers at %s: %s", address, e.code())
+        async with access.dial(address, CONTROLLER, ATTEMPT_S) as channel:
+            await rpc.ControllerStub(channel).Who(pb.WhoRequest(), timeout=ATTEMPT_S)
+    except UNREACHED as e:
+        log.debug("no controller of this job answers at %s: %r", address, e)
         return False
     return True

@@ -6,9 +6,8 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
-import grpc
-
-from flashrecovery.agent.peers import fetch_from, keep_there
+from flashrecovery.access import Access
+from flashrecovery.agent.peers import UNREACHED, fetch_from, keep_there
 from flashrecovery.agent.process import WorkerProcess
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -18,8 +17,8 @@ log = logging.getLogger("flashrecovery")
 class SetupLogs:
     """Which log has been given to whom."""
 
-    def __init__(self, token: str) -> None:
-        self._token = token
+    def __init__(self, access: Access) -> None:
+        self._access = access
         self._kept: dict[int, tuple[int, str]] = {}  # rank -> (pid whose log it is, keeper)
         self._lock = asyncio.Lock()
 
@@ -40,12 +39,12 @@ class SetupLogs:
                 if data is None or self._kept.get(rank) == (process.pid, keeper.peer):
                     continue
                 try:
-                    await keep_there(keeper.peer, self._token, rank, data)
-                except grpc.aio.AioRpcError as e:
-                    log.warning("the set-up log of rank %d is not kept at %s: %s", rank, keeper.peer, e.code())
+                    await keep_there(keeper.peer, self._access, rank, data)
+                except UNREACHED as e:
+                    log.warning("the set-up log of rank %d is not kept at %s: %r", rank, keeper.peer, e)
                     continue
                 self._kept[rank] = (process.pid, keeper.peer)
 
     async def fetch(self, keeper: str, rank: int) -> bytes:
-        """Raises grpc.aio.AioRpcError."""
-        return await fetch_from(keeper, self._token, rank)
+        """Raises as :func:`fetch_from`."""
+        return await fetch_from(keeper, self._access, rank)

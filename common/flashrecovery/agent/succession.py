@@ -15,11 +15,12 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import grpc
 
-from flashrecovery.agent.peers import FRESH_CHANNEL, Seen
+from flashrecovery.access import Access, agent_at
+from flashrecovery.agent.peers import Seen
+from flashrecovery.errors import AuthenticationError
 from flashrecovery.plan.electors import Elector, majority
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
-from flashrecovery.security import metadata
 
 VOTE_S = 0.3
 """For the electors' answers."""
@@ -174,11 +175,13 @@ class Succession:
         return any(e.node == self._node and e.incarnation == self._incarnation() for e in self.electors)
 
 
-async def ask_elector(elector: Elector, request: pb.VoteRequest, token: str) -> pb.VoteReply:
+async def ask_elector(elector: Elector, request: pb.VoteRequest, access: Access) -> pb.VoteReply:
     """Over the network; no answer is a refusal."""
     try:
-        async with grpc.aio.insecure_channel(elector.peer, options=FRESH_CHANNEL) as channel:
-            reply: pb.VoteReply = await rpc.PeerStub(channel).Vote(request, metadata=metadata(token), timeout=VOTE_S)
+        async with access.dial(elector.peer, agent_at(elector.peer), VOTE_S) as channel:
+            reply: pb.VoteReply = await rpc.PeerStub(channel).Vote(request, timeout=VOTE_S)
             return reply
     except grpc.aio.AioRpcError as e:
         return pb.VoteReply(granted=False, reason=e.code().name.lower())
+    except AuthenticationError as e:
+        return pb.VoteReply(granted=False, reason=str(e))

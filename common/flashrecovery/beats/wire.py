@@ -1,7 +1,7 @@
 """The datagrams: a header, the health of up to 25 ranks, and a keyed digest of both.
 
 Every connection of an agent has a key of its own, made of the job's token and a salt that the controller draws and
-sends on the (authenticated) stream: a datagram of another connection, job or controller never fits. Within a connection
+sends on the (sealed) stream: a datagram of another connection, job or controller never fits. Within a connection
 the counter only rises: what comes again is dropped. Fixed-width fields, little-endian; nothing is parsed before the
 digest has been checked.
 """
@@ -14,6 +14,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
+from flashrecovery.handshake import job_key
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 MAGIC = b"FRB1"
@@ -78,7 +79,7 @@ class Seal:
     """Makes and checks the datagrams of one connection."""
 
     def __init__(self, token: str, salt: bytes) -> None:
-        secret = hashlib.blake2b(token.encode(), digest_size=32).digest()
+        secret = job_key(token)
         key = hashlib.blake2b(salt, digest_size=32, key=secret, person=b"frecovery-beats").digest()
         self._keyed = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=key)
 

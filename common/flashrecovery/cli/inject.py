@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import click
 import grpc
 
+from flashrecovery.access import CONTROLLER, Access
 from flashrecovery.config import check_phase
-from flashrecovery.errors import ConfigError
+from flashrecovery.errors import ConfigError, StrangerError
 from flashrecovery.events import RunFiles
-from flashrecovery.proto import CHANNEL_OPTIONS
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
-from flashrecovery.security import metadata
+
+_ANSWER_S = 5.0
 
 
 @click.command()
@@ -35,13 +37,20 @@ def inject(run_dir: Path, rank: int, fault: str, phase: str, step: int) -> None:
     controller = RunFiles(run_dir).controller()
     if controller is None:
         raise ConfigError(f"--run-dir {run_dir}: no job runs there (no controller.json)")
-    address, token = controller["address"], controller["token"]
-    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        request = pb.InjectRequest(rank=rank, fault=fault, phase=phase, step=step)
-        try:
-            reply = rpc.ControllerStub(channel).Inject(request, metadata=metadata(token), timeout=5)
-        except grpc.RpcError as e:
-            raise ConfigError(f"--run-dir {run_dir}: no controller answers at {address} ({e.code()})") from e
+    address = controller["address"]
+    request = pb.InjectRequest(rank=rank, fault=fault, phase=phase, step=step)
+    try:
+        reply = asyncio.run(_inject(address, Access(controller["token"]), request))
+    except grpc.aio.AioRpcError as e:
+        raise ConfigError(f"--run-dir {run_dir}: no controller answers at {address} ({e.code()})") from e
+    except StrangerError as e:
+        raise ConfigError(f"--run-dir {run_dir}: its controller is gone: {e}") from e
     if not reply.accepted:
         raise ConfigError(reply.error)
     click.echo(f"{fault} for rank {rank}" + (f" armed at {phase}" if phase else " sent"))
+
+
+async def _inject(address: str, access: Access, request: pb.InjectRequest) -> pb.InjectReply:
+    async with access.dial(address, CONTROLLER, _ANSWER_S) as channel:
+        reply: pb.InjectReply = await rpc.ControllerStub(channel).Inject(request, timeout=_ANSWER_S)
+        return reply

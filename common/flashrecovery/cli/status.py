@@ -3,6 +3,7 @@ directory."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -12,16 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
+import grpc
 from rich.console import Group
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from flashrecovery.access import CONTROLLER, Access
 from flashrecovery.cli.history import read_history
 from flashrecovery.cli.output import count_text, make_console, seconds_text
-from flashrecovery.errors import ConfigError
+from flashrecovery.errors import ConfigError, StrangerError
 from flashrecovery.events import RunFiles
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.security import TOKEN_ENV
 
 _ANSWER_S = 2.0
@@ -107,7 +112,7 @@ def status(run_dir: Path | None, controller: str | None, as_json: bool, watch: b
 def _looker(run_dir: Path | None, controller: str | None) -> Callable[[], JobView]:
     def at_controller() -> JobView:
         assert controller is not None
-        view = ask(controller, os.environ.get(TOKEN_ENV, ""))
+        view = ask(controller, Access(os.environ.get(TOKEN_ENV, "")))
         if view is None:
             raise ConfigError(f"--controller {controller}: no controller answers there within {_ANSWER_S:g} s")
         return view
@@ -139,26 +144,24 @@ def look_at(files: RunFiles) -> JobView:
     """
     controller = files.controller()
     if controller is not None and files.is_live():
-        view = ask(controller["address"], controller["token"])
+        try:
+            view = ask(controller["address"], Access(controller["token"]))
+        except StrangerError:
+            view = None  # it has ended, and another program listens there now
         if view is not None:
             return view
     return from_files(files)
 
 
-def ask(address: str, token: str) -> JobView | None:
-    """Ask the controller at ``host:port``; None if none answers within two seconds."""
-    import grpc
+def ask(address: str, access: Access) -> JobView | None:
+    """Ask the controller at ``host:port``; None if none answers within two seconds.
 
-    from flashrecovery.proto import CHANNEL_OPTIONS
-    from flashrecovery.proto import flashrecovery_pb2 as pb
-    from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
-    from flashrecovery.security import metadata
-
-    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        try:
-            found = rpc.ControllerStub(channel).Status(pb.StatusRequest(), metadata=metadata(token), timeout=_ANSWER_S)
-        except grpc.RpcError:
-            return None
+    Raises:
+        StrangerError: somebody else listens there.
+    """
+    found = asyncio.run(_status(address, access))
+    if found is None:
+        return None
     return JobView(
         state=found.state,
         live=True,
@@ -189,6 +192,15 @@ def ask(address: str, token: str) -> JobView | None:
         last_failure=found.last_failure,
         reason=found.failure_reason,
     )
+
+
+async def _status(address: str, access: Access) -> pb.JobStatus | None:
+    try:
+        async with access.dial(address, CONTROLLER, _ANSWER_S) as channel:
+            status: pb.JobStatus = await rpc.ControllerStub(channel).Status(pb.StatusRequest(), timeout=_ANSWER_S)
+            return status
+    except grpc.aio.AioRpcError:
+        return None
 
 
 def from_files(files: RunFiles) -> JobView:

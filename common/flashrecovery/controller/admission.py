@@ -15,10 +15,15 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 @dataclass(frozen=True)
 class Refusal:
-    """With which status an agent's session ends, and what its user reads."""
+    """Why an agent's session ends, by code and as its user reads it. It is a message, not the call's status: a status
+    is not sealed, and this one ends the agent."""
 
     code: grpc.StatusCode
     text: str
+
+    def command(self) -> pb.Command:
+        """What the agent is told."""
+        return pb.Command(refused=pb.Refused(code=self.code.value[0], reason=self.text))
 
 
 def refusal(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from flashrecovery import events as ev
+from flashrecovery.access import CONTROLLER, Access, Server
 from flashrecovery.beats.controller import BeatServer
 from flashrecovery.config import FaultSpec, RunConfig
 from flashrecovery.controller.batches import Batches
@@ -35,10 +36,8 @@ from flashrecovery.controller.states import RECOVERY_STATES, State
 from flashrecovery.controller.status import StatusBoard
 from flashrecovery.controller.table_publisher import TablePublisher
 from flashrecovery.errors import ConfigError
-from flashrecovery.proto import SERVER_OPTIONS
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
-from flashrecovery.security import TokenCheck
 
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -63,11 +62,11 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
     """Feeds :class:`Machine` from the agents' streams. Runs on one event loop, so the machine needs no lock."""
 
     def __init__(
-        self, config: RunConfig, token: str, log: ev.EventLog, run_dir: ev.RunDir, quorum: Quorum | None = None
+        self, config: RunConfig, access: Access, log: ev.EventLog, run_dir: ev.RunDir, quorum: Quorum | None = None
     ) -> None:
         self.machine = Machine(config)
         self._config = config
-        self._token = token
+        self._access = access
         self._log = log
         self.run_dir = run_dir
         self._agents = Connections()
@@ -75,7 +74,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._liveness = Liveness(config.timeouts, quorum.leader)
         self._electorate = Electorate(quorum, self.machine, self._liveness, config.timeouts)
         self._tables = TablePublisher(run_dir)
-        self._beats = BeatServer(token, self, config.timeouts.heartbeat_s)
+        self._beats = BeatServer(access.token, self, config.timeouts.heartbeat_s)
         self._relays = Relays(config.direct_agents, quorum.leader)
         self._sessions = Sessions(
             self, self.machine, self._agents, self._liveness, self._beats, self._relays, config.shared()
@@ -88,7 +87,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._drills = Drills(config.world_size)
         self._board = StatusBoard(self.machine, self._liveness, str(run_dir.path))
         self._checkpoints = Checkpoints(config.checkpoint)
-        self._server: grpc.aio.Server | None = None
+        self._server: Server | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._dismissed = False
         self._absent: set[str] = set()
@@ -104,17 +103,16 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises ConfigError if it is in use."""
-        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[TokenCheck(self._token)])
-        rpc.add_ControllerServicer_to_server(self, self._server)
+        self._server = self._access.server()
+        rpc.add_ControllerServicer_to_server(self, self._server.grpc)
         try:
-            bound = self._server.add_insecure_port(f"{host}:{port}")
-        except RuntimeError as e:
-            raise ConfigError(f"controller {host}:{port}: the address cannot be bound: {e}") from e
-        await self._server.start()
+            bound = await self._server.start(host, port, CONTROLLER)
+        except ConfigError as e:
+            raise ConfigError(f"controller {e}") from e
         if self._config.several_nodes and self._config.datagrams:
-            self._beats.open(host, int(bound))
+            self._beats.open(host, bound)
         self._ticker = asyncio.create_task(self._tick())
-        return int(bound)
+        return bound
 
     async def stop(self) -> None:
         if self._ticker is not None:
@@ -123,7 +121,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self.over.set()
         self._agents.close()
         if self._server is not None:
-            await self._server.stop(grace=_GRACE_S)
+            await self._server.stop(_GRACE_S)
         self._tables.close()
 
     def request_stop(self, reason: str) -> None:

@@ -78,7 +78,8 @@ class Sessions:
             return
         connection = self.open(first)
         if isinstance(connection, Refusal):
-            await context.abort(connection.code, connection.text)
+            yield connection.command()
+            return
         reader = asyncio.create_task(self._read(messages, connection))
         try:
             welcome = self.welcome(connection)
@@ -245,7 +246,7 @@ class Trunk:
             return
         frame.ended = True
         if isinstance(what, Refusal):
-            frame.code, frame.details = what.code.value[0], what.text
+            frame.command.CopyFrom(what.command())
         elif self._lines.pop(frame.line, None) is connection and connection is not None:
             self._sessions.close(connection)
 

@@ -25,6 +25,84 @@ if _version_not_supported:
     )
 
 
+class EntranceStub:
+    """Of controllers and agents alike: who listens proves that it knows the job's token, before it is asked anything else.
+    Every other call carries a ticket, and its messages are sealed (flashrecovery/handshake.py, sealed.py).
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Hello = channel.unary_unary(
+                '/flashrecovery.v1.Entrance/Hello',
+                request_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.Challenge.SerializeToString,
+                response_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.Answer.FromString,
+                _registered_method=True)
+
+
+class EntranceServicer:
+    """Of controllers and agents alike: who listens proves that it knows the job's token, before it is asked anything else.
+    Every other call carries a ticket, and its messages are sealed (flashrecovery/handshake.py, sealed.py).
+    """
+
+    def Hello(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_EntranceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Hello': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hello,
+                    request_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.Challenge.FromString,
+                    response_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.Answer.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'flashrecovery.v1.Entrance', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('flashrecovery.v1.Entrance', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Entrance:
+    """Of controllers and agents alike: who listens proves that it knows the job's token, before it is asked anything else.
+    Every other call carries a ticket, and its messages are sealed (flashrecovery/handshake.py, sealed.py).
+    """
+
+    @staticmethod
+    def Hello(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flashrecovery.v1.Entrance/Hello',
+            flashrecovery_dot_proto_dot_flashrecovery__pb2.Challenge.SerializeToString,
+            flashrecovery_dot_proto_dot_flashrecovery__pb2.Answer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class ControllerStub:
     """Missing associated documentation comment in .proto file."""
 

@@ -1,0 +1,75 @@
+"""How the parts of a job reach each other: the one place where connections are made and listened for."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import grpc
+
+from flashrecovery.errors import ConfigError
+from flashrecovery.handshake import Caller, Listener, job_key
+from flashrecovery.proto import CHANNEL_OPTIONS, SERVER_OPTIONS
+from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+from flashrecovery.sealed import Doorkeeper, SealedChannel, greet
+
+CONTROLLER = "controller"
+"""The name under which a controller proves itself."""
+# Without the second one, gRPC shares connections, and their back-off, between channels.
+_CHANNEL = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+
+
+def agent_at(address: str) -> str:
+    """The name under which the agent whose service is at ``address`` (HOST:PORT) proves itself."""
+    return f"agent {address}"
+
+
+@dataclass(frozen=True)
+class Access:
+    """What it takes to belong to the job: its token."""
+
+    token: str = field(default="", repr=False)
+
+    @asynccontextmanager
+    async def dial(self, address: str, name: str, timeout_s: float) -> AsyncIterator[SealedChannel]:
+        """A new connection to ``name`` at ``address``, so that nothing old can answer for it.
+
+        Raises:
+            StrangerError: somebody else listens there.
+            grpc.aio.AioRpcError: nobody has answered within ``timeout_s``.
+        """
+        async with grpc.aio.insecure_channel(address, options=_CHANNEL) as channel:
+            yield await greet(channel, address, Caller(job_key(self.token), name), timeout_s)
+
+    def server(self) -> Server:
+        """One that listens nowhere yet."""
+        return Server(self)
+
+
+class Server:
+    """A gRPC server that answers those only who know the token. Add services to :attr:`grpc` before it starts."""
+
+    def __init__(self, access: Access) -> None:
+        self._listener = Listener(job_key(access.token), "")
+        doorkeeper = Doorkeeper(self._listener)
+        self.grpc = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[doorkeeper])
+        rpc.add_EntranceServicer_to_server(doorkeeper, self.grpc)
+
+    async def start(self, host: str, port: int, name: str | None = None) -> int:
+        """Listen (port 0: any free one), under this ``name``, or as the agent there. Returns the port.
+
+        Raises:
+            ConfigError: it cannot listen there.
+        """
+        try:
+            bound = int(self.grpc.add_insecure_port(f"{host}:{port}"))
+        except RuntimeError as e:
+            raise ConfigError(f"{host}:{port}: the address cannot be bound: {e}") from e
+        self._listener.name = agent_at(f"{host}:{bound}") if name is None else name
+        await self.grpc.start()
+        return bound
+
+    async def stop(self, grace_s: float) -> None:
+        """End every call after ``grace_s``."""
+        await self.grpc.stop(grace=grace_s)

@@ -1,0 +1,460 @@
+"""Somebody else listens where the controller is expected, or stands between it and an agent: they learn no secret,
+cannot say anything in another's name, and do not end the job. Real gRPC on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import pytest
+
+from flashrecovery.access import CONTROLLER, Access, agent_at
+from flashrecovery.agent.agent import Agent
+from flashrecovery.agent.lease import Door
+from flashrecovery.agent.peers import PeerService, fetch_from, keep_there, probe
+from flashrecovery.agent.session import ControllerSession
+from flashrecovery.config import RunConfig
+from flashrecovery.controller.service import ControllerService
+from flashrecovery.errors import AuthenticationError, ConfigError, ProtocolError, StrangerError
+from flashrecovery.events import EventLog, RunDir
+from flashrecovery.handshake import job_key
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+from tests.unit.test_session_beats import NoWorkers, no_lead, no_leave
+
+TOKEN = "the-token-of-this-test-job"
+ACCESS = Access(TOKEN)
+OTHER = Access("the-token-of-another-job")
+HELLO = "/flashrecovery.v1.Entrance/Hello"
+SETTINGS = RunConfig.model_validate({"nnodes": 2, "controller": "127.0.0.1:1"})
+
+
+@asynccontextmanager
+async def controlling(folder: Path, port: int = 0, access: Access = ACCESS) -> AsyncIterator[tuple[Any, int]]:
+    """A controller, and its port."""
+    with closing(RunDir(folder)) as run_dir, closing(EventLog(run_dir.events_path)) as log:
+        service = ControllerService(SETTINGS, access, log, run_dir)
+        bound = await service.start("127.0.0.1", port)
+        try:
+            yield service, bound
+        finally:
+            await service.stop()
+
+
+class Job:
+    """An agent's real session with whoever listens at ``port``."""
+
+    def __init__(self, port: int) -> None:
+        self.agent = NoWorkers()
+        self.peers = PeerService(ACCESS)
+        self.session = ControllerSession(
+            f"127.0.0.1:{port}", ACCESS, cast(Agent, self.agent), self.peers, SETTINGS.timeouts, no_lead, no_leave
+        )
+        self.running = asyncio.create_task(self.session.run())
+        self._beating = asyncio.create_task(self.agent.run())
+
+    async def stop(self) -> None:
+        self.agent.finished.set_result(None)
+        self._beating.cancel()
+        await asyncio.wait({self.running, self._beating})
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+class Middle(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Takes every call and hands it on as it is, to the true service at ``to`` or to nobody; and keeps everything.
+
+    ``change`` sees (method, number of the message, whether it goes up, message), and gives what is handed on.
+    """
+
+    def __init__(self, to: str = "") -> None:
+        self.to = to
+        self.calls: list[tuple[str, tuple[tuple[str, Any], ...], list[bytes]]] = []
+        self.said: list[bytes] = []
+        self.change: Callable[[str, int, bool, bytes], bytes] = lambda method, i, up, message: message
+        self.status: Callable[[str], tuple[grpc.StatusCode, str] | None] = lambda method: None
+        self.port = 0
+
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        method = details.method
+        known = tuple((k, v) for k, v in details.invocation_metadata or () if k.startswith("flashrecovery-"))
+        heard: list[bytes] = []
+        self.calls.append((method, known, heard))
+
+        async def carry(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+            async def up() -> AsyncIterator[bytes]:
+                async for message in messages:
+                    heard.append(message)
+                    yield self.change(method, len(heard), True, message)
+
+            refused = self.status(method)
+            if refused is not None:
+                await context.abort(*refused)
+            if not self.to:  # it listens to everything, and answers whatever it likes
+                async for _ in up():
+                    yield b""
+                return
+            async with grpc.aio.insecure_channel(self.to) as channel:
+                forward: Any = channel
+                i = 0
+                try:
+                    async for message in forward.stream_stream(method)(up(), metadata=known):
+                        i += 1
+                        self.said.append(message)
+                        yield self.change(method, i, False, message)
+                except grpc.aio.AioRpcError as e:
+                    await context.abort(e.code(), e.details())
+
+        return grpc.stream_stream_rpc_method_handler(carry)
+
+    @asynccontextmanager
+    async def listening(self, port: int = 0) -> AsyncIterator[Middle]:
+        server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        server.add_generic_rpc_handlers((self,))
+        self.port = server.add_insecure_port(f"127.0.0.1:{port}")
+        await server.start()
+        try:
+            yield self
+        finally:
+            await server.stop(0.1)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def everything(self) -> bytes:
+        """That it has got to see."""
+        got = [method.encode() for method, _, _ in self.calls] + self.said
+        for _, known, heard in self.calls:
+            got += [w if isinstance(w, bytes) else w.encode() for pair in known for w in pair] + heard
+        return b"|".join(got)
+
+
+def secrets_of(token: str) -> list[bytes]:
+    """What must be in nobody's hands, in every usual disguise."""
+    plain = [token.encode(), job_key(token), hashlib.sha256(token.encode()).digest()]
+    return [d for p in plain for d in (p, p.hex().encode(), base64.b64encode(p).rstrip(b"="), p[:12], p[-12:])]
+
+
+def test_who_listens_gets_a_random_number_and_nothing_else() -> None:
+    """Every way in which an agent, or a user, speaks to somebody."""
+
+    async def main() -> None:
+        async with Middle().listening() as fake:
+            assert not (await probe(fake.address, ACCESS, 5.0)).reachable
+            for call in (fetch_from(fake.address, ACCESS, 0), keep_there(fake.address, ACCESS, 0, b"log")):
+                with pytest.raises(StrangerError):
+                    await call
+            job = Job(fake.port)
+            await asyncio.wait({job.running}, timeout=10)
+            with pytest.raises(ConfigError, match=f"--controller {fake.address}: what listens at {fake.address}"):
+                job.running.result()
+            await job.stop()
+            assert len(fake.calls) >= 4
+            for method, known, heard in fake.calls:
+                assert (method, known) == (HELLO, ())
+                assert [len(message) for message in heard] == [34]  # a field of 32 bytes
+            assert len({bytes(heard[0]) for _, _, heard in fake.calls}) == len(fake.calls)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "code", [grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.FAILED_PRECONDITION]
+)
+def test_before_it_has_joined_an_agent_names_what_listens_there(code: grpc.StatusCode) -> None:
+    async def main() -> None:
+        async with Middle().listening() as fake:
+            fake.status = lambda method: (code, "go away")
+            job = Job(fake.port)
+            await asyncio.wait({job.running}, timeout=10)
+            said = rf"--controller 127.0.0.1:{fake.port}: .*some other gRPC or HTTP server.*{code.name}"
+            with pytest.raises(ConfigError, match=said):
+                job.running.result()
+            await job.stop()
+
+    asyncio.run(main())
+
+
+def test_another_jobs_controller_is_named_as_one(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with controlling(tmp_path / "other", access=OTHER) as (service, port):
+            job = Job(port)
+            await asyncio.wait({job.running}, timeout=10)
+            with pytest.raises(ConfigError, match=r"a FlashRecovery 'controller', but .* another job's"):
+                job.running.result()
+            await job.stop()
+            assert not service.machine.nodes
+
+    asyncio.run(main())
+
+
+def test_nothing_secret_goes_over_the_wire(tmp_path: Path) -> None:
+    """All that a session says, in both directions, through somebody who listens."""
+
+    async def main() -> None:
+        async with (
+            controlling(tmp_path / "run") as (service, port),
+            Middle(f"127.0.0.1:{port}").listening() as middle,
+        ):
+            job = Job(middle.port)
+            await until(lambda: service._agents.is_connected("a"))
+            for i in range(20):
+                service._agents.post("a", pb.Command(rank=0, keep_undo=pb.KeepUndo(reason=f"number {i}")))
+            await until(lambda: len([c for c in job.agent.commands if c == "keep_undo"]) == 20)
+            await job.stop()
+            seen = middle.everything()
+            assert b"number 19" in seen  # it does see what is said
+            assert not [secret for secret in secrets_of(TOKEN) if secret in seen]
+
+    asyncio.run(main())
+
+
+def test_a_recorded_call_is_refused_when_it_comes_again(tmp_path: Path) -> None:
+    """A kill of a rank, a vote, a whole session: each counts once, and for the service that it was said to."""
+
+    async def main() -> None:
+        async with (
+            controlling(tmp_path / "run") as (service, port),
+            controlling(tmp_path / "same") as (_, second),
+            Middle(f"127.0.0.1:{port}").listening() as middle,
+        ):
+            async with ACCESS.dial(middle.address, CONTROLLER, 5.0) as channel:
+                stub = rpc.ControllerStub(channel)
+                await stub.Status(pb.StatusRequest(), timeout=5)
+                reply = await stub.Inject(pb.InjectRequest(rank=99, fault="sigkill"), timeout=5)
+                assert "99" in reply.error
+                call = stub.Session()
+                await call.write(pb.AgentMessage(register=pb.Register(node="a", host="h", slots=1, incarnation="1")))
+                assert (await call.read()).HasField("beat")
+                call.cancel()
+            recorded = [c for c in middle.calls if c[0] != HELLO]
+            assert len(recorded) == 3
+            await until(lambda: not service._agents.connected())
+            for to in (port, second):
+                async with grpc.aio.insecure_channel(f"127.0.0.1:{to}") as straight:
+                    anything: Any = straight
+                    for method, known, heard in recorded:
+                        again = anything.stream_stream(method)(iter(heard), metadata=known)
+                        with pytest.raises(grpc.aio.AioRpcError) as refused:
+                            await again.read()
+                        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert not service._agents.connected()
+
+    asyncio.run(main())
+
+
+def test_a_ticket_is_good_for_its_own_method_and_metadata_only(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with controlling(tmp_path / "run") as (_, port), Middle().listening() as middle:
+            middle.to = f"127.0.0.1:{port}"
+            async with ACCESS.dial(middle.address, CONTROLLER, 5.0) as channel:
+                middle.status = lambda method: (grpc.StatusCode.UNAVAILABLE, "kept for later")
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await rpc.ControllerStub(channel).Status(pb.StatusRequest(), timeout=5)
+            (_, known, heard) = middle.calls[-1]
+            assert heard == [] and known
+            async with grpc.aio.insecure_channel(middle.to) as straight:
+                anything: Any = straight
+                more = (*known, ("flashrecovery-controller", "x"))
+                for method, metadata in (("Inject", known), ("Trunk", known), ("Status", more), ("Status", ())):
+                    call = anything.stream_stream(f"/flashrecovery.v1.Controller/{method}")(metadata=metadata)
+                    await call.write(b"x" * 16)
+                    with pytest.raises(grpc.aio.AioRpcError) as refused:
+                        await call.read()
+                    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("up", [True, False])
+@pytest.mark.parametrize("what", ["changed", "repeated", "swapped"])
+def test_a_message_that_is_changed_on_its_way_ends_the_connection_and_not_the_job(
+    up: bool, what: str, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with (
+            controlling(tmp_path / "run") as (service, port),
+            Middle(f"127.0.0.1:{port}").listening() as middle,
+        ):
+            last = [b"x" * 20]
+            hit: list[int] = []
+
+            def change(method: str, i: int, goes_up: bool, message: bytes) -> bytes:
+                if not method.endswith("Session") or goes_up is not up or i != 3 or hit:
+                    if method.endswith("Session") and goes_up is up:
+                        last[0] = message
+                    return message
+                hit.append(i)
+                return {
+                    "changed": message[:-1] + bytes([message[-1] ^ 1]),
+                    "repeated": last[0],
+                    "swapped": message[:16] + last[0][16:],
+                }[what]
+
+            middle.change = change
+            job = Job(middle.port)
+
+            def say() -> bool:
+                if service._agents.is_connected("a"):
+                    service._agents.post("a", pb.Command(rank=0, keep_undo=pb.KeepUndo(reason="x")))
+                job.agent.send(pb.AgentMessage(notice=pb.Notice(kind="test", text="x")))
+                return bool(hit)
+
+            await until(say)
+            sessions = len([c for c in middle.calls if c[0].endswith("Session")])
+            # the link sends again whatever that connection has lost, on the next one
+            await until(lambda: len([c for c in middle.calls if c[0].endswith("Session")]) > sessions)
+            link = service._agents.links["a"]
+            await until(lambda: service._agents.is_connected("a") and link.settled())
+            assert not job.running.done() and not job.agent.halted
+            await job.stop()
+
+    asyncio.run(main())
+
+
+def test_no_status_from_anybody_ends_an_agent_that_has_joined(tmp_path: Path) -> None:
+    """Only what the controller itself says, sealed, may end it."""
+
+    async def main() -> None:
+        async with (
+            controlling(tmp_path / "run") as (service, port),
+            Middle(f"127.0.0.1:{port}").listening() as middle,
+        ):
+            job = Job(middle.port)
+            await until(lambda: service._agents.is_connected("a"))
+            for code in grpc.StatusCode:
+                if code is not grpc.StatusCode.OK:
+                    middle.status = lambda method, code=code: (code, "you are not wanted")  # type: ignore[misc]
+                    seen = len(middle.calls)
+                    job.session._drop_connection()
+                    await until(lambda: len(middle.calls) > seen)  # noqa: B023 - awaited here
+                    await asyncio.sleep(0.05)
+                    assert not job.running.done(), code
+            middle.status = lambda method: None
+            await until(lambda: service._agents.is_connected("a"))
+            await job.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["another job's controller", "a recorder", "an old one that asks for a token"])
+def test_a_stranger_on_the_controllers_port_means_that_it_is_gone(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The agent goes on, takes the controller for dead as if its port were closed, and finds it when it is back."""
+
+    async def main() -> None:
+        async with controlling(tmp_path / "run") as (service, port):
+            job = Job(port)
+            await until(lambda: service._agents.is_connected("a"))
+        fake = Middle()
+        if kind.startswith("an old"):
+            fake.status = lambda method: (grpc.StatusCode.UNAUTHENTICATED, "wrong or missing job token")
+        stranger = controlling(tmp_path / "x", port, OTHER) if kind.startswith("another") else fake.listening(port)
+        async with stranger:
+            await until(lambda: job.session._stranger and job.session._silent_s() > SETTINGS.timeouts.lease_s)
+            await until(lambda: job.session._door is Door.REFUSED)
+            await asyncio.sleep(1.0)
+            assert not job.running.done() and job.agent.halted == 0
+        assert {method for method, _, _ in fake.calls} <= {HELLO}
+        async with controlling(tmp_path / "again", port) as (service, _):
+            await until(lambda: service._agents.is_connected("a"))
+            assert not job.session._stranger and job.agent.halted == 0
+            await job.stop()
+        assert job.running.result() is None
+
+    with caplog.at_level(logging.WARNING, "flashrecovery"):
+        asyncio.run(main())
+    told = [r for r in caplog.records if "nobody of this job is where it was expected" in r.getMessage()]
+    assert len(told) == 1  # of some ten attempts
+
+
+def test_who_forwards_a_dead_agents_port_to_a_living_one_does_not_make_it_alive() -> None:
+    async def main() -> None:
+        alive = PeerService(ACCESS)
+        await alive.start("127.0.0.1")
+        try:
+            address = f"127.0.0.1:{alive.port}"
+            assert (await probe(address, ACCESS, 5.0)).reachable
+            async with Middle(address).listening() as dead:
+                seen = await probe(dead.address, ACCESS, 5.0)
+                assert not seen.reachable and agent_at(dead.address) in seen.evidence
+        finally:
+            await alive.stop()
+
+    asyncio.run(main())
+
+
+def test_a_set_up_log_that_is_cut_short_is_not_taken_for_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever ends the stream early: that it has ended is not sealed."""
+    monkeypatch.setattr("flashrecovery.agent.peers._PART_BYTES", 10)
+
+    async def main() -> None:
+        keeper = PeerService(ACCESS)
+        await keeper.start("127.0.0.1")
+        address = f"127.0.0.1:{keeper.port}"
+        try:
+            await keep_there(address, ACCESS, 1, b"0123456789" * 3)
+            assert await fetch_from(address, ACCESS, 1) == b"0123456789" * 3
+            async with ACCESS.dial(address, agent_at(address), 5.0) as channel:
+
+                async def some() -> AsyncIterator[pb.SetupLogPart]:
+                    yield pb.SetupLogPart(rank=1, data=b"cut")
+
+                assert not (await rpc.PeerStub(channel).Keep(some(), timeout=5)).kept
+            assert await fetch_from(address, ACCESS, 1) == b"0123456789" * 3
+            await keep_there(address, ACCESS, 2, b"")
+            assert await fetch_from(address, ACCESS, 2) == b""
+            monkeypatch.setattr("flashrecovery.agent.peers._parts", lambda rank, log: [pb.SetupLogPart(data=log[:10])])
+            with pytest.raises(ProtocolError, match="did not come whole"):
+                await fetch_from(address, ACCESS, 1)
+        finally:
+            await keeper.stop()
+
+    asyncio.run(main())
+
+
+def test_strangers_do_not_fill_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def calls(port: int) -> None:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = rpc.ControllerStub(channel)
+            for _ in range(50):
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await stub.Status(pb.StatusRequest(), timeout=5)
+
+    async def main() -> None:
+        async with controlling(tmp_path / "run") as (_, port):
+            await calls(port)
+
+    with caplog.at_level(logging.WARNING, "flashrecovery"):
+        asyncio.run(main())
+    lines = [r.getMessage() for r in caplog.records]
+    assert len(lines) == 1 and "/flashrecovery.v1.Controller/Status" in lines[0], lines
+
+
+def test_the_caller_finds_a_changed_answer(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with (
+            controlling(tmp_path / "run") as (_, port),
+            Middle(f"127.0.0.1:{port}").listening() as middle,
+        ):
+            middle.change = lambda method, i, up, message: message if up or method == HELLO else message + b"x"
+            async with ACCESS.dial(middle.address, CONTROLLER, 5.0) as channel:
+                with pytest.raises(AuthenticationError, match="changed on its way"):
+                    await rpc.ControllerStub(channel).Status(pb.StatusRequest(), timeout=5)
+
+    asyncio.run(main())

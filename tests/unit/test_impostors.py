@@ -271,8 +271,9 @@ def test_a_ticket_is_good_for_its_own_method_and_metadata_only(tmp_path: Path) -
                 anything: Any = straight
                 more = (*known, ("flashrecovery-controller", "x"))
                 for method, metadata in (("Inject", known), ("Trunk", known), ("Status", more), ("Status", ())):
-                    call = anything.stream_stream(f"/flashrecovery.v1.Controller/{method}")(metadata=metadata)
-                    await call.write(b"x" * 16)
+                    call = anything.stream_stream(f"/flashrecovery.v1.Controller/{method}")(
+                        iter([b"x" * 16]), metadata=metadata
+                    )
                     with pytest.raises(grpc.aio.AioRpcError) as refused:
                         await call.read()
                     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED

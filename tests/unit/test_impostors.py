@@ -74,7 +74,7 @@ async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
         await asyncio.sleep(0.01)
 
 
-class Middle(grpc.GenericRpcHandler):  # type: ignore[misc]
+class Middle(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     """Takes every call and hands it on as it is, to the true service at ``to`` or to nobody; and keeps everything.
 
     ``change`` sees (method, number of the message, whether it goes up, message), and gives what is handed on.

@@ -48,7 +48,7 @@ RUNNING = pb.JobStatus(
 )
 
 
-class Controller(rpc.ControllerServicer):
+class Controller(rpc.ControllerServicer):  # type: ignore[misc]
     """Answers with one status after the other, then with the last one for ever."""
 
     def __init__(self, answers: list[pb.JobStatus]) -> None:

@@ -1,8 +1,8 @@
 """Run real jobs with real faults, and compare their end state bit for bit.
 
 A job is ``flashrecovery run`` in a process of its own, with one of the example scripts. :func:`check_clean` proves
-that it left nothing behind; :func:`check_same` proves that a job with faults ended
-exactly like the same launch without.
+that it left nothing behind; :func:`check_same` proves that a job with faults went exactly the way of the same launch
+without (:mod:`tests.sameness`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.sameness import Printed, ProcessLog, Run, differences
 
 ROOT = Path(__file__).resolve().parent.parent
 GPT = ROOT / "examples" / "gpt"
@@ -27,7 +29,9 @@ ENVIRONMENT = {"PYTHONFAULTHANDLER": "1", "GLOO_SOCKET_IFNAME": "lo"}
 SMALL = ["--layers=2", "--heads=2", "--width=32", "--context=32", "--batch-size=2", "--log-all", "--digest"]
 
 _DIGEST = re.compile(r"digest rank=(\d+) ([0-9a-f]{64})")
-_LOSS = re.compile(r"step=(\d+) .*loss_hex=(\S+)")
+_LOG = re.compile(r"rank(\d+)\.gen(\d+)\.log")
+_LOSS = re.compile(r"step=(\d+) .*loss_hex=(\S+)|iteration +(\d+)/.* lm loss: (\S+)")
+"""Of the examples, and of Megatron-LM."""
 
 
 @dataclass(frozen=True)
@@ -46,25 +50,14 @@ HSDP = Layout("hsdp", "train_fsdp.py", ("--replicate", "2"))
 LAYOUTS = (DDP, FSDP, HSDP)
 
 
-@dataclass
-class Job:
-    """How a job ended. ``losses`` maps (rank, step) to the exact loss as it was printed last."""
+@dataclass(kw_only=True)
+class Job(Run):
+    """How a job ended."""
 
-    code: int
     output: str
     run_dir: Path
     seconds: float
     marker: str
-    events: list[dict[str, Any]] = field(default_factory=list)
-    digests: dict[int, str] = field(default_factory=dict)
-    losses: dict[tuple[int, int], str] = field(default_factory=dict)
-
-    def of(self, name: str) -> list[dict[str, Any]]:
-        """The events of one name."""
-        return [e for e in self.events if e["event"] == name]
-
-    def notices(self, kind: str) -> list[dict[str, Any]]:
-        return [e for e in self.of("notice") if e["kind"] == kind]
 
     def explain(self) -> str:
         """All there is to know when a test fails."""
@@ -172,7 +165,14 @@ class RunningJob:
             self.popen.wait()
             code = -1000
         self._out.seek(0)
-        job = Job(code, self._out.read(), self.run_dir, time.monotonic() - self._began, self.marker, self.events())
+        job = Job(
+            code=code,
+            output=self._out.read(),
+            run_dir=self.run_dir,
+            seconds=time.monotonic() - self._began,
+            marker=self.marker,
+            events=self.events(),
+        )
         self._out.close()
         read_digests(job, (self.run_dir / "logs").glob("rank*.log"))
         return job
@@ -187,11 +187,12 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_digests(job: Job, logs: Iterable[Path]) -> None:
-    """Losses and digests out of the ranks' logs, the newest last."""
-    for log in sorted(logs, key=lambda p: p.stat().st_mtime):
-        rank = int(re.match(r"rank(\d+)\.", log.name).group(1))  # type: ignore[union-attr]
-        text = log.read_text()
-        job.losses.update({(rank, int(m[1])): m[2] for m in _LOSS.finditer(text)})
+    """Losses and digests out of the ranks' logs."""
+    for log in sorted(logs, key=lambda p: (int(_LOG.search(p.name)[2]), p.stat().st_mtime)):  # type: ignore[index]
+        name, text = _LOG.search(log.name), log.read_text()
+        assert name is not None
+        lines = tuple((int(m[1] or m[3]), m[2] or m[4]) for m in _LOSS.finditer(text))
+        job.logs.append(ProcessLog(int(name[1]), int(name[2]), lines))
         job.digests.update({int(m[1]): m[2] for m in _DIGEST.finditer(text)})
 
 
@@ -225,13 +226,13 @@ def check_clean(job: Job) -> None:
     assert not left, f"processes left behind: {[_cmdline(p) for p in left]}\n{job.explain()}"
 
 
-def check_same(job: Job, reference: Job) -> None:
-    """The job ended exactly like the reference: parameters, optimizer state, RNG of every rank, and every loss."""
-    assert job.code == 0, job.explain()
-    assert len(reference.digests) > 0 and reference.code == 0, reference.explain()
-    assert job.digests == reference.digests, f"end state differs\n{job.explain()}"
-    wrong = {k: (v, reference.losses[k]) for k, v in job.losses.items() if reference.losses[k] != v}
-    assert not wrong, f"losses differ: {wrong}\n{job.explain()}"
+def check_same(
+    job: Job, reference: Job, *, printed: Printed = Printed.STEPS, start: int = 0, launches: int = 1
+) -> None:
+    """The job went the way of the reference: parameters, optimizer state and random streams of every rank, the loss of
+    every step of every rank, and where each recovery resumed. See :func:`tests.sameness.differences`."""
+    found = differences(job, reference, printed, start, launches)
+    assert not found, "\n".join([*found, job.explain(), "--- the reference", reference.explain()])
     check_clean(job)
 
 

@@ -222,7 +222,14 @@ class NodesJob:
         for popen in self.popens.values():
             popen.wait()
         seconds = time.monotonic() - self._began
-        job = Job(-1000 if code is None else code, self.output(), self.run_dir, seconds, self.marker, self.events())
+        job = Job(
+            code=-1000 if code is None else code,
+            output=self.output(),
+            run_dir=self.run_dir,
+            seconds=seconds,
+            marker=self.marker,
+            events=self.events(),
+        )
         read_digests(job, self.logs())
         return job
 

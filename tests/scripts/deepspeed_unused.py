@@ -39,10 +39,13 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     for step in engine.recovery.steps(6):
         with step:
+            total = 0.0
             for micro_batch in range(2):
                 loss = engine(torch.randn(1, 8), step.index < 2 or micro_batch == step.index % 2)
                 engine.backward(loss)
                 engine.step()
+                total += float(loss.detach())
+            print(f"rank={dist.get_rank()} step={step.index} loss_hex={total.hex()}", flush=True)
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     print(f"digest rank={dist.get_rank()} {hashlib.sha256(weights).hexdigest()}", flush=True)
     dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -145,6 +146,87 @@ def test_a_fresh_optimizer_adopts_state_and_loses_it_again(make: Any) -> None:
     copy_into(adapter, start)  # back to version 0: no state
     assert same(content(adapter), start)
     assert [list(s.tensors()) for s in adapter.shards()] == [list(t[1].tensors) for t in start]
+
+
+class Counting(Adam):
+    """Keeps plain values among its tensors."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["count"] = state.get("count", 0) + 1
+        return super().step(closure)
+
+    def _init_group(self, group: Any, *lists: Any) -> Any:
+        for p in group["params"]:
+            if p.grad is not None and "step" not in self.state[p]:
+                self.state[p] |= {
+                    "step": torch.tensor(0.0),
+                    "scale": 1.5,
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
+                }
+        return super()._init_group(group, *lists)
+
+
+def entries(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """What a script sees that goes over ``optimizer.state``."""
+    names = {p: name for name, p in model.named_parameters()}
+    return [(names[p], list(state)) for p, state in optimizer.state.items()]
+
+
+def test_a_fresh_optimizers_state_has_the_order_of_its_source() -> None:
+    """A parameter that had its first gradient late stands at the end, in whatever order the shards arrive."""
+    model, fresh = Net(), Net()
+    optimizer, fresh_optimizer = Counting(model.parameters()), Counting(fresh.parameters())
+    adapter, fresh_adapter = adapter_for(model, [optimizer]), adapter_for(fresh, [fresh_optimizer])
+    late = model.first.weight
+    late.requires_grad_(False)
+    train(model, optimizer)
+    content(adapter)  # as in every step
+    late.requires_grad_(True)
+    train(model, optimizer)
+    saved = {name: (spec, tensors) for name, spec, tensors in content(adapter)}
+    found = entries(model, optimizer)
+    assert found[-1] == ("first.weight", ["count", "step", "scale", "exp_avg", "exp_avg_sq"])
+
+    for shard in reversed(fresh_adapter.shards()):
+        spec, tensors = saved[shard.name]
+        for live, tensor in zip(shard.allocate(spec).values(), tensors, strict=True):
+            live.data.copy_(tensor)
+        assert shard.spec() == spec
+    fresh_adapter.restore_common(adapter.capture_common())
+    assert entries(fresh, fresh_optimizer) == found
+    assert same(content(fresh_adapter), content(adapter))
+
+
+def test_the_order_of_state_after_a_parameter_has_lost_it() -> None:
+    """Back to a version before its first gradient, and on."""
+    model = Net()
+    optimizer = Adam(model.parameters())
+    adapter = adapter_for(model, [optimizer])
+    first = model.first.weight
+    first.requires_grad_(False)
+    train(model, optimizer)
+    before = content(adapter)
+    first.requires_grad_(True)
+    for _ in range(2):
+        train(model, optimizer)
+        later = entries(model, optimizer)
+        assert later[-1][0] == "first.weight"
+        copy_into(adapter, before)
+        adapter.restore_common(adapter.capture_common())
+        assert entries(model, optimizer) == later[:-1]
+    train(model, optimizer)
+    loaded = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict({**loaded, "state": dict(reversed(loaded["state"].items()))})
+    other = entries(model, optimizer)
+    assert other[0][0] == "first.weight"
+    copy_into(adapter, content(adapter))
+    adapter.restore_common(adapter.capture_common())
+    assert entries(model, optimizer) == other
 
 
 def test_several_optimizers_and_parameters_without_one() -> None:

@@ -23,6 +23,7 @@ from flashrecovery.torch_native.optimizer_state import (
     restore_hyperparameters,
 )
 from flashrecovery.torch_native.shards import ParamRecord, ParamShard, owners_of
+from flashrecovery.torch_native.state_order import StateOrder
 from flashrecovery.worker.adapter import Adapter, Shard, StepHooks
 from flashrecovery.worker.glance import count_gradients
 
@@ -146,6 +147,8 @@ class TorchAdapter(Adapter):
         }
 
     def restore_common(self, state: dict[str, Any]) -> None:
+        for optimizer in self.optimizers:
+            StateOrder.of(optimizer).settle()
         restore_hyperparameters(self.optimizers, state["hyperparameters"])
         self._restore_gradient_presence(state["gradients"])
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from flashrecovery.errors import RestoreError
 from flashrecovery.torch_native.optimizer_state import layout_of, new_state_tensor, plain
 from flashrecovery.torch_native.placement import addresses, local_tensor
+from flashrecovery.torch_native.state_order import StateOrder
 from flashrecovery.worker.adapter import Shard, ShardSpec, TensorSpec
 
 PARAM = "param"
@@ -84,7 +85,7 @@ class ParamShard(Shard):
     """A parameter and its optimizer state.
 
     Tensors are keyed ``param``, ``state/<key>``, and ``state<n>/<key>`` for the n-th optimizer if n > 0. Their
-    layouts, and state that is not a tensor, are in :meth:`values`.
+    layouts, state that is not a tensor, and what stands where in ``optimizer.state`` are in :meth:`values`.
 
     Args:
         optimizers: those that keep state of the parameter, by their number (see :func:`owners_of`).
@@ -118,7 +119,10 @@ class ParamShard(Shard):
         tensors = {PARAM: local_tensor(parameter)}
         layout: dict[str, str] = {}
         others: dict[str, Any] = {}
-        for prefix, state in states:
+        places: dict[str, int] = {}
+        for (prefix, state), (_, optimizer) in zip(states, self._optimizers, strict=True):
+            if state:
+                places[prefix] = StateOrder.of(optimizer).place(parameter)
             for key, value in state.items():
                 what = f"optimizer state {key!r} of {self._record.fqn!r}"
                 if isinstance(value, torch.Tensor):
@@ -126,7 +130,8 @@ class ParamShard(Shard):
                     layout[prefix + key] = layout_of(parameter, value, what)
                 else:
                     others[prefix + key] = plain(value, what)
-        parts: dict[str, Any] = {"layout": layout, "plain": others}
+        order = [prefix + key for prefix, state in states for key in state] if others else []
+        parts: dict[str, Any] = {"layout": layout, "plain": others, "order": order, "places": places}
         found = [t.data_ptr() for t in tensors.values()]
         return _Seen(made_of, found, tensors, {name: part for name, part in parts.items() if part})
 
@@ -146,11 +151,14 @@ class ParamShard(Shard):
             )
         layouts: dict[str, str] = spec.values.get("layout", {})
         others: dict[str, Any] = spec.values.get("plain", {})
-        left = (set(spec.tensors) - {PARAM}) | set(others)
+        ordered: list[str] = spec.values.get("order", []) or [k for k in spec.tensors if k != PARAM]
+        left = set(ordered)
         for prefix, optimizer in self._optimizers:
-            keys = [k for k in (*spec.tensors, *others) if k.startswith(prefix)]
+            keys = [k for k in ordered if k.startswith(prefix)]
             left.difference_update(keys)
             self._shape_state(optimizer, parameter, prefix, keys, spec.tensors, layouts, others)
+            if keys:
+                StateOrder.of(optimizer).put(parameter, spec.values["places"][prefix])
         if left:
             raise RestoreError(f"{self.name}: no registered optimizer of this rank keeps {sorted(left)}")
         return self.tensors()
@@ -167,6 +175,7 @@ class ParamShard(Shard):
     ) -> None:
         if not keys:
             optimizer.state.pop(parameter, None)
+            StateOrder.of(optimizer).forget(parameter)
             return
         old = dict(optimizer.state.get(parameter, {}))
         new: dict[str, Any] = {}

@@ -4,10 +4,12 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include <unistd.h>
+#include <pthread.h>
 
 #include <condition_variable>
 #include <deque>
+#include <mutex>
+#include <new>
 #include <thread>
 
 namespace flashrecovery {
@@ -23,10 +25,6 @@ class Graveyard {
   void bury(c10::intrusive_ptr<c10d::Backend> backend) {
     if (!backend) return;
     std::lock_guard<std::mutex> guard(mutex_);
-    if (owner_ != ::getpid()) {  // a forked child has no thread of ours
-      owner_ = ::getpid();
-      digging_ = false;
-    }
     queue_.push_back(std::move(backend));
     if (digging_) return;
     digging_ = true;
@@ -36,10 +34,25 @@ class Graveyard {
   // Waits until everything is destroyed; false at the deadline.
   bool waitEmpty(std::chrono::milliseconds deadline) {
     std::unique_lock<std::mutex> lock(mutex_);
-    return empty_.wait_for(lock, deadline, [this] { return !digging_ || owner_ != ::getpid(); });
+    return empty_.wait_for(lock, deadline, [this] { return !digging_; });
   }
 
  private:
+  using Queue = std::deque<c10::intrusive_ptr<c10d::Backend>>;
+
+  // A data loader's fork may come at any moment. Nobody is within the lock then, so its child does not inherit it held
+  // by a thread that it has not got.
+  Graveyard() { ::pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); }, inChild); }
+
+  // What waits here belongs to the parent: the child could not close its connections without the parent's threads.
+  static void inChild() {
+    auto& here = instance();
+    new (&here.queue_) Queue;  // the old ones are never destroyed
+    new (&here.empty_) std::condition_variable;
+    here.digging_ = false;
+    here.mutex_.unlock();
+  }
+
   void run() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!queue_.empty()) {
@@ -55,9 +68,8 @@ class Graveyard {
 
   std::mutex mutex_;
   std::condition_variable empty_;
-  std::deque<c10::intrusive_ptr<c10d::Backend>> queue_;
+  Queue queue_;
   bool digging_ = false;
-  pid_t owner_ = ::getpid();
 };
 
 }  // namespace flashrecovery

@@ -1,0 +1,84 @@
+"""The leak check of the soak finds a slow leak, and takes neither noise nor a warm-up for one."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from tests.leaks import LEAST, SETTLING, Growth, Usage, files_of
+
+RECOVERIES = 200
+
+
+def growth(of: Callable[[int], float], name: str = "fds", count: int = RECOVERIES) -> Growth:
+    made = Growth()
+    for number in range(count):
+        made.look("rank 0", number, {name: of(number)})
+    return made
+
+
+def test_a_descriptor_every_ten_recoveries_is_a_leak() -> None:
+    (found,) = growth(lambda n: 60 + n // 10).leaks()
+    assert "rank 0: fds grows by 0.1" in found
+
+
+@pytest.mark.parametrize("name", ["fds", "threads", "maps", "shared", "files", "keys", "rss_mib"])
+def test_each_of_them_can_leak(name: str) -> None:
+    assert growth(lambda n: 60 + n // 10, name).leaks()
+    assert not growth(lambda n: 60, name).leaks()
+
+
+def test_a_leak_shows_in_the_shortest_series_and_in_noise() -> None:
+    rng = random.Random(0)
+    assert growth(lambda n: 60 + n // 10, count=LEAST + SETTLING).leaks()
+    assert growth(lambda n: 60 + n / 10 + rng.choice((0, 0, 0, 6))).leaks()
+
+
+def test_noise_and_warm_up_are_no_leak() -> None:
+    rng = random.Random(0)
+    assert not growth(lambda n: 60 + rng.choice((0, 0, 0, 6))).leaks()
+    assert not growth(lambda n: 60 + min(n, SETTLING)).leaks()
+    assert not growth(lambda n: 60 - n / 10).leaks()
+
+
+def test_a_process_that_lived_too_short_is_not_judged() -> None:
+    short = growth(lambda n: 60 + n, count=LEAST + SETTLING - 1)
+    assert short.judged() == [] and short.leaks() == [] and short.table() == ""
+    assert growth(lambda n: 60 + n, count=LEAST + SETTLING).judged() == ["rank 0"]
+
+
+def test_what_a_process_uses_is_seen() -> None:
+    before = Usage.of(os.getpid())
+    opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(3)]
+    memory = os.memfd_create("leak")
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    ballast = bytearray(os.urandom(1) * (32 << 20))
+    try:
+        after = Usage.at_rest(os.getpid())
+    finally:
+        ended.set()
+        thread.join()
+        for fd in (*opened, memory):
+            os.close(fd)
+    assert after.fds == before.fds + 4 and after.shared == before.shared + 1
+    assert after.threads == before.threads + 1 and after.maps > before.maps
+    assert after.rss_mib > before.rss_mib + 30 and len(ballast)
+    with pytest.raises(OSError):
+        Usage.of(1 << 30)
+
+
+def test_files_are_told_by_the_process_in_their_name() -> None:
+    path = f"/dev/shm/torch_{os.getpid()}_123_0"
+    before = files_of([os.getpid()])
+    with open(path, "w"):
+        pass
+    try:
+        assert files_of([os.getpid()]) == before + 1 and files_of([os.getpid() * 10]) == files_of([])
+    finally:
+        os.unlink(path)

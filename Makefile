@@ -2,6 +2,7 @@
 #
 #   VENV=dir            where the virtual environment is (default .venv)
 #   PYTHON=python3.12   which Python makes it
+#   MUTATE="plan gate"       what `make mutate` is to do (scripts/mutate.py --help)
 #   TORCH_INDEX="--index-url https://download.pytorch.org/whl/cpu"    pip options for torch alone (CPU or CUDA build)
 
 VENV ?= .venv
@@ -15,7 +16,7 @@ DEMO_DIR ?= runs/demo
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test test-slurm lint format grid grid-deepspeed grid-megatron soak soak-deepspeed soak-megatron chaos bench bench-setup clean
+.PHONY: help setup demo test test-slurm lint format grid grid-deepspeed grid-megatron soak soak-deepspeed soak-megatron chaos bench bench-setup mutate clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -88,6 +89,13 @@ soak-megatron: setup $(BIN)/.frameworks-done  ## 200 kills of TP2 x DP2
 
 chaos: setup  ## 200 random faults of ranks, nodes, links and controllers on four hosts, without and with relays (needs root)
 	$(BIN)/python -m pytest -m chaos -s $(PYTEST_ARGS)
+
+$(BIN)/.mutate-done: $(BIN)/.setup-done
+	@$(PIP) -c constraints.txt --editable '.[test,mutate]'
+	@touch $@
+
+mutate: $(BIN)/.mutate-done  ## change the code in small ways and list what no unit test notices (MUTATE="plan --minutes 60")
+	$(BIN)/python scripts/mutate.py $(MUTATE)
 
 bench-setup:  ## an environment of its own with the peers that the benchmarks compare with
 	BENCH_VENV=$(BENCH_VENV) PYTHON=$(PYTHON) TORCH_VERSION=$(TORCH_VERSION) TORCH_INDEX='$(TORCH_INDEX)' \

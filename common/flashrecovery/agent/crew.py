@@ -167,7 +167,7 @@ class Crew:
 
     async def _bury(self, process: WorkerProcess) -> None:
         """Wait for the end of a dead process, however long the kernel takes, and give back what it had."""
-        await process.reap(self._config.timeouts.replacement_s)
+        await process.end(self._config.timeouts.replacement_s)
         process.close()
 
     def halt(self) -> None:
@@ -202,11 +202,11 @@ class Crew:
                 process.signal(signal.SIGTERM)
                 process.signal(signal.SIGCONT)
         deadline = time.monotonic() + grace_s
-        while time.monotonic() < deadline and any(p.popen.poll() is None for p in processes):
+        while time.monotonic() < deadline and any(p.returncode is None for p in processes):
             await asyncio.sleep(0.02)
         for process in processes:
             process.kill()
-            await process.reap(1.0)
+            await process.end(1.0)
             process.close()
         self._watch.close()
         self._tail.close()

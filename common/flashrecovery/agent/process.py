@@ -35,6 +35,8 @@ class WorkerProcess:
         self.stepping = False
         self.resumed = False  # has it ever been?
         self.dead = False
+        self.failed = False  # its failure has been reported
+        self.knows_controller = True  # what it was told last: that there is one
         self.last_words: pb.LastWords | None = None
         self.joined: pb.Joined | None = None
         self.done: pb.Done | None = None
@@ -119,7 +121,10 @@ class WorkerProcess:
             pass
 
     def kill(self) -> None:
-        """SIGKILL to the whole session: data loader processes go too."""
+        """SIGKILL to the whole session: data loader processes go too. Nothing once :meth:`close` has given back the
+        pid, which may be another's by now."""
+        if self.popen.returncode is not None:
+            return
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -141,18 +146,30 @@ class WorkerProcess:
             statm.close()
         return True
 
-    async def reap(self, timeout_s: float) -> int | None:
-        """The return code once the process is gone; None if it is still there after ``timeout_s``."""
+    @property
+    def returncode(self) -> int | None:
+        """As that of ``Popen``; None while the process runs. The kernel keeps the pid, and with it the number of the
+        session, until :meth:`close`."""
+        if self.popen.returncode is not None:
+            return self.popen.returncode
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    async def end(self, timeout_s: float) -> int | None:
+        """Wait for it; the return code, or None if the process is still there after ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
-        while self.popen.poll() is None:
+        while (code := self.returncode) is None:
             if time.monotonic() > deadline:
                 return None
             await asyncio.sleep(0.01)
-        return self.popen.returncode
+        return code
 
     def close(self) -> None:
-        """Give back page and channel; what is left of the session goes."""
+        """What is left of the session goes; then page, channel and pid are given back."""
         self.kill()
+        self.popen.poll()
         if self._reader_task is not None:
             self._reader_task.cancel()
         if self._writer is not None:

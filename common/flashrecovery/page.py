@@ -138,19 +138,31 @@ class Page:
 
     def health(self) -> Health:
         w = self._words
+        generation, committed = self._committed_in()
         return Health(
             w[_TAG],
             w[_PROGRESS],
             w[_TIME_NS] / 1e9,
-            w[_COMMITTED],
+            committed,
             w[_STEP_NS] / 1e9,
-            w[_GENERATION],
+            generation,
             w[_OWN_NS] / 1e9,
             w[_OWN_LEAST_NS] / 1e9,
             w[_OVERHEAD_NS] / 1e9,
             w[_KEPT] - 1,
             w[_KEPT_NS] / 1e9,
         )
+
+    def _committed_in(self) -> tuple[int, int]:
+        """(generation, version committed in it). The worker may resume at any moment; :meth:`resume` takes the old
+        version away before it names the new generation, so between two equal looks at the generation there was only
+        that one's version, or none."""
+        w = self._words
+        while True:
+            generation = w[_GENERATION]
+            committed = w[_COMMITTED]
+            if w[_GENERATION] == generation:
+                return generation, committed
 
     # -- capsule ----------------------------------------------------------------------------------
 

@@ -95,7 +95,7 @@ def test_a_stop_after_the_mutation_lets_the_step_finish(gate: Gate) -> None:
 def test_a_held_rank_may_finish_what_another_has_finished(gate: Gate) -> None:
     gate.resume(4, 0)
     gate.begin()
-    assert gate.hold() == (True, False, 4)
+    assert gate.hold(1) == (True, False, 4)
     mutated = threading.Thread(target=gate.mutate)
     mutated.start()
     mutated.join(0.05)
@@ -113,6 +113,34 @@ def test_an_outdated_resume_does_not_start_the_rank(gate: Gate) -> None:
     assert gate.resume(0, 2) is False and gate.stopped
     assert gate.resume(0, 3) is True and not gate.stopped
     assert gate.outdated(2) and not gate.outdated(3)
+
+
+def test_an_older_resume_does_not_clear_a_newer_hold(gate: Gate) -> None:
+    """The hold is heard by the control thread, while the resume still waits for the training thread."""
+    gate.resume(4, 0)
+    gate.stop(1, 4)
+    gate.leave_step()
+    assert gate.hold(2) == (False, False, 4)
+    assert gate.resume(4, 1) is False and gate.outdated(1)
+    assert gate.generation == 0 and gate.page.health().generation == 0, "it takes no step in generation 1"
+    gate.begin()
+    with pytest.raises(StepInterrupted):
+        gate.mutate()
+    gate.stop(2, -1)
+    assert gate.resume(4, 2) is True
+    gate.begin()
+    gate.mutate()
+    assert gate.commit() and gate.version == 5
+
+
+def test_a_hold_and_a_stop_that_are_older_than_the_resume_do_nothing(gate: Gate) -> None:
+    gate.stop(3, -1)
+    gate.resume(4, 3)
+    gate.begin()
+    gate.hold(3)
+    gate.stop(2, -1)
+    gate.mutate()
+    assert gate.commit() and gate.version == 5 and gate.live == 5 and gate.stale(3) and not gate.stale(4)
 
 
 def test_the_barrier_before_the_mutation_is_known(gate: Gate) -> None:

@@ -57,6 +57,37 @@ def test_tags_are_seen_by_another_process_and_outlive_it(page: Page) -> None:
     heir.close()
 
 
+class Interrupted:
+    """The header's words; before the given read of one, the worker resumes."""
+
+    def __init__(self, page: Page, at: int) -> None:
+        self.words, self.page, self.left = page._words, page, at
+
+    def __getitem__(self, index: int) -> int:
+        if self.left == 0:
+            writer = Page(os.dup(self.page.fd))
+            writer.resume(7, 3, 0)
+            writer.close()
+        self.left -= 1
+        return self.words[index]
+
+    def release(self) -> None:
+        self.words.release()
+
+
+def test_a_version_is_never_taken_for_that_of_another_generation(page: Page) -> None:
+    """Whenever the worker resumes while its page is being read."""
+    page.resume(9, 2, 0)
+    seen = set()
+    for at in range(14):
+        page.resume(9, 2, 0)
+        page._words = Interrupted(page, at)  # type: ignore[assignment]
+        health = page.health()
+        page._words = page._words.words  # type: ignore[attr-defined]
+        seen.add((health.generation, health.committed))
+    assert seen == {(2, 9), (3, 7)}
+
+
 def test_the_age_of_a_kept_copy_begins_with_its_version(page: Page) -> None:
     assert page.health().kept == -1
     page.set_kept(4)

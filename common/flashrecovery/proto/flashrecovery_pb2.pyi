@@ -295,6 +295,7 @@ class WorkerState(_message.Message):
     CAPSULES_FIELD_NUMBER: _builtins.int
     STORE_HOST_FIELD_NUMBER: _builtins.int
     STORE_PORT_FIELD_NUMBER: _builtins.int
+    COMMITTED_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     pid: _builtins.int
     local_rank: _builtins.int
@@ -305,6 +306,8 @@ class WorkerState(_message.Message):
     store_host: _builtins.str
     store_port: _builtins.int
     """the TCPStore that it was told to use"""
+    committed: _builtins.int
+    """newest version that it has committed, -1: none"""
     @_builtins.property
     def joined(self) -> Global___Joined:
         """what it has said at its first step, unset before that"""
@@ -328,10 +331,11 @@ class WorkerState(_message.Message):
         capsules: _abc.Iterable[_builtins.int] | None = ...,
         store_host: _builtins.str = ...,
         store_port: _builtins.int = ...,
+        committed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "joined", b"joined"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capsules", b"capsules", "done", b"done", "joined", b"joined", "local_rank", b"local_rank", "pid", b"pid", "rank", b"rank", "resumed", b"resumed", "stepping", b"stepping", "store_host", b"store_host", "store_port", b"store_port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capsules", b"capsules", "committed", b"committed", "done", b"done", "joined", b"joined", "local_rank", b"local_rank", "pid", b"pid", "rank", b"rank", "resumed", b"resumed", "stepping", b"stepping", "store_host", b"store_host", "store_port", b"store_port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -683,24 +687,29 @@ Global___WorkerStarted: _TypeAlias = WorkerStarted  # noqa: Y015
 
 @_typing.final
 class LastWords(_message.Message):
+    """communication: it follows from what has happened to a peer, or to the network."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     EXCEPTION_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     TRACEBACK_FIELD_NUMBER: _builtins.int
+    COMMUNICATION_FIELD_NUMBER: _builtins.int
     exception: _builtins.str
     message: _builtins.str
     traceback: _builtins.str
+    communication: _builtins.bool
     def __init__(
         self,
         *,
         exception: _builtins.str = ...,
         message: _builtins.str = ...,
         traceback: _builtins.str = ...,
+        communication: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exception", b"exception", "message", b"message", "traceback", b"traceback"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["communication", b"communication", "exception", b"exception", "message", b"message", "traceback", b"traceback"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -719,6 +728,7 @@ class Failure(_message.Message):
     FAILED_AT_FIELD_NUMBER: _builtins.int
     LAST_WORDS_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    SIGNAL_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     generation: _builtins.int
     pid: _builtins.int
@@ -730,6 +740,8 @@ class Failure(_message.Message):
     failed_at: _builtins.float
     """CLOCK_MONOTONIC seconds of the failure, as well as it is known"""
     step: _builtins.int
+    signal: _builtins.int
+    """that has ended the process, 0: none"""
     @_builtins.property
     def last_words(self) -> Global___LastWords: ...
     def __init__(
@@ -744,10 +756,11 @@ class Failure(_message.Message):
         failed_at: _builtins.float = ...,
         last_words: Global___LastWords | None = ...,
         step: _builtins.int = ...,
+        signal: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_words", b"last_words"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detect_s", b"detect_s", "evidence", b"evidence", "failed_at", b"failed_at", "generation", b"generation", "kind", b"kind", "last_words", b"last_words", "pid", b"pid", "rank", b"rank", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detect_s", b"detect_s", "evidence", b"evidence", "failed_at", b"failed_at", "generation", b"generation", "kind", b"kind", "last_words", b"last_words", "pid", b"pid", "rank", b"rank", "signal", b"signal", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -943,6 +956,7 @@ class Joined(_message.Message):
     HANG_FLOOR_S_FIELD_NUMBER: _builtins.int
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
     CHECKPOINT_INTERVAL_S_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_DIR_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     generation: _builtins.int
     steps: _builtins.int
@@ -955,6 +969,8 @@ class Joined(_message.Message):
     """this worker has a directory for them"""
     checkpoint_interval_s: _builtins.float
     """0: auto"""
+    checkpoint_dir: _builtins.str
+    """where they are; empty: none"""
     @_builtins.property
     def needs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardNeed]: ...
     @_builtins.property
@@ -970,10 +986,11 @@ class Joined(_message.Message):
         hang_floor_s: _builtins.float = ...,
         checkpoints: _builtins.bool = ...,
         checkpoint_interval_s: _builtins.float = ...,
+        checkpoint_dir: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "generation", b"generation", "hang_floor_s", b"hang_floor_s", "held", b"held", "needs", b"needs", "rank", b"rank", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_dir", b"checkpoint_dir", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "generation", b"generation", "hang_floor_s", b"hang_floor_s", "held", b"held", "needs", b"needs", "rank", b"rank", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2162,30 +2179,55 @@ class Assign(_message.Message):
 Global___Assign: _TypeAlias = Assign  # noqa: Y015
 
 @_typing.final
+class ControllerHeard(_message.Message):
+    """Whether this agent hears a controller. While it does not, nobody can tell a worker to stop."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEARD_FIELD_NUMBER: _builtins.int
+    heard: _builtins.bool
+    def __init__(
+        self,
+        *,
+        heard: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heard", b"heard"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ControllerHeard: _TypeAlias = ControllerHeard  # noqa: Y015
+
+@_typing.final
 class ToWorker(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     COMMAND_FIELD_NUMBER: _builtins.int
     WARM_FIELD_NUMBER: _builtins.int
     ASSIGN_FIELD_NUMBER: _builtins.int
+    CONTROLLER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def command(self) -> Global___Command: ...
     @_builtins.property
     def warm(self) -> Global___Warm: ...
     @_builtins.property
     def assign(self) -> Global___Assign: ...
+    @_builtins.property
+    def controller(self) -> Global___ControllerHeard: ...
     def __init__(
         self,
         *,
         command: Global___Command | None = ...,
         warm: Global___Warm | None = ...,
         assign: Global___Assign | None = ...,
+        controller: Global___ControllerHeard | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "command", b"command", "warm", b"warm"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "command", b"command", "controller", b"controller", "warm", b"warm"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "command", b"command", "warm", b"warm"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "command", b"command", "controller", b"controller", "warm", b"warm"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["command", "warm", "assign"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["command", "warm", "assign", "controller"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

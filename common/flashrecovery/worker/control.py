@@ -47,6 +47,7 @@ class Control:
         self._on_checkpoint = on_checkpoint
         self._on_keep_undo = on_keep_undo
         self._training_thread = threading.main_thread()
+        self.controller_heard = True  # by the agent
         self._hook: Any = None
         self._thread = threading.Thread(target=self._run, name="flashrecovery-control", daemon=True)
 
@@ -60,6 +61,9 @@ class Control:
                 # The agent is gone, and with it whoever could tell us what the others do.
                 print("flashrecovery: the agent is gone; this process ends", file=sys.stderr, flush=True)
                 os._exit(1)
+            if message.HasField("controller"):
+                self.controller_heard = message.controller.heard
+                continue
             command = message.command
             body = command.WhichOneof("body")
             if body == "hold":
@@ -79,13 +83,15 @@ class Control:
 
     def _hold(self, command: pb.Command) -> None:
         """Say where this rank is, and let no mutation begin."""
-        settled, mutating, version = self._gate.hold()
+        settled, mutating, version = self._gate.hold(command.generation)
         reply = pb.Reply(serial=command.serial, generation=command.generation, rank=command.rank)
         reply.position.CopyFrom(pb.Position(settled=settled, mutating=mutating, version=version))
         self._channel.send(pb.FromWorker(reply=reply))
 
     def _stop(self, command: pb.Command) -> None:
         """Free the training thread; a step that others have finished may finish (paper section III-E)."""
+        if self._gate.stale(command.generation):
+            return
         if self._gate.stop(command.generation, command.stop.finish_to):
             if self._gate.waits_in_barrier:
                 groups.abandon(command.stop.reason)  # the dead rank will never let it through

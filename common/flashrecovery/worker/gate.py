@@ -37,7 +37,7 @@ class Gate:
         self.version = 0
         self.live = -1
         self.generation = 0
-        self._stopped_for = 0
+        self._called_off_by = 0  # the newest generation that a hold or a stop has announced
         self._stopped = False
         self._finish_to = -1
         self._held = False
@@ -112,11 +112,12 @@ class Gate:
             self.live = -1
 
     def resume(self, version: int, generation: int) -> bool:
-        """Continue at ``version``. False if a newer stop has come meanwhile."""
+        """Continue at ``version``. False if a newer hold or stop has come meanwhile: then this rank has said that it
+        takes no step, and waits for the stop."""
         with self.lock:
             self.version = self.live = version
             self._mutating = False
-            if self._stopped_for > generation:
+            if self.outdated(generation):
                 return False
             self._stopped = self._held = False
             self._finish_to = -1
@@ -133,7 +134,12 @@ class Gate:
 
     def outdated(self, generation: int) -> bool:
         """True if a newer generation has been announced than ``generation``."""
-        return generation < self._stopped_for
+        return generation < self._called_off_by
+
+    def stale(self, generation: int) -> bool:
+        """True if a hold or a stop of ``generation`` comes too late: this rank has been told something newer, or trains
+        in that generation already."""
+        return generation <= self.generation or self.outdated(generation)
 
     def leave_step(self, *, done: bool = False) -> None:
         """The training thread carries out commands now; ``done``: because it has taken all its steps."""
@@ -146,18 +152,24 @@ class Gate:
 
     # -- control thread ---------------------------------------------------------------------------
 
-    def hold(self) -> tuple[bool, bool, int]:
+    def hold(self, generation: int) -> tuple[bool, bool, int]:
         """Let no mutation begin until the stop. Returns whether this rank is in a step or done with all (and not in a
-        recovery), whether it is mutating, and its newest complete version."""
+        recovery), whether it is mutating, and its newest complete version. A hold that is older than what this rank
+        has been told since holds nothing."""
         with self.lock:
-            self._held = True
+            if not self.stale(generation):
+                self._called_off_by = generation
+                self._held = True
             return self._stepping or self._done, self._mutating, self.version
 
     def stop(self, generation: int, finish_to: int) -> bool:
-        """Void the current step, unless this rank is below ``finish_to``. Returns whether it may still finish."""
+        """Void the current step, unless this rank is below ``finish_to``. Returns whether it may still finish. A stop
+        that is older than what this rank has been told since stops nothing."""
         with self.lock:
+            if self.stale(generation):
+                return self.finishing
             self._stopped = True
-            self._stopped_for = max(self._stopped_for, generation)
+            self._called_off_by = generation
             self._finish_to = finish_to
             self.lock.notify_all()
             return self.finishing
@@ -171,6 +183,11 @@ class Gate:
     def finishing(self) -> bool:
         """The step may go on to its commit."""
         return self._stepping and (self._mutating or self.version < self._finish_to)
+
+    @property
+    def held(self) -> bool:
+        """The controller has said hold, so a stop will follow."""
+        return self._held
 
     @property
     def waits_in_barrier(self) -> bool:

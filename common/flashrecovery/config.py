@@ -61,7 +61,8 @@ class Timeouts(_Model):
     peer_error_wait_s: float = Field(
         20.0,
         gt=0,
-        description="a rank whose collective failed waits for the controller's stop before it fails itself",
+        description="a rank whose collective failed waits for the controller's stop before it fails itself; the clock "
+        "stands while there is no controller",
     )
     node_silence_s: float = Field(
         0.75, gt=0, description="an agent that says nothing for this long is suspected: three heartbeats in a row"
@@ -93,7 +94,12 @@ class Timeouts(_Model):
         gt=0,
         description="replacement at its first step: cold imports, model and data set construction",
     )
-    startup_s: float = Field(3600.0, gt=0, description="all ranks at their first step at launch")
+    startup_s: float = Field(
+        3600.0,
+        gt=0,
+        description="all ranks at their first step at launch; if none has come to one by then, the script runs on "
+        "unprotected, with a notice",
+    )
     regroup_s: float = Field(60.0, gt=0, description="all groups of a new generation formed")
     restore_s: float = Field(600.0, gt=0, description="all lost bytes transferred and verified")
     resume_ack_s: float = Field(30.0, gt=0, description="every rank back in its loop after the resume command")
@@ -208,7 +214,16 @@ class RunConfig(Settings):
     health: str = Field("auto", description="device plugins: auto (all that are installed), none, or names with commas")
     max_restarts: int = Field(3, ge=0, description="whole restarts while nothing has been trained yet")
     max_failures_per_step: int = Field(
-        3, ge=1, description="the same rank failing at the same step so often ends the job"
+        3,
+        ge=1,
+        description="the same rank failing so often by its own doing (exception, exit, crash, hang, device) at the "
+        "same step, or before its replacement's first one, ends the job: a crash loop",
+    )
+    max_kills_per_step: int = Field(
+        10,
+        ge=1,
+        description="the same for failures from outside (SIGKILL, SIGTERM, SIGSTOP): bad luck, unless it never "
+        "ends, as with an out-of-memory killer",
     )
     inject: tuple[FaultSpec, ...] = Field((), description="drills: faults to inject")
     observe: ObserveSettings = Field(ObserveSettings(), description="metrics, web page, traces")

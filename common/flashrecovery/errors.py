@@ -47,6 +47,10 @@ class RegroupError(FlashRecoveryError):
     """The process groups of a new generation could not be formed within their deadline."""
 
 
+class DrainError(FlashRecoveryError):
+    """What was under way in a process has not let go of its tensors, so the process must be replaced."""
+
+
 class ProtocolError(FlashRecoveryError):
     """A message that the receiver's state does not allow (a bug, or a peer of another version)."""
 

@@ -69,8 +69,8 @@ class FailureDetected(Event):
 
 
 class RecoveryStarted(Event):
-    """The survivors are being stopped. Comes again, with the next generation, for a failure during a
-    recovery."""
+    """The survivors are being stopped. Comes again, with all victims, for a failure during a recovery: in the same
+    generation if it joins, else in the next one."""
 
     event: Literal["recovery_started"] = "recovery_started"
     victims: list[int] = Field(default_factory=list)

@@ -66,6 +66,36 @@ def test_stopped_processes_are_seen() -> None:
     p.wait()
 
 
+def test_the_pid_of_a_process_is_kept_until_what_is_left_of_its_session_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its number might be another session's when the kill comes."""
+    child = tmp_path / "child"
+    code = f"sleep 60 & echo $! > {child}; exit 3"
+    ours, theirs = socket.socketpair()
+    popen = subprocess.Popen(["sh", "-c", code], start_new_session=True)
+    process = WorkerProcess(popen, Page.create("test"), ours)
+    with closing(theirs):
+        assert asyncio.run(process.end(10)) == 3
+        left = int(child.read_text())
+        os.kill(left, 0)
+        assert os.path.exists(f"/proc/{process.pid}"), "the pid is free, and the group may be another's"
+        killed: list[int] = []
+        real = os.killpg
+        monkeypatch.setattr(os, "killpg", lambda group, number: (killed.append(group), real(group, number)))
+        process.close()
+        process.kill()
+    assert killed == [process.pid] and process.returncode == 3 and not os.path.exists(f"/proc/{process.pid}")
+    deadline = time.monotonic() + 5
+    while os.path.exists(f"/proc/{left}") and not _is_zombie(left) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not os.path.exists(f"/proc/{left}") or _is_zombie(left)
+
+
+def _is_zombie(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
 HOLD = "from flashrecovery.lifeline import Lifeline; Lifeline({fd}).hold(); "
 
 

@@ -68,6 +68,9 @@ class NoWorkers:
     def halt(self) -> None:
         self.halted += 1
 
+    def controller_heard(self, heard: bool) -> None:
+        pass
+
     def go_on(self) -> None:
         pass
 

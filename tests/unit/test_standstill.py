@@ -151,7 +151,7 @@ def test_where_everybody_has_come_nobody_is_accused() -> None:
     assert judge([stand(r, {WORLD: 6}, inside(5), age=9.0 if r else 90.0) for r in range(4)]).kind is Kind.LATER
     unlike = [stand(r, {WORLD: 6}, inside(5, op="broadcast" if r == 2 else "all_reduce")) for r in range(4)]
     found = judge(unlike)
-    assert found.kind is Kind.STUCK and "rank 2: broadcast" in found.text and "ranks 0, 1 and 3" in found.text
+    assert found.kind is Kind.UNLIKE and "rank 2: broadcast" in found.text and "ranks 0, 1 and 3" in found.text
 
 
 def test_nobody_is_accused_before_his_time_or_by_hearsay() -> None:

@@ -104,7 +104,7 @@ class Agent:
         message.generation, message.attempt, message.stride = self._generation, self._attempt, self._table.stride
         message.command.extend(self._command)
         message.settings.update(self._config.shared())
-        message.workers.extend(self._state_of(p) for p in self._ranks.values() if not p.dead)
+        message.workers.extend(self._state_of(p) for p in self._ranks.values() if not p.dead and not p.failed)
         if self._health.suspect is not None:
             message.suspect = str(self._health.suspect)
         if self._checkpoint is not None:
@@ -124,6 +124,7 @@ class Agent:
             capsules=process.page.capsule_versions(),
             store_host=process.store[0],
             store_port=process.store[1],
+            committed=process.page.committed,
         )
 
     def incarnation(self) -> str:
@@ -140,6 +141,13 @@ class Agent:
     def go_on(self) -> None:
         """It belongs to the job after all."""
         self._crew.go_on()
+
+    def controller_heard(self, heard: bool) -> None:
+        """Whether a controller is there; the workers are told of every change."""
+        for process in self.workers():
+            if process.knows_controller is not heard:
+                process.knows_controller = heard
+                process.send(pb.ToWorker(controller=pb.ControllerHeard(heard=heard)))
 
     def fence(self) -> None:
         """The ranks of this node have been given away: end its processes, and be a spare node from now on."""
@@ -266,13 +274,13 @@ class Agent:
             self._tasks.start(self._report_death(process, found, late))
 
     async def _report_exit(self, process: WorkerProcess) -> None:
-        await process.reap(self._config.timeouts.fence_s)
+        await process.end(self._config.timeouts.fence_s)
         message = pb.Exited(rank=process.place, generation=process.generation, pid=process.pid, code=0)
         self._send(pb.AgentMessage(exited=message))
 
     async def _report_death(self, process: WorkerProcess, found: Exit | None, late: float) -> None:
         if found is None:
-            code = await process.reap(1.0)
+            code = await process.end(1.0)
             found = Exit.from_returncode(code if code is not None else -signal.SIGKILL)
         if found.signal is None:
             await process.hear_out(LAST_WORDS_S, until_last_words=True)
@@ -281,11 +289,13 @@ class Agent:
         else:
             kind = "killed" if found.signal is not None else "exit"
             evidence = str(found)
-        self._report_failure(process, kind, evidence, late)
+        self._report_failure(process, kind, evidence, late, found.signal or 0)
 
-    def _report_failure(self, process: WorkerProcess, kind: str, evidence: str, late: float) -> None:
+    def _report_failure(
+        self, process: WorkerProcess, kind: str, evidence: str, late: float, signal_number: int = 0
+    ) -> None:
         now = time.monotonic()
-        process.stepping = False
+        process.stepping, process.failed = False, True
         message = pb.Failure(
             rank=process.place,
             generation=process.generation,
@@ -295,6 +305,7 @@ class Agent:
             detect_s=late,
             failed_at=now - late,
             last_words=process.last_words,
+            signal=signal_number,
             step=max(process.page.committed, 0),
         )
         self._send(pb.AgentMessage(failure=message))

@@ -40,6 +40,8 @@ _BUSY_S = 5.0
 """A controller whose door is open but who says nothing is busy: thousands of new connections would not help it."""
 _NAME_TAKEN_S = 3.0
 """Whose name is taken for so long is not the same agent, started anew before its old connection has ended."""
+_TELL_S = 0.1
+"""Pace of telling the workers whether a controller is heard."""
 
 log = logging.getLogger("flashrecovery")
 
@@ -122,6 +124,7 @@ class ControllerSession:
             ConfigError: no controller was found, or it refuses this node.
         """
         watch = asyncio.create_task(self._watch()) if self._peers is not None else None
+        telling = asyncio.create_task(self._tell_workers())
         try:
             while not self._agent.finished.done():
                 await self._connect()
@@ -129,7 +132,7 @@ class ControllerSession:
                 await self._pause(next_attempt_s(self._silent_s(), self._limits, answered=self._answered))
             return self._agent.finished.result()
         finally:
-            for task in (watch, self._move):
+            for task in (watch, telling, self._move):
                 if task is not None:
                     task.cancel()
                     with contextlib.suppress(asyncio.CancelledError):
@@ -327,6 +330,12 @@ class ControllerSession:
             late = not self._fresh and now - self._attempt_at > ATTEMPT_S
             if stale or late:
                 self._drop_connection()
+
+    async def _tell_workers(self) -> None:
+        """Whether there is a controller that could stop them."""
+        while True:
+            self._agent.controller_heard(self._fresh and self._silent_s() < self._limits.node_silence_s)
+            await asyncio.sleep(_TELL_S)
 
     def _turn_in_s(self, now: float) -> float:
         """Until this node may stand for election the next time."""

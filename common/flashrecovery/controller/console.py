@@ -37,6 +37,9 @@ def line_of(event: ev.Event) -> str | None:
         "health_plugin",
         "store_restarted",
         "other_command",
+        "unprotected",
+        "all_asked_again",
+        "start_again",
     ):
         return f"{event.kind.replace('_', ' ')}: {event.text}"
     return None

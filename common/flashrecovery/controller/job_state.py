@@ -56,6 +56,9 @@ class JobState:
     _homeless_since: float | None = None
     _found_since: float | None = None
     _found_at: float | None = None
+    _failures: list[pb.Failure] = field(default_factory=list)  # of the recovery under way, in order
+    _asked_again: bool = False  # nobody at all has met a deadline in this recovery: once, everybody is asked again
+    _unprotected: bool = False  # the time for the first protected step is over, and no rank has come to one
     _stuck_at: dict[int, int] = field(default_factory=dict)
     _homes: list[str] = field(default_factory=list)  # by rank, as they were for ...
     _ranks_of: dict[str, list[int]] = field(default_factory=dict)  # ... this, by home
@@ -146,7 +149,7 @@ class JobState:
         if not detached and not self._start_stores:
             self._start_stores = self._stores()
         host, port = self._store() if detached else (self._start_stores[0].host, self._start_stores[0].port)
-        record.store = (host, port)
+        record.store, record.filled, record.on_its_way = (host, port), self.generation, True
         replace = pb.Replace(
             detached=detached,
             reason=reason,

@@ -12,10 +12,11 @@ than the current generation is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flashrecovery import events as ev
+from flashrecovery.controller.crashes import cause_of, limit_of, option_of
 from flashrecovery.controller.history import Recovery
 from flashrecovery.controller.nodes import NodeRecord, NodeState, launch_order
 from flashrecovery.controller.records import HeldAt, Place, RankRecord, unequal_claims, unequal_steps
@@ -26,9 +27,17 @@ from flashrecovery.controller.takeover import TakeOver
 from flashrecovery.controller.watching import Watching
 from flashrecovery.errors import ConfigError
 from flashrecovery.plan.placement import neighbour_stride
+from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _RETRY_AFTER_S = 1.0
+_ELSEWHERE = -1
+"""Generation of a process that another controller has ordered."""
+_HOW_TO_PROTECT = (
+    "take its steps in recovery.steps() (plain PyTorch, DeepSpeed's three calls), set flash_recovery.enabled in the "
+    "configuration of DeepSpeed, or give Megatron-LM --flash-recovery; if its first step takes longer than that, set "
+    "timeouts.startup_s"
+)
 
 
 @dataclass
@@ -102,7 +111,12 @@ class Machine(Watching, TakeOver):
         )
         for record in self.ranks.values():
             record.page_on = "" if record.page_on == name else record.page_on
-        if not self._launched or all(r.place is Place.FINISHED for r in lost):
+        if not self._launched:
+            for record in lost:  # found, but not taken over yet
+                record.vacate()
+                record.home, record.capsules = "", ()
+            return
+        if all(r.place is Place.FINISHED for r in lost):
             return
         self.last_failure = f"node {name}: {evidence}"
         released = [r.rank for r in lost if r.place is Place.RELEASED]
@@ -129,6 +143,10 @@ class Machine(Watching, TakeOver):
 
     def on_started(self, message: pb.WorkerStarted, node: str, host: str) -> None:
         record = self.ranks[message.rank]
+        if record.filled not in (_ELSEWHERE, message.generation) or not (
+            record.place is Place.EMPTY or (record.place is Place.STARTING and record.pid == message.pid)
+        ):
+            return  # of a process that has been replaced since
         record.place, record.pid, record.node, record.host = Place.STARTING, message.pid, node, host
         record.page_on = record.home
         record.joined_generation = self.generation
@@ -140,8 +158,8 @@ class Machine(Watching, TakeOver):
     def on_joined(self, message: pb.Joined, now: float) -> None:
         """A worker has come to its first step and says which shards it needs and holds."""
         record = self.ranks[message.rank]
-        if record.place is not Place.STARTING:
-            return
+        if record.place is not Place.STARTING or record.filled not in (_ELSEWHERE, message.generation):
+            return  # of a process that has been replaced since
         known, steps = dict(record.needs), record.steps
         record.joined(message)
         self.outbox.forget("replace", record.rank)
@@ -153,15 +171,28 @@ class Machine(Watching, TakeOver):
         elif self.state is not State.STARTING and record.steps != steps and unequal_steps(self.ranks.values()):
             self._fail(unequal_steps(self.ranks.values()))
         elif self.state is State.STARTING:
+            if self._unprotected:
+                self._await_the_others(now)
             self._try_start(now)
         else:
             self._advance(now)
 
     def on_failure(self, message: pb.Failure, now: float) -> None:
         """The process of a rank is dead, hung, or cannot go on."""
+        self._on_failures([message], now)
+
+    def _on_failures(self, messages: Sequence[pb.Failure], now: float) -> None:
+        """What is found at one moment is one recovery."""
+        lost = [message for message in messages if self._is_lost(message, now)]
+        if lost and self.state not in (State.FAILED, State.FINISHED):
+            first = lost[0]
+            self._recover([m.rank for m in lost], first.kind, first.failed_at or now, first.detect_s, now)
+
+    def _is_lost(self, message: pb.Failure, now: float) -> bool:
+        """Note a failure; returns whether the rank is to be filled anew for that."""
         record = self.ranks[message.rank]
         if self.state in (State.FAILED, State.FINISHED) or record.pid != message.pid or record.place is Place.EMPTY:
-            return
+            return False
         step = max(message.step, record.committed, 0)
         self.last_failure = f"rank {record.rank}: {message.kind}: {message.evidence}"
         self._emit_failure(record, message.kind, message.evidence, message.detect_s, step, message.last_words)
@@ -171,17 +202,29 @@ class Machine(Watching, TakeOver):
         record.vacate()
         if was is Place.RELEASED:
             self._fail(f"{self.last_failure}, after its last step: its end state is lost")
+        elif not self._launched:
+            return False  # found, but not taken over yet: then it will be missing
         elif self.state is State.STARTING:
             self._restart(record, message, now)
         else:
-            record.failures_at[step] = record.failures_at.get(step, 0) + 1
-            if record.failures_at[step] >= self.config.max_failures_per_step:
-                self._fail(
-                    f"rank {record.rank} failed {record.failures_at[step]} times at step {step} "
-                    f"(max_failures_per_step); the last time: {message.kind}: {message.evidence}"
-                )
-            else:
-                self._recover([record.rank], message.kind, message.failed_at or now, message.detect_s, now)
+            self._failures.append(message)
+            return not self._is_crash_loop(record, message, step)
+        return False
+
+    def _is_crash_loop(self, record: RankRecord, message: pb.Failure, step: int) -> bool:
+        """Whether the rank has failed so often that the job ends for it."""
+        cause = cause_of(message.kind, message.signal)
+        count = record.crashes.count(cause, None if record.on_its_way else step)
+        if count < limit_of(cause, self.config):
+            return False
+        who, where = f"rank {record.rank}", f"at step {step}"
+        if record.on_its_way:
+            who, where = f"the replacement of rank {record.rank}", "before its first step"
+        self._fail(
+            f"{who} failed {count} times {where} ({option_of(cause)}); "
+            f"the last time: {message.kind}: {message.evidence}"
+        )
+        return True
 
     def on_reply(self, message: pb.Reply, now: float) -> None:
         """Workers have carried out a command, or say why they could not."""
@@ -222,7 +265,7 @@ class Machine(Watching, TakeOver):
                 self._round.report(record.rank, message)
         elif what == "resume":
             for record in records:
-                record.place = Place.RUNNING
+                record.place, record.on_its_way = Place.RUNNING, False
                 record.live = -1
 
     def on_done(self, message: pb.Done, now: float) -> None:
@@ -242,10 +285,14 @@ class Machine(Watching, TakeOver):
             self.state is State.STARTING and record.place in (Place.STARTING, Place.FINISHED)
         )
         if not finished:
-            self._own_failure(record, "exit", "the process ended with code 0 in the middle of the training", now)
+            evidence = "the process ended with code 0 in the middle of the training"
+            self.on_failure(self._found(record, "exit", evidence, now), now)
             return
         record.place = Place.FINISHED
         if self._all(Place.FINISHED):
+            if self.state is State.STARTING and not self._unprotected:
+                text = f"the script has ended without a protected step: {_HOW_TO_PROTECT}"
+                self._emit(ev.Notice(generation=self.generation, kind="unprotected", text=text))
             self._to(State.FINISHED)
             self._emit(ev.JobFinished(generation=self.generation, exit_code=0, seconds=now - self._started_at))
 
@@ -283,21 +330,68 @@ class Machine(Watching, TakeOver):
                 f"{self.last_failure}; no node with room for ranks {self._homeless()} has come within "
                 f"{self.config.timeouts.node_wait_s:g} s"
             )
-        while (pending := self.outbox.expired(now)) is not None:
-            what, rank = pending
-            record = self.ranks[rank]
-            if record.place is Place.EMPTY:
-                self._fail(f"rank {record.rank} could not be filled again within its deadline")
-            else:
-                self._own_failure(record, "unresponsive", f"no answer to {what!r} within its deadline", now)
+        late = {rank: what for what, rank in self.outbox.expired(now)}
+        if late and self.state not in (State.FINISHED, State.FAILED):
+            self._are_late(late, now)
         found = self._find_hung(now)
         if found is not None:
-            for rank, evidence in victims_of(found):
-                record = self.ranks[rank]
-                self._own_failure(record, "hang", evidence, now, late_s=record.progress_age_s + now - record.heard_at)
-            if found.kind is Kind.STUCK:
+            self._on_failures([self._hung(rank, evidence, now) for rank, evidence in victims_of(found)], now)
+            if found.kind is Kind.UNLIKE and self.recovery is not None:
+                self._void(self.recovery, found.text)
+            elif found.kind in (Kind.STUCK, Kind.UNLIKE):
                 self._all_again(found.text, now)
         self._report_stragglers(now)
+
+    def _are_late(self, late: Mapping[int, str], now: float) -> None:
+        """These ranks, each with what it was asked, have missed a deadline: all of them are victims, of one recovery.
+
+        Where nobody at all has answered, it may not be the ranks' fault, and to replace all of them would lose
+        everything: they are asked once more.
+        """
+        empty = sorted(rank for rank in late if self.ranks[rank].place is Place.EMPTY)
+        survivors = {r.rank for r in self._survivors()}
+        if empty:
+            self._fail(f"{ranks_text(empty)} could not be filled again within the deadline")
+        elif self.state is State.STARTING and not self.places[Place.JOINED]:
+            self._let_run_unprotected()
+        elif survivors and survivors <= late.keys() and not self._asked_again:
+            self._asked_again = True
+            self.last_failure = f"no rank has answered {late[min(survivors)]!r} within its deadline"
+            self._emit(ev.Notice(generation=self.generation, kind="all_asked_again", text=self.last_failure))
+            self._recover([], "unresponsive", now, 0.0, now)
+        else:
+            asked = sorted(late.items())
+            why = "no answer to {!r} within its deadline"
+            self._on_failures(
+                [self._found(self.ranks[r], "unresponsive", why.format(what), now) for r, what in asked], now
+            )
+
+    def _let_run_unprotected(self) -> None:
+        """No rank has come to a protected step in all the time for it. It looks as if none ever will, and what runs
+        may be hours of training."""
+        self._unprotected = True
+        self._emit(
+            ev.Notice(
+                generation=self.generation,
+                kind="unprotected",
+                text=f"no rank has come to a protected step within {self.config.timeouts.startup_s:g} s "
+                f"(timeouts.startup_s), so the script runs on without recovery, as under torchrun: {_HOW_TO_PROTECT}",
+            )
+        )
+
+    def _hung(self, rank: int, evidence: str, now: float) -> pb.Failure:
+        record = self.ranks[rank]
+        return self._found(record, "hang", evidence, now, late_s=record.progress_age_s + now - record.heard_at)
+
+    def _void(self, recovery: Recovery, text: str) -> None:
+        """The ranks do not run the same code since they have gone on. What decides on it is in the memory of some and
+        was not brought to the others, so no further attempt would be right, even one that went through."""
+        who = f" of {ranks_text(recovery.victims)}" if recovery.victims else ""
+        self._fail(
+            f"the recovery{who} is void, at step {recovery.resume_step}: {text}. The script, or a framework, decides "
+            "on its collectives by state that is not registered, so the ranks have come apart. Register it, or start "
+            "the job again from its last checkpoint; docs/limits.md says what is brought back"
+        )
 
     def _all_again(self, why: str, now: float) -> None:
         """Nobody is to blame: no rank is replaced, but all groups are formed anew, and the step runs again."""
@@ -313,10 +407,18 @@ class Machine(Watching, TakeOver):
         if self.state not in (State.FINISHED, State.FAILED):
             self._fail(reason)
 
+    def _await_the_others(self, now: float) -> None:
+        """A first rank has come to a protected step after all; the others have as long for it once more."""
+        if self.places[Place.JOINED] == 1:
+            for record in self.ranks.values():
+                if record.place is Place.STARTING:
+                    self.outbox.expect(record.rank, "replace", now + self.config.timeouts.startup_s)
+
     def _try_start(self, now: float) -> None:
         """STARTING is over when every rank has come to its first step."""
         if not self._all(Place.JOINED):
             return
+        self._unprotected = False
         uneven = unequal_steps(self.ranks.values())
         if uneven:
             self._fail(uneven)
@@ -354,12 +456,16 @@ class Machine(Watching, TakeOver):
 
     def _recover(self, victims: list[int], kind: str, failed_at: float, detect_s: float, now: float) -> None:
         """Ranks have lost their processes: replace these, and bring everybody back to one consistent version."""
+        joins = self._joins(victims)
         if self.recovery is None:
             self.recovery = Recovery(self.generation, failed_at, detect_s)
         self.recovery.cause = self.recovery.cause or kind
         for victim in victims:
-            self.recovery.add_victim(victim, kind, self.generation + 1)
-        self._enter_recovery(kind, now, victims)
+            self.recovery.add_victim(victim, kind, self.generation + (not joins))
+        if joins:
+            self._join_recovery(kind, now, victims)
+        else:
+            self._enter_recovery(kind, now, victims)
 
     def _emit_failure(
         self,
@@ -392,19 +498,16 @@ class Machine(Watching, TakeOver):
             if self._retry_at is None:
                 self._retry_at = now + _RETRY_AFTER_S
             return
-        self._own_failure(record, "command", f"{what}: {error}", now)
+        self.on_failure(self._found(record, "command", f"{what}: {error}", now), now)
 
-    def _own_failure(self, record: RankRecord, kind: str, evidence: str, now: float, late_s: float = 0.0) -> None:
+    def _found(self, record: RankRecord, kind: str, evidence: str, now: float, late_s: float = 0.0) -> pb.Failure:
         """A failure that the controller itself has found, ``late_s`` seconds after it happened."""
-        self.on_failure(
-            pb.Failure(
-                rank=record.rank,
-                pid=record.pid,
-                generation=self.generation,
-                kind=kind,
-                evidence=evidence,
-                detect_s=late_s,
-                failed_at=now - late_s,
-            ),
-            now,
+        return pb.Failure(
+            rank=record.rank,
+            pid=record.pid,
+            generation=self.generation,
+            kind=kind,
+            evidence=evidence,
+            detect_s=late_s,
+            failed_at=now - late_s,
         )

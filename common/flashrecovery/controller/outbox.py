@@ -144,14 +144,17 @@ class Outbox:
         """Whether any command of this kind is pending."""
         return self._kinds[what] > 0
 
-    def expired(self, now: float) -> tuple[str, int] | None:
-        """What is pending past its deadline, and of which rank: one at a time, no longer pending. None: nothing is."""
+    def expired(self, now: float) -> list[tuple[str, int]]:
+        """What is pending past its deadline, and of which ranks; pending no longer."""
         if now < self._soonest:
-            return None
-        for serial, order in self.pending.items():
-            if now >= order.deadline:
-                rank = min(order.waiting)
-                self.acknowledge(serial, [rank])
-                return order.what, rank
+            return []
+        late = [
+            (order.what, rank, serial)
+            for serial, order in self.pending.items()
+            if now >= order.deadline
+            for rank in sorted(order.waiting)
+        ]
+        for _, rank, serial in late:
+            self.acknowledge(serial, [rank])
         self._soonest = min((o.deadline for o in self.pending.values()), default=float("inf"))
-        return None
+        return [(what, rank) for what, rank, _ in late]

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from enum import Enum
 
+from flashrecovery.controller.crashes import Crashes
 from flashrecovery.plan import Holding, Kind, Need
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -51,6 +52,8 @@ class RankRecord:
         store: host and port of the TCPStore that its process was told to use.
         page_on: name of the node whose agent has the page of its last process; "" if that node is lost.
         live: -1 when the process holds no whole version.
+        filled: the generation in which it was last ordered to be filled; -1: another controller has ordered it.
+        on_its_way: the process has not been let into its loop yet.
         steps: that it will take; -1 when the script's end is the end of its steps, None as long as it has not said so.
         hang_floor_s: no progress for less than this is never a hang of this rank; 0: as launched.
         heard_at: when the last heartbeat told of it, CLOCK_MONOTONIC seconds.
@@ -70,6 +73,8 @@ class RankRecord:
     store: tuple[str, int] = ("", 0)
     local_rank: int = 0
     joined_generation: int = 0
+    filled: int = -1
+    on_its_way: bool = False
     steps: int | None = None
     from_standby: bool = False
     needs: dict[str, int] = field(default_factory=dict)
@@ -88,7 +93,7 @@ class RankRecord:
     kept: int = -1
     kept_age_s: float = 0.0
     held_at: HeldAt = field(default_factory=HeldAt)
-    failures_at: dict[int, int] = field(default_factory=dict)
+    crashes: Crashes = field(default_factory=Crashes)
     _said: list[pb.Held] = field(default_factory=list)  # what it holds besides its live state, in its own words
     _place: Place = Place.EMPTY
     _entry: pb.RankEntry = field(default_factory=pb.RankEntry)

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 from flashrecovery import events as ev
 from flashrecovery.controller.evacuate import Evacuation
-from flashrecovery.controller.records import Place
+from flashrecovery.controller.records import Place, RankRecord
 from flashrecovery.controller.restore import Decision, decide
 from flashrecovery.controller.states import State
 from flashrecovery.errors import JobFailedError
 from flashrecovery.plan import NoSourceError
+from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _MAX_RETRIES = 3
@@ -37,19 +38,46 @@ class RecoverySteps(Evacuation):
         of_all = self.recovery.victims if self.recovery is not None else []
         self._emit(ev.RecoveryStarted(generation=self.generation, victims=list(of_all), cause=cause))
         limit = self.config.timeouts
-        survivors = [r for r in self.ranks.values() if r.place not in (Place.EMPTY, Place.STARTING, Place.JOINED)]
+        survivors = self._survivors()
         for record in survivors:
             record.place = Place.STOPPING
         self._command_all(survivors, pb.Command(hold=pb.Hold()), now + limit.stop_ack_s, "hold")
+        self._replace(victims, now)
+
+    def _joins(self, victims: Sequence[int]) -> bool:
+        """Whether further victims can be taken into the recovery under way, in its generation.
+
+        Until the version is decided on, nothing depends on who is alive: a survivor's hold and stop are its own, and
+        what it has reported stays true whoever else dies. From then on the plan counts on everybody. And a rank that
+        has been filled in this generation must not be filled in it again: its two processes could not be told apart.
+        """
+        if self.state not in (State.QUIESCING, State.REPLACING) or self.recovery is None or not victims:
+            return False
+        return all(self.ranks[rank].filled != self.generation for rank in (*victims, *self._stranded()))
+
+    def _join_recovery(self, cause: str, now: float, victims: Sequence[int]) -> None:
+        """These, too, have lost their processes."""
+        victims = [*victims, *(rank for rank in self._stranded() if rank not in victims)]
+        self.outbox.keep(lambda _, rank: rank not in victims)
+        of_all = self.recovery.victims if self.recovery is not None else []
+        self._emit(ev.RecoveryStarted(generation=self.generation, victims=list(of_all), cause=cause))
+        self._replace(victims, now)
+
+    def _replace(self, victims: Sequence[int], now: float) -> None:
+        """Fill these ranks anew, and go on if there is somebody to go on from."""
         for victim in victims:
             if self.ranks[victim].home:
                 self.ranks[victim].vacate()
                 self._fill(self.ranks[victim], now, detached=True, reason=self.last_failure)
-        if not survivors and self.checkpoint is None:
+        if not self._survivors() and self.checkpoint is None:
             why = f"no survivor holds any state and there is no checkpoint; the last failure: {self.last_failure}"
             self._nothing_to_go_on_from(why, now)
         else:
             self._advance(now)
+
+    def _survivors(self) -> list[RankRecord]:
+        """The ranks whose processes were in their loop."""
+        return [r for r in self.ranks.values() if r.place not in (Place.EMPTY, Place.STARTING, Place.JOINED)]
 
     def _stranded(self) -> list[int]:
         """Ranks whose replacement is on its way, but was told to use a TCPStore that is lost with its node, and would
@@ -201,7 +229,7 @@ class RecoverySteps(Evacuation):
         recovery = self.recovery
         if recovery is not None and self._all_have_gone_on(recovery.resume_step):
             recovery.finish(now)
-            self._retries = 0
+            self._recovered()
             self.history.append(recovery)
             self.recovery = None
             self._emit(recovery.finished_event(self.generation))
@@ -210,6 +238,13 @@ class RecoverySteps(Evacuation):
                 if r.place is Place.DONE:
                     r.place = Place.RELEASED
                     self._command(r.rank, pb.Command(release=pb.Release()))
+
+    def _recovered(self) -> None:
+        """What counts within one recovery begins anew with the next one."""
+        self._retries, self._asked_again = 0, False
+        self._failures.clear()
+        for record in self.ranks.values():
+            record.crashes.arrived()
 
     def _all_have_gone_on(self, resume_step: int) -> bool:
         """Whether every rank has committed a step after ``resume_step`` or has none left. Who has, has for good; so
@@ -230,13 +265,36 @@ class RecoverySteps(Evacuation):
 
     def _nothing_to_go_on_from(self, why: str, now: float) -> None:
         """No state is left in memory, and there is no checkpoint."""
-        if max(r.committed for r in self.ranks.values()) <= self._start_version + 1:
+        raised = self._raised_first()
+        if raised:
+            why = f"{raised}\n{why}"
+        if raised and len({f.rank for f in self._failures if f.last_words.exception}) == len(self.ranks):
+            self._fail(why)  # a script that does so on all ranks will do so again
+        elif max(r.committed for r in self.ranks.values()) <= self._start_version + 1:
             self._start_again(f"{why}; only the first step is lost", now)
         else:
             self._fail(why)
 
+    def _raised_first(self) -> str:
+        """The script's own exception, if this recovery has begun with one; else ""."""
+        if not self._failures or not self._failures[0].last_words.exception:
+            return ""
+        if self._failures[0].last_words.communication:
+            return ""
+        first = self._failures[0].last_words
+        alike = sorted({f.rank for f in self._failures if f.last_words.exception == first.exception})
+        said = f"the script raised {first.exception} on {ranks_text(alike)}, at step {self._failures[0].step}"
+        return f"{said}: {first.message}\n{first.traceback}".rstrip()
+
     def _start_again(self, why: str, now: float) -> None:
         """Every rank from the script's first line, because no step that counts has been taken."""
+        if self._unprotected:
+            self._fail(
+                f"{why}. The script had run for longer than timeouts.startup_s without a protected step, so there is "
+                "nothing to recover it from, and it is not started from its beginning again: start it yourself, from "
+                "its own checkpoint if it has one"
+            )
+            return
         self._restarts += 1
         if self._restarts > self.config.max_restarts:
             self._fail(f"{why}, {self._restarts} times (max_restarts)")
@@ -245,6 +303,7 @@ class RecoverySteps(Evacuation):
         self._to(State.STARTING)
         self.generation += 1
         self.recovery, self._retry_at = None, None
+        self._failures.clear()
         self.outbox.clear()
         self._start_stores, self._needs_known = [], 0
         for record in self.ranks.values():

@@ -95,6 +95,8 @@ class Kind(str, Enum):
     DEADLOCK = "deadlock"
     STUCK = "stuck"
     """All have come to the operation in which they wait, and it does not end; ``text`` names it."""
+    UNLIKE = "unlike"
+    """All have come to an operation of the same number, which is not the same on all; ``text`` says who called what."""
     NOBODY = "nobody"
     """Nobody can be accused; ``text`` says why."""
     LATER = "later"
@@ -267,18 +269,16 @@ class _Case:
         unlike = [(where, ops) for where, ops in inside.items() if len(ops) > 1]
         for (group, number), ops in unlike[:1]:
             said = "; ".join(f"{ranks_text(ranks)}: {op}" for op, ranks in sorted(ops.items()))
-            return Verdict(
-                self._if_all_late, text=f"#{number} in group {group.name} is not the same on all ranks: {said}"
-            )
+            text = f"#{number} in group {group.name} is not the same on all ranks: {said}"
+            return Verdict(self._if_all_late(Kind.UNLIKE), text=text)
         where = [f"{op} #{n} in group {g.name}" for (g, n), ops in inside.items() for op in ops]
         if not where or any(op.peer == UNKNOWN for s in self._by_rank.values() for op in s.operations):
             return Verdict(Kind.NOBODY, text="ranks wait for messages from anybody; nobody can say whose turn it is")
         text = f"every rank has come to {', '.join(where[:3])}, and it does not end; the network, or its library?"
-        return Verdict(self._if_all_late, text=text)
+        return Verdict(self._if_all_late(Kind.STUCK), text=text)
 
-    @property
-    def _if_all_late(self) -> Kind:
-        return Kind.STUCK if all(s.late for s in self._by_rank.values()) else Kind.LATER
+    def _if_all_late(self, kind: Kind) -> Kind:
+        return kind if all(s.late for s in self._by_rank.values()) else Kind.LATER
 
     def _by_counts(self) -> Verdict:
         """Nobody is seen to wait. Who is behind, or at least alone in standing still?"""

@@ -59,7 +59,7 @@ class TakeOver(RecoverySteps):
         record.pid, record.node, record.host = worker.pid, node.name, node.host
         record.home = record.page_on = node.name
         record.local_rank, record.joined_generation = worker.local_rank, generation
-        record.capsules = tuple(worker.capsules)
+        record.capsules, record.committed = tuple(worker.capsules), worker.committed
         record.store = (worker.store_host, worker.store_port)
         record.place = Place.STARTING
         if worker.HasField("joined"):

@@ -161,7 +161,9 @@ def _last_words(channel: Channel, error: BaseException) -> None:
     """Why this process ends, for the event and for whoever reads it."""
     text = "".join(traceback.format_exception(error))[-16_000:]
     name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
-    words = pb.LastWords(exception=name, message=str(error)[:4000], traceback=text)
+    groups = sys.modules.get("flashrecovery.groups")
+    follows = groups is not None and groups.is_communication_error(error)
+    words = pb.LastWords(exception=name, message=str(error)[:4000], traceback=text, communication=follows)
     try:
         channel.send(pb.FromWorker(last_words=words))
     except OSError:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from flashrecovery import groups
-from flashrecovery.errors import DataSourceError, FlashRecoveryError, RegroupError, RestoreError
+from flashrecovery.errors import DataSourceError, DrainError, FlashRecoveryError, RegroupError, RestoreError
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.checkpoint import newest
 from flashrecovery.worker.digest import shard_digest
@@ -114,7 +114,9 @@ class Recoverer:
                 return False  # a newer stop has cut it short
             log.warning("%s failed: %s: %s", body, type(e).__name__, e)
             reply.error_type, reply.error = type(e).__name__, str(e)
-            reply.fatal = isinstance(e, FlashRecoveryError) and not isinstance(e, (RegroupError, RestoreError))
+            reply.fatal = isinstance(e, FlashRecoveryError) and not isinstance(
+                e, (DrainError, RegroupError, RestoreError)
+            )
         reply.seconds = time.monotonic() - began
         s.connection.channel.send(pb.FromWorker(reply=reply))
         if body == "stop":
@@ -136,7 +138,8 @@ class Recoverer:
         report = groups.drain(s.settings.timeouts.drain_s)
         groups.detach_all()
         if not report.quiet:
-            s.notice("drain_incomplete", str(report))
+            # What is left might still write into what this rank restores.
+            raise DrainError(f"after {s.settings.timeouts.drain_s:g} s (timeouts.drain_s): {report}")
         reply.live_version = s.gate.live
         reply.held.extend(self._held())
         needs = self._needs(digests=False)

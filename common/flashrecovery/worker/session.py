@@ -36,6 +36,9 @@ from flashrecovery.worker.rng import RngState
 
 log = logging.getLogger("flashrecovery")
 
+_LONGEST_PAUSE_S = 0.1
+"""A thread that sleeps for a millisecond on a busy host is back by then."""
+
 Drawn = tuple[RngState, list[Position], list[Any]]
 """Where the random number streams and the data streams stand, and the marks of the adapters."""
 
@@ -195,9 +198,16 @@ class Session:
         return self._wait_for_stop()
 
     def _wait_for_stop(self) -> bool:
-        deadline = time.monotonic() + self.settings.timeouts.peer_error_wait_s
-        while not self.gate.stopped and time.monotonic() < deadline:
+        """Whether the stop comes in time. The clock stands while nobody could say it: while the agent hears no
+        controller, and while this process is halted with its whole node (which one long pause in here shows). It also
+        stands once the controller has said hold: what it waits for until the stop has deadlines of its own."""
+        left_s, last = self.settings.timeouts.peer_error_wait_s, time.monotonic()
+        while not self.gate.stopped and left_s > 0:
             time.sleep(0.001)
+            now = time.monotonic()
+            if self.control.controller_heard and not self.gate.held:
+                left_s -= min(now - last, _LONGEST_PAUSE_S)
+            last = now
         return self.gate.stopped
 
     # -- StepHooks --------------------------------------------------------------------------------

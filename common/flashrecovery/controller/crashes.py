@@ -1,0 +1,79 @@
+"""Is it a crash loop, or bad luck? How often one rank has failed, by cause and by step.
+
+A rank whose process fails by its own doing will mostly do so again, and soon the job had better end. One that is ended
+from outside has done nothing wrong: a node is being drained, an administrator kills, and three times in a row is no
+pattern yet. Only an out-of-memory killer comes back for ever; so there is a limit for that, too, but a higher one.
+
+What a replacement suffers before its first step has no step number of its own. It is counted apart, until the recovery
+is over.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+
+from flashrecovery.config import RunConfig
+
+_BY_ITSELF = frozenset(
+    {
+        signal.SIGSEGV,
+        signal.SIGABRT,
+        signal.SIGBUS,
+        signal.SIGILL,
+        signal.SIGFPE,
+        signal.SIGTRAP,
+        signal.SIGSYS,
+        signal.SIGPIPE,
+        signal.SIGALRM,
+        signal.SIGXCPU,
+        signal.SIGXFSZ,
+    }
+)
+"""Signals that a process gets because of what it has done itself."""
+
+
+class Cause(str, Enum):
+    """Where a failure comes from. A broken device counts as the rank's own: its next process gets the same one."""
+
+    OWN = "own"
+    OUTSIDE = "outside"
+
+
+def cause_of(kind: str, number: int) -> Cause:
+    """``kind``: of the failure; ``number``: of the signal that has ended the process, 0 if none has."""
+    if kind == "killed":
+        return Cause.OWN if number in _BY_ITSELF else Cause.OUTSIDE
+    return Cause.OUTSIDE if kind in ("stopped", "node_lost") else Cause.OWN
+
+
+def option_of(cause: Cause) -> str:
+    """The option that has the limit."""
+    return "max_failures_per_step" if cause is Cause.OWN else "max_kills_per_step"
+
+
+def limit_of(cause: Cause, config: RunConfig) -> int:
+    """So often, and the job ends."""
+    return config.max_failures_per_step if cause is Cause.OWN else config.max_kills_per_step
+
+
+@dataclass
+class Crashes:
+    """The failures of one rank so far."""
+
+    _at_step: Counter[tuple[Cause, int]] = field(default_factory=Counter)
+    _on_the_way: Counter[Cause] = field(default_factory=Counter)
+
+    def count(self, cause: Cause, step: int | None) -> int:
+        """One more; returns how many there are of this kind. ``step`` None: of a replacement before its first step."""
+        if step is None:
+            self._on_the_way[cause] += 1
+            return self._on_the_way[cause]
+        self._at_step[cause, step] += 1
+        return self._at_step[cause, step]
+
+    def arrived(self) -> None:
+        """The rank has taken a step since."""
+        self._on_the_way.clear()

@@ -1,0 +1,25 @@
+"""The DDP example, on one rank of which something under way does not end when its groups are abandoned: as an NCCL
+communicator may that does not return from its abort. Its replacement does not have that.
+
+    stuck_abort.py RANK [options of train_ddp.py]
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import threading
+import time
+from pathlib import Path
+
+from flashrecovery.groups import exchange
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gpt" / "train_ddp.py"
+
+if os.environ["RANK"] == sys.argv.pop(1) and os.environ.get("FLASHRECOVERY_GENERATION") == "0":
+    stuck = threading.Thread(target=time.sleep, args=(600,), name="abort-0", daemon=True)
+    exchange._aborts["0"] = stuck
+    stuck.start()
+sys.path.insert(0, str(EXAMPLE.parent))
+runpy.run_path(str(EXAMPLE), run_name="__main__")

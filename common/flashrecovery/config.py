@@ -270,6 +270,7 @@ PHASES = (
     "optimizer",
     "param-gather",
     "commit",
+    "below",
 )
 RECOVERY_PHASES = tuple(
     f"recovery:{state}" for state in ("quiescing", "replacing", "regrouping", "restoring", "verifying")

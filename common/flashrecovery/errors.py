@@ -59,6 +59,11 @@ class JobFailedError(FlashRecoveryError):
     """The job cannot be recovered; the message says why."""
 
 
+class DivergedError(JobFailedError):
+    """Ranks that should hold equal state do not; the message names what differs, and on which ranks. Replacing a
+    process cannot help."""
+
+
 class StepInterrupted(BaseException):
     """Raised in the training thread when the current step has been given up for a recovery.
 

@@ -9,6 +9,9 @@ be waiting for the last gradients of step i-1: whoever dies, the others may need
 
 A capsule is written to slot ``version % 3``: first the slot is invalidated, then data, length and digest are stored,
 then the version. A worker killed in between leaves a slot that does not verify, never a wrong one.
+
+A capsule is *early* from the end of the forward pass of step i, when it says what version i+1 will be unless the step
+draws or changes something later, to the moment when step i+1 is handed out, when it is final.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import xxhash
 
 from flashrecovery.lifeline import Lifeline
 
-MAGIC = 0x46525047_00000004
+MAGIC = 0x46525047_00000005
 TAG_NONE = -2
 """Tag of a worker that has not begun a step."""
 TAG_MUTATING = -1
@@ -39,7 +42,7 @@ PAGE_BYTES = _SETUP + SETUP_LIMIT
 # Indices of the header's 8-byte words; the lifeline lies behind them.
 _MAGIC, _TAG, _PROGRESS, _TIME_NS, _COMMITTED, _STEP_NS, _GENERATION, _OWN_NS, _OWN_LEAST_NS = range(9)
 _OVERHEAD_NS, _KEPT, _KEPT_NS = range(9, 12)
-_SLOT_WORDS = tuple(16 + 8 * i for i in range(CAPSULES_KEPT))  # version + 1 (0: empty), length, digest
+_SLOT_WORDS = tuple(16 + 8 * i for i in range(CAPSULES_KEPT))  # version + 1 (0: empty), length, digest, final
 _SETUP_WORDS = 16 + 8 * CAPSULES_KEPT  # length + 1 (0: none), digest
 
 
@@ -166,7 +169,7 @@ class Page:
 
     # -- capsule ----------------------------------------------------------------------------------
 
-    def write_capsule(self, version: int, data: bytes) -> None:
+    def write_capsule(self, version: int, data: bytes, *, early: bool = False) -> None:
         """Store the capsule of ``version``. Raises ValueError past CAPSULE_LIMIT bytes."""
         if len(data) > CAPSULE_LIMIT:
             raise ValueError(
@@ -179,7 +182,14 @@ class Page:
         self._map[_SLOTS[slot] : _SLOTS[slot] + len(data)] = data
         self._words[word + 1] = len(data)
         self._words[word + 2] = _digest(data)
+        self._words[word + 3] = int(not early)
         self._words[word] = version + 1
+
+    def finish_capsule(self, version: int) -> None:
+        """The capsule of ``version`` that the page holds is final."""
+        word = _SLOT_WORDS[version % CAPSULES_KEPT]
+        if self._words[word] == version + 1:
+            self._words[word + 3] = 1
 
     def read_capsule(self, version: int) -> bytes | None:
         """The capsule of ``version`` if the page holds it whole."""
@@ -194,6 +204,10 @@ class Page:
         """Versions whose capsule the page holds whole."""
         stored = (self._words[word] - 1 for word in _SLOT_WORDS)
         return sorted(v for v in stored if v >= 0 and self.read_capsule(v) is not None)
+
+    def early_capsules(self) -> list[int]:
+        """Those of :meth:`capsule_versions` that are not final."""
+        return [v for v in self.capsule_versions() if not self._words[_SLOT_WORDS[v % CAPSULES_KEPT] + 3]]
 
     # -- set-up log -------------------------------------------------------------------------------
 
@@ -216,10 +230,11 @@ class Page:
 
     def inherit(self, old: Page) -> None:
         """Take over the capsules and the set-up log of the page of a dead worker."""
+        early = old.early_capsules()
         for version in old.capsule_versions():
             data = old.read_capsule(version)
             if data is not None:
-                self.write_capsule(version, data)
+                self.write_capsule(version, data, early=version in early)
         log = old.read_setup_log()
         if log is not None:
             self.write_setup_log(log)

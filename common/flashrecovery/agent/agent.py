@@ -122,6 +122,7 @@ class Agent:
             joined=process.joined,
             done=process.done if process.done is not None and process.done.generation == self._generation else None,
             capsules=process.page.capsule_versions(),
+            early=process.page.early_capsules(),
             store_host=process.store[0],
             store_port=process.store[1],
             committed=process.page.committed,

@@ -124,6 +124,7 @@ class Crew:
             standby=standby is not None,
             seconds=time.monotonic() - began,
             capsules=process.page.capsule_versions(),
+            early=process.page.early_capsules(),
         )
         return process, started
 

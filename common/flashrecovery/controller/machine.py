@@ -151,7 +151,7 @@ class Machine(Watching, TakeOver):
         record.page_on = record.home
         record.joined_generation = self.generation
         record.from_standby = message.standby
-        record.capsules = tuple(message.capsules)
+        record.capsules, record.early = tuple(message.capsules), frozenset(message.early)
         if not self.places[Place.EMPTY]:
             self._publish_rank_table()
 
@@ -200,7 +200,9 @@ class Machine(Watching, TakeOver):
             self.nodes[record.home].suspect = message.evidence
         was = record.place
         record.vacate()
-        if was is Place.RELEASED:
+        if message.last_words.fatal:
+            self._fail(f"rank {record.rank}: {message.last_words.exception}: {message.last_words.message}")
+        elif was is Place.RELEASED:
             self._fail(f"{self.last_failure}, after its last step: its end state is lost")
         elif not self._launched:
             return False  # found, but not taken over yet: then it will be missing
@@ -260,6 +262,7 @@ class Machine(Watching, TakeOver):
                 record.place = Place.STOPPED
                 record.needs = needs or record.needs
                 record.take_inventory(message.live_version, message.held)
+                record.late = frozenset(message.late)
         elif what == "restore" and self._round is not None:
             for record in records:
                 self._round.report(record.rank, message)

@@ -54,6 +54,8 @@ class RankRecord:
         live: -1 when the process holds no whole version.
         filled: the generation in which it was last ordered to be filled; -1: another controller has ordered it.
         on_its_way: the process has not been let into its loop yet.
+        capsules, early: versions of its capsule that its last process's page has, and those of them that are not final.
+        late: versions whose capsule, on this rank, was not what it had been early.
         steps: that it will take; -1 when the script's end is the end of its steps, None as long as it has not said so.
         hang_floor_s: no progress for less than this is never a hang of this rank; 0: as launched.
         heard_at: when the last heartbeat told of it, CLOCK_MONOTONIC seconds.
@@ -81,6 +83,8 @@ class RankRecord:
     digests: dict[str, str] = field(default_factory=dict)
     live: int = -1
     capsules: tuple[int, ...] = ()
+    early: frozenset[int] = frozenset()
+    late: frozenset[int] = frozenset()
     tag: int = -2
     committed: int = -1
     progress_age_s: float = 0.0
@@ -154,6 +158,16 @@ class RankRecord:
         """Replace what is known of this rank's versions by its own word. It is read only as far as somebody asks."""
         self.live = live
         self._said = list(held)
+        self.late = frozenset()
+
+    def forget_early(self, versions: Set[int]) -> bool:
+        """The step before each of these versions was late on another rank: a capsule that was sealed early in it may be
+        wrong. Returns whether there was one."""
+        said = [h for h in self._said if not (h.early and h.version in versions)]
+        capsules = tuple(v for v in self.capsules if not (v in self.early and v in versions))
+        known = len(said) < len(self._said) or len(capsules) < len(self.capsules)
+        self._said, self.capsules = said, capsules
+        return known
 
     @property
     def newest(self) -> int:

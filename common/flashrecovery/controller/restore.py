@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from flashrecovery.controller.records import RankRecord
 from flashrecovery.errors import JobFailedError
 from flashrecovery.plan import Cut, Holding, Need, NoCut, RestorePlan, newest_cut, plain_reason, plan_restore
+from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _SPARE_SOURCES = 256
@@ -108,16 +109,33 @@ class Decision:
 
 def decide(records: Mapping[int, RankRecord], checkpoint: tuple[int, str] | None) -> Decision:
     """Which version, from whom? Raises JobFailedError if neither a cut nor a checkpoint exists."""
+    forgotten = _forget_early(records.values())
     cut = _plain_cut(records) or _any_cut(records)
     if isinstance(cut, NoCut):
+        reason = cut.reason + forgotten
         if checkpoint is None:
-            raise JobFailedError(f"the job cannot be recovered: {cut.reason}; and there is no checkpoint")
-        return Decision.from_checkpoint(checkpoint, records, cut.reason)
+            raise JobFailedError(f"the job cannot be recovered: {reason}; and there is no checkpoint")
+        return Decision.from_checkpoint(checkpoint, records, reason)
     # Whoever is live at the version needs nothing: mostly all but a few ranks.
     needs = [n for r in records.values() if r.live != cut.version for n in r.need_list()]
     holdings = list(_sources(records.values(), cut.version, Counter(n.shard for n in needs)))
     plan = plan_restore(needs, holdings, cut.version)
     return Decision(RestoreRound(cut.version, cut.reason, plan, tuple(records), needs, holdings))
+
+
+def _forget_early(records: Collection[RankRecord]) -> str:
+    """A capsule that was sealed early counts unless a living rank says that the step before its version was late.
+    Returns whose capsules do not count, in words."""
+    late = frozenset[int]().union(*(record.late for record in records))
+    if not late:
+        return ""
+    ranks = [record.rank for record in records if record.forget_early(late)]
+    if not ranks:
+        return ""
+    return (
+        f" (what {ranks_text(ranks)} had sealed early for version {max(late)} does not count: that step has drawn "
+        "random numbers or data, or changed other state of its own rank, late on a rank that lives)"
+    )
 
 
 def _sources(records: Iterable[RankRecord], version: int, lacking: Mapping[str, int]) -> Iterator[Holding]:

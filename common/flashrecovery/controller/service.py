@@ -92,7 +92,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._dismissed = False
         self._absent: set[str] = set()
         self._modules: pb.Modules | None = None
-        self._undo_told = -1
+        self._undo_told = (-1, -1)
         self.over = asyncio.Event()
         """The job has finished or failed, or this controller has ended."""
 
@@ -279,11 +279,12 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             self._record(ev.Notice(generation=m.generation, rank=n.rank, kind=n.kind, text=n.text))
             if n.kind == "health_warning":
                 m.nodes[node].suspect = n.text  # the last to get ranks of a lost node
-            elif n.kind == "undo_enabled" and self._undo_told != m.generation:
-                self._undo_told = m.generation  # once, however many ranks find it out
+            elif n.kind == "undo_enabled" and self._undo_told != (m.generation, n.step):
+                self._undo_told = (m.generation, n.step)  # once, however many ranks find it out
                 # a rank whose steps need it cannot be brought back unless the others can go back, too
                 for rank in m.ranks:
-                    command = pb.Command(generation=m.generation, rank=rank, keep_undo=pb.KeepUndo(reason=n.text))
+                    keep = pb.KeepUndo(reason=n.text, step=n.step)
+                    command = pb.Command(generation=m.generation, rank=rank, keep_undo=keep)
                     self._agents.post(m.ranks[rank].home, command)
 
     def _tell_modules(self, node: str) -> None:

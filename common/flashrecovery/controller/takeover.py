@@ -59,7 +59,8 @@ class TakeOver(RecoverySteps):
         record.pid, record.node, record.host = worker.pid, node.name, node.host
         record.home = record.page_on = node.name
         record.local_rank, record.joined_generation = worker.local_rank, generation
-        record.capsules, record.committed = tuple(worker.capsules), worker.committed
+        record.capsules, record.early = tuple(worker.capsules), frozenset(worker.early)
+        record.committed = worker.committed
         record.store = (worker.store_host, worker.store_port)
         record.place = Place.STARTING
         if worker.HasField("joined"):

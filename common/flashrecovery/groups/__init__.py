@@ -24,9 +24,14 @@ from flashrecovery.groups.registry import (
     install,
     main_op,
     operation_count,
+    raised_count,
     set_detached,
     set_operation_hook,
+    set_outside_hook,
+    stand_in,
+    stand_in_count,
     underway_ns,
+    watch_outside,
 )
 from flashrecovery.groups.setup_log import replay_setup_log, start_setup_log, take_setup_log
 from flashrecovery.groups.stores import Servers
@@ -58,10 +63,15 @@ __all__ = [
     "named_group",
     "nccl_environment_findings",
     "operation_count",
+    "raised_count",
     "replay_setup_log",
     "set_detached",
     "set_operation_hook",
+    "set_outside_hook",
+    "stand_in",
+    "stand_in_count",
     "start_setup_log",
     "take_setup_log",
     "underway_ns",
+    "watch_outside",
 ]

@@ -215,8 +215,40 @@ def set_operation_hook(callback: Callable[[str, str], None] | None) -> None:
         native().set_hook(callback)
 
 
+def stand_in(on: bool) -> None:
+    """While ``on``, the script's operations are answered locally, as if every rank had this rank's data. Nobody hears
+    of them, and what is inside the groups stays connected. The recovery's own groups go on as they are."""
+    module = native_build.loaded()
+    if module is None:
+        return
+    for group in groups():
+        outer = group.outer()
+        if outer is not None:
+            module.stand_in(outer, on)
+
+
+def stand_in_count() -> int:
+    """How many operations of this process a stand-in has answered so far; see :func:`stand_in`."""
+    module = native_build.loaded()
+    return 0 if module is None else int(module.stand_ins())
+
+
+def set_outside_hook(callback: Callable[[str, str], None]) -> None:
+    """Call ``callback(group name, operation)``, in any thread, when the script starts an operation while
+    :func:`watch_outside` is on."""
+    if native_build.loaded() is not None:
+        native().set_outside_hook(callback)
+
+
+def watch_outside(on: bool) -> None:
+    """See :func:`set_outside_hook`."""
+    module = native_build.loaded()
+    if module is not None:
+        module.watch_outside(on)
+
+
 def operation_count() -> int:
-    """How many operations this process has started so far, on any group."""
+    """How many operations the script has started in this process so far, on any group."""
     module = native_build.loaded()
     return 0 if module is None else int(module.operations())
 
@@ -228,16 +260,22 @@ def underway_ns() -> int:
 
 
 def failure_count() -> int:
-    """How many operations have failed or been abandoned in this process so far."""
+    """How many of the script's operations have failed or been abandoned in this process so far."""
     module = native_build.loaded()
     return 0 if module is None else int(module.failures())
+
+
+def raised_count() -> int:
+    """How often an operation of the script has raised in this process so far, at its call or when waited for."""
+    module = native_build.loaded()
+    return 0 if module is None else int(module.raised())
 
 
 def _create(request: GroupRequest, store: Store) -> Any:
     module = native()
     STATE.world = max(STATE.world, request.size)  # the default group is the first one
     STATE.made[request.name] += 1
-    outer = module.create(request.rank, request.size, request.name, request.kind, request.timeout)
+    outer = module.create(request.rank, request.size, request.name, request.kind, request.timeout, request.sparse)
     if request.size == 1 or not STATE.detached:
         inners = _connect(module, request, store)
         module.exchange(outer, inners.backends, inners.devices)

@@ -296,6 +296,7 @@ class WorkerState(_message.Message):
     STORE_HOST_FIELD_NUMBER: _builtins.int
     STORE_PORT_FIELD_NUMBER: _builtins.int
     COMMITTED_FIELD_NUMBER: _builtins.int
+    EARLY_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     pid: _builtins.int
     local_rank: _builtins.int
@@ -318,6 +319,10 @@ class WorkerState(_message.Message):
 
     @_builtins.property
     def capsules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def early(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """those of the capsules that are not final"""
+
     def __init__(
         self,
         *,
@@ -332,10 +337,11 @@ class WorkerState(_message.Message):
         store_host: _builtins.str = ...,
         store_port: _builtins.int = ...,
         committed: _builtins.int = ...,
+        early: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "joined", b"joined"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capsules", b"capsules", "committed", b"committed", "done", b"done", "joined", b"joined", "local_rank", b"local_rank", "pid", b"pid", "rank", b"rank", "resumed", b"resumed", "stepping", b"stepping", "store_host", b"store_host", "store_port", b"store_port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capsules", b"capsules", "committed", b"committed", "done", b"done", "early", b"early", "joined", b"joined", "local_rank", b"local_rank", "pid", b"pid", "rank", b"rank", "resumed", b"resumed", "stepping", b"stepping", "store_host", b"store_host", "store_port", b"store_port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -657,6 +663,7 @@ class WorkerStarted(_message.Message):
     STANDBY_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     CAPSULES_FIELD_NUMBER: _builtins.int
+    EARLY_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     generation: _builtins.int
     pid: _builtins.int
@@ -667,6 +674,10 @@ class WorkerStarted(_message.Message):
     def capsules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """versions of the rank's capsule that the agent keeps in the page"""
 
+    @_builtins.property
+    def early(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """those of them that are not final"""
+
     def __init__(
         self,
         *,
@@ -676,10 +687,11 @@ class WorkerStarted(_message.Message):
         standby: _builtins.bool = ...,
         seconds: _builtins.float = ...,
         capsules: _abc.Iterable[_builtins.int] | None = ...,
+        early: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capsules", b"capsules", "generation", b"generation", "pid", b"pid", "rank", b"rank", "seconds", b"seconds", "standby", b"standby"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capsules", b"capsules", "early", b"early", "generation", b"generation", "pid", b"pid", "rank", b"rank", "seconds", b"seconds", "standby", b"standby"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -695,10 +707,13 @@ class LastWords(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     TRACEBACK_FIELD_NUMBER: _builtins.int
     COMMUNICATION_FIELD_NUMBER: _builtins.int
+    FATAL_FIELD_NUMBER: _builtins.int
     exception: _builtins.str
     message: _builtins.str
     traceback: _builtins.str
     communication: _builtins.bool
+    fatal: _builtins.bool
+    """replacing the process cannot help: the job ends"""
     def __init__(
         self,
         *,
@@ -706,10 +721,11 @@ class LastWords(_message.Message):
         message: _builtins.str = ...,
         traceback: _builtins.str = ...,
         communication: _builtins.bool = ...,
+        fatal: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["communication", b"communication", "exception", b"exception", "message", b"message", "traceback", b"traceback"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["communication", b"communication", "exception", b"exception", "fatal", b"fatal", "message", b"message", "traceback", b"traceback"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -860,9 +876,12 @@ class Notice(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     kind: _builtins.str
     text: _builtins.str
+    step: _builtins.int
+    """of undo_enabled: the step that was late; -1: every step is"""
     @_builtins.property
     def fault(self) -> Global___Fault: ...
     def __init__(
@@ -872,10 +891,11 @@ class Notice(_message.Message):
         kind: _builtins.str = ...,
         text: _builtins.str = ...,
         fault: Global___Fault | None = ...,
+        step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "kind", b"kind", "rank", b"rank", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "kind", b"kind", "rank", b"rank", "step", b"step", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -920,9 +940,12 @@ class Held(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
     NBYTES_FIELD_NUMBER: _builtins.int
+    EARLY_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     version: _builtins.int
     owner: _builtins.int
+    early: _builtins.bool
+    """a capsule that is not final: right unless the step that leads to this version changes it later"""
     @_builtins.property
     def shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -935,10 +958,11 @@ class Held(_message.Message):
         owner: _builtins.int = ...,
         shards: _abc.Iterable[_builtins.str] | None = ...,
         nbytes: _abc.Iterable[_builtins.int] | None = ...,
+        early: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "nbytes", b"nbytes", "owner", b"owner", "shards", b"shards", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["early", b"early", "kind", b"kind", "nbytes", b"nbytes", "owner", b"owner", "shards", b"shards", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1114,6 +1138,7 @@ class Reply(_message.Message):
     POSITION_FIELD_NUMBER: _builtins.int
     FATAL_FIELD_NUMBER: _builtins.int
     ALSO_FIELD_NUMBER: _builtins.int
+    LATE_FIELD_NUMBER: _builtins.int
     serial: _builtins.int
     generation: _builtins.int
     rank: _builtins.int
@@ -1146,6 +1171,10 @@ class Reply(_message.Message):
     def also(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """further ranks that answer the same"""
 
+    @_builtins.property
+    def late(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of a stop: versions whose capsule, here, was not what it had been early"""
+
     def __init__(
         self,
         *,
@@ -1166,10 +1195,11 @@ class Reply(_message.Message):
         position: Global___Position | None = ...,
         fatal: _builtins.bool = ...,
         also: _abc.Iterable[_builtins.int] | None = ...,
+        late: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "detail", b"detail", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "live_version", b"live_version", "needs", b"needs", "position", b"position", "rank", b"rank", "received_digests", b"received_digests", "seconds", b"seconds", "sent_digests", b"sent_digests", "serial", b"serial"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "detail", b"detail", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "late", b"late", "live_version", b"live_version", "needs", b"needs", "position", b"position", "rank", b"rank", "received_digests", b"received_digests", "seconds", b"seconds", "sent_digests", b"sent_digests", "serial", b"serial"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2003,15 +2033,19 @@ class KeepUndo(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
+    step: _builtins.int
+    """that was late; -1: every step is"""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
+        step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -99,6 +99,7 @@ class Slot:
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self.values: dict[str, dict[str, Any]] = {}
         self.capsule = b""
+        self.early = False  # the capsule is not final
         self.views: list[torch.Tensor] = []
         self.shared: SharedMemory | None = None
         self._adopted = False

@@ -54,12 +54,14 @@ class _Memory(IntEnum):
 
 @dataclass(frozen=True)
 class CopyHolding:
-    """One shard of rank ``owner`` that this rank holds whole at ``version``. ``nbytes`` of payload."""
+    """One shard of rank ``owner`` that this rank holds whole at ``version``. ``nbytes`` of payload. ``early``: a
+    capsule that is not final."""
 
     owner: int
     shard: str
     version: int
     nbytes: int
+    early: bool = False
 
 
 class NeighbourCopies:
@@ -113,9 +115,10 @@ class NeighbourCopies:
 
     # -- each step --------------------------------------------------------------------------------
 
-    def commit(self, version: int, capsule: bytes | None) -> None:
+    def commit(self, version: int, capsule: bytes | None, *, early: bool = False) -> None:
         """The live state is ``version`` and does not change before :meth:`before_mutation`. Starts the
-        exchange. Without a ``capsule`` this rank only takes its turn in it, and nothing of it is kept.
+        exchange. Without a ``capsule`` this rank only takes its turn in it, and nothing of it is kept. ``early``: the
+        capsule is not final.
 
         Also to be called when training resumes after a recovery: it makes whole again what the lost rank
         held. Every rank must call it for the same versions. Raises what the previous exchange raised.
@@ -123,7 +126,7 @@ class NeighbourCopies:
         self.wait()
         capture = self.undo.capture()
         self.undo.begin()
-        self._background.submit(lambda: self._exchange(version, capsule, capture))
+        self._background.submit(lambda: self._exchange(version, capsule, early, capture))
 
     def before_mutation(self) -> None:
         """Returns when the live tensors may be changed: they have been copied."""
@@ -180,7 +183,7 @@ class NeighbourCopies:
             if slot.version < 0:
                 continue
             capsule = self._capsule_name(owner)
-            found[capsule, slot.version] = CopyHolding(owner, capsule, slot.version, len(slot.capsule))
+            found[capsule, slot.version] = CopyHolding(owner, capsule, slot.version, len(slot.capsule), slot.early)
             for name, nbytes in slot.layout.payload.items():
                 found[name, slot.version] = CopyHolding(owner, name, slot.version, nbytes)
         return sorted(found.values(), key=lambda h: (h.version, h.shard))
@@ -239,15 +242,15 @@ class NeighbourCopies:
 
     # -- the exchange, in the background thread ---------------------------------------------------
 
-    def _exchange(self, version: int, capsule: bytes | None, capture: Capture) -> None:
+    def _exchange(self, version: int, capsule: bytes | None, early: bool, capture: Capture) -> None:
         own = self.undo.copy(version, capture)
-        self._send_and_receive(version, capsule, own)
+        self._send_and_receive(version, capsule, early, own)
 
-    def _send_and_receive(self, version: int, capsule: bytes | None, own: Slot) -> None:
+    def _send_and_receive(self, version: int, capsule: bytes | None, early: bool, own: Slot) -> None:
         layout = self._layout_on_the_wire(own.layout)
         values = {name: v for name, v in own.values.items() if name in self._unique_names}
         new_layout = layout.encoded if layout.ident != self._sent_layout else None
-        header = _bytes(codec.dumps((capsule, values, new_layout)))
+        header = _bytes(codec.dumps((capsule, early, values, new_layout)))
         memory, address = self._offer(own)
         sizes = (layout.ident, layout.nbytes, header.numel())
         frame = torch.tensor([_MAGIC, self._generation, version, *sizes, memory, *astuple(address)], dtype=torch.int64)
@@ -294,7 +297,7 @@ class NeighbourCopies:
             )
         header = torch.empty(header_nbytes, dtype=torch.uint8)
         self._wait(self._recv(header))
-        capsule, values, new_layout = codec.loads(header.numpy().tobytes())
+        capsule, early, values, new_layout = codec.loads(header.numpy().tobytes())
         if new_layout is not None:
             self._received_layout = Layout.decode(new_layout)
         layout = self._received_layout
@@ -303,7 +306,7 @@ class NeighbourCopies:
         slot, mapped = self._slot_for(Address(*frame[7:]), layout, _Memory(memory))
         if memory == _Memory.OFFERED:
             sends.append(self._group.send([torch.tensor([int(mapped)])], self.source_rank, _ANSWER_TAG))
-        slot.capsule = capsule or b""
+        slot.capsule, slot.early = capsule or b"", early
         slot.values = values
         return slot, not mapped, capsule is not None
 

@@ -13,9 +13,9 @@ from flashrecovery.errors import RegistrationError, UnsupportedError
 from flashrecovery.torch_native.base import TorchAdapter
 from flashrecovery.torch_native.ddp import DDPAdapter
 from flashrecovery.torch_native.fsdp2 import FSDP2Adapter
-from flashrecovery.torch_native.plain import PlainAdapter
+from flashrecovery.torch_native.plain import ModuleAdapter, PlainAdapter
 
-__all__ = ["DDPAdapter", "FSDP2Adapter", "PlainAdapter", "TorchAdapter", "adapter_for"]
+__all__ = ["DDPAdapter", "FSDP2Adapter", "ModuleAdapter", "PlainAdapter", "TorchAdapter", "adapter_for"]
 
 
 def adapter_for(model: nn.Module, optimizers: Sequence[Optimizer]) -> TorchAdapter:

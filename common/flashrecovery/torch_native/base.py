@@ -144,12 +144,14 @@ class TorchAdapter(Adapter):
         return {
             "hyperparameters": capture_hyperparameters(self.optimizers),
             "gradients": self._gradient_presence(),
+            "modes": self._modes.capture(),
         }
 
     def restore_common(self, state: dict[str, Any]) -> None:
         for optimizer in self.optimizers:
             StateOrder.of(optimizer).settle()
         restore_hyperparameters(self.optimizers, state["hyperparameters"])
+        self._modes.restore(state["modes"])
         self._restore_gradient_presence(state["gradients"])
 
     def _gradient_presence(self) -> str | list[int]:
@@ -183,11 +185,13 @@ class TorchAdapter(Adapter):
         return set(presence)
 
     def capture_rank(self) -> dict[str, Any]:
-        return {"buffers": self._buffers.capture(), "modes": self._modes.capture()}
+        return {"buffers": self._buffers.capture()}
+
+    def capsule_mark(self) -> Any:
+        return self._buffers.mark()
 
     def restore_rank(self, state: dict[str, Any]) -> None:
         self._buffers.restore(state["buffers"])
-        self._modes.restore(state["modes"])
 
     # -- fault injection ------------------------------------------------------------------------
 

@@ -1,12 +1,17 @@
-"""A module without a data-parallel wrapper: the script synchronises gradients itself, or there is one rank."""
+"""A module without a data-parallel wrapper: the script synchronises gradients itself, or there is one rank; and modules
+that nobody trains, such as an average of the weights."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from flashrecovery.torch_native.base import TorchAdapter
 from flashrecovery.torch_native.placement import placed_on_mesh, replicated, world_size
 from flashrecovery.torch_native.shards import ParamRecord, constant
+from flashrecovery.worker.adapter import StepHooks
 
 
 class PlainAdapter(TorchAdapter):
@@ -26,3 +31,22 @@ class PlainAdapter(TorchAdapter):
 
     def sync_spans_world(self) -> bool:
         return False
+
+
+class ModuleAdapter(PlainAdapter):
+    """Protects a module that is registered by name, such as an average of the weights: its parameters, which are taken
+    to be equal on all ranks, and its buffers. It takes no part in the step."""
+
+    name = "module"
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, ())
+
+    def watch(self, hooks: StepHooks) -> None:
+        """Nothing that is called in it says where a step is."""
+
+    def sync_spans_world(self) -> bool:
+        return True  # the model's adapter says what is so
+
+    def fault_points(self) -> Mapping[str, Callable[[Callable[[], None]], None]]:
+        return {}

@@ -1,10 +1,11 @@
-"""What every rank must have alike, compared when a job starts: a difference is said with its name, values and ranks."""
+"""What every rank must have alike, compared when a job starts, from time to time, and after a recovery: a difference is
+said with its name, values and ranks."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from flashrecovery import groups
 from flashrecovery.errors import ConfigError
+from flashrecovery.plan.words import ranks_text
 
 _SHOWN = 5
 """Differences that are named; others often follow from these."""
@@ -74,3 +76,66 @@ def _text(value: Any) -> str | None:
         texts = [_text(item) for item in value]
         return None if None in texts else f"[{', '.join(filter(None, texts))}]"
     return None
+
+
+def unequal(values: Mapping[str, str]) -> list[str]:
+    """The names under which the ranks have different values; a collective (a replacement gets the recorded answers).
+
+    Raises:
+        ConfigError: on all ranks, if they do not have the same names.
+    """
+    group = groups.control_group()
+    if group is None:
+        return []
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, dict(values), group=group)
+    names = set(values)
+    for rank, other in enumerate(everybody):
+        if set(other) != names:
+            raise ConfigError(
+                f"register() needs the same names on every rank; {sorted(names ^ set(other))} are registered on "
+                f"rank {dist.get_rank()} or on rank {rank}, not on both"
+            )
+    return sorted(n for n in names if any(other[n] != values[n] for other in everybody))
+
+
+def gather(row: bytes) -> list[bytes]:
+    """Every rank's ``row``, which are equally long; a collective of the recovery's own group."""
+    group = groups.control_group()
+    if group is None:
+        return [row]
+    mine = torch.frombuffer(bytearray(row), dtype=torch.uint8)
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine, group=group)
+    return [other.numpy().tobytes() for other in rows]
+
+
+def disagreement(mine: Mapping[str, str], details: Callable[[], Mapping[str, str]]) -> str:
+    """What the ranks do not have alike, in words, "" if nothing; a collective of the recovery's own group.
+
+    Args:
+        mine: digests by name. Ranks that give the same name must give the same digest.
+        details: finer ones, asked for on all ranks if there is a difference.
+    """
+    group = groups.control_group()
+    if group is None:
+        return ""
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, dict(mine), group=group)
+    if not split(everybody):
+        return ""
+    closer: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(closer, dict(details()), group=group)
+    found = split(closer) or split(everybody)
+    texts = [f"{name!r} ({' | '.join(ranks_text(ranks) for ranks in camps)})" for name, camps in found.items()]
+    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return ", ".join(texts[:_SHOWN]) + more
+
+
+def split(everybody: Sequence[Mapping[str, str]]) -> dict[str, list[list[int]]]:
+    """The names with more than one value: the ranks that have the same one, for each of these."""
+    camps: dict[str, dict[str, list[int]]] = {}
+    for rank, values in enumerate(everybody):
+        for name, value in values.items():
+            camps.setdefault(name, {}).setdefault(value, []).append(rank)
+    return {name: list(by_value.values()) for name, by_value in sorted(camps.items()) if len(by_value) > 1}

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashrecovery.agent.environment import AGENT_PID_ENV
+from flashrecovery.errors import DivergedError
 from flashrecovery.lifeline import Lifeline
 from flashrecovery.page import Page
 from flashrecovery.process_control import die_with_parent
@@ -163,7 +164,9 @@ def _last_words(channel: Channel, error: BaseException) -> None:
     name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
     groups = sys.modules.get("flashrecovery.groups")
     follows = groups is not None and groups.is_communication_error(error)
-    words = pb.LastWords(exception=name, message=str(error)[:4000], traceback=text, communication=follows)
+    fatal = isinstance(error, DivergedError)
+    message = str(error)[:4000]
+    words = pb.LastWords(exception=name, message=message, traceback=text, communication=follows, fatal=fatal)
     try:
         channel.send(pb.FromWorker(last_words=words))
     except OSError:

@@ -155,6 +155,7 @@ class Calls:
 
         gate, result, again = self._session.gate, None, False
         while gate.stopped or gate.version < version:
+            self._session.settle()
             if gate.stopped:
                 self._session.recover()
                 again = True

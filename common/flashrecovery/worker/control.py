@@ -22,6 +22,7 @@ from flashrecovery.config import Timeouts
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.worker.channel import Channel
 from flashrecovery.worker.gate import Gate
+from flashrecovery.worker.outside import ADVICE
 from flashrecovery.worker.whereabouts import whereabouts
 
 log = logging.getLogger("flashrecovery")
@@ -37,7 +38,7 @@ class Control:
         limits: Timeouts,
         on_fault: Callable[[pb.Fault], None],
         on_checkpoint: Callable[[int], None],
-        on_keep_undo: Callable[[], None],
+        on_keep_undo: Callable[[int], None],
     ) -> None:
         self.inbox: queue.Queue[pb.Command] = queue.Queue()
         self._channel = channel
@@ -77,7 +78,7 @@ class Control:
             elif body == "checkpoint":
                 self._on_checkpoint(command.checkpoint.version)
             elif body == "keep_undo":
-                self._on_keep_undo()
+                self._on_keep_undo(command.keep_undo.step)
             elif body is not None:
                 self.inbox.put(command)
 
@@ -97,7 +98,11 @@ class Control:
                 groups.abandon(command.stop.reason)  # the dead rank will never let it through
             self._let_finish(command.stop.mutation_grace_s)
         self._gate.give_up()
-        groups.abandon(command.stop.reason)
+        with self._gate.lock:
+            outside = self._gate.outside
+            if outside:
+                groups.stand_in(True)
+        groups.abandon(f"{command.stop.reason}; {ADVICE}" if outside else command.stop.reason)
         self._interrupt_modules()
         self.inbox.put(command)
 

@@ -24,7 +24,6 @@ from flashrecovery.redundancy.neighbor import NeighbourCopies
 from flashrecovery.redundancy.undo import UndoCopy
 from flashrecovery.worker.adapter import Shard
 from flashrecovery.worker.registry import Registry
-from flashrecovery.worker.rng import RngState
 from flashrecovery.worker.transfer import ShardSource
 
 NEIGHBOUR_GROUP = "flashrecovery-neighbour"
@@ -130,14 +129,14 @@ class Copies:
         :meth:`send_capsule`)."""
         return self._capsules_only
 
-    def send_capsule(self, version: int, *, final: bool) -> None:
+    def send_capsule(self, version: int, *, sealed: bool) -> None:
         """Before the mutation that makes ``version``, on every rank; returns when this rank's exchange is complete.
 
         Where survivors keep no copy of the version before, whoever dies in the mutation is brought to the *new*
-        version: its capsule must have left it by then. Not ``final``: it is not known yet, and nothing is kept of it.
+        version: its capsule must have left it by then. Not ``sealed``: it is not known yet, and nothing is kept of it.
         """
         assert self._neighbour is not None
-        self._neighbour.commit(version, self._registry.capsule.at(version) if final else None)
+        self._neighbour.commit(version, self._registry.capsule.at(version) if sealed else None, early=True)
         self._neighbour.wait()
 
     def save_checkpoint_if_due(self, version: int, generation: int) -> None:
@@ -201,7 +200,7 @@ class Copies:
         plain = checkpoint.load(
             Path(path), registry.tensor_shards(), rank=registry.rank, world=registry.world_size, form=form
         )
-        capsule = registry.capture_capsule(RngState.now()) if plain.capsule is None else plain.capsule
+        capsule = registry.capture_capsule(registry.drawn()) if plain.capsule is None else plain.capsule
         registry.capsule.keep(version, capsule)
         registry.common.keep(version, plain.common)
         return other
@@ -246,6 +245,7 @@ class Copies:
                         owner=holding.owner,
                         shards=[holding.shard],
                         nbytes=[holding.nbytes],
+                        early=holding.early,
                     )
                 )
         return held

@@ -75,6 +75,7 @@ class Faults:
             "optimizer-start",
             "commit",
             "between",
+            "below",
         }
         for fault in left:
             if fault.phase not in known:

@@ -45,6 +45,7 @@ class Gate:
         self._done = False
         self._mutating = False
         self._in_barrier = False
+        self._outside = False
         self._step_began = 0
         self._step_ns = 0
         self._pace = Pace()
@@ -81,8 +82,9 @@ class Gate:
         finally:
             self._in_barrier = False
 
-    def commit(self) -> bool:
+    def commit(self, *, outside: bool = False) -> bool:
         """Tag i+1, even when stopped meanwhile: the mutation was complete. Returns whether the rank may go on.
+        ``outside``: the script's own code follows, until :meth:`leave_outside`.
 
         Raises StepInterrupted if the stop came before the mutation: such a step is void.
         """
@@ -90,6 +92,7 @@ class Gate:
             if self._void():
                 raise StepInterrupted
             self._mutating = False
+            self._outside = outside
             self.version += 1
             self.live = self.version
             now = time.monotonic_ns()
@@ -99,6 +102,16 @@ class Gate:
             overhead_ns = self.overhead.committed(now)
             self.page.set_committed(self.version, self._step_ns, self._pace.own_ns, self._pace.least_ns, overhead_ns)
             return not self._stopped
+
+    def leave_outside(self) -> None:
+        """The script has come to its next step."""
+        with self.lock:
+            self._outside = False
+
+    @property
+    def outside(self) -> bool:
+        """The training thread is in the script's own code between two steps. Ask under the lock."""
+        return self._outside
 
     def check(self) -> None:
         """Raises StepInterrupted if the step has been stopped."""

@@ -21,13 +21,20 @@ class ObjectShard(Shard):
         self.name = name
         self.holders = holders
         self._versions: dict[int, bytes] = {}
+        self._early: set[int] = set()
         self._incoming: torch.Tensor | None = None
 
-    def keep(self, version: int, data: bytes) -> None:
-        """The content at ``version``; the oldest others are dropped, so that three are kept."""
+    def keep(self, version: int, data: bytes, *, early: bool = False) -> None:
+        """The content at ``version``; the oldest others are dropped, so that three are kept. ``early``: unless the step
+        before it changes it later."""
         self._versions[version] = data
+        (self._early.add if early else self._early.discard)(version)
         for old in sorted(self._versions.keys() - {version})[: 1 - CAPSULES_KEPT]:
             del self._versions[old]
+
+    def finish(self, version: int) -> None:
+        """The content at ``version`` is final."""
+        self._early.discard(version)
 
     def drop_after(self, version: int) -> None:
         """Forget what belongs to steps that have been undone."""
@@ -39,6 +46,10 @@ class ObjectShard(Shard):
 
     def versions(self) -> list[int]:
         return sorted(self._versions)
+
+    def early(self, version: int) -> bool:
+        """Whether the content at ``version`` is not final."""
+        return version in self._early
 
     def nbytes(self) -> int:
         return max((len(d) for d in self._versions.values()), default=0)

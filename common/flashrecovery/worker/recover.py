@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from flashrecovery import groups
-from flashrecovery.errors import DataSourceError, DrainError, FlashRecoveryError, RegroupError, RestoreError
+from flashrecovery.errors import DrainError, FlashRecoveryError, RegroupError, RestoreError
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.checkpoint import newest
 from flashrecovery.worker.digest import shard_digest
@@ -121,9 +121,6 @@ class Recoverer:
         s.connection.channel.send(pb.FromWorker(reply=reply))
         if body == "stop":
             self._reset()
-        if resumed:
-            assert s.copies is not None
-            s.copies.start(s.gate.version)
         return resumed
 
     # -- the commands -----------------------------------------------------------------------------
@@ -142,6 +139,7 @@ class Recoverer:
             raise DrainError(f"after {s.settings.timeouts.drain_s:g} s (timeouts.drain_s): {report}")
         reply.live_version = s.gate.live
         reply.held.extend(self._held())
+        reply.late.extend(sorted(v for v, late in s.late_versions.items() if late))
         needs = self._needs(digests=False)
         if self._told != (command.stop.needs_known, needs):
             reply.needs.extend(needs)
@@ -177,7 +175,7 @@ class Recoverer:
             self._take_local(restore, version)
             if not self._transfer(restore, version, reply, corrupt):
                 return  # the controller sees the digests, and sends the wrong shards again from other sources
-        self._plain_state(version)
+        s.restore_plain(version, fresh=self._fresh)
         s.faults.hit("recovery:verifying", s.gate.version)
 
     def _take_local(self, restore: pb.Restore, version: int) -> None:
@@ -247,22 +245,6 @@ class Recoverer:
             return ShardSource(item.shard, shard.spec(), list(shard.tensors().values()))
         return s.copies.source(item.kind, item.dest, item.shard, version)
 
-    def _plain_state(self, version: int) -> None:
-        """Common state and capsule of ``version``: schedulers, random numbers, data position."""
-        s = self._s
-        registry = s.registry
-        common, capsule = registry.common.at(version), registry.capsule.at(version)
-        if common is None or capsule is None:
-            raise RestoreError(f"the plain state of version {version} is missing on rank {s.rank}")
-        registry.restore_common(common)
-        try:
-            registry.restore_capsule(capsule, version, fresh=self._fresh)
-        except DataSourceError:
-            log.exception("the data source cannot be replayed")
-            raise
-        for shard in (registry.common, registry.capsule):
-            shard.drop_after(version)
-
     def _resume(self, command: pb.Command) -> bool:
         s = self._s
         version = command.resume.version
@@ -297,14 +279,21 @@ class Recoverer:
         held = []
         for shard in (s.registry.common, s.registry.capsule):
             held += [
-                pb.Held(kind="undo", version=v, owner=s.rank, shards=[shard.name], nbytes=[shard.nbytes()])
+                pb.Held(
+                    kind="undo",
+                    version=v,
+                    owner=s.rank,
+                    shards=[shard.name],
+                    nbytes=[shard.nbytes()],
+                    early=shard.early(v),
+                )
                 for v in shard.versions()
                 if v != s.gate.live
             ]
         if s.connection.detached:
-            capsule = s.registry.capsule.name
+            capsule, early = s.registry.capsule.name, s.connection.page.early_capsules()
             held += [
-                pb.Held(kind="page", version=v, owner=s.rank, shards=[capsule], nbytes=[0])
+                pb.Held(kind="page", version=v, owner=s.rank, shards=[capsule], nbytes=[0], early=v in early)
                 for v in s.connection.page.capsule_versions()
             ]
         if s.copies is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -109,10 +109,21 @@ class Recovery:
                 )
 
     def register(
-        self, *, model: torch.nn.Module, optimizer: Optimizer | Sequence[Optimizer] = (), **objects: Any
+        self,
+        *,
+        model: torch.nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer] = (),
+        per_rank: bool | Collection[str] = (),
+        **objects: Any,
     ) -> None:
-        """Protect a model with its optimizer(s), and named objects with ``state_dict``/``load_state_dict``
-        (``scheduler=``, ``scaler=``, or any other name).
+        """Protect a model with its optimizer(s), and named objects: anything with ``state_dict`` and
+        ``load_state_dict`` (``scheduler=``, ``scaler=``, or any other name), further modules (an average of the
+        weights), and random generators of torch, Python or numpy.
+
+        Args:
+            per_rank: names of the objects that are each rank's own (``["best"]``), or True for all of this call. A
+                replacement gets the dead rank's; of others it gets its peers'. Generators are always each rank's own,
+                and objects that differ at the start are found to be.
 
         Raises:
             RegistrationError: registered twice, or an object without a state.
@@ -125,7 +136,7 @@ class Recovery:
                 raise RegistrationError(f"{type(thing).__name__} is registered already")
             self._registered.append(thing)
         if self._session is not None:
-            self._session.registry.register(model, optimizers, objects)
+            self._session.registry.register(model, optimizers, objects, _names(per_rank, objects))
 
     def register_adapter(self, adapter: Adapter, **objects: Any) -> None:
         """For frameworks: protect what ``adapter`` describes."""
@@ -200,6 +211,12 @@ class Recovery:
         except GeneratorExit:
             session.leave_early()
             raise
+
+
+def _names(per_rank: bool | Collection[str], objects: Mapping[str, Any]) -> Collection[str]:
+    if isinstance(per_rank, bool):
+        return list(objects) if per_rank else ()
+    return [per_rank] if isinstance(per_rank, str) else per_rank
 
 
 def _must_be_entered(step: Step) -> None:

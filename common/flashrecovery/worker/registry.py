@@ -1,38 +1,36 @@
-"""Everything that a script registered, and the plain state that goes with it: what there is to protect on this rank."""
+"""Everything that a script registered, and the plain state that goes with it: what there is to protect on this rank.
+
+Plain state is *common* (taken to be equal on all ranks, so that a replacement gets its peers') or the *capsule* (this
+rank's own). Registered objects are common until they turn out to differ between the ranks, and the capsule says what
+this rank's were like: a replacement notices if its predecessor's had been others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
+import xxhash
 from torch.optim import Optimizer
 
-from flashrecovery.errors import RegistrationError
+from flashrecovery.errors import DivergedError, RegistrationError
 from flashrecovery.worker import codec
 from flashrecovery.worker.adapter import Adapter, CheckpointFormat, Shard
-from flashrecovery.worker.data import DataStream
+from flashrecovery.worker.data import DataStream, Position
+from flashrecovery.worker.generators import Stateful, as_stateful
+from flashrecovery.worker.habits import Habits
 from flashrecovery.worker.objects import COMMON, ObjectShard
 from flashrecovery.worker.rng import RngState, restore_rng
 
 AdapterFactory = Callable[[torch.nn.Module, Sequence[Optimizer]], Adapter]
+ModuleAdapterFactory = Callable[[torch.nn.Module], Adapter]
 
+Drawn = tuple[RngState, list[Position], list[Any], dict[str, bytes]]
+"""Where the random number streams and the data streams stand, the adapters' marks, and this rank's own objects."""
 
-@dataclass
-class Habits:
-    """What the core has learned about the steps of this script; common to all ranks.
-
-    Attributes:
-        known: a first step has shown the rest.
-        early_seal: the capsule of version i+1 is final when the forward pass of step i ends; False if a step draws
-            random numbers or data later.
-        undo: steps need an own pre-step copy on every rank.
-    """
-
-    known: bool = False
-    early_seal: bool = False
-    undo: bool = False
+_DIGESTS_KEPT = 3
 
 
 class Registry:
@@ -41,22 +39,33 @@ class Registry:
     ``open`` until the first step; the set of shards is fixed from then on.
     """
 
-    def __init__(self, rank: int, world_size: int, adapter_for: AdapterFactory) -> None:
+    def __init__(
+        self, rank: int, world_size: int, adapter_for: AdapterFactory, module_adapter_for: ModuleAdapterFactory
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self._adapter_for = adapter_for
+        self._module_adapter_for = module_adapter_for
         self._models: list[torch.nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self.adapters: list[Adapter] = []
-        self.objects: dict[str, Any] = {}
+        self.objects: dict[str, Stateful] = {}
         self.streams: list[DataStream] = []
         self.shards: dict[str, Shard] = {}
         self.habits = Habits()
         self.common = ObjectShard(COMMON, tuple(range(world_size)))
         self.capsule = ObjectShard(f"capsule@{rank}", (rank,))
+        self._known: list[tuple[str, object]] = []
+        self._digests: dict[int, dict[str, str]] = {}  # of the shared objects, by version
         self._start = b""
 
-    def register(self, model: torch.nn.Module, optimizers: Sequence[Optimizer], objects: dict[str, Any]) -> None:
+    def register(
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[Optimizer],
+        objects: dict[str, Any],
+        per_rank: Collection[str] = (),
+    ) -> None:
         """Raises RegistrationError if something is registered twice or cannot be protected."""
         if self.shards:
             raise RegistrationError("register() after the first step; register everything before recovery.steps()")
@@ -69,34 +78,54 @@ class Registry:
         self.adapters.append(self._adapter_for(model, optimizers))
         self._models.append(model)
         self._optimizers += optimizers
-        self.objects.update(objects)
+        self._add_objects(objects, per_rank)
 
-    def register_adapter(self, adapter: Adapter, objects: dict[str, Any]) -> None:
+    def register_adapter(self, adapter: Adapter, objects: dict[str, Any], per_rank: Collection[str] = ()) -> None:
         """For frameworks that bring their own adapter."""
         self._check_objects(objects)
         self.adapters.append(adapter)
-        self.objects.update(objects)
+        self._add_objects(objects, per_rank)
+
+    def _add_objects(self, objects: dict[str, Any], per_rank: Collection[str]) -> None:
+        unknown = sorted(set(per_rank) - set(objects))
+        if unknown:
+            raise RegistrationError(f"per_rank names {unknown}; registered in this call: {sorted(objects)}")
+        for name, thing in objects.items():
+            self._known.append((name, thing))
+            generator = as_stateful(thing)
+            if isinstance(thing, torch.nn.Module):
+                self.adapters.append(self._module_adapter_for(thing))
+            else:
+                self.objects[name] = generator if generator is not None else thing
+            if generator is not None or name in per_rank:
+                self.habits.own = sorted({*self.habits.own, name})
 
     def _check_objects(self, objects: dict[str, Any]) -> None:
         for name, thing in objects.items():
-            if not (callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))):
+            stateful = callable(getattr(thing, "state_dict", None)) and callable(
+                getattr(thing, "load_state_dict", None)
+            )
+            if not stateful and as_stateful(thing) is None:
                 raise RegistrationError(
-                    f"{name}={type(thing).__name__}: an object with state_dict() and load_state_dict() is needed"
+                    f"{name}={type(thing).__name__}: an object with state_dict() and load_state_dict(), or a random "
+                    "generator of torch, Python or numpy, is needed"
                 )
-            for known, other in self.objects.items():
+            for known, other in self._known:
                 if other is thing or known == name:
                     raise RegistrationError(f"{name!r} is registered already (as {known!r})")
 
     def close(self) -> None:
-        """Fix the set of shards. Raises RegistrationError if nothing, or a name twice, was registered."""
+        """Fix the set of shards. Raises RegistrationError if nothing was registered."""
         if not self.adapters:
             raise RegistrationError(
                 "no model is registered: call recovery.register(model=..., optimizer=...) before recovery.steps()"
             )
-        for adapter in self.adapters:
-            for shard in adapter.shards():
-                if shard.name in self.shards:
-                    raise RegistrationError(f"two registered models both have a shard {shard.name!r}")
+        for number, adapter in enumerate(self.adapters):
+            shards = adapter.shards()
+            if any(shard.name in self.shards for shard in shards):
+                for shard in shards:  # a second model with parameters of the same names
+                    shard.name = f"model{number}/{shard.name}"
+            for shard in shards:
                 self.shards[shard.name] = shard
         for objects in (self.common, self.capsule):
             self.shards[objects.name] = objects
@@ -115,12 +144,36 @@ class Registry:
 
     # -- plain state ------------------------------------------------------------------------------
 
-    def capture_common(self) -> bytes:
-        """State that is equal on every rank at a step boundary: schedulers, scaler, extra objects, hyper-parameters."""
+    def drawn(self) -> Drawn:
+        """Changes whenever random numbers or data are drawn, or another part of the capsule changes."""
+        return (
+            RngState.now(),
+            [s.position for s in self.streams],
+            [a.capsule_mark() for a in self.adapters],
+            {name: codec.dumps(self.objects[name].state_dict()) for name in self.habits.own},
+        )
+
+    def shared_states(self) -> dict[str, bytes]:
+        """The state of every registered object that is taken to be equal on all ranks, encoded."""
+        own = self.habits.own
+        return {name: codec.dumps(thing.state_dict()) for name, thing in self.objects.items() if name not in own}
+
+    def adapter_states(self) -> list[bytes]:
+        """What the adapters say is equal on all ranks, encoded."""
+        return [codec.dumps(a.capture_common()) for a in self.adapters]
+
+    def capture_common(self, version: int) -> bytes:
+        """State of ``version`` that is equal on every rank: schedulers, scaler, extra objects, hyper-parameters."""
+        states = self.shared_states()
+        self._digests[version] = {name: _digest(state) for name, state in states.items()}
+        for old in sorted(self._digests)[:-_DIGESTS_KEPT]:
+            del self._digests[old]
         return codec.dumps(
             {
-                "objects": {name: thing.state_dict() for name, thing in self.objects.items()},
-                "adapters": [a.capture_common() for a in self.adapters],
+                "objects": states,
+                "digests": self._digests[version],
+                "before": self._digests.get(version - 1, {}),
+                "adapters": self.adapter_states(),
                 "habits": asdict(self.habits),
             }
         )
@@ -128,25 +181,28 @@ class Registry:
     def restore_common(self, data: bytes) -> None:
         state = codec.loads(data)
         for adapter, part in zip(self.adapters, state["adapters"], strict=True):
-            adapter.restore_common(part)
-        self.habits = Habits(**state["habits"])
-        for name, thing in self.objects.items():
-            thing.load_state_dict(state["objects"][name])
+            adapter.restore_common(codec.loads(part))
+        self.habits.restore(Habits(**state["habits"]))
+        for name, encoded in state["objects"].items():
+            self.objects[name].load_state_dict(codec.loads(encoded))
 
-    def capture_capsule(self, rng: RngState) -> bytes:
-        """State of this rank alone: random number streams (``rng``, as they stand now), data position, rank-only
-        framework state."""
+    def capture_capsule(self, drawn: Drawn) -> bytes:
+        """State of this rank alone: random number streams, data position, rank-only framework state and objects.
+        ``drawn``: as they stand now."""
+        newest = max(self._digests, default=-1)
         return codec.dumps(
             {
-                "rng": rng.plain(),
+                "rng": drawn[0].plain(),
                 "data": [s.capture() for s in self.streams],
                 "adapters": [a.capture_rank() for a in self.adapters],
+                "objects": drawn[3],
+                "shared": (newest, self._digests.get(newest, {})),
             }
         )
 
     def remember_start(self) -> None:
         """Now, before the first step, this rank's own state is what the script has made it."""
-        self._start = self.capture_capsule(RngState.now())
+        self._start = self.capture_capsule(self.drawn())
 
     def begin_anew(self) -> None:
         """Bring this rank's own state back to the script's start."""
@@ -168,4 +224,32 @@ class Registry:
                 stream.rollback(version)
         for adapter, part in zip(self.adapters, state["adapters"], strict=True):
             adapter.restore_rank(part)
+        for name, encoded in state["objects"].items():
+            self.objects[name].load_state_dict(codec.loads(encoded))
         restore_rng(state["rng"])  # last: skipping data consumes random numbers
+
+    def restore_plain(self, common: bytes, capsule: bytes, version: int, *, fresh: bool) -> None:
+        """Bring all plain state to ``version``.
+
+        Raises:
+            DivergedError: an object that was taken to be equal on all ranks was not.
+        """
+        self._compare(codec.loads(common), codec.loads(capsule), version)
+        self.restore_common(common)
+        self.restore_capsule(capsule, version, fresh=fresh)
+
+    def _compare(self, common: dict[str, Any], capsule: dict[str, Any], version: int) -> None:
+        """What the common state says of the registered objects must be what this rank's own had been like."""
+        at, mine = capsule["shared"]
+        theirs = common["digests"] if at == version else common["before"] if at == version - 1 else {}
+        odd = sorted(n for n in mine.keys() & theirs.keys() if mine[n] != theirs[n] and n not in capsule["objects"])
+        if odd:
+            raise DivergedError(
+                f"the registered objects {odd} are not equal on all ranks: at version {at} those of rank {self.rank} "
+                "had another state than those of its peers, and nobody else holds it. Register them with "
+                f"per_rank={odd}; then each rank's own state is kept"
+            )
+
+
+def _digest(data: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(data)

@@ -1,46 +1,53 @@
 """One worker's part in the job: the step transaction, and the hand-over to recovery when a step is stopped.
 
-The training thread runs all of this. A step is ``begin`` .. ``end``; the adapter reports the moments in between
-(:class:`~flashrecovery.worker.adapter.StepHooks`). When the step is stopped, wherever the training thread is, it
-unwinds to ``end``, and :mod:`.recover` carries out the controller's commands until the next ``resume``.
+*Version i is everything as it is when step i is handed out*: what the body of the step before has changed, and what the
+script has changed below it. So :meth:`Session.settle` comes before each hand-out, and there a version is complete.
+
+The training thread runs all of this. A step is ``settle``, ``begin`` .. ``end``; the adapter reports the moments in
+between (:class:`~flashrecovery.worker.adapter.StepHooks`). When the step is stopped, wherever the training thread is,
+it unwinds to ``end``, and :mod:`.recover` carries out the controller's commands until the next ``resume``. Then the
+script runs on to the next hand-out, which takes back what it does on the way (:mod:`.void_run`).
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch.distributed as dist
+import xxhash
 
 from flashrecovery import groups
 from flashrecovery.config import Settings
-from flashrecovery.errors import JobFailedError, RegistrationError, StepInterrupted
-from flashrecovery.page import Page
+from flashrecovery.errors import FlashRecoveryError, JobFailedError, RegistrationError, RestoreError, StepInterrupted
+from flashrecovery.page import CAPSULE_LIMIT, Page
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy import checkpoint
+from flashrecovery.worker import agreement, proof
 from flashrecovery.worker.channel import Channel
 from flashrecovery.worker.control import Control
 from flashrecovery.worker.copies import Copies, anywhere
-from flashrecovery.worker.data import DataStream, Position
+from flashrecovery.worker.data import DataStream
 from flashrecovery.worker.device import DeviceClock
 from flashrecovery.worker.faults import Faults
 from flashrecovery.worker.gate import Gate
+from flashrecovery.worker.outside import OutsideWatch
 from flashrecovery.worker.overhead import TimedHooks
 from flashrecovery.worker.recover import Recoverer
-from flashrecovery.worker.registry import Registry
-from flashrecovery.worker.rng import RngState
+from flashrecovery.worker.registry import Drawn, Registry
+from flashrecovery.worker.void_run import VoidRun
 
 log = logging.getLogger("flashrecovery")
 
 _LONGEST_PAUSE_S = 0.1
 """A thread that sleeps for a millisecond on a busy host is back by then."""
 
-Drawn = tuple[RngState, list[Position], list[Any]]
-"""Where the random number streams and the data streams stand, and the marks of the adapters."""
+IN_ALL_STEPS, UNTIL_RESEALED = -1, -2
+"""Why a peer is to keep own pre-step copies, if not because a certain step was late."""
 
 
 class Connection:
@@ -60,14 +67,14 @@ class Session:
     """Implements StepHooks for the adapters."""
 
     def __init__(self, connection: Connection, settings: Settings) -> None:
-        from flashrecovery.torch_native import adapter_for
+        from flashrecovery.torch_native import ModuleAdapter, adapter_for
 
         self.connection = connection
         self.settings = settings
         self.rank = connection.rank
         self.gate = Gate(connection.page)
         self.gate.generation = connection.generation
-        self.registry = Registry(self.rank, _world_size_env(), adapter_for)
+        self.registry = Registry(self.rank, _world_size_env(), adapter_for, ModuleAdapter)
         self.faults = Faults(self.notice)
         self.control = Control(
             connection.channel,
@@ -80,10 +87,23 @@ class Session:
         self.device = DeviceClock()
         self.copies: Copies | None = None
         self._recoverer: Recoverer | None = None
+        self._outside = OutsideWatch(lambda text: self.notice("communication_outside", text))
         self._written: Drawn | None = None  # what the capsule in the page says, of this step
-        self._at_seal: Drawn | None = None  # the same at the end of the forward pass
+        self._at_seal: Drawn | None = None  # the same at the end of the forward pass ...
+        self._at_mutation: Drawn | None = None  # ... and when the mutation begins
         self._ops_at_mutation = 0
+        self._quiet = True  # nothing was communicated after that
         self._failures_before = 0
+        self._raised_before = 0
+        self._stand_ins_before = 0
+        self._own_calls = False  # the script's own loop makes calls; nothing of it lies between two steps
+        self._unsettled = False  # a version has come about and is not complete yet
+        self._committed = False  # ... by a step
+        self._proof_due = False  # the next step is the first one after a recovery
+        self._void_run: VoidRun | None = None
+        self.late_versions: dict[
+            int, bool
+        ] = {}  # whether the capsule was another one in the end than it had been early
         self._hook_fired = False
         self._explicit_barrier = False
         self._told_modules = False
@@ -104,12 +124,15 @@ class Session:
         script's end is the end of the steps."""
         if self._recoverer is not None:
             raise JobFailedError("recovery.steps() can be run through only once in a process")
+        self._own_calls = num_steps is None
         self.registry.close()
         self._check_world()
+        self._compare_objects()
         on_kept = self.connection.page.set_kept
         self.copies = Copies(self.registry, self.settings, self._checkpoint_published, self._checkpoint_failed, on_kept)
         self._explicit_barrier = self._needs_barrier(self.copies)
         self._recoverer = Recoverer(self)
+        self._unsettled, self._proof_due = True, self.connection.detached
         for adapter in self.registry.adapters:
             adapter.watch(TimedHooks(self, self.gate.overhead))
         if self.rank == 0 and not self.connection.detached:
@@ -120,6 +143,7 @@ class Session:
         """True when all steps are committed on all ranks (waits for the others, and recovers if one of them fails)."""
         assert self._recoverer is not None
         while True:
+            self.settle()
             if self.gate.stopped:
                 self.recover()
             elif self.gate.version < num_steps:
@@ -127,11 +151,94 @@ class Session:
             elif self._recoverer.wait_for_release():
                 self._close()
                 return True
+            else:
+                self._resumed()
 
     def recover(self) -> None:
         """Carry out the controller's commands, outside a step, until the next resume."""
         assert self._recoverer is not None
         self._recoverer.run()
+        self._resumed()
+
+    def _resumed(self) -> None:
+        """A recovery has brought the state of the version that is to be handed out."""
+        self._unsettled, self._committed, self._proof_due = True, False, True
+
+    def settle(self) -> None:
+        """Before the hand-out of a step: now its version is complete.
+
+        Plain state is captured here, and what nobody else holds is sent from here. If a collective of the script has
+        been answered by a stand-in since the commit, what it has led to is nobody's version.
+        """
+        if self._void_run is not None:
+            self._take_back(self._void_run)
+        if not self._unsettled:
+            return
+        with self.gate.overhead:
+            if not self._own_calls:
+                self.faults.hit("below", self.gate.version - 1)
+            self._outside.watch(False)
+            spoiled = self._leave_outside()
+            if self._committed and spoiled:
+                self.gate.torn()
+            elif self._committed:
+                self._complete(self.gate.version)
+            self._unsettled = False
+            if not self.gate.stopped:
+                self._publish(self.gate.version)
+
+    def _leave_outside(self) -> bool:
+        """Whether a stand-in has answered a collective since the commit."""
+        self.gate.leave_outside()
+        groups.stand_in(False)
+        return groups.stand_in_count() != self._stand_ins_before
+
+    def _complete(self, version: int) -> None:
+        """Everything of ``version`` is as it will be handed out."""
+        registry = self.registry
+        now = registry.drawn()
+        habits = registry.habits
+        before = self._at_mutation if habits.reseal else self._at_seal
+        self.late_versions = {v: late for v, late in self.late_versions.items() if v > version - 3}
+        self.late_versions[version] = now != before
+        self._learn(version - 1, late=now != self._at_mutation, changed=self._at_mutation != self._at_seal)
+        registry.common.keep(version, registry.capture_common(version))
+        if self._written == now:
+            registry.capsule.finish(version)
+            self.gate.page.finish_capsule(version)
+        else:
+            self._seal(version, now, early=False)
+
+    def _publish(self, version: int) -> None:
+        """The state is ``version`` and does not change before the next mutation: copies of it may be made."""
+        assert self.copies is not None
+        if self._committed:
+            self.copies.save_checkpoint_if_due(version, self.gate.generation)
+        else:
+            capsule = self.registry.capsule.at(version)
+            if capsule is not None:
+                self.gate.page.write_capsule(version, capsule)
+        self.copies.start(version)
+
+    def restore_plain(self, version: int, *, fresh: bool) -> None:
+        """Schedulers, random numbers, data position and the like, as they were at ``version``. ``fresh``: the data
+        sources stand at their beginning. Raises RestoreError if this rank does not hold them."""
+        registry = self.registry
+        common, capsule = registry.common.at(version), registry.capsule.at(version)
+        if common is None or capsule is None:
+            raise RestoreError(f"the plain state of version {version} is missing on rank {self.rank}")
+        registry.restore_plain(common, capsule, version, fresh=fresh)
+        for shard in (registry.common, registry.capsule):
+            shard.drop_after(version)
+
+    def _take_back(self, void_run: VoidRun) -> None:
+        """The script has run on to the next hand-out after a void attempt; nothing of that counts."""
+        self._void_run = None
+        for adapter in self.registry.adapters:
+            adapter.reset()
+        void_run.take_back()
+        self.restore_plain(self.gate.version, fresh=False)
+        void_run.end()
 
     def at_script_end(self, callback: Callable[[], None]) -> None:
         """Call it when the script has come to its end, not when it fails."""
@@ -144,9 +251,19 @@ class Session:
         with its exception, it is a failure like any other.
         """
         assert self._recoverer is not None
+        if self._void_run is not None:
+            self._left_in_void_run()
         if not self._failing:
             self._recoverer.tell_done()
             atexit.register(self._close)
+
+    def _left_in_void_run(self) -> None:
+        """What has led the script to leave is nobody's result; its peers do the step again. So will a replacement."""
+        text = "the script left its loop below the block of a step that is done again; the process is replaced"
+        print(f"flashrecovery: {text}", file=sys.stderr, flush=True)
+        words = pb.LastWords(exception="flashrecovery.errors.StepInterrupted", message=text)
+        self.connection.channel.send(pb.FromWorker(last_words=words))
+        os._exit(1)
 
     def _close(self) -> None:
         if self.copies is not None:
@@ -154,9 +271,10 @@ class Session:
 
     def begin(self) -> None:
         """Tag i. A stop that comes just before is noticed in the body, at the latest at its commit."""
-        self._written = self._at_seal = None
+        self._written = self._at_seal = self._at_mutation = None
         self._hook_fired = False
         self._failures_before = groups.failure_count()
+        self._raised_before = groups.raised_count()
         self.faults.hit("between", self.gate.version)
         self.gate.begin()
         self.faults.begin_step(self.gate.version, self.registry.adapters)
@@ -166,6 +284,8 @@ class Session:
         if error is None:
             try:
                 self._commit()
+                if self._own_calls:
+                    self.settle()
                 return True
             except StepInterrupted:
                 log.debug("step %d was stopped before its mutation", self.gate.version)
@@ -173,12 +293,17 @@ class Session:
                 if not self._is_stop(e):
                     self._failing = True
                     raise
+            except FlashRecoveryError:
+                self._failing = True
+                raise
         elif not self._is_stop(error):
             self._failing = True
             return False
         self._failing = True
         self.recover()
         self._failing = False
+        if not self._own_calls:
+            self._void_run = VoidRun(self.registry.tensor_shards(), self.gate.version)
         return True
 
     def _is_stop(self, error: BaseException) -> bool:
@@ -218,12 +343,12 @@ class Session:
         self.gate.check()
         self.gate.page.beat()
         self._hook_fired = True
-        now = self._drawn()
+        now = self.registry.drawn()
         if recheck and now == self._at_seal:
             return
         self._at_seal = now
-        if self.registry.habits.early_seal:
-            self._seal(self.gate.version + 1, now)
+        if self.registry.habits.seals_early(self.gate.version):
+            self._seal(self.gate.version + 1, now, early=True)
         self.copies.wait()
 
     def mutating(self) -> None:
@@ -236,54 +361,87 @@ class Session:
         self.gate.check()
         version = self.gate.version
         self.faults.hit("optimizer-start", version)
-        seen_forward = self._hook_fired
+        self._before_mutation(version, seen_forward=self._hook_fired)
+        self._ops_at_mutation = groups.operation_count()
+        self.gate.mutate()
+
+    def _before_mutation(self, version: int, *, seen_forward: bool) -> None:
+        """Everything that must be in place on all ranks before any of them changes its state."""
+        assert self.copies is not None
+        habits = self.registry.habits
         if not seen_forward:
             # The adapter has seen no forward pass: nothing yet says that every rank has come this far.
             self.sealed()
+        now = self._at_mutation = self.registry.drawn()
+        sealed = habits.seals_early(version)
+        if sealed and self._written != now:
+            self._seal(version + 1, now, early=True)
         if self.copies.capsules_only:
-            self._send_capsule(version + 1)
-        if not seen_forward or self._explicit_barrier:
+            # What is sealed goes to another node, before anybody can need it.
+            self.copies.send_capsule(version + 1, sealed=sealed)
+        if proof.is_due(version):
+            self._compare_habits()
+        elif not seen_forward or self._explicit_barrier or habits.reseal:
             self._barrier()
-        habits = self.registry.habits
         if habits.undo:
             self.copies.enable_undo()
-        elif not habits.known:
-            # The first step seals when it ends: whoever has left it could not go on with a rank that dies in it.
+        elif habits.needs_undo(version):
+            # In the first step, and in those that will probably be late: whoever has left such a step could not go on
+            # with a rank that dies in it.
             self.copies.enable_undo(brief=True)
         else:
             self.copies.disable_undo()
         self.copies.before_mutation(version)
-        self._ops_at_mutation = groups.operation_count()
-        self.gate.mutate()
 
-    def _send_capsule(self, version: int) -> None:
-        """What is sealed goes to another node, before anybody can need it."""
-        assert self.copies is not None
-        final = self.registry.habits.early_seal
-        now = self._drawn()
-        if final and self._written != now:
-            self._seal(version, now)
-        self.copies.send_capsule(version, final=final)
+    def _compare_habits(self) -> None:
+        """A barrier, too."""
+        try:
+            with self.gate.in_barrier():
+                differing = proof.compare_habits(self.registry)
+        except RuntimeError as e:
+            if not self._is_stop(e):
+                raise
+            self.gate.check()
+            return
+        self._tell_own(differing)
+
+    def _tell_own(self, names: list[str]) -> None:
+        if names and self.rank == 0:
+            self.notice("own_objects", f"{names} are not equal on all ranks; each rank's own is protected from now on")
 
     def mutated(self) -> None:
         """Kept for adapters: the optimizers are done; the commit follows at the end of the step."""
 
-    def _seal(self, version: int, drawn: Drawn) -> None:
+    def _seal(self, version: int, drawn: Drawn, *, early: bool) -> None:
         self.registry.mark_data(version)
-        data = self.registry.capture_capsule(drawn[0])
-        self.registry.capsule.keep(version, data)
-        self.gate.page.write_capsule(version, data)
+        data = self.registry.capture_capsule(drawn)
+        self.registry.capsule.keep(version, data, early=early)
+        self.gate.page.write_capsule(version, data, early=early)
         self._written = drawn
 
     def seal_start(self) -> None:
         """Version 0: what the script has set up."""
-        self._seal(0, self._drawn())
-        self.registry.common.keep(0, self.registry.capture_common())
+        self.registry.common.keep(0, self.registry.capture_common(0))
+        self._seal(0, self.registry.drawn(), early=False)
 
-    def _drawn(self) -> Drawn:
-        """Changes whenever random numbers or data are drawn, or an adapter's part of the capsule changes."""
+    def _compare_objects(self) -> None:
+        """Which registered objects differ between the ranks from the start; a collective.
+
+        Raises:
+            RegistrationError: they are too large to be each rank's own.
+        """
         registry = self.registry
-        return RngState.now(), [s.position for s in registry.streams], [a.capsule_mark() for a in registry.adapters]
+        states = registry.shared_states()
+        differing = agreement.unequal({name: xxhash.xxh3_128_hexdigest(state) for name, state in states.items()})
+        size = sum(len(states[name]) for name in differing)
+        if size > CAPSULE_LIMIT // 2:
+            raise RegistrationError(
+                f"the registered objects {differing} are not equal on all ranks and take {size:,} bytes; at most "
+                f"{CAPSULE_LIMIT // 2:,} bytes of a rank's own can be kept. Make them equal, or keep large parts out "
+                "of their state_dict()"
+            )
+        registry.habits.own = sorted({*registry.habits.own, *differing})
+        self._tell_own(differing)
 
     def _needs_barrier(self, copies: Copies) -> bool:
         """Whether the gradient synchronisation is not enough before the first mutation. A collective.
@@ -316,29 +474,53 @@ class Session:
             self.gate.check()
 
     def _commit(self) -> None:
-        """Tag i+1: everything of version i+1 is in place."""
+        """Tag i+1. What belongs to version i+1 may still change until it is handed out; see :meth:`settle`."""
         assert self.copies is not None
         version = self.gate.version
         self.faults.hit("commit", version)
         self.gate.check()
-        mutated = self.gate.mutating
-        if not mutated:
+        if self.gate.mutating:
+            self._quiet = groups.operation_count() == self._ops_at_mutation
+            self._refuse_torn()
+        else:
             # Nothing in such a step says that all ranks have come this far, with the copies of its version.
             self._refuse_failed_collectives()
             self.copies.wait()
-            self._barrier()
-        now = self._drawn()
-        if self._written != now:
-            self._seal(version + 1, now)
-        if mutated:
-            self._learn(early=self._at_seal == now, quiet=groups.operation_count() == self._ops_at_mutation)
-        self.registry.common.keep(version + 1, self.registry.capture_common())
-        go_on = self.gate.commit()
+            self._before_mutation(version, seen_forward=False)
+            self._quiet = True
+        if self._proof_due:
+            self._show_equal(version + 1)
+        with self.gate.lock:
+            go_on = self.gate.commit(outside=not self._own_calls)
+            self._stand_ins_before = groups.stand_in_count()
+            if not go_on:
+                groups.stand_in(not self._own_calls)
+        self._unsettled = self._committed = True
+        self._proof_due = False
+        if not self._own_calls:
+            self._outside.watch(True)
         if not self._told_modules:
             self._tell_modules()
-        if go_on:
-            self.copies.save_checkpoint_if_due(self.gate.version, self.gate.generation)
-            self.copies.start(self.gate.version)
+
+    def _show_equal(self, version: int) -> None:
+        """The first step after a recovery: do all ranks agree? If another dies meanwhile, the next recovery asks."""
+        try:
+            proof.show_equal(self.registry, version)
+        except RuntimeError as e:
+            if not self._is_stop(e):
+                raise
+
+    def _refuse_torn(self) -> None:
+        """A collective has failed while the state was changing, and the step's body has swallowed the error."""
+        if groups.raised_count() == self._raised_before:
+            return
+        if not self.gate.stopped and not self._wait_for_stop():
+            raise JobFailedError(
+                f"a collective failed in step {self.gate.version} after its mutation had begun, and the step's body "
+                "swallowed the error"
+            )
+        self.gate.torn()
+        raise StepInterrupted
 
     def _refuse_failed_collectives(self) -> None:
         """A step in which a collective failed is void, also if its body has swallowed the error."""
@@ -350,30 +532,45 @@ class Session:
             )
         self.gate.check()
 
-    def _learn(self, *, early: bool, quiet: bool) -> None:
-        """What this step has shown: does it draw random numbers or data, or communicate, after its mutation began?
+    def _learn(self, step: int, *, late: bool, changed: bool) -> None:
+        """What ``step`` has shown.
 
-        Such steps cannot be completed from what peers hold, so from then on every rank keeps its own pre-step copy.
+        Args:
+            late: this rank's own state has changed after the mutation had begun.
+            changed: it has changed between the forward pass and the mutation. Until all ranks seal again there (see
+                :func:`~flashrecovery.worker.proof.compare_habits`), such steps are late, too.
         """
         habits = self.registry.habits
-        habits.early_seal = early and (habits.early_seal or not habits.known)
         habits.known = True
-        if early and quiet:
-            return
-        what = "communicates" if early else "draws random numbers or data"
-        if not habits.undo:
+        if not self._quiet and not habits.undo:
             habits.undo = True
-            self.notice("undo_enabled", f"the step {what} late; an own pre-step copy is kept from now on")
+            self._tell_undo("the step communicates after its mutation has begun", IN_ALL_STEPS)
+        if changed and not habits.reseal and not habits.changed:
+            habits.changed = True
+            self._tell_undo(f"in step {step} this rank's own state has changed after the forward pass", UNTIL_RESEALED)
+        if late and habits.was_late(step):
+            self._tell_undo(
+                f"step {step} draws random numbers or data, or changes other state of its own rank, late", step
+            )
 
-    def _keep_undo(self) -> None:
+    def _tell_undo(self, why: str, step: int) -> None:
+        self.notice("undo_enabled", f"{why}; an own pre-step copy is kept where that is to be expected", step=step)
+
+    def _keep_undo(self, step: int) -> None:
         """From the control thread: another rank's steps need it."""
-        self.registry.habits.undo = True
+        habits = self.registry.habits
+        if step == IN_ALL_STEPS:
+            habits.undo = True
+        elif step == UNTIL_RESEALED:
+            habits.changed = True
+        else:
+            habits.was_late(step)
 
     # -- messages ---------------------------------------------------------------------------------
 
-    def notice(self, kind: str, text: str, fault: pb.Fault | None = None) -> None:
+    def notice(self, kind: str, text: str, fault: pb.Fault | None = None, *, step: int = -1) -> None:
         """Something that belongs into the events."""
-        message = pb.Notice(rank=self.rank, kind=kind, text=text, fault=fault)
+        message = pb.Notice(rank=self.rank, kind=kind, text=text, fault=fault, step=step)
         self.connection.channel.send(pb.FromWorker(notice=message))
 
     def _announce_checkpoint(self, version: int) -> None:
@@ -422,6 +619,4 @@ class Session:
 
 
 def _world_size_env() -> int:
-    import os
-
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -24,6 +24,18 @@ struct OperationHook {
   static inline std::function<void(const std::string&, const char*)> call;
 };
 
+// Called with (group, operation) when the script starts an operation while `watched`: between two steps.
+struct OutsideHook {
+  static inline std::atomic<bool> watched{false};
+  static inline std::function<void(const std::string&, const char*)> call;
+};
+
+// Operations that were answered by a stand-in, over the life of the process.
+inline std::atomic<uint64_t>& standInCount() {
+  static std::atomic<uint64_t> count{0};
+  return count;
+}
+
 // One inner backend and the device types whose tensors it serves.
 struct Inner {
   c10::DeviceType device;
@@ -40,8 +52,9 @@ struct PendingOp {
 
 class ManagedBase : public Backend {
  public:
-  ManagedBase(int rank, int size, std::string group, std::string kind, std::chrono::milliseconds timeout)
-      : Backend(rank, size), group_(std::move(group)), kind_(std::move(kind)), timeout_(timeout) {
+  // `own`: one of the recovery's own groups, whose operations are none of the script's.
+  ManagedBase(int rank, int size, std::string group, std::string kind, std::chrono::milliseconds timeout, bool own)
+      : Backend(rank, size), group_(std::move(group)), kind_(std::move(kind)), timeout_(timeout), own_(own) {
     local_ = c10::make_intrusive<LocalBackend>(rank, size, kind_ == "nccl");
   }
   ~ManagedBase() override { bury(inners_); }
@@ -74,6 +87,10 @@ class ManagedBase : public Backend {
     old.swap(records_);
     abandoned_ = false;
   }
+
+  // While on, operations are answered locally, as if every rank had this rank's data, and nobody hears of them; what is
+  // inside stays as it is. Not for the recovery's own groups.
+  void standIn(bool on) { standingIn_ = on && !own_; }
 
   // Fails everything pending and every later operation. Returns how many operations were pending.
   int abandon(const std::string& reason) {
@@ -135,6 +152,7 @@ class ManagedBase : public Backend {
   bool supportsCoalescing() const override { return kind_ == "nccl"; }
   bool supportsTimeEstimation() const override { return false; }
   void startCoalescing() override {
+    if (standingIn_) return;
     progress_.startBatch();
     get(accelerator())->startCoalescing();
   }
@@ -177,7 +195,7 @@ class ManagedBase : public Backend {
     if (abandoned_) {
       const std::string reason = reason_;
       lock.unlock();
-      ++failureCount();
+      if (!own_) ++failureCount(), ++raisedCount();
       throwAbandoned(reason);
     }
     for (const auto& inner : inners_)
@@ -188,11 +206,16 @@ class ManagedBase : public Backend {
   template <typename Outputs, typename Call>
   WorkPtr run(OpType type, const char* name, c10::DeviceType device, Outputs&& outputs, Call&& call, int peer = -1) {
     if (OperationHook::set) OperationHook::call(group_, name);
+    if (OutsideHook::watched && !own_) OutsideHook::call(group_, name);
+    if (standingIn_) {
+      ++standInCount();
+      return call(*local_);
+    }
     const BackendPtr inner = get(device);
     const uint64_t seq = seq_++;
     const Ordinal ordinal = next(type, peer);
     ++started_;
-    ++operationCount();
+    if (!own_) ++operationCount();
     auto& log = SetupLog::instance();
     if (log.replaying() && inner == local_) {
       const Tensors filled = outputs();
@@ -206,7 +229,7 @@ class ManagedBase : public Backend {
       if (log.recording()) remember(seq, name, outputs());
       return work;
     }
-    auto record = std::make_shared<OpRecord>(seq, name, ordinal, hasFuture(type));
+    auto record = std::make_shared<OpRecord>(seq, name, ordinal, hasFuture(type), !own_);
     if (record->tracked) record->underway.begin();
     if (log.recording()) {
       const Tensors kept = outputs();
@@ -244,11 +267,13 @@ class ManagedBase : public Backend {
       record->settle();
       record->fail();
       record->throwIfAbandoned();
+      record->raised();
       throw;
     } catch (const std::exception& error) {
       record->settle();
       record->fail();
       record->throwIfAbandoned();
+      record->raised();
       C10_THROW_ERROR(DistBackendError, error.what());
     }
     if (!work) {  // done already, or part of a coalesced launch
@@ -329,6 +354,8 @@ class ManagedBase : public Backend {
   const std::string group_;
   const std::string kind_;
   std::chrono::milliseconds timeout_;
+  const bool own_;
+  std::atomic<bool> standingIn_{false};
   mutable std::mutex mutex_;
   BackendPtr local_;
   std::vector<Inner> inners_;

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace flashrecovery {
@@ -52,6 +53,25 @@ inline size_t countGradients(const std::vector<at::Tensor>& tensors) {
   size_t count = 0;
   for (const auto& tensor : tensors) count += tensor.grad().defined();
   return count;
+}
+
+// A number that changes when one of the tensors does: by content where that lies on the host and takes at most
+// `compared` bytes, else by version counter (which kernels that write behind autograd's back do not advance). With
+// `compared` 0 no content is looked at.
+inline uint64_t glanceAtTensors(const std::vector<at::Tensor>& tensors, size_t compared) {
+  uint64_t seen = 0x9e3779b97f4a7c15ull;
+  const auto mix = [&](uint64_t value) { seen = (seen ^ value) * 0xff51afd7ed558ccdull, seen ^= seen >> 32; };
+  for (const auto& tensor : tensors) {
+    if (!tensor.defined()) {
+      mix(1);
+      continue;
+    }
+    mix(reinterpret_cast<uintptr_t>(tensor.unsafeGetTensorImpl()));
+    if (!tensor.is_inference()) mix(tensor._version());
+    if (tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.nbytes() <= compared && tensor.is_contiguous())
+      mix(std::hash<std::string_view>{}({static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes()}));
+  }
+  return seen;
 }
 
 }  // namespace flashrecovery

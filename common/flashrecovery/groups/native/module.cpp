@@ -50,16 +50,25 @@ const std::shared_ptr<TransportState>& transport(const DevicePtr& device) {
   return own->state();
 }
 
-void setHook(py::object callback) {
-  OperationHook::set = false;
-  if (callback.is_none()) return;
-  // Never freed: an operation on another thread may just be calling it.
+// A Python function to be called from any thread. Never freed: an operation on another thread may just be calling it.
+std::function<void(const std::string&, const char*)> forever(py::object callback) {
   auto* kept = new py::object(std::move(callback));
-  OperationHook::call = [kept](const std::string& group, const char* op) {
+  return [kept](const std::string& group, const char* op) {
     py::gil_scoped_acquire gil;
     (*kept)(group, op);
   };
+}
+
+void setHook(py::object callback) {
+  OperationHook::set = false;
+  if (callback.is_none()) return;
+  OperationHook::call = forever(std::move(callback));
   OperationHook::set = true;
+}
+
+void setOutsideHook(py::object callback) {
+  OutsideHook::watched = false;
+  OutsideHook::call = forever(std::move(callback));
 }
 
 }  // namespace
@@ -68,9 +77,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::module::import("torch.distributed");
 
   // groups
-  m.def("create", [](int rank, int size, std::string group, std::string kind, Millis timeout) -> BackendPtr {
-    return c10::make_intrusive<ManagedBackend>(rank, size, std::move(group), std::move(kind), timeout);
+  m.def("create", [](int rank, int size, std::string group, std::string kind, Millis timeout, bool own) -> BackendPtr {
+    return c10::make_intrusive<ManagedBackend>(rank, size, std::move(group), std::move(kind), timeout, own);
   });
+  m.def("stand_in", [](const BackendPtr& outer, bool on) { managed(outer).standIn(on); });
+  m.def("stand_ins", [] { return standInCount().load(); });
+  m.def("set_outside_hook", &setOutsideHook);
+  m.def("watch_outside", [](bool on) { OutsideHook::watched = on && OutsideHook::call; });
   m.def(
       "exchange",
       [](const BackendPtr& outer, const std::vector<std::pair<std::string, BackendPtr>>& inners,
@@ -136,6 +149,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return py::make_tuple(py::bytes(parts[0]), py::bytes(parts[1]), py::bytes(parts[2]));
   });
   m.def("count_gradients", &countGradients);
+  m.def("glance_at_tensors", &glanceAtTensors);
   m.def("progress", [](const BackendPtr& b) {
     const auto& progress = managed(b).progress();
     return std::make_pair(progress.collectives(), progress.pairs());
@@ -143,6 +157,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("underway_ns", [] { return Underway::nanoseconds(); });
   m.def("operations", [] { return operationCount().load(); });
   m.def("failures", [] { return failureCount().load(); });
+  m.def("raised", [] { return raisedCount().load(); });
   m.def("set_hook", &setHook);
   m.def("bury", [](BackendPtr b) { Graveyard::instance().bury(std::move(b)); }, NoGil());
   m.def("wait_buried", [](Millis deadline) { return Graveyard::instance().waitEmpty(deadline); }, NoGil());

@@ -22,21 +22,28 @@ inline double monotonicSeconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Operations that failed or were abandoned, over the life of the process.
-// Operations that this process has started.
+// Operations that the script has started in this process.
 inline std::atomic<uint64_t>& operationCount() {
   static std::atomic<uint64_t> count{0};
   return count;
 }
 
+// Operations of the script that failed or were abandoned, over the life of the process.
 inline std::atomic<uint64_t>& failureCount() {
   static std::atomic<uint64_t> count{0};
   return count;
 }
 
+// Times that an operation of the script has raised: whoever called it or waited for it was told.
+inline std::atomic<uint64_t>& raisedCount() {
+  static std::atomic<uint64_t> count{0};
+  return count;
+}
+
 struct OpRecord {
-  OpRecord(uint64_t sequence, const char* opName, Ordinal place, bool tracksCompletion)
-      : seq(sequence), name(opName), ordinal(place), tracked(tracksCompletion) {}
+  // `counts`: its failure is one of the script's operations'.
+  OpRecord(uint64_t sequence, const char* opName, Ordinal place, bool tracksCompletion, bool counts)
+      : seq(sequence), name(opName), ordinal(place), tracked(tracksCompletion), counts_(counts) {}
 
   const uint64_t seq;
   const char* const name;
@@ -68,7 +75,7 @@ struct OpRecord {
     onSuccess_ = std::move(action);
   }
   void fail() {
-    if (!failed_.exchange(true)) ++failureCount();
+    if (!failed_.exchange(true) && counts_) ++failureCount();
   }
   // Returns what was to happen on success, for the caller to destroy where no lock is held.
   std::function<void()> abandon(const std::string& why) {
@@ -81,8 +88,12 @@ struct OpRecord {
     abandoned = true;
     return dropped;
   }
+  void raised() const {
+    if (counts_) ++raisedCount();
+  }
   void throwIfAbandoned() const {
     if (!abandoned) return;
+    raised();
     std::unique_lock<std::mutex> lock(mutex_);
     const std::string why = reason_;
     lock.unlock();
@@ -90,6 +101,7 @@ struct OpRecord {
   }
 
  private:
+  const bool counts_;
   mutable std::mutex mutex_;
   std::atomic<bool> failed_{false};
   std::string reason_;
@@ -114,6 +126,7 @@ class ManagedWork final : public c10d::Work {
     } catch (const std::exception&) {
       record_->fail();
       record_->throwIfAbandoned();
+      record_->raised();
       throw;
     }
     record_->throwIfAbandoned();

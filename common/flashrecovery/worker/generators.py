@@ -1,0 +1,66 @@
+"""Random generators of the script's own, registered like other objects: each rank's own state."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any, Protocol
+
+import torch
+
+
+class Stateful(Protocol):
+    """What can be registered by name."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+class _TorchGenerator:
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> bytes:
+        return self._generator.get_state().numpy().tobytes()
+
+    def load_state_dict(self, state: bytes) -> None:
+        self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+class _PythonGenerator:
+    def __init__(self, generator: random.Random) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> Any:
+        return self._generator.getstate()
+
+    def load_state_dict(self, state: Any) -> None:
+        self._generator.setstate(state)
+
+
+class _NumpyGenerator:
+    def __init__(self, bits: Any) -> None:
+        self._bits = bits
+
+    def state_dict(self) -> Any:
+        return self._bits.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self._bits.state = state
+
+
+def as_stateful(thing: object) -> Stateful | None:
+    """``thing`` with ``state_dict`` and ``load_state_dict`` if it is a generator of torch, Python or numpy."""
+    if isinstance(thing, torch.Generator):
+        return _TorchGenerator(thing)
+    if isinstance(thing, random.Random):
+        return _PythonGenerator(thing)
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        if isinstance(thing, numpy.Generator):
+            return _NumpyGenerator(thing.bit_generator)
+        if isinstance(thing, numpy.RandomState):
+            return _NumpyGenerator(thing._bit_generator)
+        if isinstance(thing, numpy.BitGenerator):
+            return _NumpyGenerator(thing)
+    return None

@@ -1,0 +1,59 @@
+"""Collectives that a script makes outside of its ``with step:`` blocks are named the first time, with file and line."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from flashrecovery import groups
+
+ADVICE = (
+    "a collective outside of `with step:` is cut off when a rank dies, and nothing can catch its error there: move it "
+    "into the block, before optimizer.step()"
+)
+
+_LIBRARIES = tuple(str(Path(p).resolve().parent) for p in (torch.__file__, str(Path(__file__).parent)))
+
+
+class OutsideWatch:
+    """Tells of the first operation that the training thread makes while it is watched.
+
+    Args:
+        notify: gets the text.
+    """
+
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self._notify = notify
+        self._told = False
+        self._hooked = False
+
+    def watch(self, on: bool) -> None:
+        """The script is between two steps from now on, or not any more."""
+        if self._told:
+            return
+        if on and not self._hooked:
+            groups.set_outside_hook(self._called)
+            self._hooked = True
+        groups.watch_outside(on)
+
+    def _called(self, group: str, operation: str) -> None:
+        if self._told or threading.current_thread() is not threading.main_thread():
+            return
+        self._told = True
+        groups.watch_outside(False)
+        self._notify(f"{operation} at {_caller(sys._getframe(1))}: {ADVICE}")
+
+
+def _caller(frame: FrameType | None) -> str:
+    """File and line of the innermost frame that is neither torch's nor ours."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_LIBRARIES) and not name.startswith("<"):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown place"

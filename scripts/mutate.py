@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PLAN_TESTS = ("test_plan_*.py", "test_decide.py", "test_evacuation.py", "test_electors.py")
-MACHINE_TESTS = ("test_machine*.py", "test_standstill.py", "test_relays.py", "test_fan_out.py", "test_nodes.py")
+PLAN_TESTS = ("test_plan_*.py", "test_nodes.py", "test_decide.py", "test_evacuation.py", "test_electors.py")
+MACHINE_TESTS = ("test_machine*.py", "test_standstill.py", "test_relays.py", "test_fan_out.py")
 TARGETS = {
     "plan": ("flashrecovery/plan/*", (*PLAN_TESTS, "test_machine*.py")),
     "controller": ("flashrecovery/controller/*", (*PLAN_TESTS, *MACHINE_TESTS, "test_beats.py", "test_status.py")),

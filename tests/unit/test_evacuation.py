@@ -63,6 +63,20 @@ def test_of_two_warned_nodes_that_hold_each_others_state_one_moves() -> None:
     assert evacuations(warned, spares, NEEDS, held((0, 1, 2, 3), EVERYBODY)) == {"a": "x"}
 
 
+def test_the_others_move_if_one_cannot() -> None:
+    """The first in order holds too many ranks for the spare node; the second fits."""
+    warned = [Warned("a", "s1", (0, 1, 3)), Warned("b", "s1", (2,))]
+    assert evacuations(warned, [SPARE], NEEDS, held((0, 1, 2, 3), EVERYBODY)) == {"b": "x"}
+
+
+def test_it_moves_to_another_domain_if_it_can() -> None:
+    """Then to the node that fits best."""
+    warned, all_held = [Warned("b", "s2", (2, 3))], held((0, 1, 2, 3), EVERYBODY)
+    others = [Room("y", "s3", 4, spare=True), Room("z", "s3", 2, spare=True)]
+    assert evacuations(warned, [SPARE, *others], NEEDS, all_held) == {"b": "z"}
+    assert evacuations(warned, [SPARE, others[0]], NEEDS, all_held) == {"b": "y"}
+
+
 # -- the machine ----------------------------------------------------------------------------------
 
 

@@ -43,6 +43,14 @@ def test_too_few_nodes_serve_twice_and_none_serve_nobody() -> None:
     assert choose(["a", "a", "b", "b"], {"b"}, 2, ["a", "b"]) == ["b", "b"]
     assert choose(["a", "a", "b", "b"], set(), 2) == []
     assert choose(["", "", "b", "b"], {"b", "spare"}, 2) == ["b", "b"]
+    assert choose(["a", "b"] * 3, {"a", "b"}, 3) == ["a", "b", "a"]
+
+
+def test_no_node_serves_twice_while_another_serves_nobody() -> None:
+    assert choose(["a", "b", "a", "c"], {"a", "b", "c"}, 2, ["a", "gone"]) == ["a", "c"]
+    assert choose(["a", "b"] * 2, {"a", "b"}, 2) == ["a", "b"]
+    # no node of the second block is left: the first of all that serves nobody, and none that the third block needs
+    assert choose(["a", "e", "b", "b", "c", "c"], {"a", "e", "c"}, 3) == ["a", "e", "c"]
 
 
 def test_groups_are_spread_and_near_ones_stay_near() -> None:
@@ -52,6 +60,8 @@ def test_groups_are_spread_and_near_ones_stay_near() -> None:
     data = Counter(server_of(range(first, world, 64), world, servers) for first in range(64))
     assert set(data) == set(range(servers)) and max(data.values()) < 32
     assert server_of(range(world), world, servers) == 0 == server_of([5, 9], world, 1)
+    assert server_of([world - 2, world - 1], world, 2) == 1
+    assert server_of([0, world - 1], world, servers) == server_of((0, world - 1), world, servers)
 
 
 class Job:

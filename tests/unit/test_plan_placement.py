@@ -1,0 +1,91 @@
+"""Which node takes which ranks, where a rank's copies go, and who looks after whom."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashrecovery.plan.placement import Room, neighbour_stride, place
+from flashrecovery.plan.ring import following, preceding
+
+PAIR = [2, 3]
+
+
+def spare(name: str, domain: str = "", free: int = 2, suspect: bool = False) -> Room:
+    return Room(name, domain, free, spare=True, suspect=suspect)
+
+
+@pytest.mark.parametrize(
+    ("rooms", "lost_domain", "node"),
+    [
+        pytest.param([Room("a", "", 2), spare("z")], "", "z", id="a spare one"),
+        pytest.param([spare("a", suspect=True), Room("z", "", 2)], "", "z", id="a healthy one, though not spare"),
+        pytest.param([spare("a", "left"), spare("z", "right")], "left", "z", id="another domain"),
+        pytest.param([spare("a", "left"), Room("z", "right", 2)], "left", "a", id="spare before another domain"),
+        pytest.param([spare("a", free=4), spare("z", free=2)], "", "z", id="what fits best"),
+        pytest.param([spare("a", "left", free=2), spare("z", "right", free=4)], "left", "z", id="domain before fit"),
+        pytest.param([spare("z"), spare("b")], "", "b", id="the first name"),
+        pytest.param([spare("a", "", free=4), spare("z", "somewhere", free=2)], "", "z", id="no domain is known"),
+        pytest.param([spare("a", free=1), Room("z", "", 2)], "", "z", id="as a whole"),
+    ],
+)
+def test_ranks_go_to_one_node_together(rooms: list[Room], lost_domain: str, node: str) -> None:
+    for given in (rooms, rooms[::-1]):
+        assert place(PAIR, given, lost_domain) == {2: node, 3: node}
+
+
+def test_a_node_without_a_domain_is_in_none_that_was_lost() -> None:
+    """Nothing is lost with a domain of no name: the fit decides."""
+    assert place(PAIR, [spare("a", "", 2), spare("b", "other", 3)]) == {2: "b", 3: "b"}
+
+
+def test_ranks_are_spread_only_if_no_node_can_take_them_all() -> None:
+    assert place([0, 1, 2], [spare("a", free=1), Room("b", "", 2)]) == {0: "b", 1: "b", 2: "a"}
+    assert place([0, 1, 2], [spare("a", free=2, suspect=True), spare("b", free=1), Room("c", "", 1)]) == {
+        0: "b",
+        1: "c",
+        2: "a",
+    }
+    assert place([0, 1, 2, 3], [spare("a", free=1), Room("b", "", 2)]) is None
+    assert place([0], [spare("a", free=0)]) is None
+    assert place([0, 1], [spare("a", free=1), spare("b", free=0), spare("c", free=1)]) == {0: "a", 1: "c"}
+
+
+@pytest.mark.parametrize(
+    ("domains", "stride"),
+    [
+        (["s"], 1),
+        (["s", "s"], 8),
+        (["s", "t"], 8),
+        (["s", "s", "t", "t"], 16),
+        (["s", "t", "s", "t"], 8),
+        (["s", "s", "s", "t", "t", "t"], 24),
+        (["s", "s", "t", "u", "u", "t"], 16),
+        (["s", "s", "s"], 8),
+    ],
+)
+def test_copies_go_to_another_node_and_domain(domains: list[str], stride: int) -> None:
+    assert neighbour_stride(domains, 8) == stride
+
+
+def test_a_nodes_observers_are_the_next_in_the_ring() -> None:
+    ring = ["a", "b", "c", "d"]
+    assert list(following("b", ring)) == ["c", "d", "a"]
+    assert list(following("d", ring)) == ["a", "b", "c"]
+    assert list(preceding("b", ring)) == ["a", "d", "c"]
+    assert list(preceding("a", ring)) == ["d", "c", "b"]
+
+
+def test_a_node_that_is_not_in_the_ring_has_its_place() -> None:
+    ring = ["a", "c", "e"]
+    assert list(following("b", ring)) == ["c", "e", "a"] and list(preceding("b", ring)) == ["a", "e", "c"]
+    assert list(following("f", ring)) == ["a", "c", "e"] and list(preceding("f", ring)) == ["e", "c", "a"]
+    assert list(following("", ring)) == ring and list(preceding("", ring)) == ring[::-1]
+    assert list(following("a", ["a"])) == list(following("a", [])) == list(preceding("a", [])) == []
+
+
+def test_who_follows_is_preceded() -> None:
+    """Both sides of a silence ask the same nodes."""
+    ring = [f"node{i:02}" for i in range(7)]
+    for node in ring:
+        for distance, other in enumerate(following(node, ring)):
+            assert list(preceding(other, ring))[distance] == node

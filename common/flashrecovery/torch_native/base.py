@@ -25,7 +25,7 @@ from flashrecovery.torch_native.optimizer_state import (
 from flashrecovery.torch_native.shards import ParamRecord, ParamShard, owners_of
 from flashrecovery.torch_native.state_order import StateOrder
 from flashrecovery.worker.adapter import Adapter, Shard, StepHooks
-from flashrecovery.worker.glance import count_gradients
+from flashrecovery.worker.glance import count_gradients, glance_at_tensors
 
 
 class TorchAdapter(Adapter):
@@ -189,6 +189,9 @@ class TorchAdapter(Adapter):
 
     def capsule_mark(self) -> Any:
         return self._buffers.mark()
+
+    def touch_mark(self) -> Any:
+        return glance_at_tensors([t for shard in self.shards() for t in shard.tensors().values()], 0)
 
     def restore_rank(self, state: dict[str, Any]) -> None:
         self._buffers.restore(state["buffers"])

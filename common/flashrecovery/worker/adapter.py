@@ -175,6 +175,11 @@ class Adapter(ABC):
         else by now. Such steps count as sealed when they end, and need an own pre-step copy on every rank."""
         return None
 
+    def touch_mark(self) -> Any:
+        """Compared between the hand-out of a step and its mutation or its stop: another value says that tensors of the
+        shards have been changed before ``mutating``. Such a step must have its pre-step copy from the beginning."""
+        return None
+
     def restore_rank(self, state: dict[str, Any]) -> None:  # noqa: B027 - optional
         """Adopt what ``capture_rank`` returned on this rank."""
 

@@ -29,6 +29,7 @@ class Gate:
         live: the version that the live state has as a whole, -1 while it is torn or empty.
         generation: the generation that this worker trains in.
         overhead: what recovery takes of each step.
+        in_block: the training thread is in the body of a step, where an interruption is caught.
     """
 
     def __init__(self, page: Page) -> None:
@@ -37,6 +38,7 @@ class Gate:
         self.version = 0
         self.live = -1
         self.generation = 0
+        self.in_block = False
         self._called_off_by = 0  # the newest generation that a hold or a stop has announced
         self._stopped = False
         self._finish_to = -1
@@ -114,8 +116,8 @@ class Gate:
         return self._outside
 
     def check(self) -> None:
-        """Raises StepInterrupted if the step has been stopped."""
-        if self._void():
+        """Raises StepInterrupted if the step has been stopped; not outside of its body, where nobody would catch it."""
+        if self.in_block and self._void():
             raise StepInterrupted
 
     def torn(self) -> None:

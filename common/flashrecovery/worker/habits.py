@@ -23,6 +23,8 @@ class Habits:
         changed: the own state changes between the forward pass and the mutation ...
         reseal: ... and that is made up for: it is sealed again there, and a barrier follows. All ranks begin with that
             in the same step.
+        touched: tensors of the shards change before the mutation: the own pre-step copy is made when a step is handed
+            out.
         late: the newest steps that were late after their mutation, ascending.
         own: registered objects that are not equal on all ranks.
     """
@@ -31,6 +33,7 @@ class Habits:
     undo: bool = False
     changed: bool = False
     reseal: bool = False
+    touched: bool = False
     late: list[int] = field(default_factory=list)
     own: list[str] = field(default_factory=list)
 
@@ -45,7 +48,7 @@ class Habits:
 
     def needs_undo(self, step: int) -> bool:
         """Whether an own copy of the state before ``step`` must be kept in it. The first step shows what is needed."""
-        return self.undo or not self.known or self._unsealed or self.expects_late(step)
+        return self.undo or self.touched or not self.known or self._unsealed or self.expects_late(step)
 
     def seals_early(self, step: int) -> bool:
         """Whether what is sealed before the mutation of ``step`` counts, unless a peer says that the step was late."""
@@ -70,6 +73,7 @@ class Habits:
         self.known |= version.known
         self.undo |= version.undo
         self.changed |= version.changed
+        self.touched |= version.touched
         self.reseal = version.reseal
         self.late = sorted({*self.late, *version.late})[-_REMEMBERED:]
         self.own = list(version.own)

@@ -137,6 +137,8 @@ class Recoverer:
         if not report.quiet:
             # What is left might still write into what this rank restores.
             raise DrainError(f"after {s.settings.timeouts.drain_s:g} s (timeouts.drain_s): {report}")
+        if s.gate.live >= 0 and s.touched:
+            s.gate.torn()
         reply.live_version = s.gate.live
         reply.held.extend(self._held())
         reply.late.extend(sorted(v for v, late in s.late_versions.items() if late))

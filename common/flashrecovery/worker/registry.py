@@ -165,9 +165,8 @@ class Registry:
     def capture_common(self, version: int) -> bytes:
         """State of ``version`` that is equal on every rank: schedulers, scaler, extra objects, hyper-parameters."""
         states = self.shared_states()
-        self._digests[version] = {name: _digest(state) for name, state in states.items()}
-        for old in sorted(self._digests)[:-_DIGESTS_KEPT]:
-            del self._digests[old]
+        kept = {v: d for v, d in self._digests.items() if version - _DIGESTS_KEPT < v < version}
+        self._digests = {**kept, version: {name: _digest(state) for name, state in states.items()}}
         return codec.dumps(
             {
                 "objects": states,
@@ -235,6 +234,7 @@ class Registry:
             DivergedError: an object that was taken to be equal on all ranks was not.
         """
         self._compare(codec.loads(common), codec.loads(capsule), version)
+        self._digests = {v: digests for v, digests in self._digests.items() if v <= version}
         self.restore_common(common)
         self.restore_capsule(capsule, version, fresh=fresh)
 

@@ -17,13 +17,21 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 import xxhash
 
 from flashrecovery import groups
 from flashrecovery.config import Settings
-from flashrecovery.errors import FlashRecoveryError, JobFailedError, RegistrationError, RestoreError, StepInterrupted
+from flashrecovery.errors import (
+    FlashRecoveryError,
+    JobFailedError,
+    RegistrationError,
+    RestoreError,
+    StepInterrupted,
+    UnsupportedError,
+)
 from flashrecovery.page import CAPSULE_LIMIT, Page
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy import checkpoint
@@ -33,6 +41,7 @@ from flashrecovery.worker.control import Control
 from flashrecovery.worker.copies import Copies, anywhere
 from flashrecovery.worker.data import DataStream
 from flashrecovery.worker.device import DeviceClock
+from flashrecovery.worker.digest import shard_digest
 from flashrecovery.worker.faults import Faults
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.outside import OutsideWatch
@@ -46,7 +55,10 @@ log = logging.getLogger("flashrecovery")
 _LONGEST_PAUSE_S = 0.1
 """A thread that sleeps for a millisecond on a busy host is back by then."""
 
-IN_ALL_STEPS, UNTIL_RESEALED = -1, -2
+COMPARED_BYTES = 4 << 30
+"""Up to so much state is compared by content in the first step."""
+
+IN_ALL_STEPS, UNTIL_RESEALED, TOUCHED = -1, -2, -3
 """Why a peer is to keep own pre-step copies, if not because a certain step was late."""
 
 
@@ -96,6 +108,8 @@ class Session:
         self._failures_before = 0
         self._raised_before = 0
         self._stand_ins_before = 0
+        self._published = False  # the version that is handed out; its own pre-step copy, too, where touched
+        self._untouched: list[Any] = []  # the adapters' marks of the shards' tensors when the step was handed out
         self._own_calls = False  # the script's own loop makes calls; nothing of it lies between two steps
         self._unsettled = False  # a version has come about and is not complete yet
         self._committed = False  # ... by a step
@@ -133,6 +147,7 @@ class Session:
         self._explicit_barrier = self._needs_barrier(self.copies)
         self._recoverer = Recoverer(self)
         self._unsettled, self._proof_due = True, self.connection.detached
+        self._untouched = self._touch_marks()
         for adapter in self.registry.adapters:
             adapter.watch(TimedHooks(self, self.gate.overhead))
         if self.rank == 0 and not self.connection.detached:
@@ -184,8 +199,24 @@ class Session:
             elif self._committed:
                 self._complete(self.gate.version)
             self._unsettled = False
-            if not self.gate.stopped:
+            self._published = not self.gate.stopped
+            if self._published:
                 self._publish(self.gate.version)
+            self._untouched = self._touch_marks()
+
+    @property
+    def touched(self) -> bool:
+        """Whether tensors of the shards may have changed since the step was handed out."""
+        return (self.registry.habits.touched and self._published) or self._untouched != self._touch_marks()
+
+    def _touch_marks(self) -> list[Any]:
+        marks = [a.touch_mark() for a in self.registry.adapters]
+        if not self.registry.habits.known:
+            # Once also by content: what a script writes by way of `.data` advances no version counter.
+            tensors = [t for shard in self.registry.tensor_shards() for t in shard.tensors().values()]
+            if sum(t.nbytes for t in tensors) <= COMPARED_BYTES:
+                marks.append(shard_digest(tensors))
+        return marks
 
     def _leave_outside(self) -> bool:
         """Whether a stand-in has answered a collective since the commit."""
@@ -219,6 +250,9 @@ class Session:
             if capsule is not None:
                 self.gate.page.write_capsule(version, capsule)
         self.copies.start(version)
+        if self.registry.habits.touched:
+            self.copies.enable_undo()
+            self.copies.before_mutation(version)
 
     def restore_plain(self, version: int, *, fresh: bool) -> None:
         """Schedulers, random numbers, data position and the like, as they were at ``version``. ``fresh``: the data
@@ -276,11 +310,18 @@ class Session:
         self._failures_before = groups.failure_count()
         self._raised_before = groups.raised_count()
         self.faults.hit("between", self.gate.version)
+        self.gate.in_block = True
         self.gate.begin()
         self.faults.begin_step(self.gate.version, self.registry.adapters)
 
     def end(self, error: BaseException | None) -> bool:
         """Commit, or recover. Returns True if ``error`` was only the sign of a stop."""
+        try:
+            return self._end(error)
+        finally:
+            self.gate.in_block = False
+
+    def _end(self, error: BaseException | None) -> bool:
         if error is None:
             try:
                 self._commit()
@@ -340,6 +381,8 @@ class Session:
     def sealed(self, *, recheck: bool = False) -> None:
         """Forward is over: publish the capsule of version i+1, and see that the copies of version i are complete."""
         assert self.copies is not None
+        if not self.gate.in_block:
+            return  # the script calls its model between two steps
         self.gate.check()
         self.gate.page.beat()
         self._hook_fired = True
@@ -356,6 +399,8 @@ class Session:
         assert self.copies is not None
         if self.gate.mutating:
             return
+        if not self.gate.in_block:
+            raise UnsupportedError("optimizer.step() outside of `with step:`; move it into the block")
         self.gate.overhead.aside(self.device.before_mutation)
         self._refuse_failed_collectives()
         self.gate.check()
@@ -372,6 +417,9 @@ class Session:
         if not seen_forward:
             # The adapter has seen no forward pass: nothing yet says that every rank has come this far.
             self.sealed()
+        if not habits.touched and self.touched:
+            habits.touched = True
+            self._tell_undo(f"step {version} changes registered tensors before its mutation", TOUCHED)
         now = self._at_mutation = self.registry.drawn()
         sealed = habits.seals_early(version)
         if sealed and self._written != now:
@@ -383,7 +431,7 @@ class Session:
             self._compare_habits()
         elif not seen_forward or self._explicit_barrier or habits.reseal:
             self._barrier()
-        if habits.undo:
+        if habits.undo or habits.touched:
             self.copies.enable_undo()
         elif habits.needs_undo(version):
             # In the first step, and in those that will probably be late: whoever has left such a step could not go on
@@ -496,6 +544,7 @@ class Session:
             if not go_on:
                 groups.stand_in(not self._own_calls)
         self._unsettled = self._committed = True
+        self._published = False
         self._proof_due = False
         if not self._own_calls:
             self._outside.watch(True)
@@ -563,6 +612,8 @@ class Session:
             habits.undo = True
         elif step == UNTIL_RESEALED:
             habits.changed = True
+        elif step == TOUCHED:
+            habits.touched = True
         else:
             habits.was_late(step)
 

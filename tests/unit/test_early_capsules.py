@@ -1,0 +1,104 @@
+"""A capsule that was sealed early counts unless a living rank says that the step was late after all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from flashrecovery.controller.records import Place, RankRecord
+from flashrecovery.controller.restore import Decision, decide
+from flashrecovery.errors import JobFailedError
+from flashrecovery.page import Page
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+NEEDS = {"param/w": 16, "common": 10}
+
+
+def survivor(rank: int, live: int, late: Sequence[int] = (), undo: Sequence[int] = ()) -> RankRecord:
+    record = RankRecord(rank)
+    record.needs = {**NEEDS, f"capsule@{rank}": 1}
+    held = [pb.Held(kind="undo", version=v, owner=rank) for v in undo]
+    record.take_inventory(live, held)
+    record.late = frozenset(late)
+    record.place = Place.STOPPED
+    return record
+
+
+def victim(rank: int, final: Sequence[int], early: Sequence[int], *, joined: bool = False) -> RankRecord:
+    record = RankRecord(rank)
+    record.needs = {**NEEDS, f"capsule@{rank}": 1}
+    record.capsules, record.early = (*final, *early), frozenset(early)
+    if joined:
+        pages = [(v, False) for v in final] + [(v, True) for v in early]
+        held = [
+            pb.Held(kind="page", version=v, owner=rank, shards=[f"capsule@{rank}"], nbytes=[1], early=e) for v, e in pages
+        ]
+        record.take_inventory(-1, held)
+    return record
+
+
+def decided(*records: RankRecord) -> Decision:
+    return decide({r.rank: r for r in records}, (2, "/checkpoint"))
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_it_counts_where_nobody_was_late(joined: bool) -> None:
+    decision = decided(survivor(0, 6), survivor(1, 6), victim(2, [4, 5], [6], joined=joined))
+    assert (decision.round.version, decision.checkpoint) == (6, "")
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_it_does_not_count_where_one_was_late(joined: bool) -> None:
+    decision = decided(survivor(0, 6), survivor(1, 6, late=[6]), victim(2, [4, 5], [6], joined=joined))
+    assert decision.checkpoint == "/checkpoint"
+    assert "rank 2 had sealed early for version 6 does not count" in decision.round.reason
+
+
+def test_then_all_go_back_a_step_where_they_can() -> None:
+    both = [survivor(rank, 6, late=[6], undo=[5]) for rank in (0, 1)]
+    decision = decided(*both, victim(2, [4, 5], [6], joined=True))
+    assert (decision.round.version, decision.checkpoint) == (5, "")
+
+
+def test_a_late_step_is_no_reason_against_another_ones_capsule() -> None:
+    decision = decided(survivor(0, 6, late=[5]), victim(1, [4, 5], [6], joined=True))
+    assert (decision.round.version, decision.checkpoint) == (6, "")
+
+
+def test_a_final_capsule_counts_although_the_step_was_late() -> None:
+    decision = decided(survivor(0, 6, late=[6]), victim(1, [5, 6], [], joined=True))
+    assert (decision.round.version, decision.checkpoint) == (6, "")
+
+
+def test_without_a_checkpoint_the_job_says_why_it_ends() -> None:
+    records = [survivor(0, 6, late=[6]), victim(1, [4, 5], [6], joined=True)]
+    with pytest.raises(JobFailedError, match="had sealed early for version 6 does not count"):
+        decide({r.rank: r for r in records}, None)
+
+
+def test_a_neighbours_copy_of_it_does_not_count_either() -> None:
+    neighbour = survivor(0, 6, late=[6])
+    copy = pb.Held(kind="copy", version=6, owner=1, shards=["capsule@1"], nbytes=[1], early=True)
+    neighbour.take_inventory(6, [copy])
+    neighbour.late = frozenset([6])
+    assert decided(neighbour, victim(1, [], [])).checkpoint == "/checkpoint"
+
+
+def test_a_page_says_which_of_its_capsules_are_final_and_so_does_its_heirs() -> None:
+    page, heir = Page.create("early"), Page.create("heir")
+    try:
+        page.write_capsule(4, b"four")
+        page.write_capsule(5, b"five", early=True)
+        page.write_capsule(6, b"six", early=True)
+        assert page.early_capsules() == [5, 6]
+        page.finish_capsule(5)
+        page.finish_capsule(7)  # not there
+        assert page.capsule_versions() == [4, 5, 6] and page.early_capsules() == [6]
+        heir.inherit(page)
+        assert heir.capsule_versions() == [4, 5, 6] and heir.early_capsules() == [6]
+        heir.write_capsule(6, b"six, later")
+        assert heir.early_capsules() == []
+    finally:
+        page.close()
+        heir.close()

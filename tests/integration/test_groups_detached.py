@@ -14,6 +14,7 @@ from torch import nn
 
 from flashrecovery import groups
 from flashrecovery.errors import UnsupportedError
+from flashrecovery.worker.outside import OutsideWatch
 from tests.integration.groups_ranks import run_ranks
 
 
@@ -282,3 +283,49 @@ def _extra_control_group(rank: int, size: int, store: dist.Store) -> None:
 
 def test_control_group_on_request() -> None:
     run_ranks(2, _extra_control_group)
+
+
+def _stand_ins(rank: int, world: int, store: dist.Store) -> None:
+    groups.install()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    group = groups.control_group()
+    dist.all_reduce(torch.ones(1))
+    before = [(g.progress.collectives, groups.operation_count(), groups.stand_in_count()) for g in groups.groups()]
+    if rank == 0:  # as after a void attempt: the others make no such collectives
+        groups.stand_in(True)
+        dist.all_reduce(mine := torch.full((2,), 5.0))
+        dist.all_gather(listed := [torch.zeros(2) for _ in range(world)], mine)
+        dist.barrier()
+        assert torch.equal(mine, torch.full((2,), 5.0)) and all(torch.equal(x, mine) for x in listed)
+        assert groups.stand_in_count() - before[0][2] == 3
+    dist.barrier(group=group)  # the recovery's own group goes on
+    if rank == 0:
+        groups.stand_in(False)
+    after = [
+        (g.progress.collectives, groups.operation_count(), 0) for g in groups.groups() if g.name != "flashrecovery"
+    ]
+    assert [a[:2] for a in after] == [b[:2] for b in before][: len(after)], "nobody hears of what a stand-in answers"
+    dist.all_reduce(total := torch.ones(1))
+    assert total.item() == world
+
+
+def test_stand_ins_answer_for_a_while_and_the_group_stays_connected() -> None:
+    run_ranks(3, _stand_ins)
+
+
+def _outside(rank: int, world: int, store: dist.Store) -> None:
+    groups.install()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    told: list[str] = []
+    watch = OutsideWatch(told.append)
+    dist.all_reduce(torch.ones(1))
+    watch.watch(True)
+    dist.barrier(group=groups.control_group())
+    assert told == [], "the recovery's own"
+    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.ones(1))
+    assert len(told) == 1 and "test_groups_detached.py:" in told[0] and told[0].startswith("all_reduce at "), told
+
+
+def test_a_collective_outside_is_named_once_with_file_and_line() -> None:
+    run_ranks(2, _outside)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashrecovery.worker.agreement import _text, check_equal, differences
+from flashrecovery.worker.agreement import _text, check_equal, differences, split
 
 
 class Color(Enum):
@@ -22,6 +22,11 @@ def test_a_difference_names_values_and_ranks() -> None:
 
 def test_a_name_that_one_rank_does_not_have() -> None:
     assert differences([("", {"lr": "0.1"}), ("", {})]) == ["lr is 0.1 on rank 0 and not there on rank 1"]
+
+
+def test_the_camps_of_ranks_that_do_not_agree() -> None:
+    assert split([{"a": "1", "b": "2"}] * 3) == {}
+    assert split([{"a": "1"}, {"a": "2"}, {"a": "1"}, {"b": "7"}]) == {"a": [[0, 2], [1]]}
 
 
 def test_only_ranks_of_a_kind_are_compared() -> None:

@@ -32,7 +32,8 @@ def victim(rank: int, final: Sequence[int], early: Sequence[int], *, joined: boo
     if joined:
         pages = [(v, False) for v in final] + [(v, True) for v in early]
         held = [
-            pb.Held(kind="page", version=v, owner=rank, shards=[f"capsule@{rank}"], nbytes=[1], early=e) for v, e in pages
+            pb.Held(kind="page", version=v, owner=rank, shards=[f"capsule@{rank}"], nbytes=[1], early=e)
+            for v, e in pages
         ]
         record.take_inventory(-1, held)
     return record

@@ -124,7 +124,7 @@ class StepHooks(Protocol):
     """What the core gives to an adapter to report the moments of a step. All are idempotent within a step."""
 
     def sealed(self, *, recheck: bool = False) -> None:
-        """Forward is over: the rank-only state of version i+1 is final. May come several times; the last counts.
+        """Forward is over: the rank-only state of version i+1 is sealed early. May come several times; the last counts.
         ``recheck``: no forward pass since the last call, so only random numbers and data can have moved."""
 
     def mutating(self) -> None:
@@ -171,8 +171,9 @@ class Adapter(ABC):
         return {}
 
     def capsule_mark(self) -> Any:
-        """Compared between a step's seal and its end: another value says that ``capture_rank`` would return something
-        else by now. Such steps count as sealed when they end, and need an own pre-step copy on every rank."""
+        """Compared between a step's seal, its mutation and the next hand-out: another value says that ``capture_rank``
+        would return something else by now. Steps that change it after their mutation has begun need an own pre-step copy
+        on every rank. Must be cheap."""
         return None
 
     def touch_mark(self) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import random
+import resource
 import signal
 import socket
 import threading
@@ -283,6 +284,48 @@ def _strangers(rank: int, size: int, store: dist.Store) -> None:
 
 def test_strangers_are_refused_and_harmless() -> None:
     run_ranks(2, _strangers)
+
+
+def _crowd(rank: int, size: int, store: dist.Store) -> None:
+    """More strangers than a rank has file descriptors stand in front of it and say nothing."""
+    groups.install(control_group=False)
+    dist.init_process_group("gloo", store=dist.PrefixStore("job", store), rank=rank, world_size=size)
+    before = _listening()
+    group = groups.create_control_group()
+    assert group is not None
+    if rank == 0:
+        (port,) = _listening() - before
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        store.set("port", str(port))
+        quiet, _ = _open()
+        most = 0
+        while not store.check(["come"]):
+            most = max(most, _open()[0] - quiet)  # there is always one left to look with
+            time.sleep(0.01)
+        assert 0 < most <= 256 // 4 + 2
+    else:
+        guests = [socket.create_connection(("127.0.0.1", int(store.get("port"))), 10) for _ in range(300)]
+        deadline = time.monotonic() + 20
+        while sum(_has_ended(g) for g in guests) < 300 - 256 // 4:  # the first ones have to make room
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        store.set("come", "")
+    dist.all_reduce(total := torch.ones(1), group=group)
+    assert total.item() == size
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _has_ended(guest: socket.socket) -> bool:
+    guest.setblocking(False)
+    try:
+        return guest.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+
+
+def test_a_crowd_of_strangers_does_not_take_all_file_descriptors() -> None:
+    run_ranks(2, _crowd)
 
 
 def _recovers(rank: int, size: int, store: dist.Store) -> None:

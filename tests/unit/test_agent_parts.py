@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ from flashrecovery.agent.identity import Identity
 from flashrecovery.agent.logs import LogTail
 from flashrecovery.agent.process import WorkerProcess
 from flashrecovery.agent.procfs import Exit, exit_of, is_exiting, is_stopped
+from flashrecovery.agent.store import StoreServer
 from flashrecovery.agent.watch import DeathWatch
 from flashrecovery.config import RunConfig, Timeouts
 from flashrecovery.events import RunDir
+from flashrecovery.groups.torch_private import TCPStore
 from flashrecovery.health.findings import HealthFinding, Severity
 from flashrecovery.lifeline import Lifeline
 from flashrecovery.page import Page
@@ -276,3 +279,15 @@ def test_what_is_sent_to_a_standby_before_it_is_connected_arrives() -> None:
         return kinds
 
     assert asyncio.run(talk()) == ["assign", "command"]
+
+
+@pytest.mark.parametrize(("host", "reached"), [("127.0.0.1", False), ("10.1.2.3", True)])
+def test_the_store_of_a_job_on_one_node_is_reached_from_there_only(host: str, reached: bool) -> None:
+    with closing(StoreServer(host, 0)) as server:
+        store = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=60))
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+        for address in ("127.0.0.2", "::1"):  # other addresses than the one that it may listen on
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            with socket.socket(family) as s:
+                assert (s.connect_ex((address, server.port)) == 0) is reached, address

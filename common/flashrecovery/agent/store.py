@@ -18,16 +18,18 @@ from flashrecovery.errors import ConfigError
 
 
 class StoreServer:
-    """``python -m flashrecovery.agent.store_server``; clients that come early wait in the backlog."""
+    """``python -m flashrecovery.agent.store_server``; clients that come early wait in the backlog. It listens on all
+    interfaces, or on loopback only if ``host``, its address for the ranks, is there."""
 
     def __init__(self, host: str, port: int) -> None:
         self.host = host
-        self._sock = socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET)
+        here = host.startswith("127.")  # a job on one node: nobody else needs the store, which asks for no secret
+        self._sock = socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() and not here else socket.AF_INET)
         if self._sock.family == socket.AF_INET6:
             self._sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            self._sock.bind(("", port))
+            self._sock.bind(("127.0.0.1" if here else "", port))
         except OSError as e:
             self._sock.close()
             raise ConfigError(f"--master-port {port}: {e.strerror}; choose another port, or 0 for any free one") from e

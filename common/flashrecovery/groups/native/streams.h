@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <sys/random.h>
+#include <sys/resource.h>
 
 #include <condition_variable>
 #include <list>
@@ -117,7 +118,7 @@ class Streams final : public Transport {
   using Secret = std::array<uint8_t, 16>;
   using Key = std::pair<int, int>;  // (peer, tag)
   static constexpr uint64_t kMagic = 0x31304d4145525453;
-  static constexpr size_t kMostGuests = 4096;
+  static constexpr size_t kOwnGuests = 8;
   static constexpr std::chrono::seconds kGuestTime{10};
 
   struct Hello {
@@ -133,12 +134,34 @@ class Streams final : public Transport {
     Secret secret;
   };
 
+  // How many connections of this process have not said who they are. More than a quarter of its file descriptors they
+  // may not have, or strangers could keep it from opening anything; but each listener may always have a few.
+  struct Seat {
+    Seat() { ++taken(); }
+    ~Seat() { --taken(); }
+    Seat(const Seat&) = delete;
+    Seat& operator=(const Seat&) = delete;
+
+    static std::atomic<size_t>& taken() {
+      static std::atomic<size_t> count{0};
+      return count;
+    }
+    static bool left() {
+      rlimit files{};
+      const bool known = ::getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur != RLIM_INFINITY;
+      return taken() < (known ? std::min<size_t>(files.rlim_cur / 4, 4096) : 4096);
+    }
+  };
+
   // A connection that has not said who it is.
   struct Guest {
+    explicit Guest(FileDescriptor&& accepted) : socket(std::move(accepted)), until(std::chrono::steady_clock::now() + kGuestTime) {}
+
     FileDescriptor socket;
     Deadline until;
     std::array<char, sizeof(Hello)> said{};
     size_t bytes = 0;
+    Seat seat;
   };
 
   Entry whereIs(int peer) {
@@ -193,8 +216,8 @@ class Streams final : public Transport {
       if (errno == EMFILE || errno == ENFILE) std::this_thread::sleep_for(Millis(50));  // or this would spin
       return;
     }
-    if (guests.size() >= kMostGuests) guests.pop_front();
-    guests.push_back({std::move(socket), std::chrono::steady_clock::now() + kGuestTime});
+    if (guests.size() >= kOwnGuests && !Seat::left()) guests.pop_front();
+    guests.emplace_back(std::move(socket));
   }
 
   // Reads what a guest says. True as long as it has not said all.

@@ -13,6 +13,7 @@ from flashrecovery.handshake import Caller, Listener, job_key
 from flashrecovery.proto import CHANNEL_OPTIONS, SERVER_OPTIONS
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.sealed import Doorkeeper, SealedChannel, greet
+from flashrecovery.tls import Tls, stranger
 
 CONTROLLER = "controller"
 """The name under which a controller proves itself."""
@@ -27,9 +28,10 @@ def agent_at(address: str) -> str:
 
 @dataclass(frozen=True)
 class Access:
-    """What it takes to belong to the job: its token."""
+    """What it takes to belong to the job: its token, and certificates if it uses TLS."""
 
     token: str = field(default="", repr=False)
+    tls: Tls | None = None
 
     @asynccontextmanager
     async def dial(self, address: str, name: str, timeout_s: float) -> AsyncIterator[SealedChannel]:
@@ -39,8 +41,24 @@ class Access:
             StrangerError: somebody else listens there.
             grpc.aio.AioRpcError: nobody has answered within ``timeout_s``.
         """
-        async with grpc.aio.insecure_channel(address, options=_CHANNEL) as channel:
-            yield await greet(channel, address, Caller(job_key(self.token), name), timeout_s)
+        async with self._channel(address) as channel:
+            try:
+                sealed = await greet(channel, address, Caller(job_key(self.token), name), timeout_s)
+            except grpc.aio.AioRpcError as e:
+                if self.tls is None or e.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+                # A handshake of TLS that fails is a connection that fails, as far as gRPC says.
+                found = await stranger(self.tls, address, timeout_s)
+                if found is None:
+                    raise
+                raise found from e
+            yield sealed
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if self.tls is None:
+            return grpc.aio.insecure_channel(address, options=_CHANNEL)
+        credentials, named = self.tls.dialling()
+        return grpc.aio.secure_channel(address, credentials, options=(*_CHANNEL, *named))
 
     def server(self) -> Server:
         """One that listens nowhere yet."""
@@ -51,6 +69,7 @@ class Server:
     """A gRPC server that answers those only who know the token. Add services to :attr:`grpc` before it starts."""
 
     def __init__(self, access: Access) -> None:
+        self._tls = access.tls
         self._listener = Listener(job_key(access.token), "")
         doorkeeper = Doorkeeper(self._listener)
         self.grpc = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[doorkeeper])
@@ -63,7 +82,10 @@ class Server:
             ConfigError: it cannot listen there.
         """
         try:
-            bound = int(self.grpc.add_insecure_port(f"{host}:{port}"))
+            if self._tls is None:
+                bound = int(self.grpc.add_insecure_port(f"{host}:{port}"))
+            else:
+                bound = int(self.grpc.add_secure_port(f"{host}:{port}", self._tls.listening()))
         except RuntimeError as e:
             raise ConfigError(f"{host}:{port}: the address cannot be bound: {e}") from e
         self._listener.name = agent_at(f"{host}:{bound}") if name is None else name

@@ -147,6 +147,23 @@ class ObserveSettings(_Model):
     )
 
 
+class TlsSettings(_Model):
+    """Encryption of what controller, agents and tools say to each other (not of heartbeats as datagrams, nor of state
+    and training between ranks). With the three files, on every node, or made for a job of one node."""
+
+    auto: bool = Field(
+        False, description="one node: make an authority and a certificate in the run directory; needs the extra `tls`"
+    )
+    certificate: Path | None = Field(None, description="PEM file with this node's certificate, and its chain")
+    key: Path | None = Field(None, description="PEM file with the certificate's private key, without a password")
+    ca: Path | None = Field(None, description="PEM file with the authorities whose certificates are believed")
+    name: str | None = Field(
+        None,
+        min_length=1,
+        description="that all nodes' certificates are made out to; none: to the nodes' addresses",
+    )
+
+
 class Settings(_Model):
     """What a worker needs to know (handed over in :data:`CONFIG_ENV`)."""
 
@@ -227,6 +244,7 @@ class RunConfig(Settings):
     )
     inject: tuple[FaultSpec, ...] = Field((), description="drills: faults to inject")
     observe: ObserveSettings = Field(ObserveSettings(), description="metrics, web page, traces")
+    tls: TlsSettings = Field(TlsSettings(), description="encryption between controller, agents and tools")
 
     def settings(self) -> Settings:
         return Settings.model_validate({name: getattr(self, name) for name in Settings.model_fields})
@@ -324,6 +342,7 @@ def load_run_config(file: Path | None, overrides: dict[str, Any]) -> RunConfig:
         values = dict(loaded or {})
     config: RunConfig = validate(RunConfig, overlaid(values, overrides), where)
     _check_nodes(config)
+    _check_tls(config)
     for spec in config.inject:
         check_phase(spec.at)
         if spec.rank >= config.world_size:
@@ -351,6 +370,24 @@ def _check_nodes(config: RunConfig) -> None:
         )
     if config.slots is not None and config.slots < config.nproc_per_node:
         raise ConfigError(f"slots = {config.slots}: at least nproc_per_node = {config.nproc_per_node} is needed")
+
+
+def _check_tls(config: RunConfig) -> None:
+    """Which keys of `tls` go together. Raises ConfigError."""
+    tls = config.tls
+    files = {"tls.certificate": tls.certificate, "tls.key": tls.key, "tls.ca": tls.ca}
+    missing = [key for key, path in files.items() if path is None]
+    if tls.auto and len(missing) < len(files):
+        raise ConfigError("tls.auto = true makes certificate, key and ca itself; give either it or these three")
+    if tls.auto and config.controller is not None:
+        raise ConfigError(
+            f"tls.auto = true is for jobs of one node; with controller = {config.controller} every node needs "
+            "tls.certificate, tls.key and tls.ca, of one authority"
+        )
+    if 0 < len(missing) < len(files):
+        raise ConfigError(f"tls: {', '.join(missing)} missing; certificate, key and ca are needed together")
+    if tls.name is not None and missing:
+        raise ConfigError(f"tls.name = {tls.name!r} needs tls.certificate, tls.key and tls.ca")
 
 
 def validate(model: type[Any], values: dict[str, Any], where: str) -> Any:

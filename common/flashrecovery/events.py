@@ -269,12 +269,15 @@ def read_events(path: Path) -> list[Event]:
 
 class ControllerInfo(TypedDict):
     """Where a job's controller listens (``host:port``), its process, the token for fault injection, and the URL of its
-    page and metrics ("": not served)."""
+    page and metrics ("": not served). With TLS, ``ca`` is its authority's certificate (PEM), and ``name`` that to which
+    its own is made out, if not to its address."""
 
     address: str
     pid: int
     token: str
     observe: str
+    ca: str
+    name: str
 
 
 class RunFiles:
@@ -328,6 +331,8 @@ class RunFiles:
                 pid=int(found["pid"]),
                 token=str(found["token"]),
                 observe=str(found.get("observe", "")),
+                ca=str(found.get("ca", "")),
+                name=str(found.get("name", "")),
             )
         except (KeyError, TypeError, ValueError) as e:
             raise ConfigError(f"{self.controller_path}: address, pid and token are needed") from e
@@ -369,9 +374,13 @@ class RunDir(RunFiles):
         """Replace the rank table atomically. ``ranks``: rank, host, pid, node, joined_generation of each."""
         _replace_json(self.ranktable_path, {"generation": generation, "ranks": list(ranks)}, 0o644)
 
-    def write_controller(self, address: str, pid: int, token: str, observe: str = "") -> None:
-        """Say where the controller listens, and its page (``observe``: URL). Only the owner may read the token."""
+    def write_controller(
+        self, address: str, pid: int, token: str, observe: str = "", ca: str = "", name: str = ""
+    ) -> None:
+        """Say where the controller listens, and the rest of :class:`ControllerInfo`. Only the owner may read it."""
         content = {"address": address, "pid": pid, "token": token, "observe": observe}
+        if ca:
+            content |= {"ca": ca, "name": name}
         _replace_json(self.controller_path, content, 0o600)
 
     def _acquire(self, lock: int) -> None:

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from flashrecovery import tls
 from flashrecovery.access import Access
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.identity import Identity
@@ -61,6 +62,12 @@ def place_of(config: RunConfig) -> Place:
     return Place(address, port, here, access, embeds)
 
 
+def with_tls(place: Place, config: RunConfig, path: Path) -> Place:
+    """The same place, with certificates if these are configured. ``path``: the run directory. Raises ConfigError."""
+    found = tls.made(path / "tls", (place.here, "localhost")) if config.tls.auto else tls.given(config.tls, place.here)
+    return place if found is None else replace(place, access=replace(place.access, tls=found))
+
+
 async def _moved_to(path: Path, place: Place) -> Place | None:
     """Where the running job's controller is now, if another node was elected while this one was away.
 
@@ -87,7 +94,7 @@ async def run_job(config: RunConfig, command: list[str], path: Path) -> tuple[in
         ConfigError: an address or a directory cannot be used, no controller is found, or a trace is asked for and its
             library is missing.
     """
-    place = place_of(config)
+    place = with_tls(place_of(config), config, path)
     if config.several_nodes and (moved := await _moved_to(path, place)) is not None:
         place = moved
     async with AsyncExitStack() as stack:
@@ -111,7 +118,7 @@ async def run_job(config: RunConfig, command: list[str], path: Path) -> tuple[in
 
 async def run_controller(config: RunConfig, path: Path) -> tuple[int, str]:
     """Only the controller, to the job's end. Returns as :func:`run_job`."""
-    place = place_of(config)
+    place = with_tls(place_of(config), config, path)
     with closing(RunDir(path)) as run_dir:
         async with controller(config, place, run_dir, None, Quorum("")) as (service, _):
             _on_signals(service.request_stop)
@@ -136,7 +143,9 @@ async def controller(
             try:
                 port = await service.start(place.controller, place.port)
                 address = f"{place.controller}:{port}"
-                run_dir.write_controller(address=address, pid=os.getpid(), token=place.access.token, observe=url)
+                known = place.access
+                ca, name = (known.tls.ca.decode(), known.tls.name) if known.tls is not None else ("", "")
+                run_dir.write_controller(address, os.getpid(), known.token, url, ca, name)
                 yield service, address
             finally:
                 await service.stop()

@@ -93,6 +93,7 @@ def test_run_dir_writes_what_tools_read(tmp_path: Path) -> None:
     reader = RunFiles(run_dir.path)
     assert reader.rank_table() == {"generation": 2, "ranks": table}
     expected = {"address": "127.0.0.1:5", "pid": 7, "token": "secret", "observe": "http://127.0.0.1:6/"}
+    expected |= {"ca": "", "name": ""}
     assert reader.controller() == expected
     assert run_dir.controller_path.stat().st_mode & 0o077 == 0
     assert run_dir.log_path(3, 1) == run_dir.path / "logs" / "rank3.gen1.log"

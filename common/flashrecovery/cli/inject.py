@@ -9,6 +9,7 @@ import click
 import grpc
 
 from flashrecovery.access import CONTROLLER, Access
+from flashrecovery.cli.status import access_of
 from flashrecovery.config import check_phase
 from flashrecovery.errors import ConfigError, StrangerError
 from flashrecovery.events import RunFiles
@@ -40,7 +41,7 @@ def inject(run_dir: Path, rank: int, fault: str, phase: str, step: int) -> None:
     address = controller["address"]
     request = pb.InjectRequest(rank=rank, fault=fault, phase=phase, step=step)
     try:
-        reply = asyncio.run(_inject(address, Access(controller["token"]), request))
+        reply = asyncio.run(_inject(address, access_of(controller), request))
     except grpc.aio.AioRpcError as e:
         raise ConfigError(f"--run-dir {run_dir}: no controller answers at {address} ({e.code()})") from e
     except StrangerError as e:

@@ -24,10 +24,11 @@ from flashrecovery.access import CONTROLLER, Access
 from flashrecovery.cli.history import read_history
 from flashrecovery.cli.output import count_text, make_console, seconds_text
 from flashrecovery.errors import ConfigError, StrangerError
-from flashrecovery.events import RunFiles
+from flashrecovery.events import ControllerInfo, RunFiles
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.security import TOKEN_ENV
+from flashrecovery.tls import Tls
 
 _ANSWER_S = 2.0
 _REFRESH_S = 0.5
@@ -88,13 +89,17 @@ class JobView:
 @click.command()
 @click.argument("run_dir", type=click.Path(path_type=Path), required=False)
 @click.option("--controller", default=None, help="HOST:PORT of the controller, instead of RUN_DIR.")
+@click.option("--tls-ca", type=click.Path(path_type=Path), default=None, help="With --controller: its authority, PEM.")
+@click.option("--tls-name", default="", help="With --tls-ca: to whom its certificate is made out, if not its address.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object (with --watch: one a line).")
 @click.option("--watch", is_flag=True, help="Refresh until the job ends.")
-def status(run_dir: Path | None, controller: str | None, as_json: bool, watch: bool) -> None:
+def status(
+    run_dir: Path | None, controller: str | None, tls_ca: Path | None, tls_name: str, as_json: bool, watch: bool
+) -> None:
     """Show what the job in RUN_DIR, or of a controller, is doing."""
     if (run_dir is None) == (controller is None):
         raise ConfigError("status: give either RUN_DIR or --controller HOST:PORT")
-    look = _looker(run_dir, controller)
+    look = _looker(run_dir, controller, _access(tls_ca, tls_name))
     if watch and not as_json:
         _watch(look)
         return
@@ -109,10 +114,10 @@ def status(run_dir: Path | None, controller: str | None, as_json: bool, watch: b
         time.sleep(_REFRESH_S)
 
 
-def _looker(run_dir: Path | None, controller: str | None) -> Callable[[], JobView]:
+def _looker(run_dir: Path | None, controller: str | None, access: Access) -> Callable[[], JobView]:
     def at_controller() -> JobView:
         assert controller is not None
-        view = ask(controller, Access(os.environ.get(TOKEN_ENV, "")))
+        view = ask(controller, access)
         if view is None:
             raise ConfigError(f"--controller {controller}: no controller answers there within {_ANSWER_S:g} s")
         return view
@@ -122,6 +127,21 @@ def _looker(run_dir: Path | None, controller: str | None) -> Callable[[], JobVie
         return look_at(RunFiles(run_dir))
 
     return at_controller if run_dir is None else in_run_dir
+
+
+def _access(tls_ca: Path | None, tls_name: str) -> Access:
+    """As the command line and the environment say."""
+    try:
+        tls = Tls(tls_ca.read_bytes(), name=tls_name) if tls_ca is not None else None
+    except OSError as e:
+        raise ConfigError(f"--tls-ca {tls_ca}: {e.strerror}") from e
+    return Access(os.environ.get(TOKEN_ENV, ""), tls)
+
+
+def access_of(controller: ControllerInfo) -> Access:
+    """As a run directory says."""
+    tls = Tls(controller["ca"].encode(), name=controller["name"]) if controller["ca"] else None
+    return Access(controller["token"], tls)
 
 
 def _watch(look: Callable[[], JobView]) -> None:
@@ -145,7 +165,7 @@ def look_at(files: RunFiles) -> JobView:
     controller = files.controller()
     if controller is not None and files.is_live():
         try:
-            view = ask(controller["address"], Access(controller["token"]))
+            view = ask(controller["address"], access_of(controller))
         except StrangerError:
             view = None  # it has ended, and another program listens there now
         if view is not None:

@@ -57,6 +57,11 @@ class Timeouts(_Model):
         gt=0,
         description="survivor unwound after the stop (besides mutation_grace_s); long kernels finish first",
     )
+    outside_s: float = Field(
+        1800.0,
+        gt=0,
+        description="... or came to its next step, if it was in the script's code between two steps (an evaluation)",
+    )
     drain_s: float = Field(5.0, gt=0, description="abandoned operations let go of their tensors; milliseconds on gloo")
     peer_error_wait_s: float = Field(
         20.0,

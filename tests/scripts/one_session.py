@@ -63,7 +63,7 @@ class Agent:
     def _wait(self, what: str) -> Any:
         while True:
             message = self._said.get(timeout=30)
-            if message.WhichOneof("body") == what:
+            if message.WhichOneof("body") == what and not message.reply.outside:
                 return getattr(message, what)
 
     def _tell(self, generation: int, **body: Any) -> None:

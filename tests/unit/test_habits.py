@@ -29,7 +29,7 @@ def test_late_steps_in_a_period_are_expected(first: int, period: int, count: int
     assert news == [True, True] + [False] * (count - 2)
     following = late[-1] + period
     assert habits.expects_late(following) and habits.needs_undo(following) and not habits.seals_early(following)
-    between = [s for s in range(late[-1] + 1, following)]
+    between = range(late[-1] + 1, following)
     assert not any(habits.needs_undo(step) for step in between) and all(habits.seals_early(step) for step in between)
 
 

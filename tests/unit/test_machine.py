@@ -308,6 +308,34 @@ def test_missed_deadlines_make_victims() -> None:
     assert world.run() is State.FINISHED
 
 
+def test_a_rank_in_the_scripts_own_code_may_take_longer_to_stop() -> None:
+    """It has heard of the stop; an evaluation below the block can take minutes, and nobody may be killed for it."""
+    world = World(3, steps=5)
+    world.launch()
+    while world.version[0] < 1:
+        world.step()
+    world.kill(0)
+    kept = []
+    while world.inbox:
+        rank, command = world.inbox[0]
+        if rank == 2 and command.HasField("stop"):
+            kept.append(world.inbox.pop(0))
+            heard = pb.Reply(serial=command.serial, generation=command.generation, rank=2, outside=True)
+            world.machine.on_reply(heard, world.now)
+            world.collect()
+        else:
+            world.step()
+    limits = world.machine.config.timeouts
+    world.now += limits.outside_s - 1
+    world.machine.on_tick(world.now)
+    world.collect()
+    assert kept and [e.rank for e in world.of(ev.FailureDetected) if isinstance(e, ev.FailureDetected)] == [0]
+    world.now += 2  # but not for ever
+    world.machine.on_tick(world.now)
+    world.collect()
+    assert [e.rank for e in world.of(ev.FailureDetected) if isinstance(e, ev.FailureDetected)] == [0, 2]
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_random_failures_in_any_order_never_hang(seed: int) -> None:
     rng = random.Random(seed)

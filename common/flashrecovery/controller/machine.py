@@ -232,6 +232,10 @@ class Machine(Watching, TakeOver):
         """Workers have carried out a command, or say why they could not."""
         if message.generation != self.generation:
             return  # perhaps to another controller, whose serial numbers were the same
+        if message.outside:
+            limit = now + self.config.timeouts.outside_s
+            self.outbox.prolong(message.serial, (message.rank, *message.also), limit)
+            return
         what, ranks = self.outbox.acknowledge(message.serial, (message.rank, *message.also))
         if not ranks:
             return

@@ -43,11 +43,23 @@ Action = Send | Emit | Publish
 
 @dataclass
 class Order:
-    """A command whose acknowledgement by some ranks is waited for; ``deadline`` in CLOCK_MONOTONIC seconds."""
+    """A command whose acknowledgement by some ranks is waited for; ``deadline`` in CLOCK_MONOTONIC seconds, for some
+    ranks a ``later`` one."""
 
     what: str
     deadline: float
     waiting: set[int]
+    later: dict[int, float] = field(default_factory=dict)
+
+    def deadline_of(self, rank: int) -> float:
+        return self.later.get(rank, self.deadline)
+
+    @property
+    def soonest(self) -> float:
+        """The first deadline of a rank that is waited for."""
+        if not self.later:
+            return self.deadline
+        return min((self.deadline_of(rank) for rank in self.waiting), default=self.deadline)
 
 
 @dataclass
@@ -124,6 +136,12 @@ class Outbox:
                     self._single.pop((order.what, rank), None)
         return order.what, found
 
+    def prolong(self, serial: int, ranks: Iterable[int], deadline: float) -> None:
+        """These ranks have heard the command and may take until ``deadline`` to carry it out."""
+        order = self.pending.get(serial)
+        if order is not None:
+            order.later.update({rank: deadline for rank in ranks if rank in order.waiting})
+
     def forget(self, what: str, rank: int) -> None:
         """Wait for this of ``rank`` alone no longer."""
         for serial in list(self._single.get((what, rank), ())):
@@ -151,10 +169,11 @@ class Outbox:
         late = [
             (order.what, rank, serial)
             for serial, order in self.pending.items()
-            if now >= order.deadline
+            if now >= order.soonest
             for rank in sorted(order.waiting)
+            if now >= order.deadline_of(rank)
         ]
         for _, rank, serial in late:
             self.acknowledge(serial, [rank])
-        self._soonest = min((o.deadline for o in self.pending.values()), default=float("inf"))
+        self._soonest = min((o.soonest for o in self.pending.values()), default=float("inf"))
         return [(what, rank) for what, rank, _ in late]

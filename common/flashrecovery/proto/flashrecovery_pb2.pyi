@@ -1138,6 +1138,7 @@ class Reply(_message.Message):
     POSITION_FIELD_NUMBER: _builtins.int
     FATAL_FIELD_NUMBER: _builtins.int
     ALSO_FIELD_NUMBER: _builtins.int
+    OUTSIDE_FIELD_NUMBER: _builtins.int
     LATE_FIELD_NUMBER: _builtins.int
     serial: _builtins.int
     generation: _builtins.int
@@ -1153,6 +1154,8 @@ class Reply(_message.Message):
     detail: _builtins.str
     fatal: _builtins.bool
     """trying again cannot help: the job ends with this error"""
+    outside: _builtins.bool
+    """of a stop: heard, but the script is in its own code between two steps; the answer follows"""
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___Held]: ...
     @_builtins.property
@@ -1195,11 +1198,12 @@ class Reply(_message.Message):
         position: Global___Position | None = ...,
         fatal: _builtins.bool = ...,
         also: _abc.Iterable[_builtins.int] | None = ...,
+        outside: _builtins.bool = ...,
         late: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "detail", b"detail", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "late", b"late", "live_version", b"live_version", "needs", b"needs", "position", b"position", "rank", b"rank", "received_digests", b"received_digests", "seconds", b"seconds", "sent_digests", b"sent_digests", "serial", b"serial"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "detail", b"detail", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "late", b"late", "live_version", b"live_version", "needs", b"needs", "outside", b"outside", "position", b"position", "rank", b"rank", "received_digests", b"received_digests", "seconds", b"seconds", "sent_digests", b"sent_digests", "serial", b"serial"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

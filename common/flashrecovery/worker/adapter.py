@@ -172,7 +172,7 @@ class Adapter(ABC):
 
     def capsule_mark(self) -> Any:
         """Compared between a step's seal, its mutation and the next hand-out: another value says that ``capture_rank``
-        would return something else by now. Steps that change it after their mutation has begun need an own pre-step copy
+        would return something else by now. Steps that change it after their mutation need an own pre-step copy
         on every rank. Must be cheap."""
         return None
 

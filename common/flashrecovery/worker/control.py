@@ -102,6 +102,10 @@ class Control:
             outside = self._gate.outside
             if outside:
                 groups.stand_in(True)
+            between = self._gate.between
+        if between:
+            heard = pb.Reply(serial=command.serial, generation=command.generation, rank=command.rank, outside=True)
+            self._channel.send(pb.FromWorker(reply=heard))
         groups.abandon(f"{command.stop.reason}; {ADVICE}" if outside else command.stop.reason)
         self._interrupt_modules()
         self.inbox.put(command)

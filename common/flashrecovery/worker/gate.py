@@ -112,8 +112,14 @@ class Gate:
 
     @property
     def outside(self) -> bool:
-        """The training thread is in the script's own code between two steps. Ask under the lock."""
+        """A step has been committed and the training thread is in the script's own code that belongs to it. Ask under
+        the lock."""
         return self._outside
+
+    @property
+    def between(self) -> bool:
+        """The training thread is in the script's own code between two steps, whatever comes of that."""
+        return self._outside or (self._stepping and not self.in_block)
 
     def check(self) -> None:
         """Raises StepInterrupted if the step has been stopped; not outside of its body, where nobody would catch it."""

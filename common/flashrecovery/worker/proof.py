@@ -56,14 +56,17 @@ def compare_habits(registry: Registry) -> list[str]:
     return differing
 
 
-def show_equal(registry: Registry, version: int) -> None:
+def show_equal(registry: Registry, version: int, *, tensors: bool = True) -> None:
     """All ranks hold equal pieces of ``version``, have equal common state, and have made equally many collectives since
     the recovery; a collective of the recovery's own group.
+
+    Args:
+        tensors: of the pieces that consist of tensors, too.
 
     Raises:
         DivergedError: on all ranks, if not.
     """
-    found = disagreement(_summary(registry), lambda: _details(registry))
+    found = disagreement(_summary(registry, tensors), lambda: _details(registry, tensors))
     if found:
         raise DivergedError(
             f"after the recovery the ranks have redone step {version - 1}, and do not agree: {found}. Something that "
@@ -72,11 +75,11 @@ def show_equal(registry: Registry, version: int) -> None:
         )
 
 
-def _details(registry: Registry) -> dict[str, str]:
+def _details(registry: Registry, tensors: bool) -> dict[str, str]:
     found = {
         shard.name: shard_digest(list(shard.tensors().values()), shard.spec())
         for shard in registry.tensor_shards()
-        if len(shard.holders) > 1
+        if tensors and len(shard.holders) > 1
     }
     for name, state in registry.shared_states().items():
         found[f"registered object {name}"] = xxhash.xxh3_128_hexdigest(state)
@@ -85,11 +88,11 @@ def _details(registry: Registry) -> dict[str, str]:
     return found | _collectives()
 
 
-def _summary(registry: Registry) -> dict[str, str]:
+def _summary(registry: Registry, tensors: bool) -> dict[str, str]:
     """One digest for all pieces that the same ranks hold."""
     together: dict[str, xxhash.xxh3_128] = {}
     holders = {shard.name: shard.holders for shard in registry.tensor_shards()}
-    for name, digest in sorted(_details(registry).items()):
+    for name, digest in sorted(_details(registry, tensors).items()):
         key = name if name.startswith("number of") else f"held by {holders.get(name, 'all')}"
         together.setdefault(key, xxhash.xxh3_128()).update(f"{name}={digest};".encode())
     return {key: hasher.hexdigest() for key, hasher in together.items()}

@@ -554,7 +554,7 @@ class Session:
     def _show_equal(self, version: int) -> None:
         """The first step after a recovery: do all ranks agree? If another dies meanwhile, the next recovery asks."""
         try:
-            proof.show_equal(self.registry, version)
+            proof.show_equal(self.registry, version, tensors=self.settings.verify)
         except RuntimeError as e:
             if not self._is_stop(e):
                 raise

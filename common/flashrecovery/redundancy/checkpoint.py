@@ -41,7 +41,7 @@ from flashrecovery.worker.adapter import CheckpointFormat, Shard, ShardSpec
 from flashrecovery.worker.digest import encode_spec, shard_digest
 from flashrecovery.worker.transfer import decode_spec
 
-FORMAT = 3
+FORMAT = 4
 _LATEST = "latest"
 _DONE = "done-{}"
 _UNREADABLE = (OSError, RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError)

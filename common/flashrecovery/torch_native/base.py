@@ -27,6 +27,9 @@ from flashrecovery.torch_native.state_order import StateOrder
 from flashrecovery.worker.adapter import Adapter, Shard, StepHooks
 from flashrecovery.worker.glance import count_gradients, glance_at_tensors
 
+_LOOKS = 128
+"""So many looks at the shards' tensors, two in each step, before they are looked up again."""
+
 
 class TorchAdapter(Adapter):
     """Base of the DDP, FSDP2 and plain adapters.
@@ -38,6 +41,9 @@ class TorchAdapter(Adapter):
         RegistrationError: an optimizer is given twice or does not belong to the model.
         UnsupportedError: a layout or option that cannot be protected, by name.
     """
+
+    sees_touches = False
+    """Whether nothing but the script changes the shards' tensors between the hand-out of a step and its mutation."""
 
     def __init__(self, root: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self.root = root
@@ -51,6 +57,9 @@ class TorchAdapter(Adapter):
         self._hooks: StepHooks | None = None
         self._handles: list[RemovableHandle] = []
         self._stepped: set[int] = set()
+        self._seen_tensors: list[torch.Tensor] = []
+        self._seen_states: list[int] = []
+        self._looks = 0
         self._fault_in_optimizer = faults.OptimizerFault(self.optimizers)
 
     # -- what the subclasses say ----------------------------------------------------------------
@@ -148,6 +157,7 @@ class TorchAdapter(Adapter):
         }
 
     def restore_common(self, state: dict[str, Any]) -> None:
+        self._looks = 0
         for optimizer in self.optimizers:
             StateOrder.of(optimizer).settle()
         restore_hyperparameters(self.optimizers, state["hyperparameters"])
@@ -191,7 +201,16 @@ class TorchAdapter(Adapter):
         return self._buffers.mark()
 
     def touch_mark(self) -> Any:
-        return glance_at_tensors([t for shard in self.shards() for t in shard.tensors().values()], 0)
+        """By version counters. The tensors are looked up anew when an optimizer has got or lost state, after
+        :meth:`restore_common`, and now and again: that takes much longer than to look at them."""
+        if not self.sees_touches:
+            return None
+        states = [len(optimizer.state) for optimizer in self.optimizers]
+        self._looks -= 1
+        if self._looks < 0 or states != self._seen_states:
+            self._looks, self._seen_states = _LOOKS, states
+            self._seen_tensors = [t for shard in self.shards() for t in shard.tensors().values()]
+        return glance_at_tensors(self._seen_tensors, 0)
 
     def restore_rank(self, state: dict[str, Any]) -> None:
         self._buffers.restore(state["buffers"])

@@ -66,22 +66,19 @@ class BufferTracker:
                 base = None if buffer is None else buffer.detach().clone()
                 fqn = f"{prefix}.{name}" if prefix else name
                 self._tracked[fqn] = _Tracked(module, name, base, digest(base), buffer, _version(buffer))
-        self._has_norms = any(
-            isinstance(i.module, _NormBase) and i.live is not None and i.live.nbytes > COMPARED_BYTES
+        self._places = [(i.module._buffers, i.name) for i in self._tracked.values()]
+        self._large_norms = [
+            (i.module._buffers, i.name)
             for i in self._tracked.values()
-        )
+            if isinstance(i.module, _NormBase) and i.base is not None and i.base.nbytes > COMPARED_BYTES
+        ]
 
     def mark(self) -> int:
         """A number that changes when a buffer is changed or exchanged; much cheaper than :meth:`capture`."""
-        live = [item.live for item in self._tracked.values()]
-        if not self._has_norms:
-            return glance_at_tensors(live, COMPARED_BYTES)
-        return hash(
-            (
-                glance_at_tensors(live, COMPARED_BYTES),
-                glance_at_tensors([i.live for i in self._tracked.values() if isinstance(i.module, _NormBase)], 1 << 62),
-            )
-        )
+        seen = glance_at_tensors([buffers.get(name) for buffers, name in self._places], COMPARED_BYTES)
+        if not self._large_norms:
+            return seen
+        return hash((seen, glance_at_tensors([buffers.get(name) for buffers, name in self._large_norms], 1 << 62)))
 
     def capture(self) -> dict[str, Any]:
         """``{"changed": {fqn: tensor or None}, "digests": {fqn: digest of the unchanged}}``; the tensors are copies

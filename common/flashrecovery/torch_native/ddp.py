@@ -27,6 +27,7 @@ class DDPAdapter(TorchAdapter):
     """
 
     name = "ddp"
+    sees_touches = True
 
     def __init__(self, model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
         ddp_reducer.refuse_unsupported(model)

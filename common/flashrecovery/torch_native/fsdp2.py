@@ -25,6 +25,7 @@ class FSDP2Adapter(TorchAdapter):
     """
 
     name = "fsdp2"
+    sees_touches = True
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         if not isinstance(model, FSDPModule):

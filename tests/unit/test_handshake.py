@@ -86,6 +86,21 @@ def test_a_ticket_opens_one_call_once() -> None:
     assert Listener(job_key(TOKEN), "controller").admit(caller.call(b"Status")[0], b"Status", 0.0) is None
 
 
+@pytest.mark.parametrize("order", [(0, 0), (1,), (0, 2), (0, 1, 0), (0, 1, 1), (0, 1, 3)])
+def test_messages_come_once_and_in_their_order(order: tuple[int, ...]) -> None:
+    """Also where they are all alike."""
+    caller, listener = met()
+    ticket, mine = caller.call(b"what")
+    theirs = listener.admit(ticket, b"what", 0.0)
+    assert theirs is not None
+    said = [mine.outgoing.close(b"alike") for _ in range(4)]
+    *right, wrong = order
+    for i in right:
+        assert theirs.incoming.open(said[i]) == b"alike"
+    with pytest.raises(AuthenticationError, match="repeated or left out"):
+        theirs.incoming.open(said[wrong])
+
+
 def test_sessions_of_nobody_are_forgotten() -> None:
     listener = Listener(job_key(TOKEN), "controller", most=10)
     callers = [Caller(job_key(TOKEN), "controller") for _ in range(25)]

@@ -241,3 +241,19 @@ def test_a_token_is_needed_where_others_can_reach_the_controller(
         job_token(tmp_path / "missing", host="10.1.2.3")
     short.write_text(TOKEN + "\n")
     assert job_token(short, host="10.1.2.3") == TOKEN
+
+
+def test_an_agent_that_comes_after_the_end_is_told(tmp_path: Path) -> None:
+    """It would wait for a controller for ten minutes."""
+
+    async def use(service: ControllerService, address: str) -> None:
+        service.machine.state, service.machine._launched = State.FINISHED, True
+        said = []
+        async with ACCESS.dial(address, CONTROLLER, 5.0) as channel:
+            async for command in rpc.ControllerStub(channel).Session(sent(register())):
+                said.append(command.WhichOneof("body"))
+                if len(said) == 2:
+                    break
+        assert said == ["beat", "shutdown"]
+
+    asyncio.run(with_controller(tmp_path, use))

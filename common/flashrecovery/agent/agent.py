@@ -232,7 +232,8 @@ class Agent:
         await self._crew.end(self._config.timeouts.shutdown_grace_s)
         self._store.close()
         self._tasks.cancel()
-        self.finished.set_result(reason)
+        if not self.finished.done():  # by the failure that this is the end of
+            self.finished.set_result(reason)
 
     # -- what the processes say and do ------------------------------------------------------------
 
@@ -285,6 +286,8 @@ class Agent:
             found = Exit.from_returncode(code if code is not None else -signal.SIGKILL)
         if found.signal is None:
             await process.hear_out(LAST_WORDS_S, until_last_words=True)
+        if process.dead:
+            return  # its rank is being filled anew, and its page has been given back
         if process.last_words is not None:
             kind, evidence = "exception", f"{process.last_words.exception}: {process.last_words.message}"
         else:

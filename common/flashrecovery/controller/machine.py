@@ -136,7 +136,7 @@ class Machine(Watching, TakeOver):
     def _settle_homeless(self, now: float) -> None:
         """A node has come; ranks that wait for one may get it."""
         homeless = self._homeless()
-        if not homeless or not self._settle(homeless, now):
+        if self.state in (State.FAILED, State.FINISHED) or not homeless or not self._settle(homeless, now):
             return
         for rank in homeless:
             self._fill(self.ranks[rank], now, detached=self.state is not State.STARTING, reason=self.last_failure)

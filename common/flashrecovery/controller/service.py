@@ -215,6 +215,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
     def greet(self, connection: Connection) -> pb.Command:
         """The first word to an agent; what else it has to know follows."""
         node = connection.node
+        if self._over_for_all() and connection.link.sent == 0:
+            self._agents.post(node, self._last_word())  # it has come after the job's end
         self._tell_modules(node)
         if self._electorate.named:
             self._agents.post(node, self._electorate.command())
@@ -391,10 +393,19 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._agents.post_batches(batches, len(self.machine.nodes))
         if self.machine.state is State.FINISHED and not self._dismissed:
             self._dismissed = True
-            self._agents.post(None, pb.Command(rank=AGENT, shutdown=pb.Shutdown()))
-        if self.machine.state in (State.FINISHED, State.FAILED) and not self.over.is_set():
+            self._agents.post(None, self._last_word())
+        if self._over_for_all() and not self.over.is_set():
             self._absent = {n.name for n in self.machine.nodes.values() if n.alive}.difference(self._agents.connected())
             self.over.set()
+
+    def _over_for_all(self) -> bool:
+        """The job has ended, well or not."""
+        return self.machine.state in (State.FINISHED, State.FAILED)
+
+    def _last_word(self) -> pb.Command:
+        """To an agent, when the job has ended."""
+        grace_s = self._config.timeouts.shutdown_grace_s
+        return pb.Command(rank=AGENT, shutdown=pb.Shutdown(reason=self.machine.failure_reason, grace_s=grace_s))
 
     async def dismissed(self, timeout_s: float) -> None:
         """The job is over: wait until every agent knows, also one that is just connecting anew: it would wait for a

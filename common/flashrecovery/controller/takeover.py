@@ -103,17 +103,21 @@ class TakeOver(RecoverySteps):
             return
         self.last_failure = self.last_failure or f"{said}, not all of them in their loop"
         if not any(r.place in (Place.RUNNING, Place.DONE, Place.STOPPING) for r in records):
-            if missing:
-                self._settle(missing, now)
+            self._settle_found(now)
             self._start_again(f"{said}, before the first step", now)
             return
         self.recovery = Recovery(self.generation, now, 0.0)
         for rank in missing:
             self.recovery.add_victim(rank, "controller", self.generation + 1)
-        if missing:
-            self._settle(missing, now)
+        self._settle_found(now)
         limit = now + self.config.timeouts.replacement_s
         for record in records:
             if record.place is Place.STARTING:
                 self.outbox.expect(record.rank, "replace", limit)
         self._enter_recovery("controller", now, missing)
+
+    def _settle_found(self, now: float) -> None:
+        """Give the ranks that nobody has come with a node. Who has died meanwhile is filled again where it was."""
+        homeless = self._homeless()
+        if homeless:
+            self._settle(homeless, now)

@@ -15,8 +15,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 DEMO_DIR ?= runs/demo
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
+SEEDS ?= 2000
+SIMULATE_ARGS ?=
 
-.PHONY: help setup demo test test-slurm lint format grid grid-deepspeed grid-megatron soak soak-deepspeed soak-megatron chaos bench bench-setup mutate clean
+.PHONY: help setup demo test test-slurm lint format grid grid-deepspeed grid-megatron soak soak-deepspeed soak-megatron chaos bench bench-setup mutate simulate clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -86,6 +88,9 @@ soak-deepspeed: setup $(BIN)/.frameworks-done  ## 50 kills over the ZeRO stages
 
 soak-megatron: setup $(BIN)/.frameworks-done  ## 200 kills of TP2 x DP2
 	$(BIN)/python -m pytest -m "soak and megatron" -s $(PYTEST_ARGS)
+
+simulate: $(BIN)/.setup-done  ## SEEDS=100000 histories of the real controller and agents on a virtual clock: none breaks a law
+	PYTHONHASHSEED=0 $(BIN)/python -m tests.simulation --seeds $(SEEDS) --shrink $(SIMULATE_ARGS)
 
 chaos: setup  ## 200 random faults of ranks, nodes, links and controllers on four hosts, without and with relays (needs root)
 	$(BIN)/python -m pytest -m chaos -s $(PYTEST_ARGS)

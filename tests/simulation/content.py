@@ -1,0 +1,130 @@
+"""What a simulated job computes: numbers that depend on everything before them, so that no mistake cancels out.
+
+The parameters of version i+1 follow from those of version i and from the gradients of all ranks, a gradient from this
+rank's own data, random numbers, buffer and learning rate. One value that is lost, drawn twice or taken from another
+version or rank changes everything after it. :class:`Reference` is the same job without any fault.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, replace
+
+_CAPSULE = struct.Struct("<qqq")
+
+
+def mix(*parts: int) -> int:
+    """A number that follows from all of ``parts``; the same in every process."""
+    return hash(parts) & 0x7FFFFFFFFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Script:
+    """What the user's script is like.
+
+    Attributes:
+        steps: that it takes.
+        unique: each rank has a shard that no other rank has (ZeRO, FSDP).
+        late_every: every so many steps random numbers are drawn after the mutation has begun (0: never).
+        late_buffer: a buffer of this rank alone is changed after the forward pass.
+        below: the learning rate changes below the ``with step:`` block.
+        below_every: in every so many steps random numbers are drawn there, too (0: never).
+        forward_s, backward_s, optimizer_s: times.
+    """
+
+    steps: int
+    unique: bool = False
+    late_every: int = 0
+    late_buffer: bool = False
+    below: bool = False
+    below_every: int = 0
+    forward_s: float = 0.03
+    backward_s: float = 0.03
+    optimizer_s: float = 0.02
+    startup_s: float = 0.3
+
+
+@dataclass(frozen=True)
+class Own:
+    """State of one rank alone, which goes into its capsule."""
+
+    random: int
+    position: int
+    buffer: int
+
+    def pack(self) -> bytes:
+        return _CAPSULE.pack(self.random, self.position, self.buffer)
+
+    @staticmethod
+    def unpack(data: bytes) -> Own:
+        return Own(*_CAPSULE.unpack(data))
+
+
+@dataclass(frozen=True)
+class Content:
+    """Everything that one rank has at one version. ``rate``: equal on all ranks, like ``weights``."""
+
+    weights: int
+    unique: int
+    rate: int
+    own: Own
+
+
+def start(rank: int) -> Content:
+    """What the script sets up."""
+    return Content(mix(1), mix(2, rank), mix(3), Own(mix(4, rank), 0, mix(5, rank)))
+
+
+def forward(script: Script, rank: int, now: Content) -> Content:
+    """Data and random numbers are drawn, the buffer is changed."""
+    position = now.own.position + 1
+    drawn = mix(now.own.random, 7)
+    buffer = mix(now.own.buffer, rank, position)
+    return replace(now, own=Own(drawn, position, buffer))
+
+
+def gradient(script: Script, rank: int, now: Content) -> int:
+    """After :func:`forward`."""
+    own = now.own
+    return mix(now.weights, now.unique if script.unique else 0, now.rate, own.random, own.position, own.buffer, rank)
+
+
+def update(script: Script, rank: int, now: Content, gradients: int, step: int) -> Content:
+    """The optimizer step, and what else changes after the forward pass."""
+    own = now.own
+    if script.late_every and step % script.late_every == script.late_every - 1:
+        own = replace(own, random=mix(own.random, 8))
+    unique = mix(now.unique, gradients, now.rate, rank) if script.unique else now.unique
+    rate = now.rate if script.below else mix(now.rate, step)
+    return Content(mix(now.weights, gradients, now.rate), unique, rate, own)
+
+
+def changed(now: Content, gradients: int) -> Content:
+    """A buffer of this rank alone, changed between the forward pass and the optimizer step."""
+    return replace(now, own=replace(now.own, buffer=mix(now.own.buffer, gradients)))
+
+
+def below(script: Script, now: Content, step: int) -> Content:
+    """What the script does between two steps."""
+    own = now.own
+    if script.below_every and step % script.below_every == script.below_every - 1:
+        own = replace(own, random=mix(own.random, 9))
+    return replace(now, rate=mix(now.rate, step) if script.below else now.rate, own=own)
+
+
+class Reference:
+    """The undisturbed job: what every rank has at every version, as it is when the step that follows begins."""
+
+    def __init__(self, script: Script, world: int) -> None:
+        self.script = script
+        self._at = [[start(r) for r in range(world)]]
+        for step in range(script.steps):
+            now = [forward(script, r, c) for r, c in enumerate(self._at[-1])]
+            total = mix(*(gradient(script, r, c) for r, c in enumerate(now)))
+            if script.late_buffer:
+                now = [changed(c, total) for c in now]
+            new = [update(script, r, c, total, step) for r, c in enumerate(now)]
+            self._at.append([below(script, c, step) for c in new])
+
+    def at(self, version: int, rank: int) -> Content:
+        return self._at[version][rank]

@@ -1,0 +1,342 @@
+"""A history: a job and the faults that strike it, all drawn from one seed. And the search for those that break a
+law."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tests.simulation.content import Script
+from tests.simulation.network import Firewall, Weather
+from tests.simulation.patches import inside, simulated
+from tests.simulation.process import SimWorkerProcess
+from tests.simulation.world import Outcome, Shape, World
+
+LONGEST_S = 260.0
+"""After the last fault nothing takes longer than this."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens at a time, in seconds after the job has begun to take steps (or after its start)."""
+
+    at: float
+    kind: str
+    what: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.at:.3f} s: {self.kind} {' '.join(map(str, self.what))}"
+
+
+@dataclass(frozen=True)
+class History:
+    """Everything that decides what happens."""
+
+    seed: int
+    shape: Shape
+    script: Script
+    weather: Weather
+    faults: tuple[Fault, ...]
+
+    def __str__(self) -> str:
+        lines = [f"seed {self.seed}: {self.shape}", f"  {self.script}", f"  {self.weather}"]
+        return "\n".join([*lines, *(f"  {fault}" for fault in self.faults)])
+
+
+def draw(seed: int) -> History:
+    """The history of this seed."""
+    rng = random.Random(seed * 7919 + 17)
+    shape = _shape(rng)
+    script = Script(
+        steps=rng.choice((6, 10, 16, 24)),
+        unique=rng.random() < 0.4,
+        late_every=rng.choice((0, 0, 0, 1, 3, 5)),
+        late_buffer=rng.random() < 0.25,
+        below=rng.random() < 0.3,
+        below_every=rng.choice((0, 0, 0, 1, 2, 4)),
+        forward_s=rng.choice((0.005, 0.03, 0.1)),
+        backward_s=rng.choice((0.005, 0.03, 0.1)),
+        optimizer_s=rng.choice((0.002, 0.02, 0.1)),
+        startup_s=rng.choice((0.1, 0.5, 2.0)),
+    )
+    bad = rng.random() < 0.4
+    weather = Weather(
+        delay_s=rng.choice((0.0002, 0.001, 0.005)),
+        jitter=rng.choice((0.5, 3.0)),
+        slow=rng.choice((0.0, 0.02, 0.1)) if bad else 0.0,
+        slow_s=rng.choice((0.03, 0.15)),
+        loss=rng.choice((0.01, 0.1, 0.3)) if bad else 0.0,
+        repeat=rng.choice((0.0, 0.05)) if bad else 0.0,
+    )
+    faults = sorted(_faults(rng, shape, script), key=lambda f: f.at)
+    return History(seed, shape, script, weather, tuple(faults))
+
+
+def _shape(rng: random.Random) -> Shape:
+    kind = rng.random()
+    if kind < 0.2:
+        return Shape(1, rng.choice((2, 3, 4)), standby=rng.choice((0, 1)))
+    nodes = rng.choice((2, 3, 3, 4, 5))
+    return Shape(
+        nodes,
+        1 if nodes > 3 else rng.choice((1, 1, 2)),
+        spares=rng.choice((0, 1, 1, 2)),
+        external=rng.random() < 0.3,
+        direct_agents=rng.choice((64, 64, 64, 1, 2)),
+    )
+
+
+def _faults(rng: random.Random, shape: Shape, script: Script) -> Iterator[Fault]:
+    step_s = script.forward_s + script.backward_s + script.optimizer_s
+    span = max(script.steps * step_s, 0.5)
+    count = rng.choice((0, 1, 1, 2, 2, 3, 4, 6))
+    begin = rng.random() * span
+    for _ in range(count):
+        # most faults come soon after another one: in the middle of its recovery
+        at = begin if rng.random() < 0.2 else begin + rng.choice((0.05, 0.3, 1.0, 3.0)) * rng.random()
+        if rng.random() < 0.25:
+            at = rng.random() * span * 1.2
+        yield _fault(rng, shape, at)
+        begin = at
+
+
+def _fault(rng: random.Random, shape: Shape, at: float) -> Fault:
+    world, nodes = shape.world, shape.nodes + shape.spares
+    names = [f"n{i}" for i in range(nodes)] + (["ctl"] if shape.external else [])
+    length = rng.choice((0.1, 0.3, 0.6, 1.0, 2.0, 5.0, 8.0)) * (0.5 + rng.random())
+    how = rng.choice((Firewall.DROP, Firewall.DROP, Firewall.REJECT))
+    kinds = ["kill", "kill", "kill", "kills", "stop", "mute"]
+    if nodes > 1:
+        kinds += [
+            "power",
+            "power",
+            "agent",
+            "freeze",
+            "freeze",
+            "cut",
+            "cut",
+            "cut",
+            "reset",
+            "reset+cut",
+            "one way",
+            "pair",
+        ]
+    if shape.external:
+        kinds += ["controller", "controller", "long controller"]
+    kind = rng.choice(kinds)
+    if kind == "kill":
+        return Fault(at, "kill", (rng.randrange(world),))
+    if kind in ("kills", "mute"):
+        ranks = rng.sample(range(world), rng.randint(1, min(world, 4)))
+        return Fault(at, "kill" if kind == "kills" else "mute", tuple(sorted(ranks)))
+    if kind == "stop":
+        return Fault(at, "stop", (rng.randrange(world),))
+    if kind in ("controller", "long controller"):
+        return Fault(at, "controller", (22.0 + 18.0 * rng.random() if kind == "long controller" else length,))
+    name = rng.choice(names[:nodes]) if kind in ("power", "agent") else rng.choice(names)
+    if kind == "power":
+        return Fault(at, "power", (name, rng.choice((0.5, 3.0, 20.0))))
+    if kind == "agent":
+        return Fault(at, "agent", (name, rng.choice((0.2, 1.0, 5.0))))
+    if kind == "freeze":
+        return Fault(at, rng.choice(("freeze host", "freeze agent")), (name, length))
+    if kind == "pair":
+        other = rng.choice([n for n in names if n != name])
+        return Fault(at, "cut", ((name,), (other,), length, how, False))
+    others = tuple(n for n in names if n != name)
+    if kind == "one way":
+        pair = ((name,), others) if rng.random() < 0.5 else (others, (name,))
+        return Fault(at, "cut", (*pair, length, how, True))
+    if kind == "cut":
+        some = tuple(sorted(rng.sample(names, rng.randint(1, max(1, len(names) // 2)))))
+        rest = tuple(n for n in names if n not in some)
+        return Fault(at, "cut", (some, rest, length, how, False))
+    return Fault(at, kind, ((name,), others, length, how, False))
+
+
+# -- carrying it out ----------------------------------------------------------------------------------
+
+
+class Struck:
+    """Carries out the faults of one history in its world."""
+
+    def __init__(self, world: World, faults: Sequence[Fault]) -> None:
+        self.world = world
+        self._faults = faults
+        self._cuts: list[tuple[str, str]] = []
+
+    def plan(self, world: World) -> None:
+        """Once the job takes its first steps; or after 10 s, if it never does."""
+        world.loop.call_later(0.05, self._wait, 0.05)
+
+    def _wait(self, waited: float) -> None:
+        begun = any(
+            w.model is not None and w.model.gate.generation >= 0 and w.model.can_step()
+            for w in self.world.workers.values()
+        )
+        if begun or waited > 10:
+            for fault in self._faults:
+                self.world.loop.call_later(fault.at, self.strike, fault)
+                self.world.laws.last_fault_at = max(self.world.laws.last_fault_at, self.world.loop.now + fault.at)
+        else:
+            self.world.loop.call_later(0.05, self._wait, waited + 0.05)
+
+    def strike(self, fault: Fault) -> None:
+        world = self.world
+        if world.over:
+            return
+        world.note(f"*** {fault.kind} {' '.join(map(str, fault.what))}")
+        world.laws.struck(fault.kind)
+        getattr(self, "_" + fault.kind.replace(" ", "_").replace("+", "_"))(*fault.what)
+
+    def _later(self, seconds: float, callback: Callable[..., None], *args: Any) -> None:
+        self.world.loop.call_later(seconds, callback, *args)
+        self.world.laws.last_fault_at = max(self.world.laws.last_fault_at, self.world.loop.now + seconds)
+
+    def _workers(self, ranks: Iterable[int]) -> list[SimWorkerProcess]:
+        return [w for w in self.world.workers.values() if w.place in ranks and not w.process.dead]
+
+    def _kill(self, *ranks: int) -> None:
+        for worker in self._workers(ranks):
+            worker.process.end()
+
+    def _stop(self, *ranks: int) -> None:
+        for worker in self._workers(ranks):
+            if worker.stepping:  # before its first step nobody looks for it
+                worker.process.freeze()
+
+    def _mute(self, *ranks: int) -> None:
+        for worker in self._workers(ranks):
+            if worker.model is not None:
+                worker.model.mute = True
+
+    def _power(self, name: str, off_s: float) -> None:
+        host = self.world.hosts[name]
+        if host.up:
+            host.power_off()
+            self._later(off_s, self._power_on, name)
+
+    def _power_on(self, name: str) -> None:
+        self.world.hosts[name].power_on()
+        if not self.world.laws.job_over:  # whatever has started the job starts no node of it any more
+            self.world.start_agent(name)
+
+    def _agent(self, name: str, off_s: float) -> None:
+        process = self.world.agents[name]
+        if process.host.up and not process.dead:
+            process.end()
+            self._later(off_s, self._agent_again, name)
+
+    def _agent_again(self, name: str) -> None:
+        if self.world.hosts[name].up and self.world.agents[name].dead and not self.world.laws.job_over:
+            self.world.start_agent(name)
+
+    def _controller(self, off_s: float) -> None:
+        process = self.world.agents["ctl"]
+        if not process.dead:
+            process.end()
+            self._later(off_s, self._controller_again)
+
+    def _controller_again(self) -> None:
+        if not self.world.laws.job_over:
+            self.world.start_controller()
+
+    def _freeze_host(self, name: str, seconds: float) -> None:
+        host = self.world.hosts[name]
+        if host.up and not host.frozen:
+            host.freeze()
+            self._later(seconds, self._thaw_host, name, seconds)
+
+    def _thaw_host(self, name: str, seconds: float) -> None:
+        host = self.world.hosts[name]
+        if host.frozen:
+            self.world.note(f"*** {name} goes on")
+            host.thaw()
+
+    def _freeze_agent(self, name: str, seconds: float) -> None:
+        process = self.world.agents[name]
+        process.freeze()
+
+        def thaw() -> None:
+            self.world.note(f"*** the agent of {name} goes on")
+            process.thaw()
+
+        self._later(seconds, thaw)
+
+    def _cut(self, some: Sequence[str], rest: Sequence[str], seconds: float, how: Firewall, one_way: bool) -> None:
+        hosts = self.world.hosts
+        pairs = [(hosts[a].ip, hosts[b].ip) for a in some for b in rest]
+        for a, b in pairs:
+            self.world.network.block(a, b, how, one_way=one_way)
+        self._later(seconds, self._heal, pairs)
+
+    def _heal(self, pairs: list[tuple[str, str]]) -> None:
+        self.world.note("*** the paths are whole again")
+        for a, b in pairs:
+            self.world.network.unblock(a, b)
+        self.world.fabric.heal()
+
+    def _reset(self, some: Sequence[str], rest: Sequence[str], *_: Any) -> None:
+        hosts = self.world.hosts
+        for a in some:
+            for b in rest:
+                self.world.network.reset(hosts[a].ip, hosts[b].ip)
+
+    def _reset_cut(
+        self, some: Sequence[str], rest: Sequence[str], seconds: float, how: Firewall, one_way: bool
+    ) -> None:
+        self._reset(some, rest)
+        self._cut(some, rest, seconds, how, one_way)
+
+
+# -- running, searching -------------------------------------------------------------------------------
+
+
+def run(history: History, tolerated: frozenset[str] = frozenset()) -> Outcome:
+    """One history, inside of :func:`simulated`. ``tolerated``: laws whose breach does not count."""
+    h = history
+    world = World(h.seed, h.shape, h.script, h.weather, tolerated=tolerated)
+    with inside(world):
+        return world.run(LONGEST_S, Struck(world, history.faults).plan)
+
+
+def shrink(history: History, law: str, tolerated: frozenset[str] = frozenset(), tries: int = 60) -> History:
+    """The same violation with as few faults, and as simple a job, as can be found."""
+    best = history
+    again = True
+    while again and tries > 0:
+        again = False
+        for candidate in _simpler(best):
+            tries -= 1
+            violation = run(candidate, tolerated).violation
+            if violation is not None and violation.law == law:
+                best, again = candidate, True
+                break
+            if tries <= 0:
+                break
+    return best
+
+
+def _simpler(history: History) -> Iterator[History]:
+    for i in range(len(history.faults)):
+        yield replace(history, faults=history.faults[:i] + history.faults[i + 1 :])
+    script, weather = history.script, history.weather
+    calm = replace(weather, slow=0.0, loss=0.0, repeat=0.0)
+    if calm != weather:
+        yield replace(history, weather=calm)
+    plain = replace(script, late_every=0, late_buffer=False, below=False, below_every=0, unique=False)
+    for name in ("late_every", "late_buffer", "below", "below_every", "unique"):
+        simpler = replace(script, **{name: getattr(plain, name)})
+        if simpler != script:
+            yield replace(history, script=simpler)
+
+
+def quiet() -> None:
+    """No log of the product on the terminal."""
+    logging.getLogger("flashrecovery").setLevel(logging.CRITICAL + 1)
+
+
+__all__ = ["Fault", "History", "Outcome", "draw", "quiet", "run", "shrink", "simulated"]

@@ -1,0 +1,259 @@
+"""Where our code asks the operating system, it gets the simulation: time, chance, processes, network, files.
+
+Everything is replaced where it is looked up, for as long as histories run; nothing of controller, agent, election,
+relay, heartbeats or gate itself is.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import grpc.aio
+
+from flashrecovery import events as ev
+from flashrecovery import job
+from flashrecovery.agent import agent as agent_module
+from flashrecovery.agent import crew, hang, pulse
+from flashrecovery.agent.identity import Identity
+from flashrecovery.beats import controller as beats_controller
+from flashrecovery.controller import service as service_module
+from flashrecovery.controller import table_publisher
+from tests.simulation.loop import PROCESS, current
+from tests.simulation.network import DatagramSocket
+from tests.simulation.process import SimDeathWatch, SimWorkerProcess
+from tests.simulation.rpc import SimChannel, SimServer
+from tests.simulation.world import World
+
+_world: World | None = None
+_EPOCH = 1_800_000_000.0
+
+
+def world() -> World:
+    """The one whose history runs."""
+    assert _world is not None
+    return _world
+
+
+@contextmanager
+def inside(one: World) -> Iterator[None]:
+    """Run the history of this world."""
+    global _world
+    _world = one
+    try:
+        yield
+    finally:
+        _world = None
+
+
+def _monotonic() -> float:
+    if _world is None:
+        return _real_monotonic()
+    process = PROCESS.get()
+    return _world.loop.now + (process.host.clock if process is not None else 0.0)
+
+
+_real_monotonic = time.monotonic
+
+
+def _drawn(bits: int) -> int:
+    return world().random.getrandbits(bits)
+
+
+class _RunDir:
+    """No directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.events_path = path / "events.jsonl"
+        self.log_dir = path / "logs"
+
+    def log_path(self, rank: int, generation: int) -> Path:
+        return self.log_dir / f"rank{rank}.gen{generation}.log"
+
+    def write_rank_table(self, generation: int, ranks: object) -> None:
+        pass
+
+    def write_controller(self, address: str, *_: object, **__: object) -> None:
+        world().addresses.append(address)
+
+    def close(self) -> None:
+        pass
+
+
+class _EventLog:
+    """Into the trace."""
+
+    def __init__(self, path: Path) -> None:
+        self._process = current()
+
+    def write(self, event: ev.Event) -> ev.Event:
+        if not world().over:
+            world().event(self._process, event)
+        return event
+
+    def subscribe(self, listener: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Store:
+    """The TCPStore's process: its port, and nothing behind it."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.port = current().host.free_port()
+
+    def revive(self) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+class _Health:
+    """No devices."""
+
+    suspect = None
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _NoThread:
+    """In place of the executor that writes the rank table."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def submit(self, *_: object) -> None:
+        pass
+
+    def shutdown(self, *_: object, **__: object) -> None:
+        pass
+
+
+class _Tail:
+    def follow(self, *_: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _server(
+    migration_thread_pool: object = None, *, options: object = (), interceptors: Any = (), **_: object
+) -> SimServer:
+    server = SimServer(world().network, interceptors or ())
+    server.errors = lambda method, error: world().laws.broken("handler", f"{method} raises {error!r}", error)
+    return server
+
+
+def _channel(target: str, options: object = None, **_: object) -> SimChannel:
+    return SimChannel(world().network, target)
+
+
+async def _moved_to(path: Path, place: job.Place) -> job.Place | None:
+    from dataclasses import replace
+
+    one = world()
+    for address in reversed(one.addresses):
+        if address == f"{place.controller}:{place.port}":
+            continue
+        if await job.answers(address, place.access):
+            host, _, port = address.rpartition(":")
+            return replace(place, controller=host, port=int(port), embeds=False)
+    return None
+
+
+@asynccontextmanager
+async def _observed(*_: object, **__: object) -> AsyncIterator[str]:
+    yield ""
+
+
+class _Service(service_module.ControllerService):
+    """The real one; the laws look on."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sim_process = current()
+        world().services.append((self._sim_process, self))
+        electorate, machine = self._electorate, self.machine
+        on_tick = machine.on_tick
+
+        def watched(now: float) -> None:
+            world().laws.decides(self._sim_process, self)
+            on_tick(now)
+
+        del electorate
+        machine.on_tick = watched  # type: ignore[method-assign]
+
+
+def _socket_module() -> Any:
+    return SimpleNamespace(
+        SOCK_DGRAM=socket.SOCK_DGRAM,
+        SOL_SOCKET=socket.SOL_SOCKET,
+        SO_RCVBUF=socket.SO_RCVBUF,
+        AF_INET=socket.AF_INET,
+        socket=lambda *_: DatagramSocket(world().network, current()),
+        getaddrinfo=lambda host, port, **_: [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", (host, port))],
+    )
+
+
+@contextmanager
+def simulated() -> Iterator[None]:
+    """Histories can be run inside."""
+    replaced: list[tuple[Any, str, Any]] = [
+        (time, "monotonic", _monotonic),
+        (time, "monotonic_ns", lambda: int(_monotonic() * 1e9)),
+        (time, "time", lambda: _EPOCH + _monotonic()),
+        (uuid, "uuid4", lambda: uuid.UUID(int=_drawn(128), version=4)),
+        (secrets, "randbits", _drawn),
+        (secrets, "token_bytes", lambda n=32: _drawn(8 * n).to_bytes(n, "little")),
+        (secrets, "token_hex", lambda n=32: _drawn(8 * n).to_bytes(n, "little").hex()),
+        (grpc.aio, "insecure_channel", _channel),
+        (grpc.aio, "server", _server),
+        (beats_controller, "socket", _socket_module()),
+        (job, "place_of", lambda config: world().place_of(config)),
+        (job, "_moved_to", _moved_to),
+        (job, "RunDir", _RunDir),
+        (job, "EventLog", _EventLog),
+        (job, "observed", _observed),
+        (job, "_on_signals", lambda stop: None),
+        (job, "ControllerService", _Service),
+        (crew, "WorkerProcess", SimpleNamespace(spawn=_spawn)),
+        (crew, "DeathWatch", lambda loop: SimDeathWatch(world())),
+        (crew, "LogTail", _Tail),
+        (agent_module, "StoreServer", _Store),
+        (agent_module, "NodeHealth", _Health),
+        (agent_module, "exit_of", lambda pid: world().workers[pid].exit),
+        (hang, "is_stopped", lambda pid: world().workers[pid].stopped),
+        (Identity, "network_env", lambda self: {}),
+        (pulse, "_CONFIRM_POLL_S", 0.02),
+        (service_module, "_keep_what_there_is", lambda: None),
+        (table_publisher, "ThreadPoolExecutor", _NoThread),
+    ]
+    with ExitStack() as stack:
+        for where, name, what in replaced:
+            stack.enter_context(patch.object(where, name, what))
+        stack.enter_context(patch.object(service_module, "print", lambda *_, **__: None, create=True))
+        yield
+
+
+def _spawn(command: list[str], env: object, log: Path, *, standby: bool) -> SimWorkerProcess:
+    return SimWorkerProcess.make(world(), log, standby=standby)

@@ -1,0 +1,197 @@
+"""What :class:`flashrecovery.agent.process.WorkerProcess` and the watch over it offer, without a process."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flashrecovery.agent.process import WorkerProcess
+from flashrecovery.agent.procfs import Exit
+from flashrecovery.page import Page
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from tests.simulation.loop import Life, Process, current
+from tests.simulation.worker import ModelWorker
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+_PIPE_S = 0.0001
+
+
+class Popen:
+    """What is asked of a ``subprocess.Popen``."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+
+class SimWorkerProcess(WorkerProcess):
+    """One training process as its agent sees it."""
+
+    popen: Popen  # type: ignore[assignment]
+
+    def __init__(self, world: World, pid: int, page: Page, process: Process) -> None:
+        super().__init__(Popen(pid), page, None)  # type: ignore[arg-type]
+        self.world = world
+        self.process = process
+        self.agent = current()
+        self.model: ModelWorker | None = None
+        self._on_message: Callable[[WorkerProcess, pb.FromWorker], None] | None = None
+        self._early: list[pb.FromWorker] = []
+        self._exits: list[Callable[[], None]] = []
+        process.at_end.append(self._ended)
+        self.agent.at_end.append(self._orphaned)
+
+    @staticmethod
+    def make(world: World, log: Path, *, standby: bool) -> SimWorkerProcess:
+        pid = next(world.pids)
+        host = current().host
+        process = Process(world.loop, host, f"pid{pid}")
+        host.processes.append(process)
+        world.processes.append(process)
+        page = Page.create("simulated")
+        made = SimWorkerProcess(world, pid, page, process)
+        world.workers[pid] = made
+        return made
+
+    # -- the channel --------------------------------------------------------------------------------
+
+    async def connect(self, on_message: Callable[[WorkerProcess, pb.FromWorker], None]) -> None:
+        self._on_message = on_message
+        early, self._early = self._early, []
+        for message in early:
+            self._deliver(message)
+        await asyncio.sleep(0)
+
+    def send(self, message: pb.ToWorker) -> None:
+        copy = pb.ToWorker.FromString(message.SerializeToString())
+        self.process.call(_PIPE_S, self._heard, copy)
+
+    def _heard(self, message: pb.ToWorker) -> None:
+        body = message.WhichOneof("body")
+        if body == "assign":
+            self.model = ModelWorker(self.world, self.process, self.page, message.assign, self._say)
+            self.process.start(self.model.control())
+            self.process.start(self.model.main())
+        elif body == "controller" and self.model is not None:
+            self.model.controller_heard = message.controller.heard
+        elif body == "warm":
+            self.process.call(0.2, self._say, pb.FromWorker(warmed=pb.Warmed()))
+        elif body == "command" and self.model is not None:
+            self.model.hear(message.command)
+
+    def _say(self, message: pb.FromWorker) -> None:
+        copy = pb.FromWorker.FromString(message.SerializeToString())
+        self.agent.call(_PIPE_S, self._deliver, copy)
+
+    def _deliver(self, message: pb.FromWorker) -> None:
+        if self._on_message is None:
+            self._early.append(message)
+        elif not self._closed:
+            self._on_message(self, message)
+
+    _closed = False
+
+    async def hear_out(self, timeout_s: float, *, until_last_words: bool = False) -> None:
+        await asyncio.sleep(0.002)
+
+    # -- its life -----------------------------------------------------------------------------------
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """When it ends."""
+        if self.process.dead:
+            callback()
+        else:
+            self._exits.append(callback)
+
+    def exits(self, code: int) -> None:
+        """By itself."""
+        if not self.process.dead:
+            self.popen.returncode = code
+            self.process.end()
+
+    def _ended(self) -> None:
+        if self.popen.returncode is None:
+            self.popen.returncode = -signal.SIGKILL
+        exits, self._exits = self._exits, []
+        for callback in exits:
+            callback()
+
+    def _orphaned(self) -> None:
+        """The agent is gone; this process notices, and ends."""
+        self.process.call(0.001, self.exits, 1)
+
+    @property
+    def exit(self) -> Exit:
+        code = self.popen.returncode
+        return Exit.from_returncode(code if code is not None else 0)
+
+    def signal(self, number: int) -> None:
+        if self.process.dead:
+            return
+        if number == signal.SIGSTOP:
+            self.process.freeze()
+        elif number == signal.SIGCONT:
+            self.process.thaw()
+        elif number == signal.SIGTERM:
+            self.exits(-signal.SIGTERM)
+        else:
+            self.process.end()
+
+    def kill(self) -> None:
+        if not self.process.dead:
+            self.world.note(f"pid {self.pid} (rank {self.place}) is killed by its agent")
+        self.process.end()
+
+    async def gone(self, timeout_s: float) -> bool:
+        await asyncio.sleep(0.001)
+        return self.process.dead
+
+    @property
+    def returncode(self) -> int | None:
+        return self.popen.returncode
+
+    async def end(self, timeout_s: float) -> int | None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while self.popen.returncode is None:
+            if loop.time() > deadline:
+                return None
+            await asyncio.sleep(0.05)
+        return self.popen.returncode
+
+    def close(self) -> None:
+        self.process.end()
+        if not self._closed:
+            self._closed = True
+            self.page.close()
+
+    @property
+    def stopped(self) -> bool:
+        return self.process.life is Life.FROZEN
+
+
+class SimDeathWatch:
+    """:class:`flashrecovery.agent.watch.DeathWatch`."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._open = True
+
+    def add(self, pid: int, page_fd: int, callback: Callable[[float], None]) -> None:
+        agent, delay = current(), 0.0005 + 0.002 * self._world.random.random()
+        self._world.workers[pid].watch(lambda: agent.call(delay, self._tell, callback, delay))
+
+    def _tell(self, callback: Callable[[float], None], late: float) -> None:
+        if self._open:
+            callback(late)
+
+    def close(self) -> None:
+        self._open = False

@@ -1,0 +1,99 @@
+"""Mends taken out, to see how long the search takes to notice. Nothing of the product is changed for good."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from flashrecovery.agent.agent import Agent
+from flashrecovery.controller import restore
+from flashrecovery.controller.electorate import Electorate
+from flashrecovery.controller.machine import Machine
+from flashrecovery.controller.outbox import Outbox
+from flashrecovery.worker.gate import Gate
+from flashrecovery.worker.habits import Habits
+from tests.simulation.worker import ModelWorker
+
+
+def _hold(self: Gate, generation: int) -> tuple[bool, bool, int]:
+    """Does not remember by which generation: an older resume clears it."""
+    self._held = True
+    return self._stepping or self._done, self._mutating, self.version
+
+
+def _resume_next(send: Callable[..., Any]) -> Callable[..., Any]:
+    def sent(self: Machine, version: int, now: float) -> Any:
+        return send(self, version + 1 if self.recovery is not None else version, now)
+
+    return sent
+
+
+def _lost_at_once(is_lost: Callable[..., bool]) -> Callable[..., bool]:
+    """A failure that comes to a controller which is still looking for the job's ranks is one of the start."""
+
+    def lost(self: Machine, message: Any, now: float) -> bool:
+        launched, self._launched = self._launched, True
+        try:
+            return is_lost(self, message, now)
+        finally:
+            self._launched = launched
+
+    return lost
+
+
+def _one_by_one(expired: Callable[..., Any]) -> Callable[..., Any]:
+    """Of those who miss a deadline only the first is a victim; the others get the time again."""
+
+    def first(self: Outbox, now: float) -> Any:
+        found = expired(self, now)
+        return found[:1] if isinstance(found, list) else found
+
+    return first
+
+
+def _raised(self: Electorate, promised: int, now: float) -> bool:
+    """Takes the term that an agent has promised to somebody, without asking for it."""
+    if promised <= self._quorum.term or not self.may_decide(now):
+        return False
+    self._quorum.term = promised
+    return True
+
+
+REMOVED: dict[str, Callable[[], Any]] = {
+    "hold remembers its generation": lambda: patch.object(Gate, "hold", _hold),
+    "capsules of late steps do not count": lambda: patch.object(restore, "_forget_early", lambda records: ""),
+    "own copies in steps that may be late": lambda: patch.object(Habits, "needs_undo", lambda self, step: self.undo),
+    "the clock stands without a controller": lambda: patch.object(Agent, "controller_heard", lambda self, heard: None),
+    "a version is complete at its hand-out": lambda: _early_completion(),
+    "resume at the cut": lambda: patch.object(Machine, "_send_resume", _resume_next(Machine._send_resume)),
+    "failures before the take-over": lambda: patch.object(Machine, "_is_lost", _lost_at_once(Machine._is_lost)),
+    "victims of one moment together": lambda: patch.object(Outbox, "expired", _one_by_one(Outbox.expired)),
+    "a new term by votes": lambda: patch.object(Electorate, "raised_to", _raised, create=True),
+}
+"""By name: what is patched away."""
+
+
+@contextmanager
+def _early_completion() -> Iterator[None]:
+    settle = ModelWorker._settle
+    commit = ModelWorker._body
+
+    async def body(self: ModelWorker, step: int) -> None:
+        await commit(self, step)
+        self._complete(self.gate.version)
+        self._complete_already = True  # type: ignore[attr-defined]
+
+    def settled(self: ModelWorker) -> None:
+        if getattr(self, "_complete_already", False) and self._committed:
+            self._complete = lambda version: None  # type: ignore[method-assign]
+            try:
+                settle(self)
+            finally:
+                del self._complete
+        else:
+            settle(self)
+
+    with patch.object(ModelWorker, "_body", body), patch.object(ModelWorker, "_settle", settled):
+        yield

@@ -1,0 +1,670 @@
+"""A model of a training process: the real gate and the real page, everything else of it in a few lines.
+
+It does what :mod:`flashrecovery.worker.session`, ``recover``, ``control`` and ``copies`` do, in the same order and with
+the same messages, on numbers instead of tensors (:mod:`.content`). Its two threads are two tasks: one answers the agent
+at once, wherever the other one is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from flashrecovery.errors import StepInterrupted
+from flashrecovery.page import CAPSULES_KEPT, Page
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.worker import proof
+from flashrecovery.worker.gate import Gate
+from flashrecovery.worker.habits import Habits
+from flashrecovery.worker.session import IN_ALL_STEPS, UNTIL_RESEALED
+from tests.simulation import content
+from tests.simulation.content import Content, Own
+from tests.simulation.fabric import PeerLost, Port
+from tests.simulation.loop import Process
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+_POLL_S = 0.005
+
+
+class WouldWait(Exception):
+    """The training thread would wait for the control thread here."""
+
+
+class NoWaiting:
+    """In place of the gate's condition: the one thread of the simulation must not wait in it."""
+
+    def __enter__(self) -> NoWaiting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wait(self) -> NoReturn:
+        raise WouldWait
+
+    def notify_all(self) -> None:
+        pass
+
+
+class Kept:
+    """Small plain state by version, the last three, as in :class:`flashrecovery.worker.objects.ObjectShard`."""
+
+    def __init__(self) -> None:
+        self.at: dict[int, bytes] = {}
+        self.early: set[int] = set()
+
+    def keep(self, version: int, data: bytes, *, early: bool = False) -> None:
+        self.at[version] = data
+        (self.early.add if early else self.early.discard)(version)
+        for old in sorted(self.at.keys() - {version})[: 1 - CAPSULES_KEPT]:
+            del self.at[old]
+
+    def drop_after(self, version: int) -> None:
+        self.at = {v: d for v, d in self.at.items() if v <= version}
+        self.early = {v for v in self.early if v <= version}
+
+
+class Copies:
+    """Own pre-step copies and those for the neighbour, as in :mod:`flashrecovery.worker.copies`."""
+
+    def __init__(self, worker: ModelWorker, stride: int, nodes: int) -> None:
+        self._w = worker
+        world, rank = worker.world.size, worker.rank
+        unique = worker.script.unique
+        self.neighbour = world > 1 and (unique or nodes > 1)
+        self.capsules_only = self.neighbour and not unique
+        self.target, self.owner = (rank + stride) % world, (rank - stride) % world
+        self.undo: dict[int, Content] = {}
+        self.kept: dict[int, tuple[bytes, int, bool]] = {}
+        self.own_copies = self.neighbour and not self.capsules_only
+        self.undo_on = self.own_copies
+        self._exchange: asyncio.Task[None] | None = None
+        self._error: BaseException | None = None
+        self._halted = False
+        self._rounds = 0
+
+    def start(self, version: int) -> None:
+        if self.neighbour:
+            self._commit(version, self._w.capsule.at[version])
+
+    def _commit(self, version: int, capsule: bytes | None, *, early: bool = False) -> None:
+        if self.own_copies:
+            self.hold(version)
+        before, self._rounds = self._exchange, self._rounds + 1
+        self._exchange = asyncio.get_running_loop().create_task(self._run(version, capsule, early, before))
+
+    async def _run(self, version: int, capsule: bytes | None, early: bool, before: asyncio.Task[None] | None) -> None:
+        port, w, key = self._w.port, self._w, ("copy", version, self._rounds)
+        if before is not None:
+            await asyncio.wait({before})
+        try:
+            port.send(self.target, key, (capsule, w.now.unique if self.own_copies else 0, early))
+            while len(self.kept) >= 2:  # the oldest is overwritten
+                del self.kept[min(self.kept)]
+            theirs, unique, their_early = await port.receive(self.owner, key)
+            if theirs is not None and not self._halted:
+                self.kept[version] = (theirs, unique, their_early)
+        except PeerLost as e:
+            self._error = e
+
+    async def send_capsule(self, version: int, *, sealed: bool) -> None:
+        await self.wait()
+        self._commit(version, self._w.capsule.at[version] if sealed else None, early=True)
+        await self.wait()
+
+    async def wait(self) -> None:
+        """The exchange of the last commit is complete."""
+        if self._exchange is not None:
+            await asyncio.wait({self._exchange})
+        if self._error is not None:
+            raise PeerLost(str(self._error))
+        if self._halted:
+            raise StepInterrupted
+
+    def hold(self, version: int) -> None:
+        if version not in self.undo:
+            while len(self.undo) >= 2:
+                del self.undo[min(self.undo)]
+            self.undo[version] = self._w.now
+
+    def before_mutation(self, version: int) -> None:
+        habits = self._w.habits
+        if self.own_copies:
+            return
+        if habits.undo or habits.needs_undo(version):
+            self.hold(version)
+        else:
+            self.undo.clear()
+
+    async def stop(self) -> None:
+        self._halted = True
+        if self._exchange is not None:
+            await asyncio.wait({self._exchange})
+
+    def resumed(self, version: int) -> None:
+        self._halted, self._error, self._rounds = False, None, 0
+        self.kept = {v: k for v, k in self.kept.items() if v <= version}
+        self.undo = {v: k for v, k in self.undo.items() if v <= version}
+
+    def inventory(self) -> list[pb.Held]:
+        w = self._w
+        names = w.tensor_names()
+        held = [pb.Held(kind="undo", version=v, owner=w.rank, shards=names) for v in sorted(self.undo)]
+        for version in sorted(self.kept):
+            shards = [f"capsule@{self.owner}"] + ([f"zero@{self.owner}"] if self.own_copies else [])
+            for name in shards:
+                early = name.startswith("capsule@") and self.kept[version][2]
+                held.append(
+                    pb.Held(kind="copy", version=version, owner=self.owner, shards=[name], nbytes=[8], early=early)
+                )
+        return held
+
+
+class ModelWorker:
+    """One training process, from its Assign to its end. ``say`` sends to the agent."""
+
+    def __init__(
+        self, world: World, process: Process, page: Page, assign: pb.Assign, say: Callable[[pb.FromWorker], None]
+    ) -> None:
+        self.world = world
+        self.script = world.script
+        self.process = process
+        self.page = page
+        self.rank: int = assign.rank
+        self.detached: bool = assign.detached
+        self._say = say
+        self.gate = Gate(page)
+        self.gate.lock = NoWaiting()  # type: ignore[assignment]
+        self.gate.generation = assign.generation
+        self.now: Content = content.start(self.rank)
+        self.common, self.capsule = Kept(), Kept()
+        self.habits = Habits()
+        self.copies = Copies(
+            self, int(assign.env["FLASHRECOVERY_NEIGHBOUR_STRIDE"]), int(assign.env["GROUP_WORLD_SIZE"])
+        )
+        self.port: Port = world.fabric.open(self.rank, process)
+        self.mute = False
+        self._commands: deque[pb.Command] = deque()
+        self._control = asyncio.Event()
+        self._inbox: asyncio.Queue[pb.Command] = asyncio.Queue()
+        self._changed = asyncio.Event()
+        self._written: Own | None = None
+        self._at_seal: Own | None = None
+        self._at_mutation: Own | None = None
+        self.late_versions: dict[int, bool] = {}
+        self._unsettled = self._committed = self._void_run = False
+        self._proof_due = self.detached
+        self.controller_heard = True
+        self._needs_told: int = 0
+        self._fresh = self.detached
+        self._generation_told = assign.generation
+        self._held_for = -1
+        self.over = False
+
+    # -- control thread -----------------------------------------------------------------------------
+
+    def hear(self, command: pb.Command) -> None:
+        """From the agent."""
+        self._commands.append(command)
+        self._control.set()
+
+    async def control(self) -> None:
+        while True:
+            while not self._commands:
+                self._control.clear()
+                await self._control.wait()
+            command = self._commands.popleft()
+            body = command.WhichOneof("body")
+            if self.mute and body in ("hold", "stop", "ping"):
+                continue
+            if body == "hold":
+                settled, mutating, version = self.gate.hold(command.generation)
+                reply = pb.Reply(serial=command.serial, generation=command.generation, rank=command.rank)
+                reply.position.CopyFrom(pb.Position(settled=settled, mutating=mutating, version=version))
+                self._held_for = command.generation
+                self._say(pb.FromWorker(reply=reply))
+            elif body == "stop":
+                await self._stop_thread(command)
+            elif body == "ping":
+                self._say(pb.FromWorker(whereabouts=pb.Whereabouts(rank=self.rank, answered=True)))
+            elif body == "keep_undo":
+                self._keep_undo(command.keep_undo.step)
+            elif body is not None and body not in ("fault", "checkpoint"):
+                self._inbox.put_nowait(command)
+            self._changed.set()
+
+    async def _stop_thread(self, command: pb.Command) -> None:
+        gate, limits = self.gate, self.world.config.timeouts
+        if gate.stale(command.generation):
+            return
+        finishing = gate.stop(command.generation, command.stop.finish_to)
+        self._changed.set()
+        if finishing:
+            if gate.waits_in_barrier:
+                self.port.abandon()
+            deadline = self.world.loop.now + command.stop.mutation_grace_s
+            while gate.finishing and self.world.loop.now < deadline:
+                since = self.port.pending_since
+                if since is not None and self.world.loop.now - since > limits.mutation_blocked_s:
+                    break
+                await asyncio.sleep(_POLL_S)
+        gate.give_up()
+        self.port.abandon()
+        self._inbox.put_nowait(command)
+
+    def can_step(self) -> bool:
+        """Whether it takes steps, for all that it knows."""
+        return not self.over and self.gate.generation > -1 and not self.gate.stopped and self.gate._stepping
+
+    def _stepping_now(self) -> bool:
+        return self.can_step()
+
+    # -- training thread ----------------------------------------------------------------------------
+
+    async def main(self) -> None:
+        """The script."""
+        try:
+            await self._script()
+        except (PeerLost, StepInterrupted) as e:
+            self._fail(type(e).__name__, str(e))
+
+    def _fail(self, kind: str, text: str) -> None:
+        self.world.note(f"rank {self.rank} (pid {self.world.pid_of(self.process)}) raises {kind}: {text}")
+        self._say(pb.FromWorker(last_words=pb.LastWords(exception=kind, message=text)))
+        self.world.exits(self.process, 1)
+
+    async def _script(self) -> None:
+        await self._work(self.script.startup_s)
+        if not self.detached:
+            # the groups of the launch: all are there, or wait for each other
+            await self.port.attach(self.gate.generation, 2 * self.world.config.timeouts.startup_s)
+        await self._join()
+        while not await self._finished():
+            await self._step()
+        self.over = True
+        self.world.ended_well(self)
+        self.world.exits(self.process, 0)
+
+    async def _work(self, seconds: float) -> None:
+        await asyncio.sleep(seconds * (0.7 + 0.6 * self.world.random.random()))
+
+    async def _waiting(self, operation: Any) -> Any:
+        """An operation on the group, which the control thread can see."""
+        self.port.pending_since = self.world.loop.now
+        try:
+            return await operation
+        finally:
+            self.port.pending_since = None
+
+    async def _join(self) -> None:
+        if not self.detached:
+            self.page.write_setup_log(b"setup")
+            self._seal(0, early=False)
+            self._keep_common(0)
+        joined = pb.Joined(
+            rank=self.rank,
+            generation=self.gate.generation,
+            needs=self._needs(digests=not self.detached),
+            held=self._held(),
+            steps=self.script.steps,
+            hang_floor_s=self.world.config.timeouts.hang_floor_s,
+        )
+        if not self.detached:
+            self.gate.live = 0
+        self._say(pb.FromWorker(joined=joined))
+        await self._recover()
+
+    async def _recover(self) -> None:
+        """Carry out commands until the next resume."""
+        self.gate.leave_step()
+        while not await self._carry_out(await self._inbox.get()):
+            pass
+        self._resumed()
+
+    def _resumed(self) -> None:
+        self._unsettled, self._committed, self._proof_due = True, False, True
+
+    async def _finished(self) -> bool:
+        while True:
+            self._settle()
+            if self.gate.stopped:
+                await self._recover()
+            elif self.gate.version < self.script.steps:
+                return False
+            elif await self._wait_for_release():
+                return True
+            else:
+                self._resumed()
+
+    async def _wait_for_release(self) -> bool:
+        self.gate.leave_step(done=True)
+        done = pb.Done(rank=self.rank, generation=self.gate.generation, version=self.gate.version)
+        self._say(pb.FromWorker(done=done))
+        while True:
+            command = await self._inbox.get()
+            if command.HasField("release"):
+                return True
+            if await self._carry_out(command):
+                return False
+
+    # -- between two steps ------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Before a step is handed out: now its version is complete."""
+        if self._void_run:
+            self._void_run = False
+            self._plain_state(self.gate.version)
+        if not self._unsettled:
+            return
+        self.gate.leave_outside()
+        if self._committed:
+            self._complete(self.gate.version)
+        self._unsettled = False
+        if not self.gate.stopped:
+            self._publish(self.gate.version)
+
+    def _complete(self, version: int) -> None:
+        now, habits = self.now.own, self.habits
+        before = self._at_mutation if habits.reseal else self._at_seal
+        self.late_versions = {v: late for v, late in self.late_versions.items() if v > version - 3}
+        self.late_versions[version] = now != before
+        self._learn(version - 1, late=now != self._at_mutation, changed=self._at_mutation != self._at_seal)
+        self._keep_common(version)
+        if self._written == now:
+            self.capsule.early.discard(version)
+            self.page.finish_capsule(version)
+        else:
+            self._seal(version, early=False)
+        self.world.settled(self, version)
+
+    def _publish(self, version: int) -> None:
+        if not self._committed and version in self.capsule.at:
+            self.page.write_capsule(version, self.capsule.at[version])
+        self.copies.start(version)
+
+    # -- a step ---------------------------------------------------------------------------------------
+
+    async def _step(self) -> None:
+        """One step, and what the script does below it. If it is stopped, the recovery."""
+        self._written = self._at_seal = self._at_mutation = None
+        step = self.gate.version
+        self.gate.begin()
+        self.gate.in_block = True
+        try:
+            await self._body(step)
+        except StepInterrupted:
+            await self._recover()
+            self._void_run = True
+        except PeerLost:
+            if not await self._wait_for_stop():
+                raise
+            await self._recover()
+            self._void_run = True
+        finally:
+            self.gate.in_block = False
+        if self.script.below or self.script.below_every:
+            await self._work(self.script.optimizer_s)
+        self.now = content.below(self.script, self.now, step)
+
+    async def _wait_for_stop(self) -> bool:
+        left_s = self.world.config.timeouts.peer_error_wait_s
+        while not self.gate.stopped and left_s > 0:
+            await asyncio.sleep(_POLL_S)
+            if self.controller_heard and not self.gate.held:
+                left_s -= _POLL_S
+        return self.gate.stopped
+
+    async def _body(self, step: int) -> None:
+        gate, script, rank = self.gate, self.script, self.rank
+        await self._work(script.forward_s / 2)
+        gate.check()
+        self.now = content.forward(script, rank, self.now)
+        await self._work(script.forward_s / 2)
+        gate.check()
+        self.page.beat()
+        self._at_seal = self.now.own
+        if self.habits.seals_early(step):
+            self._seal(step + 1, early=True)
+        await self._waiting(self.copies.wait())
+        await self._work(script.backward_s)
+        gradients = await self._waiting(self.port.gather("sync", content.gradient(script, rank, self.now)))
+        if script.late_buffer:  # as a gate's bias is, by the gradients of all ranks
+            self.now = content.changed(self.now, content.mix(*gradients))
+        gate.check()
+        await self._before_mutation(step)
+        await self._mutate()
+        whole = self.now
+        self.now = replace(whole, weights=-1, unique=-1)  # torn
+        await self._work(script.optimizer_s)
+        self.now = content.update(script, rank, whole, content.mix(*gradients), step)
+        gate.check()
+        if self._proof_due:
+            await self._show_equal()
+        gate.commit(outside=True)
+        self._unsettled = self._committed = True
+        self._proof_due = False
+        self.world.committed(self)
+
+    async def _before_mutation(self, step: int) -> None:
+        habits = self.habits
+        self._at_mutation = self.now.own
+        sealed = habits.seals_early(step)
+        if sealed and self._written != self.now.own:
+            self._seal(step + 1, early=True)
+        if self.copies.capsules_only:
+            await self._waiting(self.copies.send_capsule(step + 1, sealed=sealed))
+        if proof.is_due(step):
+            await self._barrier(self._compare_habits())
+        elif self.copies.capsules_only or (self.script.unique and not self.copies.undo_on) or habits.reseal:
+            await self._barrier(self.port.gather("barrier", 0))
+        self.copies.before_mutation(step)
+
+    async def _compare_habits(self) -> None:
+        habits = self.habits
+        rows = await self.port.gather("habits", (habits.undo, habits.changed, tuple(habits.late)))
+        habits.undo = any(row[0] for row in rows)
+        habits.changed = habits.reseal = any(row[1] for row in rows)
+        habits.late = sorted({step for row in rows for step in row[2]})[-3:]
+
+    async def _show_equal(self) -> None:
+        try:
+            await self._waiting(self.port.gather("proof", self.now.weights))
+        except PeerLost:
+            if not self.gate.stopped and not await self._wait_for_stop():
+                raise
+
+    async def _mutate(self) -> None:
+        while True:
+            self._changed.clear()
+            try:
+                self.gate.mutate()
+                break
+            except WouldWait:
+                await self._changed.wait()
+        self.world.mutates(self, self._held_for)
+
+    async def _barrier(self, collective: Any) -> None:
+        try:
+            with self.gate.in_barrier():
+                await self._waiting(collective)
+        except PeerLost:
+            if not await self._wait_for_stop():
+                raise
+            self.gate.check()
+
+    def _learn(self, step: int, *, late: bool, changed: bool) -> None:
+        habits = self.habits
+        habits.known = True
+        if changed and not habits.reseal and not habits.changed:
+            habits.changed = True
+            self._tell_undo(UNTIL_RESEALED)
+        if late and habits.was_late(step):
+            self._tell_undo(step)
+
+    def _tell_undo(self, step: int) -> None:
+        self._say(pb.FromWorker(notice=pb.Notice(rank=self.rank, kind="undo_enabled", text="late", step=step)))
+
+    def _keep_undo(self, step: int) -> None:
+        if step == IN_ALL_STEPS:
+            self.habits.undo = True
+        elif step == UNTIL_RESEALED:
+            self.habits.changed = True
+        else:
+            self.habits.was_late(step)
+
+    # -- plain state --------------------------------------------------------------------------------
+
+    def _seal(self, version: int, *, early: bool) -> None:
+        data = self.now.own.pack()
+        self.capsule.keep(version, data, early=early)
+        self.page.write_capsule(version, data, early=early)
+        self._written = self.now.own
+
+    def _common(self) -> bytes:
+        return json.dumps([self.now.rate, asdict(self.habits)]).encode()
+
+    def _keep_common(self, version: int) -> None:
+        self.common.keep(version, self._common())
+
+    def tensor_names(self) -> list[str]:
+        return ["param", f"zero@{self.rank}"] if self.script.unique else ["param"]
+
+    def _needs(self, *, digests: bool) -> list[pb.ShardNeed]:
+        needs = [
+            pb.ShardNeed(name="param", nbytes=100, replicated=True, digest=f"{self.now.weights:x}" if digests else ""),
+            pb.ShardNeed(name="common", nbytes=10, replicated=True),
+            pb.ShardNeed(name=f"capsule@{self.rank}", nbytes=10),
+        ]
+        if self.script.unique:
+            needs.append(pb.ShardNeed(name=f"zero@{self.rank}", nbytes=50))
+        return needs
+
+    def _held(self) -> list[pb.Held]:
+        held = []
+        for name, kept in (("common", self.common), (f"capsule@{self.rank}", self.capsule)):
+            held += [
+                pb.Held(kind="undo", version=v, owner=self.rank, shards=[name], nbytes=[10], early=v in kept.early)
+                for v in sorted(kept.at)
+                if v != self.gate.live
+            ]
+        if self.detached:
+            early = self.page.early_capsules()
+            held += [
+                pb.Held(
+                    kind="page",
+                    version=v,
+                    owner=self.rank,
+                    shards=[f"capsule@{self.rank}"],
+                    nbytes=[0],
+                    early=v in early,
+                )
+                for v in self.page.capsule_versions()
+            ]
+        return held + self.copies.inventory()
+
+    # -- commands -----------------------------------------------------------------------------------
+
+    async def _carry_out(self, command: pb.Command) -> bool:
+        """True after a resume."""
+        if self.gate.outdated(command.generation):
+            return False
+        body = command.WhichOneof("body")
+        reply = pb.Reply(serial=command.serial, generation=command.generation, rank=self.rank)
+        resumed = False
+        try:
+            if body == "stop":
+                await self._stop(command, reply)
+            elif body == "regroup":
+                await self.port.attach(command.generation, command.regroup.deadline_s)
+            elif body == "restore":
+                await self._restore(command.restore, reply)
+            elif body == "resume":
+                resumed = self._resume(command)
+        except (PeerLost, StepInterrupted) as e:
+            if self.gate.outdated(command.generation):
+                return False
+            reply.error_type, reply.error = type(e).__name__, str(e)
+        await asyncio.sleep(0.0002 + 0.004 * self.world.random.random())
+        self._say(pb.FromWorker(reply=reply))
+        return resumed
+
+    async def _stop(self, command: pb.Command, reply: pb.Reply) -> None:
+        await self.copies.stop()
+        self.port.detach()
+        reply.live_version = self.gate.live
+        reply.held.extend(self._held())
+        reply.late.extend(sorted(v for v, late in self.late_versions.items() if late))
+        if self._needs_told != command.stop.needs_known or not self._needs_told:
+            reply.needs.extend(self._needs(digests=False))
+        self._needs_told = command.generation
+
+    async def _restore(self, restore: pb.Restore, reply: pb.Reply) -> None:
+        version, now = restore.version, self.now
+        own_capsule = f"capsule@{self.rank}"
+        for item in restore.local:
+            if item.shard == own_capsule:
+                if version not in self.capsule.at:
+                    data = self.page.read_capsule(version)
+                    if data is None:
+                        raise PeerLost(f"{item.shard} at version {version} is no longer in the page")
+                    self.capsule.keep(version, data)
+            elif item.shard != "common":
+                self.gate.torn()
+                copy = self.copies.undo[version]
+                now = self._with(now, item.shard, copy.weights if item.shard == "param" else copy.unique)
+        for item in restore.transfers:
+            if item.source == self.rank:
+                value = self._source(item, version)
+                reply.sent_digests[item.shard] = repr(value)
+                self.port.send(item.dest, ("restore", item.shard, restore.version), value)
+        for item in restore.transfers:
+            if item.source == self.rank:
+                continue
+            self.gate.torn()
+            value = await self._waiting(self.port.receive(item.source, ("restore", item.shard, restore.version)))
+            reply.received_digests[item.shard] = repr(value)
+            if item.shard == "common":
+                self.common.keep(version, value)
+            elif item.shard == own_capsule:
+                self.capsule.keep(version, value)
+            else:
+                now = self._with(now, item.shard, value)
+        self.now = now
+        self._plain_state(version)
+
+    def _with(self, now: Content, shard: str, value: int) -> Content:
+        return replace(now, weights=value) if shard == "param" else replace(now, unique=value)
+
+    def _source(self, item: pb.TransferItem, version: int) -> Any:
+        if item.shard == "common":
+            return self.common.at[version]
+        if item.kind == "copy":
+            capsule, unique, _ = self.copies.kept[version]
+            return capsule if item.shard.startswith("capsule@") else unique
+        now = self.copies.undo[version] if item.kind == "undo" and version in self.copies.undo else self.now
+        return now.weights if item.shard == "param" else now.unique
+
+    def _plain_state(self, version: int) -> None:
+        common, capsule = self.common.at.get(version), self.capsule.at.get(version)
+        if common is None or capsule is None:
+            raise PeerLost(f"the plain state of version {version} is missing on rank {self.rank}")
+        rate, habits = json.loads(common)
+        self.habits.restore(Habits(**habits))
+        self.now = replace(self.now, rate=rate, own=Own.unpack(capsule))
+        self.common.drop_after(version)
+        self.capsule.drop_after(version)
+
+    def _resume(self, command: pb.Command) -> bool:
+        version = command.resume.version
+        if not self.gate.resume(version, command.generation):
+            return False
+        self.detached = self._fresh = False
+        self.copies.resumed(version)
+        self.world.resumed(self, version)
+        return True

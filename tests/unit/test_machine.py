@@ -30,6 +30,7 @@ class World:
         self.events: list[ev.Event] = []
         self.version = dict.fromkeys(range(self.config.world_size), -1)
         self.pids: dict[int, int] = {}
+        self.inherited: dict[int, list[int]] = {}  # capsules in the page of a replacement, until it goes on
         self.next_pid = 100
         self.trace: list[State] = []
         self.digest_errors = 0
@@ -121,6 +122,7 @@ class World:
             started = pb.WorkerStarted(rank=rank, generation=command.generation, pid=self.next_pid)
             if command.replace.detached:
                 started.capsules.extend([old, old + 1])
+                self.inherited[rank] = [old, old + 1]
             self.pids[rank] = self.next_pid
             m.on_started(started, m.ranks[rank].home, "host")
             self.version[rank] = -1 if command.replace.detached else 0
@@ -138,9 +140,8 @@ class World:
         elif body == "stop":
             self.stops.append((rank, command.stop.finish_to))
             reply.live_version = self.version[rank]
-            reply.held.add(
-                kind="page", version=self.version[rank] + 1, owner=rank, shards=[f"capsule@{rank}"], nbytes=[5]
-            )
+            for version in {self.version[rank] + 1, *self.inherited.get(rank, ())}:
+                reply.held.add(kind="page", version=version, owner=rank, shards=[f"capsule@{rank}"], nbytes=[5])
         elif body == "restore":
             for item in command.restore.transfers:
                 if item.source == rank:
@@ -151,6 +152,7 @@ class World:
             self.version[rank] = command.restore.version
         elif body == "resume":
             self.version[rank] = command.resume.version
+            self.inherited.pop(rank, None)
         elif body == "release":
             m.on_exited(pb.Exited(rank=rank, pid=self.pids[rank], code=0), self.now)
             return

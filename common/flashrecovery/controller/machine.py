@@ -259,7 +259,7 @@ class Machine(Watching, TakeOver):
             position = message.position
             held_at = HeldAt(position.settled, position.mutating, position.version)
             for record in records:
-                record.held_at = held_at
+                record.held_at, record.committed = held_at, max(record.committed, held_at.version)
         elif what == "stop":
             needs = {n.name: n.nbytes for n in message.needs}
             for record in records:
@@ -267,6 +267,7 @@ class Machine(Watching, TakeOver):
                 record.needs = needs or record.needs
                 record.take_inventory(message.live_version, message.held)
                 record.late = frozenset(message.late)
+                record.capsules = ()  # as its page was when it started; the process knows what is in it now
         elif what == "restore" and self._round is not None:
             for record in records:
                 self._round.report(record.rank, message)

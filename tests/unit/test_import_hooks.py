@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,3 +44,20 @@ def test_asking_whether_a_module_exists_does_not_spend_its_hook(calls: list[Modu
 def test_other_modules_are_left_alone(calls: list[ModuleType]) -> None:
     assert importlib.util.find_spec("no_such_module_at_all") is None
     assert not calls
+
+
+@pytest.mark.parametrize("first", ["", "import torch.multiprocessing\n"])
+def test_spawn_says_what_to_do(first: str) -> None:
+    """Also in a standby, which has imported torch before."""
+    code = first + (
+        "from flashrecovery.worker.hooks import install_spawn_hook; install_spawn_hook()\n"
+        "import torch.multiprocessing as mp\n"
+        "from torch.multiprocessing.spawn import start_processes\n"
+        "def train(rank): pass\n"
+        "for spawn in (mp.spawn, mp.start_processes, start_processes):\n"
+        "    try: spawn(train, nprocs=2)\n"
+        "    except Exception as e: print(type(e).__name__, e)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.count("UnsupportedError torch.multiprocessing.spawn(train)") == 3, done
+    assert done.stdout.count("call train directly") == 3

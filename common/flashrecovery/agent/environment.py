@@ -26,18 +26,27 @@ def common_env(config: RunConfig) -> dict[str, str]:
         "TORCH_NCCL_DUMP_ON_TIMEOUT": os.environ.get("TORCH_NCCL_DUMP_ON_TIMEOUT", "0"),
         "TORCH_NCCL_ENABLE_MONITORING": os.environ.get("TORCH_NCCL_ENABLE_MONITORING", "0"),
     }
+    env |= {
+        "ROLE_NAME": "default",
+        "WORLD_SIZE": str(config.world_size),
+        "LOCAL_WORLD_SIZE": str(config.nproc_per_node),
+        "GROUP_WORLD_SIZE": str(config.nnodes),
+        "ROLE_WORLD_SIZE": str(config.world_size),
+        "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
+        "TORCHELASTIC_RUN_ID": "flashrecovery",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     if config.nproc_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = "1"  # torchrun's default
     return env
 
 
 def rank_env(config: RunConfig, rank: int, generation: int, replace: pb.Replace) -> Mapping[str, str]:
-    """torchrun's variables for ``rank`` (torch 2.13, torch/distributed/run.py).
+    """What torchrun's variables say of ``rank`` alone (torch 2.13, torch/distributed/run.py).
 
     The restart count is that of whole restarts, before the first step: the process groups keep their keys in the
     store apart by it. A recovery is no restart.
     """
-    world = str(config.world_size)
     several = {STORES_ENV: json.dumps([[s.host, s.port] for s in replace.stores])} if len(replace.stores) > 1 else {}
     return {
         **several,
@@ -45,17 +54,9 @@ def rank_env(config: RunConfig, rank: int, generation: int, replace: pb.Replace)
         "LOCAL_RANK": str(replace.local_rank),
         "GROUP_RANK": str(replace.node_rank),
         "ROLE_RANK": str(rank),
-        "ROLE_NAME": "default",
-        "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": str(config.nproc_per_node),
-        "GROUP_WORLD_SIZE": str(config.nnodes),
-        "ROLE_WORLD_SIZE": world,
         "MASTER_ADDR": replace.store_host,
         "MASTER_PORT": str(replace.store_port),
         "TORCHELASTIC_RESTART_COUNT": str(replace.attempt),
-        "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
-        "TORCHELASTIC_RUN_ID": "flashrecovery",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "FLASHRECOVERY_GENERATION": str(generation),
         STRIDE_ENV: str(replace.stride),
     }

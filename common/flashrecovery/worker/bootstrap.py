@@ -1,20 +1,18 @@
 """Entry point of every training process: connects to the agent, then runs the user's script as ``__main__``.
 
-``--worker`` fills a rank at once. ``--standby`` first imports what it is told and waits to be assigned a rank; from
-then on both are the same. A replacement runs the script from the top with detached groups (see
+``--worker`` fills a rank at once. ``--standby`` first imports installed packages (:mod:`.ahead`) and waits to be
+assigned a rank; from then on both are the same. A replacement runs the script from the top with detached groups (see
 :mod:`flashrecovery.groups`), up to its first step.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import runpy
 import sys
 import threading
 import time
 import traceback
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,8 +22,9 @@ from flashrecovery.lifeline import Lifeline
 from flashrecovery.page import Page
 from flashrecovery.process_control import die_with_parent
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.worker.ahead import import_ahead
 from flashrecovery.worker.channel import PAGE_ENV, Channel
-from flashrecovery.worker.hooks import install_adapter_hooks
+from flashrecovery.worker.hooks import install_adapter_hooks, install_spawn_hook
 
 if TYPE_CHECKING:
     from flashrecovery.worker.session import Connection
@@ -52,7 +51,9 @@ def main() -> None:
     _set_module_path(command)
     channel.send(pb.FromWorker(hello=pb.Hello(pid=os.getpid(), standby=standby)))
     install_adapter_hooks()
-    assign = _wait_for_assignment(channel)
+    install_spawn_hook()
+    sys.argv = _script_arguments(command)
+    assign = _wait_for_assignment(channel, command)
     os.environ.update(assign.env)
     if standby:
         _redirect_output(assign.log_path)
@@ -61,7 +62,7 @@ def main() -> None:
     _leave(code)
 
 
-def _wait_for_assignment(channel: Channel) -> pb.Assign:
+def _wait_for_assignment(channel: Channel, command: list[str]) -> pb.Assign:
     while True:
         message = channel.receive()
         if message is None:
@@ -70,26 +71,9 @@ def _wait_for_assignment(channel: Channel) -> pb.Assign:
             return message.assign
         if message.HasField("warm"):
             began = time.monotonic()
-            count = _warm(list(message.warm.modules))
+            count = import_ahead(list(message.warm.modules), command)
+            _warm_kernels()
             channel.send(pb.FromWorker(warmed=pb.Warmed(modules=count, seconds=time.monotonic() - began)))
-
-
-def _warm(names: list[str]) -> int:
-    """Import what the live workers have imported. What cannot be imported here, the script will import itself."""
-    count = 0
-    sys.argv = ["-"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in names:
-            if name in sys.modules or name == "__main__":
-                continue
-            try:
-                importlib.import_module(name)
-                count += 1
-            except Exception as e:  # noqa: BLE001 - any module may raise anything at import; it is only a head start
-                print(f"standby: {name} not imported ahead: {type(e).__name__}: {e}", file=sys.stderr)
-    _warm_kernels()
-    return count
 
 
 def _warm_kernels() -> None:
@@ -128,17 +112,20 @@ def _set_module_path(command: list[str]) -> None:
     sys.path.insert(0, os.getcwd() if command[0] == "-m" else str(Path(command[0]).resolve().parent))
 
 
+def _script_arguments(command: list[str]) -> list[str]:
+    """``sys.argv`` of the script."""
+    return command[1:] if command[0] == "-m" else command
+
+
 def _run_script(command: list[str], channel: Channel) -> int:
     """``script.py args`` or ``-m module args``, as ``python`` would run it."""
-    is_module = command[0] == "-m"
-    target, args = (command[1], command[2:]) if is_module else (command[0], command[1:])
-    sys.argv = [target, *args]
+    sys.argv = _script_arguments(command)
     try:
         try:
-            if is_module:
-                runpy.run_module(target, run_name="__main__", alter_sys=True)
+            if command[0] == "-m":
+                runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
             else:
-                runpy.run_path(target, run_name="__main__")
+                runpy.run_path(sys.argv[0], run_name="__main__")
         except SystemExit as e:
             if e.code not in (None, 0):
                 raise

@@ -92,6 +92,28 @@ def install_group_hook(detached: bool, setup_log: bytes | None) -> None:
     _install({"torch.distributed.distributed_c10d": with_groups})
 
 
+def install_spawn_hook() -> None:
+    """``torch.multiprocessing.spawn`` starts ranks of its own, which would wait for one another in the ranks' store."""
+
+    def refused(function: object, *_args: object, **_options: object) -> None:
+        from flashrecovery.errors import UnsupportedError
+
+        name = getattr(function, "__qualname__", repr(function))
+        raise UnsupportedError(
+            f"torch.multiprocessing.spawn({name}) under `flashrecovery run`, which starts one process for each rank "
+            f"itself, as torchrun does: call {name} directly, with int(os.environ['LOCAL_RANK']), and start as many "
+            "ranks with --nproc-per-node; for processes that are no ranks: multiprocessing.get_context('spawn').Process"
+        )
+
+    def replace(module: ModuleType) -> None:
+        for owner in (module, sys.modules.get("torch.multiprocessing")):
+            for name in ("spawn", "start_processes"):
+                if callable(getattr(owner, name, None)):
+                    setattr(owner, name, refused)
+
+    _install({"torch.multiprocessing.spawn": replace})
+
+
 def _install(hooks: dict[str, Hook]) -> None:
     """Hook modules that come later; call the hook at once for those that are there already."""
     for name in [n for n in hooks if n in sys.modules]:

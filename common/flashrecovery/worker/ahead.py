@@ -1,0 +1,101 @@
+"""What a standby imports before it has a rank: installed packages, never the user's own modules.
+
+A module is run when it is imported, and what it reads then it keeps: a default taken from ``sys.argv``, from the
+environment or from a file. The libraries that are installed beside torch are the same for every rank. A script's own
+modules are not, and the script imports them itself, when the process has its rank.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import site
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+_RANK_KEYS = frozenset({"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT"})
+"""What the environment of a standby cannot contain yet."""
+_OURS = frozenset({"flashrecovery", "fr_deepspeed", "fr_megatron"})
+
+
+class RankUnknownError(BaseException):
+    """A module asks for its rank while it is imported. No ``except Exception`` of a library may swallow it."""
+
+
+def import_ahead(names: Sequence[str], command: Sequence[str]) -> int:
+    """Import what the live workers have imported, as far as it is installed. What cannot be imported here, the script
+    will import itself. ``command``: the script with its arguments, or ``-m module`` with them."""
+    installed = Installed(own=command[1].partition(".")[0] if command[0] == "-m" else "")
+    count = 0
+    with warnings.catch_warnings(), _without_rank():
+        warnings.simplefilter("ignore")
+        for name in names:
+            if name in sys.modules or not installed.has(name):
+                continue
+            try:
+                importlib.import_module(name)
+                count += 1
+            except (Exception, RankUnknownError) as e:  # noqa: BLE001 - any module may raise anything at import
+                print(f"standby: {name} not imported ahead: {type(e).__name__}: {e}", file=sys.stderr)
+    return count
+
+
+class Installed:
+    """Which modules belong to Python or to packages that are installed beside it.
+
+    Packages that are installed from a checkout ("editable") are somebody's work in progress, and do not count.
+
+    Args:
+        own: top-level package of the script itself.
+    """
+
+    def __init__(self, own: str = "") -> None:
+        paths = sysconfig.get_paths()
+        places = [paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
+        places += [*site.getsitepackages(), site.getusersitepackages()]
+        self._places = {Path(p).resolve() for p in places}
+        self._own = own
+        self._known: dict[str, bool] = {}
+
+    def has(self, name: str) -> bool:
+        top = name.partition(".")[0]
+        if top not in self._known:
+            self._known[top] = top not in (self._own, "__main__") and self._found(top)
+        return self._known[top]
+
+    def _found(self, top: str) -> bool:
+        if top in _OURS or top in sys.builtin_module_names:
+            return True
+        try:
+            spec = importlib.util.find_spec(top)
+        except (ImportError, ValueError):
+            return False
+        if spec is None:
+            return False
+        if spec.origin in ("built-in", "frozen"):
+            return True
+        where = [spec.origin] if spec.origin is not None else list(spec.submodule_search_locations or ())
+        return bool(where) and all(self._places & set(Path(w).resolve().parents) for w in where)
+
+
+@contextmanager
+def _without_rank() -> Iterator[None]:
+    """Whoever asks the environment for what only a rank has gets RankUnknownError."""
+    environment = type(os.environ)
+    original = environment.__getitem__
+
+    def guarded(self: Mapping[str, str], key: str) -> str:
+        if key in _RANK_KEYS and self is os.environ:
+            raise RankUnknownError(f"it reads {key} from the environment")
+        return original(self, key)  # type: ignore[arg-type]
+
+    environment.__getitem__ = guarded  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        environment.__getitem__ = original  # type: ignore[method-assign]

@@ -1,0 +1,75 @@
+"""What a standby imports ahead: installed packages with the script's real arguments, and nothing of the user's own."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from flashrecovery.worker.ahead import Installed, import_ahead
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    return tmp_path
+
+
+def test_only_what_is_installed_counts(folder: Path) -> None:
+    (folder / "mine.py").write_text("")
+    (folder / "package").mkdir()
+    (folder / "package" / "__init__.py").write_text("")
+    (folder / "spread").mkdir()
+    (folder / "spread" / "part.py").write_text("")
+    installed = Installed(own="yaml")
+    assert all(installed.has(name) for name in ("json", "sys", "zipimport", "torch.nn", "numpy", "flashrecovery.page"))
+    for name in ("mine", "package", "package.sub", "spread.part", "yaml", "nowhere", "__main__"):
+        assert not installed.has(name), name
+
+
+def test_a_link_to_a_checkout_is_not_installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout = folder / "checkout"
+    checkout.mkdir()
+    (checkout / "linked.py").write_text("")
+    packages = folder / "packages"
+    packages.mkdir()
+    (packages / "linked.py").symlink_to(checkout / "linked.py")
+    (packages / "copied.py").write_text("")
+    monkeypatch.syspath_prepend(str(packages))
+    paths = {**sysconfig.get_paths(), "purelib": str(packages)}
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: paths)
+    assert Installed().has("copied") and not Installed().has("linked")
+
+
+@pytest.mark.parametrize("key", ["RANK", "LOCAL_RANK"])
+@pytest.mark.parametrize(
+    "how", ["os.environ['{}']", "os.environ.get('{}', 0)", "os.getenv('{}')", "'{}' in os.environ"]
+)
+def test_a_module_that_asks_for_its_rank_is_left_to_the_script(
+    how: str, key: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also below a library that goes on without a part that it cannot import."""
+    (folder / "asks_for_rank.py").write_text(f"import os\nVALUE = {how.format(key)}\n")
+    (folder / "lenient.py").write_text("try:\n    import asks_for_rank\nexcept Exception:\n    asks_for_rank = None\n")
+    monkeypatch.setattr(Installed, "has", lambda self, name: True)
+    assert import_ahead(["lenient", "asks_for_rank"], ["script.py"]) == 0
+    assert not {"lenient", "asks_for_rank"} & set(sys.modules)
+    assert f"lenient not imported ahead: RankUnknownError: it reads {key}" in capsys.readouterr().err
+    os.environ.get(key)  # outside, nobody minds
+
+
+def test_no_library_that_is_needed_asks_for_its_rank() -> None:
+    """Else no standby would be of use."""
+    code = (
+        "from flashrecovery.worker.ahead import import_ahead\n"
+        "import sys\n"
+        "import_ahead(['torch', 'torch.distributed.fsdp', 'torch._dynamo', 'flashrecovery'], ['script.py'])\n"
+        "assert 'torch._dynamo' in sys.modules and 'flashrecovery' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

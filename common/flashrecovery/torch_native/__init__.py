@@ -23,7 +23,8 @@ def adapter_for(model: nn.Module, optimizers: Sequence[Optimizer]) -> TorchAdapt
 
     Raises:
         RegistrationError: ``model`` is no module, or an optimizer does not belong to it.
-        UnsupportedError: FSDP1, DataParallel, a wrapper below the root, a compiled wrapper; named in the message.
+        UnsupportedError: FSDP1, DataParallel, a wrapper below the root, a compiled model elsewhere than
+            just below DistributedDataParallel; named in the message.
     """
     if not isinstance(model, nn.Module):
         raise RegistrationError(f"model is a {type(model).__name__}, not a torch.nn.Module")
@@ -43,9 +44,11 @@ def _refuse_wrappers(model: nn.Module) -> None:
             raise UnsupportedError(f"{where} is wrapped in FullyShardedDataParallel (FSDP1); use FSDP2 (fully_shard)")
         if isinstance(module, DataParallel):
             raise UnsupportedError(f"{where} is wrapped in DataParallel; use DistributedDataParallel")
-        if type(module).__name__ == "OptimizedModule":
+        in_ddp = fqn == "module" and isinstance(model, DistributedDataParallel)
+        if type(module).__name__ == "OptimizedModule" and not in_ddp:
             raise UnsupportedError(
-                f"{where} is the result of torch.compile(model); compile in place with model.compile()"
+                f"{where} is the result of torch.compile(model); compile in place with model.compile(), or wrap the "
+                "result: DistributedDataParallel(torch.compile(model))"
             )
         if fqn and isinstance(module, DistributedDataParallel):
             raise UnsupportedError(f"{where} is a DistributedDataParallel below the root; wrap the whole model")

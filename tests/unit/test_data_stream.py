@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from flashrecovery.errors import DataSourceError
 from flashrecovery.worker import codec
+from flashrecovery.worker.consumers import step_entered
 from flashrecovery.worker.data import DataStream, Position
 from flashrecovery.worker.rng import RngState, restore_rng
 
@@ -290,3 +295,198 @@ def test_a_generator_whose_batch_was_written_into_is_refused() -> None:
     next(stream).zero_().add_(7)
     with pytest.raises(DataSourceError, match="modified a batch in place"):
         stream.rollback(0)
+
+
+# -- orders -----------------------------------------------------------------------------------------
+
+
+class OwnRandom(Sampler[int]):
+    """As curriculum and bucketing samplers are: a generator of its own that goes on from epoch to epoch."""
+
+    def __init__(self, generator: Any, shuffle: Callable[[Any, list[int]], None]) -> None:
+        self.generator_of_mine, self.shuffle = generator, shuffle
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(11))
+        self.shuffle(self.generator_of_mine, order)
+        return iter(order)
+
+    def __len__(self) -> int:
+        return 11
+
+
+class InPlace(Sampler[int]):
+    """Shuffles the list of the last epoch."""
+
+    def __init__(self) -> None:
+        self.order = list(range(11))
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.order)
+        return iter(self.order)
+
+
+class Unseeded(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(range(11), key=lambda _: os.urandom(4)))
+
+
+class NoisyRandom(Items):
+    """Augments with a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = random.Random(5)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) + self.random.random()
+
+
+OWN: dict[str, Callable[[], Any]] = {
+    "python": lambda: OwnRandom(random.Random(3), lambda g, order: g.shuffle(order)),
+    "numpy": lambda: OwnRandom(np.random.default_rng(3), lambda g, order: g.shuffle(order)),
+    "numpy mt": lambda: OwnRandom(np.random.RandomState(3), lambda g, order: g.shuffle(order)),
+    "torch": lambda: OwnRandom(
+        torch.Generator().manual_seed(3),
+        lambda g, order: order.sort(key=torch.rand(11, generator=g).tolist().__getitem__),
+    ),
+}
+LOADERS.update(
+    {f"own {name}": partial(lambda make: DataLoader(Items(), 2, sampler=make()), m) for name, m in OWN.items()}
+)
+LOADERS["looks ahead"] = lambda: ahead(generator())
+LOADERS["looks far ahead"] = lambda: ahead(ahead(generator()))
+LOADERS["own noise"] = lambda: DataLoader(NoisyRandom(), 2, shuffle=True)
+LOADERS["persistent workers"] = lambda: DataLoader(
+    Items(noise=True), 3, shuffle=True, num_workers=2, persistent_workers=True
+)
+MORE = [*(f"own {name}" for name in OWN), "own noise", "persistent workers", "looks ahead", "looks far ahead"]
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_random_numbers_of_the_sources_own(name: str) -> None:
+    test_a_replacement_gets_the_same_batches(name)
+
+
+@pytest.mark.parametrize("name", [n for n in MORE if n.startswith("own")])
+def test_random_numbers_of_the_sources_own_when_it_is_read_again(name: str) -> None:
+    test_a_batch_that_was_written_into_is_read_again(name)
+
+
+@pytest.mark.parametrize("sampler", [InPlace, Unseeded])
+def test_an_order_that_cannot_be_repeated_is_found_before_the_first_step(sampler: type[Sampler[int]]) -> None:
+    state = RngState.now()
+    with pytest.raises(
+        DataSourceError, match=f"{sampler.__name__}, the sampler of the DataLoader, gives another order"
+    ):
+        DataStream(DataLoader(Items(), 2, sampler=sampler()))
+    assert RngState.now() == state
+
+
+def test_looking_at_an_order_leaves_no_trace() -> None:
+    sampler = OWN["python"]()
+    expected = list(OWN["python"]())
+    state = RngState.now()
+    stream = DataStream(DataLoader(Items(), 11, sampler=sampler))
+    assert RngState.now() == state
+    assert next(stream)[:, 0].tolist() == expected
+
+
+def test_workers_that_overtake_each_other_are_refused() -> None:
+    with pytest.raises(DataSourceError, match="in_order"):
+        DataStream(DataLoader(Items(), 2, num_workers=2, in_order=False))
+
+
+class BeginsAnew:
+    """As DeepSpeed's loader: an iterator that ``iter()`` begins again."""
+
+    def __init__(self) -> None:
+        self.inner: Iterator[Any] = iter(())
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[Any]:
+        self.inner = iter(DataLoader(Items(6), 2, shuffle=True))
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.inner)
+
+
+LOADERS["begins anew"] = BeginsAnew
+
+
+def test_an_iterator_that_begins_anew_is_no_one_shot() -> None:
+    test_a_replacement_gets_the_same_batches("begins anew")
+    test_a_survivor_gets_the_same_batches_again("begins anew")
+    test_a_batch_that_was_written_into_is_read_again("begins anew")
+    for one_shot in (iter(DataLoader(Items(), 2)), iter([1]), DataStream([1]), (i for i in range(2))):
+        assert DataStream(one_shot)._source.one_shot
+    assert not DataStream(BeginsAnew())._source.one_shot
+
+
+def test_an_iterator_that_seems_to_begin_anew_ends() -> None:
+    class Counting(BeginsAnew):
+        def __iter__(self) -> Iterator[Any]:
+            self.count = getattr(self, "count", 0) + 1
+            if self.count == 1:
+                self.inner = iter([1, 2])
+            return self
+
+    assert list(DataStream(Counting())) == [1, 2]
+
+
+# -- who takes the batches --------------------------------------------------------------------------
+
+
+def ahead(stream: Any) -> Iterator[Any]:
+    current = next(stream)
+    while True:
+        following = next(stream)
+        yield current
+        current = following
+
+
+def enter() -> None:
+    step_entered(sys._getframe(1))
+
+
+def test_a_generator_from_step_to_step_is_named() -> None:
+    batches = ahead(DataStream(range(100)))
+    enter()
+    assert next(batches) == 0
+    enter()
+    with pytest.raises(DataSourceError, match=r"generator 'ahead' \(.*test_data_stream.py:\d+\).*data\(ahead\(loader"):
+        next(batches)
+
+
+def test_a_generator_of_one_step_and_one_that_contains_the_step_are_harmless() -> None:
+    stream = DataStream(range(100))
+
+    def train() -> Iterator[int]:
+        for _ in range(5):
+            enter()
+            yield sum(next(stream) for _ in range(2))
+            next(stream)
+
+    assert list(train()) == [1, 7, 13, 19, 25]
+
+
+def test_a_generator_behind_the_stream_is_harmless() -> None:
+    stream = DataStream(ahead(iter(range(100))))
+    for i in range(5):
+        enter()
+        assert next(stream) == i
+
+
+def test_batches_that_are_fetched_for_the_next_step_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    for before, expected in ((0, 0), (1, 1)):
+        caplog.clear()
+        stream = DataStream(range(100))
+        stream.commit(0)
+        for version in range(1, 5):
+            for _ in range(1 + (before if version == 1 else 0)):
+                next(stream)
+            stream.commit(version)
+        assert caplog.text.count("a prefetcher around recovery.data()") == expected

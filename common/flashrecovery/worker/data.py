@@ -10,6 +10,7 @@ dead rank had fetched.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -17,13 +18,18 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from flashrecovery.errors import DataSourceError
-from flashrecovery.worker.data_source import Source, content_digest, content_versions
+from flashrecovery.worker.consumers import Consumers
+from flashrecovery.worker.content import Content, copy_of_structure
+from flashrecovery.worker.data_source import Source
 from flashrecovery.worker.rng import RngState, restore_rng
 
 log = logging.getLogger("flashrecovery")
 
 KEPT_VERSIONS = 3
 _SAY_EVERY_S = 5.0
+_REDRAWN = 3
+"""Fetches of a source that may look ahead that are made again with the same random numbers: what it draws for a batch,
+it draws in the fetch of an earlier one."""
 
 
 class Position(NamedTuple):
@@ -42,8 +48,8 @@ class _Cursor:
     epoch_start: dict[str, Any] = field(default_factory=dict)
     digest: str = ""
     """Of the batch that led here; "" at the very beginning."""
-    rng_before: dict[str, Any] | None = None
-    """Random state before that batch was fetched, if fetching it has drawn from it."""
+    rng_before: tuple[dict[str, Any] | None, ...] = ()
+    """Random states before the last fetches of the epoch, if fetching has drawn from them."""
     anchor: tuple[int, dict[str, Any]] | None = None
     """Of a stateful source: its state after that many batches (fewer than ``position.batch``) of the epoch."""
 
@@ -59,7 +65,11 @@ class _Cursor:
     @staticmethod
     def of(state: dict[str, Any]) -> _Cursor:
         return _Cursor(
-            Position(*state["position"]), state["epoch_start"], state["digest"], state["rng_before"], state["anchor"]
+            Position(*state["position"]),
+            state["epoch_start"],
+            state["digest"],
+            tuple(state["rng_before"]),
+            state["anchor"],
         )
 
 
@@ -69,12 +79,13 @@ class _Kept:
 
     cursor: _Cursor
     batch: Any
-    versions: tuple[int, ...]
+    content: Content
     rng_after: dict[str, Any] | None
+    mark: Any
 
     def intact(self) -> bool:
-        """False if the step body has written into the batch."""
-        return self.versions == content_versions(self.batch) and self.cursor.digest == content_digest(self.batch)
+        """False if the step body has written into the batch, or if nobody can tell."""
+        return self.content.still_in(self.batch)
 
 
 class DataStream:
@@ -104,6 +115,8 @@ class DataStream:
         """State of a stateful source, and the position at which it was asked for it last."""
         self._expected: dict[int, str] = {}
         """Digests of batches that are read for a second time, by ``position.total``."""
+        self._told_opaque = False
+        self._consumers = Consumers()
 
     @property
     def position(self) -> Position:
@@ -122,17 +135,19 @@ class DataStream:
         return self
 
     def __next__(self) -> Any:
+        self._consumers.check(sys._getframe(1))
         if self.before_fetch is not None:
             self.before_fetch()
         if self._replay:
             kept = self._replay.popleft()
             if kept.rng_after is not None:
                 restore_rng(kept.rng_after)
+            self._source.set_mark(kept.mark)
         else:
             kept = self._fetch()
             self._kept.append(kept)
         self._cursor = kept.cursor
-        return kept.batch
+        return copy_of_structure(kept.batch)
 
     def _fetch(self) -> _Kept:
         """The next batch of the source, of its next epoch if this one is exhausted."""
@@ -154,22 +169,46 @@ class DataStream:
             try:
                 batch = next(self._iterator)
             except StopIteration:
+                if isinstance(self.loader, Iterator):
+                    raise  # ``iter()`` did not begin it again
                 raise DataSourceError(f"the {self._source.name} gives no batches in epoch {epoch}") from None
         after = RngState.now()
         drawn = after != before
+        content = Content.of(batch)
         if begun is not None:
             epoch_start = begun.plain()
         cursor = _Cursor(
             Position(epoch, index + 1, total + 1),
             epoch_start,
-            content_digest(batch),
-            # The first batch of an epoch is fetched in the state of the epoch's start.
-            before.plain() if drawn and begun is None else None,
+            content.digest,
+            self._states_before(before.plain() if drawn and begun is None else None, begun is not None),
             self._anchor(epoch),
         )
         if self._expected.pop(cursor.position.total, cursor.digest) != cursor.digest:
             raise self._other_samples(cursor.position, cursor.digest)
-        return _Kept(cursor, batch, content_versions(batch), after.plain() if drawn else None)
+        if content.opaque and not self._told_opaque:
+            self._tell_opaque(content.opaque)
+        return _Kept(cursor, batch, content, after.plain() if drawn else None, self._source.mark())
+
+    def _states_before(self, newest: dict[str, Any] | None, begun: bool) -> tuple[dict[str, Any] | None, ...]:
+        """The first batch of an epoch is fetched in the state of the epoch's start."""
+        older = () if begun else self._cursor.rng_before
+        states = (*older, newest)[-(_REDRAWN if self._source.may_look_ahead else 1) :]
+        return states if any(states) else ()
+
+    def _tell_opaque(self, kind: str) -> None:
+        """Raises DataSourceError if that is found before anything could be lost."""
+        self._told_opaque = True
+        what = f"a batch of the {self._source.name} contains a {kind}: nobody can tell whether a step writes into it"
+        if not self._source.one_shot:
+            log.warning("%s, so a recovery reads the data source again; leave it out if that takes long", what)
+        elif self.position.total:
+            log.warning("%s, and the data source is a one-shot iterator: a recovery in this step will fail", what)
+        else:
+            raise DataSourceError(
+                f"{what}, and the data source is a one-shot iterator, which cannot be read again; leave it out of the "
+                "batch, or pass a source that can be iterated again"
+            )
 
     # -- versions -----------------------------------------------------------------------------------
 
@@ -177,11 +216,25 @@ class DataStream:
         """What has been fetched so far belongs to the steps before ``version``. The last call for a version counts."""
         self._forget_after(version)
         self._marks[version] = self._cursor_now()
+        if version == 3 and {1, 2} <= self._marks.keys():
+            self._tell_if_ahead(*(self._marks[v].position.total for v in (1, 2)))
         for old in sorted(self._marks)[:-KEPT_VERSIONS]:
             del self._marks[old]
         oldest = min(c.position.total for c in self._marks.values())
         while self._kept and self._kept[0].cursor.position.total <= oldest:
             self._kept.popleft()
+
+    def _tell_if_ahead(self, first: int, second: int) -> None:
+        """``first``, ``second``: batches fetched up to the end of the first and of the second step."""
+        if first > second - first > 0:
+            log.warning(
+                "the first step took %d batches of the %s, the second %d: if the script fetches a batch in one step "
+                "and uses it in the next (a prefetcher around recovery.data()), a recovery cannot bring that batch "
+                "back and goes on with another one; let the prefetcher read the loader, and give it to recovery.data()",
+                first,
+                self._source.name,
+                second - first,
+            )
 
     def rollback(self, version: int) -> None:
         """Hand out again what was fetched after ``version``, random numbers included.
@@ -276,10 +329,12 @@ class DataStream:
         count = cursor.position.batch
         began = said = time.monotonic()
         done += self._source.skip_indices(self._iterator, count - 1 - done)
+        states = dict(zip(range(count - len(cursor.rng_before), count), cursor.rng_before, strict=True))
         batch: Any = None
         while done < count:
-            if done == count - 1 and cursor.rng_before is not None:
-                restore_rng(cursor.rng_before)
+            state = states.get(done)
+            if state is not None:
+                restore_rng(state)
             try:
                 batch = next(self._iterator)
             except StopIteration:
@@ -291,4 +346,4 @@ class DataStream:
             if time.monotonic() - said > _SAY_EVERY_S:
                 said = time.monotonic()
                 log.warning("replaying the data source: %d of %d batches, %.0f s", done, count, said - began)
-        return content_digest(batch)
+        return Content.of(batch).digest

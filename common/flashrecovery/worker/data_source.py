@@ -2,36 +2,75 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import itertools
+import logging
+import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
-import xxhash
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from flashrecovery.errors import DataSourceError
+from flashrecovery.worker import accelerated
+from flashrecovery.worker.accelerated import PreparedLoader, ShardIterator
+from flashrecovery.worker.generators import Stateful, generators_of
 from flashrecovery.worker.rng import RngState, restore_rng
 
-_HEAD = 64 << 10
-"""Bytes at the beginning and at the end of a large tensor that go into a digest."""
+log = logging.getLogger("flashrecovery")
+
+_KNOWN_SAMPLERS = (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+"""Their order depends on seeds and epochs alone."""
+_PROBED = 8
+"""Batches (or samples) of an order that are compared before the first step."""
+_PROBED_LENGTH = 5_000_000
+"""A longer order is not probed: making it would take seconds."""
 
 
 class Source:
     """A loader, a list, a generator: anything iterable.
 
+    Attributes:
+        one_shot: it cannot be begun again.
+
     Raises:
-        DataSourceError: ``loader`` is not iterable.
+        DataSourceError: ``loader`` is not iterable; or what it gives cannot be repeated, as far as that can be seen
+            before the first step.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
         if not isinstance(loader, Iterable):
             raise DataSourceError(f"recovery.data() needs something iterable, not a {type(loader).__name__}")
         self.loader = loader
-        self.one_shot = isinstance(loader, Iterator)
+        self.one_shot = isinstance(loader, Iterator) and not _begins_anew(loader)
         self._stateful = callable(getattr(loader, "state_dict", None)) and callable(
             getattr(loader, "load_state_dict", None)
         )
+        self._told_persistent = False
+        self._refuse_unordered()
+        self._check_order()
+
+    @property
+    def may_look_ahead(self) -> bool:
+        """Whether what it gives may have been made in an earlier fetch, in this process."""
+        return not isinstance(self.loader, (DataLoader, PreparedLoader, list, tuple))
 
     @property
     def name(self) -> str:
@@ -40,45 +79,58 @@ class Source:
     # -- epochs -------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Call ``set_epoch`` on the sampler, the batch sampler or its sampler, whichever have it."""
-        batch_sampler = getattr(self.loader, "batch_sampler", None)
-        seen: list[Any] = []
-        for thing in (
-            getattr(self.loader, "sampler", None),
-            batch_sampler,
-            getattr(batch_sampler, "sampler", None),
-        ):
+        """Call ``set_epoch`` on the samplers that have it."""
+        loaders = [self.loader] if isinstance(self.loader, PreparedLoader) else []
+        for thing in [*loaders, *self._samplers()]:
             set_epoch = getattr(thing, "set_epoch", None)
-            if callable(set_epoch) and not any(thing is s for s in seen):
-                seen.append(thing)
+            if callable(set_epoch):
                 set_epoch(epoch)
 
     def begin(self, epoch: int, start: Mapping[str, Any] | None = None) -> tuple[Iterator[Any], EpochStart]:
         """The iterator of an epoch; with ``start``, of one that began in that random state."""
+        self._renew_workers()
         self.set_epoch(epoch)
         if start is not None:
             self.restore_generators(start)
         begun = EpochStart(RngState.now(), self.generator_states())
         return iter(self.loader), begun
 
-    def _generators(self) -> list[torch.Generator]:
-        """Generators that belong to the loader and its samplers: they go on from epoch to epoch."""
-        batch_sampler = getattr(self.loader, "batch_sampler", None)
-        found: list[torch.Generator] = []
-        for thing in (
-            self.loader,
-            getattr(self.loader, "sampler", None),
-            batch_sampler,
-            getattr(batch_sampler, "sampler", None),
-        ):
-            generator = getattr(thing, "generator", None)
-            if isinstance(generator, torch.Generator) and not any(generator is g for g in found):
-                found.append(generator)
+    def _renew_workers(self) -> None:
+        """Persistent workers go on with their random numbers where the last epoch has left them, and nobody can bring
+        a new worker there: each epoch gets new ones."""
+        loader = self.loader
+        if not isinstance(loader, DataLoader) or not loader.persistent_workers or self._stateful:
+            return
+        if loader._iterator is not None:
+            loader._iterator = None
+            if not self._told_persistent:
+                self._told_persistent = True
+                log.info("persistent_workers=True: each epoch gets new workers, as their random numbers must be known")
+
+    def _samplers(self) -> list[Any]:
+        return self._parts(self.loader)[1:]
+
+    @staticmethod
+    def _parts(whole: Any) -> list[Any]:
+        """Samplers contain others: a batch sampler has one of samples, a shard of it another batch sampler."""
+        found: list[Any] = [whole]
+        waiting = [whole]
+        while waiting:
+            thing = waiting.pop(0)
+            for name in ("sampler", "batch_sampler", "data_sampler"):  # the last: DeepSpeed's
+                part = getattr(thing, name, None)
+                if part is not None and not any(part is f for f in found):
+                    found.append(part)
+                    waiting.append(part)
         return found
 
-    def generator_states(self) -> list[torch.Tensor]:
-        """The states of the generators that belong to the loader and its samplers."""
-        return [g.get_state() for g in self._generators()]
+    def _generators(self) -> list[Stateful]:
+        """Generators that belong to the loader, its samplers and its data set: they go on from epoch to epoch."""
+        return generators_of([self.loader, *self._samplers(), getattr(self.loader, "dataset", None)])
+
+    def generator_states(self) -> list[Any]:
+        """The states of these generators."""
+        return [g.state_dict() for g in self._generators()]
 
     def restore_generators(self, start: Mapping[str, Any]) -> None:
         """Bring the random streams to the state of an epoch's beginning. Raises DataSourceError if they do not fit."""
@@ -90,7 +142,60 @@ class Source:
                 f"the {self.name} has {len(generators)} random generators, {len(states)} were captured"
             )
         for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+            generator.load_state_dict(state)
+
+    # -- before the first step ----------------------------------------------------------------------
+
+    def _refuse_unordered(self) -> None:
+        loader = self.loader
+        if isinstance(loader, DataLoader) and loader.num_workers > 1 and not getattr(loader, "in_order", True):
+            raise DataSourceError(
+                f"the {self.name} has in_order=False: which batch comes first depends on which worker is faster, so a "
+                "replacement could not find its place; leave in_order=True"
+            )
+
+    def _check_order(self) -> None:
+        """A script's own sampler must give the same order again from the same random state. Tried on a copy of it."""
+        loader = self.loader
+        if self._stateful or not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            return
+        sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+        parts = self._samplers()
+        if all(type(s) in _KNOWN_SAMPLERS for s in parts) or self._too_long(parts):
+            return
+        try:
+            sampler = copy.deepcopy(sampler, {id(loader.dataset): loader.dataset})
+        except Exception as e:  # noqa: BLE001 - any sampler's own code runs here
+            log.debug("the order of the %s is not probed: it cannot be copied: %s", self.name, e)
+            return
+        before = RngState.now()
+        generators = generators_of(Source._parts(sampler))
+        states = [g.state_dict() for g in generators]
+        orders = []
+        for _ in range(2):
+            orders.append(list(itertools.islice(iter(sampler), _PROBED)))
+            if RngState.now() != before:
+                restore_rng(before.plain())
+            for generator, state in zip(generators, states, strict=True):
+                generator.load_state_dict(state)
+        if repr(orders[0]) != repr(orders[1]):
+            culprit = next(type(s).__name__ for s in reversed(parts) if type(s) not in _KNOWN_SAMPLERS)
+            raise DataSourceError(
+                f"{culprit}, the sampler of the {self.name}, gives another order each time it is iterated, also from "
+                "the same random state, so a replacement could not find its place: make the order depend only on seeds "
+                "and set_epoch(), or on a random generator that is an attribute of the sampler, and do not shuffle a "
+                "list that it keeps in place"
+            )
+
+    @staticmethod
+    def _too_long(samplers: list[Any]) -> bool:
+        for sampler in samplers:
+            try:
+                if len(sampler) > _PROBED_LENGTH:
+                    return True
+            except TypeError:
+                continue
+        return False
 
     # -- state --------------------------------------------------------------------------------------
 
@@ -104,22 +209,38 @@ class Source:
             raise DataSourceError(f"the data source was stateful, the {self.name} of this process is not")
         self.loader.load_state_dict(state)  # type: ignore[attr-defined]
 
+    def mark(self) -> Any:
+        """What the source says elsewhere of the batch that it has just given."""
+        return accelerated.mark(self.loader.shard) if isinstance(self.loader, PreparedLoader) else None
+
+    def set_mark(self, value: Any) -> None:
+        """The batch of which it has said so is given again."""
+        if isinstance(self.loader, PreparedLoader):
+            accelerated.set_mark(self.loader.shard, value)
+
     def skip_indices(self, iterator: Iterator[Any], count: int) -> int:
         """Skip up to ``count`` batches without loading them; returns how many.
 
         Only where the order of samples is all that a batch leaves behind: a plain DataLoader over a map-style dataset
         in this process.
         """
-        loader = self.loader
+        loader: Any = self.loader
+        inner = iterator
+        if isinstance(loader, PreparedLoader) and isinstance(iterator, ShardIterator):
+            loader, inner = loader.shard.base_dataloader, iterator.inner
         if type(loader) is not DataLoader or loader.num_workers or isinstance(loader.dataset, IterableDataset):
             return 0
-        sampler_iterator = getattr(iterator, "_sampler_iter", None)
+        if generators_of([loader.dataset]):
+            return 0  # loading draws from them
+        sampler_iterator = getattr(inner, "_sampler_iter", None)
         if sampler_iterator is None:
             return 0
-        for done in range(count):
-            if next(sampler_iterator, _END) is _END:
-                return done
-        return count
+        done = 0
+        while done < count and next(sampler_iterator, _END) is not _END:
+            done += 1
+        if isinstance(iterator, ShardIterator):
+            iterator.skipped(done)
+        return done
 
 
 _END = object()
@@ -130,7 +251,7 @@ class EpochStart:
     """The random state in which an epoch began, kept only if beginning it has drawn from it."""
 
     rng: RngState
-    generators: list[torch.Tensor]
+    generators: list[Any]
 
     def plain(self) -> dict[str, Any]:
         """Call it after the first fetch: samplers draw their seed then."""
@@ -140,50 +261,14 @@ class EpochStart:
         return state
 
 
-def content_digest(batch: Any) -> str:
-    """xxh3 over what a batch contains; large tensors by shape, beginning and end; device tensors by shape alone
-    (reading them would wait for the device)."""
-    digest = xxhash.xxh3_64()
-    for leaf in _leaves(batch):
-        if isinstance(leaf, torch.Tensor):
-            digest.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
-            if leaf.device.type == "cpu" and leaf.layout == torch.strided and leaf.numel():
-                plain = leaf.detach() if leaf.requires_grad else leaf
-                _update(digest, plain.reshape(-1).view(torch.uint8).numpy())
-        elif hasattr(leaf, "__array_interface__"):
-            _update(digest, memoryview(leaf.tobytes()))
-        elif isinstance(leaf, (bytes, bytearray)):
-            digest.update(leaf)
-        elif isinstance(leaf, (bool, int, float, complex, str, type(None))):
-            digest.update(repr(leaf).encode())
-        else:
-            digest.update(type(leaf).__qualname__.encode())
-    return digest.hexdigest()
+def _begins_anew(iterator: Iterator[Any]) -> bool:
+    """An iterator of which ``iter()`` begins again, as DeepSpeed's loader: its ``__iter__`` does more than to return
+    itself."""
+    method = getattr(type(iterator), "__iter__", None)
+    if not isinstance(method, types.FunctionType):
+        return False  # of C: a file, a generator, zip
+    return method.__code__.co_code != _return_self.__code__.co_code
 
 
-def content_versions(batch: Any) -> tuple[int, ...]:
-    """The version counters of a batch's tensors: they grow when one is written in place."""
-    return tuple(leaf._version for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor) and not leaf.is_inference())
-
-
-def _update(digest: Any, data: Any) -> None:
-    if len(data) <= 2 * _HEAD:
-        digest.update(data)
-    else:
-        digest.update(data[:_HEAD])
-        digest.update(data[-_HEAD:])
-
-
-def _leaves(batch: Any) -> Iterator[Any]:
-    if isinstance(batch, Mapping):
-        for key, value in batch.items():
-            yield str(key)
-            yield from _leaves(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from _leaves(value)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            yield from _leaves(getattr(batch, field.name))
-    else:
-        yield batch
+def _return_self(self: Any) -> Any:
+    return self

@@ -1,9 +1,13 @@
-"""Random generators of the script's own, registered like other objects: each rank's own state."""
+"""Random generators of the script's own: each rank's own state.
+
+They are registered like other objects, or found among the attributes of a data source.
+"""
 
 from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -64,3 +68,17 @@ def as_stateful(thing: object) -> Stateful | None:
         if isinstance(thing, numpy.BitGenerator):
             return _NumpyGenerator(thing)
     return None
+
+
+def generators_of(things: Iterable[Any]) -> list[Stateful]:
+    """The generators among the attributes of ``things``, each once, in a fixed order."""
+    seen: list[Any] = []
+    found: list[Stateful] = []
+    for thing in things:
+        # ``generator`` may be a property; other attributes are looked at without running any code.
+        for value in (getattr(thing, "generator", None), *getattr(thing, "__dict__", {}).values()):
+            generator = as_stateful(value)
+            if generator is not None and not any(value is s for s in seen):
+                seen.append(value)
+                found.append(generator)
+    return found

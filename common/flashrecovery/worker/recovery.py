@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 
 from flashrecovery.config import CONFIG_ENV, Settings, overlaid, validate
 from flashrecovery.errors import ConfigError, RegistrationError
+from flashrecovery.worker.accelerated import readable, unwrapped
 from flashrecovery.worker.channel import CHANNEL_ENV
+from flashrecovery.worker.consumers import step_entered
 from flashrecovery.worker.data import DataStream
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ class Step:
             )
         self._entered = True
         if self._session is not None:
+            step_entered(sys._getframe(1))
             with self._session.gate.overhead:
                 self._session.begin()
         return self
@@ -130,7 +133,7 @@ class Recovery:
             UnsupportedError: a wrapper or option that cannot be protected.
         """
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        objects = {name: thing for name, thing in objects.items() if thing is not None}
+        optimizers, objects = unwrapped(optimizers, {name: o for name, o in objects.items() if o is not None})
         for thing in (model, *optimizers, *objects.values()):
             if any(known is thing for known in self._registered):
                 raise RegistrationError(f"{type(thing).__name__} is registered already")
@@ -151,7 +154,7 @@ class Recovery:
         Raises:
             DataSourceError: ``loader`` is not iterable.
         """
-        stream = DataStream(loader)
+        stream = DataStream(loader if self._session is None else readable(loader))
         if self._session is not None:
             self._session.add_stream(stream)
         return stream

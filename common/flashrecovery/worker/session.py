@@ -137,7 +137,10 @@ class Session:
         """First step asked for: say what there is, and wait for the word to begin. ``num_steps``: None where the
         script's end is the end of the steps."""
         if self._recoverer is not None:
-            raise JobFailedError("recovery.steps() can be run through only once in a process")
+            raise JobFailedError(
+                "recovery.steps() can be run through only once in a process; take the steps of all epochs in one loop: "
+                "`for step in recovery.steps(epochs * steps_per_epoch):`, with `epoch = step.index // steps_per_epoch`"
+            )
         self._own_calls = num_steps is None
         self.registry.close()
         self._check_world()

@@ -1,0 +1,255 @@
+"""What a batch contains, as a few bytes: whether a step has written into it, and whether two sources gave the same.
+
+The whole content counts, without copying it: a digest of 1 MiB takes about 0.1 ms, far less than loading it has taken.
+Tensors on a device are digested there, without waiting for the device; the result is read only in a recovery.
+
+Two things are kept apart. The *digest* is compared between processes, so it contains only what is equal there. The
+*marks* are compared within this process alone: digests that still lie on a device, and the pickled form of objects of
+whose inside nothing else is known.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import dataclasses
+import enum
+import logging
+import mmap
+import pickle
+import types
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import nn
+
+log = logging.getLogger("flashrecovery")
+
+_PLAIN = frozenset({bool, int, float, complex, str, type(None)})
+_BUFFERS = (bytes, bytearray, memoryview, array.array, mmap.mmap)
+_CODE = (
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.ModuleType,
+    weakref.ReferenceType,
+    nn.Module,
+)
+"""Not content: what a batch may refer to, but nobody takes for its data."""
+_DEEPEST = 64
+"""Containers in one another; whatever is below counts as one object."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """What a batch contained at one moment.
+
+    Attributes:
+        digest: equal in all processes that read the same samples.
+        marks: equal in this process as long as nobody writes into the batch.
+        opaque: type of an object whose content cannot be found out, "" if there is none.
+    """
+
+    digest: str
+    marks: tuple[Any, ...]
+    opaque: str
+
+    @staticmethod
+    def of(batch: Any) -> Content:
+        """Does not wait for a device."""
+        reader = _Reader()
+        reader.read(batch, 0)
+        return Content(reader.digest.hexdigest(), tuple(reader.marks), reader.opaque)
+
+    def still_in(self, batch: Any) -> bool:
+        """Whether ``batch`` contains the same as then. False also if that cannot be told."""
+        now = Content.of(batch)
+        if self.opaque or self.digest != now.digest or len(self.marks) != len(now.marks):
+            return False
+        return all(bool(a == b) for a, b in zip(self.marks, now.marks, strict=True))
+
+
+class _Reader:
+    """Reads a batch once, leaf by leaf."""
+
+    def __init__(self) -> None:
+        self.digest: Any = xxhash.xxh3_64()
+        self.marks: list[Any] = []
+        self.opaque = ""
+        self._path: set[int] = set()
+
+    def read(self, value: Any, depth: int) -> None:
+        kind = type(value)
+        if kind in _PLAIN:
+            self._say(repr(value))
+        elif isinstance(value, torch.Tensor):
+            self._tensor(value, depth)
+        elif isinstance(value, np.ndarray):
+            self._array(value, depth)
+        elif isinstance(value, np.generic):
+            self._array(np.asarray(value), depth)
+        elif isinstance(value, _BUFFERS):
+            self._buffer(memoryview(value))
+        elif isinstance(value, _CODE):
+            self._say(f"{kind.__qualname__} {getattr(value, '__qualname__', '')}")
+        elif isinstance(value, enum.Enum):
+            self._say(f"{kind.__qualname__}.{value.name}")
+        elif isinstance(value, torch.Generator):
+            self._tensor(value.get_state(), depth)
+        elif depth > _DEEPEST or id(value) in self._path:
+            self._other(value)
+        else:
+            self._path.add(id(value))
+            self._container(value, depth + 1)
+            self._path.discard(id(value))
+
+    def _container(self, value: Any, depth: int) -> None:
+        self._say(type(value).__qualname__)
+        if isinstance(value, Mapping):
+            self._sequence([x for item in value.items() for x in item], depth)
+            if isinstance(value, dict) and hasattr(value, "__dict__"):
+                self.read(vars(value), depth)
+        elif isinstance(value, (list, tuple, collections.deque)):
+            self._sequence(list(value), depth)
+            if getattr(value, "__dict__", None):
+                self.read(vars(value), depth)
+        elif isinstance(value, (set, frozenset)):
+            self._unordered(value, depth)
+        elif hasattr(type(value), "__array_interface__"):  # a PIL image
+            self._array(np.asarray(value), depth)
+        elif hasattr(value, "__dict__") and _is_all_python(type(value)):
+            self.read(vars(value), depth)
+        elif dataclasses.is_dataclass(value):
+            for name in (f.name for f in dataclasses.fields(value)):
+                self.read(getattr(value, name, None), depth)
+        else:
+            self._other(value)
+
+    def _sequence(self, values: list[Any], depth: int) -> None:
+        if set(map(type, values)) <= _PLAIN:
+            self._say(repr(values))
+            return
+        self._say(str(len(values)))
+        for value in values:
+            self.read(value, depth)
+
+    def _unordered(self, values: Any, depth: int) -> None:
+        """The order of a set differs between processes."""
+        parts = []
+        for value in values:
+            one = _Reader()
+            one.read(value, depth)
+            parts.append(one.digest.hexdigest())
+            self.marks += one.marks
+            self.opaque = self.opaque or one.opaque
+        self._say(repr(sorted(parts)))
+
+    def _tensor(self, tensor: torch.Tensor, depth: int) -> None:
+        self._say(f"{tuple(tensor.shape)}{tensor.dtype}{tensor.layout}")
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for part in _strided_parts(tensor):
+                if part.layout != torch.strided:
+                    self.opaque = f"tensor of layout {part.layout}"
+                    continue
+                if part.device.type == "meta" or not part.numel():
+                    continue
+                raw = part.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+                if raw.device.type == "cpu":
+                    self.digest.update(raw.numpy())
+                else:
+                    self.marks.append(device_digest(raw))
+        attributes = getattr(tensor, "__dict__", None)
+        if attributes:
+            self.read(attributes, depth + 1)
+
+    def _array(self, values: np.ndarray[Any, Any], depth: int) -> None:
+        self._say(f"{values.shape}{values.dtype}")
+        if isinstance(values, np.ma.MaskedArray):
+            self._array(np.ma.getmaskarray(values), depth)
+        if values.dtype.hasobject:
+            self._path.add(id(values))
+            for value in values.reshape(-1).tolist():
+                self.read(value, depth + 1)
+            self._path.discard(id(values))
+        elif values.nbytes:
+            # In the order of memory: nothing is copied, unless there are gaps.
+            self.digest.update(np.asarray(values).ravel(order="K").view(np.uint8))
+
+    def _buffer(self, view: memoryview) -> None:
+        self._say(f"{view.shape}{view.format}")
+        self.digest.update(view if view.contiguous else view.tobytes())
+
+    def _other(self, value: Any) -> None:
+        """An object of which only this process can say whether it has changed, and that by its pickled form."""
+        self._say(type(value).__qualname__)
+        try:
+            self.marks.append(xxhash.xxh3_128_digest(pickle.dumps(value)))
+        except Exception:  # noqa: BLE001 - any object's own code runs here
+            self.opaque = f"{type(value).__module__}.{type(value).__qualname__}"
+
+    def _say(self, text: str) -> None:
+        self.digest.update(text.encode("utf-8", "surrogatepass"))
+        self.digest.update(b"\0")
+
+
+def _strided_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors of which a sparse, nested, quantized or wrapped one consists."""
+    tensor = tensor.detach()
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        for name in flatten()[0]:
+            yield from _strided_parts(getattr(tensor, name))
+    elif tensor.layout == torch.sparse_coo:
+        yield tensor._indices()
+        yield tensor._values()
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    elif tensor.is_nested:
+        for part in tensor.unbind():
+            yield from _strided_parts(part)
+    elif tensor.is_quantized:
+        yield tensor.int_repr()
+    else:
+        yield tensor
+
+
+_MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
+"""Odd numbers of 64 bits without a pattern (of splitmix64)."""
+
+
+def device_digest(raw: torch.Tensor) -> torch.Tensor:
+    """64 bits on the device of ``raw``, a line of bytes; they depend on the place of every byte."""
+    words = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
+    mixed = words + torch.arange(words.numel(), device=raw.device) * _MIX[0]
+    mixed = (mixed ^ (mixed >> 30)) * _MIX[1]
+    mixed = (mixed ^ (mixed >> 27)) * _MIX[2]
+    return (mixed ^ (mixed >> 31)).sum()
+
+
+def _is_all_python(kind: type) -> bool:
+    """Whether ``vars()`` shows all that an instance contains: no class below it has memory of its own."""
+    expected = object.__basicsize__ + 8 * (kind.__dictoffset__ > 0) + 8 * (kind.__weakrefoffset__ > 0)
+    return not kind.__itemsize__ and kind.__basicsize__ <= expected
+
+
+def copy_of_structure(batch: Any) -> Any:
+    """The same tensors in new containers: a step may take items out of a batch, or put others in."""
+    kind = type(batch)
+    if kind in (list, tuple):
+        return kind(batch if set(map(type, batch)) <= _PLAIN else map(copy_of_structure, batch))
+    if kind in (dict, collections.OrderedDict):
+        return kind((key, copy_of_structure(value)) for key, value in batch.items())
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return kind(*map(copy_of_structure, batch))
+    if isinstance(batch, collections.UserDict) and _is_all_python(kind):
+        new: Any = object.__new__(kind)
+        new.__dict__.update(batch.__dict__, data=copy_of_structure(batch.data))
+        return new
+    return batch

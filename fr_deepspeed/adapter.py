@@ -29,6 +29,7 @@ from flashrecovery.torch_native.placement import replicated, world_size
 from flashrecovery.torch_native.shards import ParamRecord, ParamShard, constant, owners_of
 from flashrecovery.worker.adapter import CheckpointFormat, Shard, StepHooks
 from fr_deepspeed.activation import capture_tracker, reset_checkpointing, restore_tracker
+from fr_deepspeed.beta_powers import beta_powers
 from fr_deepspeed.checkpoint import EngineCheckpoint
 from fr_deepspeed.experts import ranks_of, reset_experts
 from fr_deepspeed.offload import offloads
@@ -103,6 +104,7 @@ class EngineAdapter(TorchAdapter):
         self._param_groups = list(optimizer.param_groups)
         self._weights = [p for group in optimizer.param_groups for p in group["params"]]
         self._all_shards: list[Shard] | None = None
+        self._powers = beta_powers(engine.basic_optimizer)
         self._ranks = dist.get_process_group_ranks(engine.data_parallel_group)
         # PipelineEngine calls its module, and is itself never called.
         super().__init__(engine.module if engine.pipeline_parallelism else engine, [optimizer])
@@ -202,6 +204,7 @@ class EngineAdapter(TorchAdapter):
             # DeepSpeed's schedulers do not keep it in their state, and refuse to say it before their first step.
             "last_lr": getattr(engine.lr_scheduler, "_last_lr", None),
             "pipeline": capture_pipeline(engine) if engine.pipeline_parallelism else {},
+            "beta_powers": None if self._powers is None else self._powers.capture(),
         }
 
     def restore_common(self, state: dict[str, Any]) -> None:
@@ -213,6 +216,8 @@ class EngineAdapter(TorchAdapter):
             self.engine.lr_scheduler._last_lr = list(state["last_lr"])
         if state["pipeline"]:
             restore_pipeline(self.engine, state["pipeline"])
+        if self._powers is not None:
+            self._powers.restore(state["beta_powers"])
         with torch.no_grad():
             self._derive_weights()
 
@@ -240,6 +245,8 @@ class EngineAdapter(TorchAdapter):
 
     def fault_points(self) -> Mapping[str, Callable[[Callable[[], None]], None]]:
         points = dict(super().fault_points())
+        if self._powers is not None:
+            points["optimizer"] = self._powers.arm
         if self.engine.zero_optimization_stage() > 0:
             points["param-gather"] = lambda callback: faults.before_gather_operation(self.basic, callback)
         return points

@@ -15,6 +15,10 @@ _UNIQUE_TO_RANK = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam", "MuonWithAuxAdam",
 """Optimizers that keep error feedback of their own, or fold gradients into momentum before the step."""
 
 
+_POWERS_IN_CPP = ("DeepSpeedCPUAdam", "ZenFlowCPUAdam")
+"""Optimizers that multiply the powers of their betas on in C++. FusedAdam does on a CPU: :mod:`.beta_powers`."""
+
+
 def check_version(version: str) -> None:
     """Raises UnsupportedError if this package was not tested with ``version``."""
     if version.partition("+")[0] not in TESTED_VERSIONS:
@@ -41,6 +45,8 @@ def _unsupported(engine: Any) -> Iterator[str]:
     name = type(engine.basic_optimizer).__name__
     if name in _UNIQUE_TO_RANK:
         yield f"the optimizer {name}"
+    if name in _POWERS_IN_CPP and not offload.offloads(engine):
+        yield f'the optimizer {name}; use {{"type": "Adam"}}, or one of torch'
     yield from experts.unsupported(engine)
     if _model_parallel(engine) or engine.autotp_size() > 1:
         yield "tensor parallelism (mpu, tensor_parallel)"

@@ -56,6 +56,8 @@ def setting(key: str, value: str) -> tuple[str, str]:
     return "--set", f"zero_optimization.{key}={value}"
 
 
+FUSED = ("--set", 'optimizer.type="Adam"', "--set", "optimizer.params.torch_adam=false")
+"""DeepSpeed's own Adam, which it takes by default. On a CPU it keeps the powers of its betas in C++."""
 OFFLOAD = setting("offload_optimizer", '{"device": "cpu"}')
 FP32 = ("--precision", "fp32")
 PIPELINE = ("--pipeline", "2")  # two stages by two data-parallel ranks
@@ -100,6 +102,10 @@ VARIANTS = (
     zero(2, "-moe-one-replica", "--moe", "4", "--expert-parallel", "4"),
     zero(3, "-hpz", *setting("zero_hpz_partition_size", "2"), *setting("stage3_param_persistence_threshold", "0")),
     zero(0, "-pipeline-fp32", *PIPELINE, *FP32),
+    zero(0, "-fp32-fused-adam", *FP32, *FUSED),
+    zero(0, "-pipeline-fp32-fused-adam", *PIPELINE, *FP32, *FUSED),
+    zero(2, "-fused-adam", *FUSED),
+    zero(3, "-fused-adam", *FUSED, *setting("sub_group_size", "5000")),
 )
 FP16 = tuple(zero(stage, "-fp16", "--precision", "fp16") for stage in range(4))
 

@@ -44,6 +44,8 @@ _COUNTERS = (
     "_step_applied",
     "_is_gradient_accumulation_boundary",
 )
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""Of the engine's config; ``engine.set_train_batch_size`` and ``set_train_micro_batch_size`` change it."""
 _PLAIN = (bool, int, float, type(None))
 
 
@@ -200,6 +202,7 @@ class EngineAdapter(TorchAdapter):
         return {
             **super().capture_common(),
             "counters": {name: getattr(engine, name) for name in _COUNTERS},
+            "batch": {name: getattr(engine._config, name) for name in _BATCH},
             "scaler": {k: v for k, v in vars(self._scaler()).items() if isinstance(v, _PLAIN)},
             # DeepSpeed's schedulers do not keep it in their state, and refuse to say it before their first step.
             "last_lr": getattr(engine.lr_scheduler, "_last_lr", None),
@@ -211,6 +214,8 @@ class EngineAdapter(TorchAdapter):
         super().restore_common(state)
         for name, value in state["counters"].items():
             setattr(self.engine, name, value)
+        for name, value in state["batch"].items():
+            setattr(self.engine._config, name, value)
         vars(self._scaler()).update(state["scaler"])
         if state["last_lr"] is not None:
             self.engine.lr_scheduler._last_lr = list(state["last_lr"])

@@ -60,6 +60,11 @@ def _unsupported(engine: Any) -> Iterator[str]:
         yield "compile.deepcompile"
     if engine.data_efficiency_enabled():
         yield "data_efficiency"
+    # DeepSpeed looks at these alone, whether data efficiency is switched on or not.
+    if engine.random_ltd_enabled():
+        yield "data_efficiency.data_routing.random_ltd"
+    if engine.curriculum_learning_enabled():
+        yield "data_efficiency.data_sampling.curriculum_learning"
     yield from _zero_settings(engine)
 
 

@@ -20,6 +20,8 @@ With megatron-core and a loop of one's own, in two lines::
 :mod:`.torch_fsdp2`     the second: TorchFullyShardedDataParallel
 :mod:`.megatron_fsdp`   the third: FullyShardedDataParallel
 :mod:`.random`          the tracked random streams
+:mod:`.own_loop`        what a script's own loop uses besides
+:mod:`.trackers`        what layers sum up for the log
 :mod:`.checkpoint`      the fallback checkpoint in Megatron's own format
 :mod:`.pieces`          state as boxes of whole tensors, of which that consists
 :mod:`.cpu`             stand-ins for a GPU, for development only (``FR_MEGATRON_CPU=1``)

@@ -27,6 +27,7 @@ from flashrecovery.worker.adapter import CheckpointFormat, Shard
 from fr_megatron.buckets import forget_answers
 from fr_megatron.checkpoint import MegatronCheckpoint
 from fr_megatron.optimizers import inner_optimizers, pairs, scalers, torch_optimizers
+from fr_megatron.own_loop import OwnLoop, plain_fields
 from fr_megatron.random import capture_tracker, restore_tracker
 from fr_megatron.wrappers import wrapper_of
 
@@ -38,14 +39,18 @@ class MegatronAdapter(TorchAdapter):
         chunks: each in a wrapper of ``megatron.core.distributed`` (see :mod:`.wrappers`).
         optimizer: of ``get_megatron_optimizer``.
         scheduler: an ``OptimizerParamScheduler``, or None.
+        loop: what a script with a loop of its own uses; None for Megatron-LM's.
     """
 
     name = "megatron"
 
-    def __init__(self, chunks: Sequence[Any], optimizer: Any, scheduler: Any = None) -> None:
+    def __init__(
+        self, chunks: Sequence[Any], optimizer: Any, scheduler: Any = None, loop: OwnLoop | None = None
+    ) -> None:
         self._chunks = list(chunks)
         self._optimizer = optimizer
         self._scheduler = scheduler
+        self._loop = loop
         self._inner = inner_optimizers(optimizer)
         self._wrapper = wrapper_of(self._chunks)
         self._all_shards: list[Shard] | None = None
@@ -89,7 +94,8 @@ class MegatronAdapter(TorchAdapter):
             "wrapper": self._wrapper.flags(),
             "scalers": {i: scaler.state_dict() for i, scaler in scalers(self._optimizer).items()},
             # Not its load_state_dict(), which steps: the groups' learning rates are restored as they were.
-            "scheduler": None if self._scheduler is None else self._scheduler.num_steps,
+            "scheduler": {} if self._scheduler is None else plain_fields(self._scheduler),
+            "loop": {} if self._loop is None else self._loop.capture_common(),
         }
 
     def restore_common(self, state: dict[str, Any]) -> None:
@@ -98,18 +104,23 @@ class MegatronAdapter(TorchAdapter):
         for i, scaler in scalers(self._optimizer).items():
             scaler.load_state_dict(state["scalers"][i])
         if self._scheduler is not None:
-            self._scheduler.num_steps = state["scheduler"]
+            vars(self._scheduler).update(state["scheduler"])
+        if self._loop is not None:
+            self._loop.restore_common(state["loop"])
         with torch.no_grad():
             for inner in self._inner:
                 if hasattr(inner, "_copy_main_params_to_model_params"):
                     inner._copy_main_params_to_model_params()
 
     def capture_rank(self) -> dict[str, Any]:
-        return {**super().capture_rank(), "rng_tracker": capture_tracker()}
+        loop = {} if self._loop is None else self._loop.capture_rank()
+        return {**super().capture_rank(), "rng_tracker": capture_tracker(), "loop": loop}
 
     def restore_rank(self, state: dict[str, Any]) -> None:
         super().restore_rank(state)
         restore_tracker(state["rng_tracker"])
+        if self._loop is not None:
+            self._loop.restore_rank(state["loop"])
 
     def checkpoint_format(self) -> CheckpointFormat | None:
         if not MegatronCheckpoint.fits(self._chunks):

@@ -41,11 +41,12 @@ def attach(model: Any, optimizer: Any, scheduler: Any = None, **settings: Any) -
     import megatron.core
 
     from fr_megatron.adapter import MegatronAdapter
+    from fr_megatron.own_loop import OwnLoop
 
     check_version(megatron.core.__version__)
     _check_equal(chunks, optimizer, settings)
     check(chunks, optimizer)
-    recovery.register_adapter(MegatronAdapter(chunks, optimizer, scheduler))
+    recovery.register_adapter(MegatronAdapter(chunks, optimizer, scheduler, OwnLoop(chunks)))
     return recovery
 
 

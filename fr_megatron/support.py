@@ -70,11 +70,27 @@ def _unsupported(chunks: Sequence[Any], optimizer: Any) -> Iterator[str]:
                 yield f"{name}"
         if getattr(chunk, "overlap_param_gather_with_optimizer_step", False):
             yield "overlap_param_gather_with_optimizer_step"
+        yield from _unsupported_model(chunk.config)
     if not isinstance(optimizer, MegatronOptimizer):
         yield f"the optimizer {type(optimizer).__name__}; make it with megatron.core.optimizer.get_megatron_optimizer"
         return
     for inner in members(optimizer):
         yield from _unsupported_optimizer(inner)
+
+
+def _unsupported_model(config: Any) -> Iterator[str]:
+    """What layers keep outside of parameters and buffers from one step to the next, or in the middle of one."""
+    recipe = getattr(config, "fp8_recipe", None)
+    if getattr(config, "fp8", None) and str(getattr(recipe, "value", recipe)) in ("delayed", "custom"):
+        yield f"fp8_recipe={recipe!r} (Transformer Engine keeps a history of largest values)"
+    if getattr(config, "qk_clip", False):
+        yield "qk_clip (it clips 16-bit weights and their fp32 copies each for itself)"
+    for name in ("delay_wgrad_compute", "defer_embedding_wgrad_compute"):
+        if getattr(config, name, False):
+            yield f"{name} (gradients that an interrupted step has put off would be added to the next)"
+    for name in ("cpu_offloading", "fine_grained_activation_offloading"):
+        if getattr(config, name, False):
+            yield f"{name} (activations that an interrupted step has moved away)"
 
 
 def _unsupported_sharding(wrapper: str) -> Iterator[str]:

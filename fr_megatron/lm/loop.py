@@ -107,7 +107,7 @@ class ProtectedLoop:
         _, iteration, _, report_memory, *_ = args
         first = kwargs.get("is_first_iteration", False)
         settings = self._args
-        communicates = first or iteration % settings.log_interval == 0 or settings.num_experts is not None
+        communicates = first or iteration % settings.log_interval == 0 or _reduces_losses(settings)
 
         def body() -> Any:
             return self._original["training_log"](loss_dict, total_loss_dict, *args, **kwargs)
@@ -198,3 +198,9 @@ class ProtectedLoop:
         if given(self._args, "digest") and self._objects is not None:
             print(f"digest rank={self._args.rank} {state_digest(*self._objects)}", flush=True)
         return returned
+
+
+def _reduces_losses(settings: Any) -> bool:
+    """Whether every ``training_log`` reduces losses that layers have put aside (:mod:`fr_megatron.trackers`)."""
+    indexer = getattr(settings, "dsa_indexer_loss_coeff", None) or 0.0
+    return settings.num_experts is not None or getattr(settings, "mtp_num_layers", None) is not None or indexer > 0

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flashrecovery.worker.calls import LoopAdapter
-from fr_megatron.lm import experts
+from fr_megatron import trackers
 
 _RERUN = (
     "current_iteration",
@@ -24,6 +24,8 @@ _RERUN = (
     "continue_requested",
 )
 """Plain attributes of the rerun state machine. Its state is "not running yet" between two calls."""
+_RERUN_LARGEST = ("large_value_counts", "max_values")
+"""Of it, by name of a value: how many it has seen, and the largest, which decides what is "unexpectedly large"."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ class LMLoop:
             "consumed_valid_samples": self._args.consumed_valid_samples,
             "running": [name for name, timer in self._timers._timers.items() if getattr(timer, "_started", False)],
             "rerun": {name: getattr(self._rerun, name) for name in _RERUN},
-            "experts": experts.save(),
+            "largest": {name: dict(getattr(self._rerun, name)) for name in _RERUN_LARGEST},
+            "trackers": trackers.save(),
         }
 
     def load(self, saved: dict[str, Any]) -> None:
@@ -107,8 +110,10 @@ class LMLoop:
                 timer._started = name in saved["running"]  # one that runs refuses to be started again
         for name, value in saved["rerun"].items():
             setattr(self._rerun, name, value)
+        for name, values in saved["largest"].items():
+            setattr(self._rerun, name, dict(values))
         self._rerun.state = RerunState.NOT_RUNNING_YET
-        experts.load(saved["experts"])
+        trackers.load(saved["trackers"])
 
     def restored(self, saved: dict[str, Any]) -> None:
         self._restored = saved

@@ -1,0 +1,81 @@
+"""What a script with a loop of its own uses of Megatron besides model, optimizer and scheduler. (Megatron-LM's loop
+goes another way, :mod:`fr_megatron.lm.state`.)
+
+=======================  ========================================================================================
+number of micro-batches  the calculator behind ``get_num_microbatches``, which a ramp-up of the batch size changes
+forward pre-hooks        with ``overlap_param_gather``: taken away for an evaluation, and given back after it
+losses for the log       what layers sum up until the script reports it (:mod:`fr_megatron.trackers`)
+timers                   one that was running in an interrupted step would refuse to be started again
+=======================  ========================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fr_megatron import trackers
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class OwnLoop:
+    """Of the model chunks of one script."""
+
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        self._chunks = chunks
+        self._running: frozenset[str] = frozenset()
+
+    def capture_common(self) -> dict[str, Any]:
+        """At a step boundary. The timers that run there are only remembered: they are this process's own."""
+        self._running = frozenset(name for name, timer in self._timers().items() if timer._started)
+        return {
+            "micro_batches": plain_fields(_calculator()),
+            "hooked": [bool(_handles(chunk)) for chunk in self._chunks],
+        }
+
+    def restore_common(self, state: Mapping[str, Any]) -> None:
+        vars(_calculator()).update(state["micro_batches"])
+        for chunk, hooked in zip(self._chunks, state["hooked"], strict=True):
+            if hooked and not _handles(chunk):
+                chunk.enable_forward_pre_hook()
+            elif _handles(chunk) and not hooked:
+                chunk.disable_forward_pre_hook(param_sync=False)
+        for name, timer in self._timers().items():
+            timer._started = name in self._running
+
+    def capture_rank(self) -> dict[str, Any]:
+        return trackers.save()
+
+    def restore_rank(self, state: Mapping[str, Any]) -> None:
+        trackers.load(state)
+
+    def mark(self) -> int:
+        """Changes when what :meth:`capture_rank` says does."""
+        return trackers.mark()
+
+    def _timers(self) -> dict[str, Any]:
+        """Those of Megatron's own schedules and of the script, without stand-ins that measure nothing."""
+        timers = getattr(getattr(self._chunks[0], "config", None), "timers", None)
+        return {name: timer for name, timer in getattr(timers, "_timers", {}).items() if hasattr(timer, "_started")}
+
+
+class _NoCalculator:
+    """Stands where the script has none."""
+
+
+def plain_fields(thing: Any) -> dict[str, Any]:
+    """The attributes of ``thing`` that are plain values."""
+    return {name: value for name, value in vars(thing).items() if isinstance(value, _PLAIN)}
+
+
+def _calculator() -> Any:
+    from megatron.core import num_microbatches_calculator as module
+
+    return module._GLOBAL_NUM_MICROBATCHES_CALCULATOR or _NoCalculator()
+
+
+def _handles(chunk: Any) -> Mapping[Any, Any]:
+    """Of the hooks that gather parameters; none where the wrapper does it in another way."""
+    handles: Mapping[Any, Any] = getattr(chunk, "remove_forward_pre_hook_handles", {})
+    return handles

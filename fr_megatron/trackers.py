@@ -1,0 +1,131 @@
+"""What layers have summed up for the log, and the groups over which the log reduces it: losses and counts of experts,
+of multi-token prediction, of sparse attention's indexer.
+
+Megatron makes an entry when a layer first computes. A replacement that begins with a log has computed nothing: it gets
+the entries with their groups, by name, or the other ranks would reduce without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flashrecovery.errors import RestoreError
+from flashrecovery.groups import named_group
+
+_HELPERS = {
+    "multi-token prediction": ("megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper"),
+    "indexer": ("megatron.core.transformer.experimental_attention_variant.dsa", "DSAIndexerLossLoggingHelper"),
+}
+"""Classes with one entry each, their ``tracker``."""
+
+_GROUPS = ("reduce_group", "avg_group")
+
+Entry = dict[str, Any]
+
+
+def save() -> dict[str, Entry]:
+    """All entries as plain values."""
+    return {name: {key: _plain(value) for key, value in entry.items()} for name, entry in _entries().items()}
+
+
+def mark() -> int:
+    """A number that changes when anything is added to an entry, or taken out."""
+    return hash(
+        tuple(
+            (name, key, id(value), value._version)
+            for name, entry in _entries().items()
+            for key, value in entry.items()
+            if isinstance(value, torch.Tensor)
+        )
+    )
+
+
+def load(saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Make the entries those that were saved; others are set to zero.
+
+    Raises RestoreError if a group of this rank has other ranks than where it was saved.
+    """
+    entries = _entries()
+    for name, entry in entries.items():
+        if name not in saved:
+            for value in entry.values():
+                if isinstance(value, torch.Tensor):
+                    value.zero_()
+    for name, fields in saved.items():
+        entry = entries[name] if name in entries else _new(name, fields)
+        for key, value in fields.items():
+            if isinstance(value, torch.Tensor):
+                _copy(entry, key, value)
+            elif key in _GROUPS:
+                entry[key] = None if value is None else _group(*value)
+            else:
+                entry[key] = value
+
+
+def _entries() -> dict[str, Entry]:
+    """Megatron's own that are not empty, to be changed in place."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):  # core 0.20
+        experts = {name: vars(entry) for name, entry in moe_utils.get_moe_metrics_tracker().metrics.items()}
+    else:
+        experts = moe_utils.get_moe_layer_wise_logging_tracker()
+    helpers = {name: _helper(name) for name in _HELPERS}
+    return {name: entry for name, entry in (*experts.items(), *helpers.items()) if entry}
+
+
+def _helper(name: str) -> Entry:
+    """The entry of one of the :data:`_HELPERS`, empty if this Megatron has it not."""
+    module, kind = _HELPERS[name]
+    try:
+        found = getattr(importlib.import_module(module), kind, None)
+    except ModuleNotFoundError:
+        return {}
+    entry: Entry = {} if found is None else found.tracker
+    return entry
+
+
+def _new(name: str, fields: Mapping[str, Any]) -> Entry:
+    from megatron.core.transformer.moe import moe_utils
+
+    if name in _HELPERS:
+        return _helper(name)
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):  # core 0.20
+        from megatron.core.transformer.moe.moe_logging import MetricEntry
+
+        entry = MetricEntry(values=_zeros(fields["values"]))
+        moe_utils.get_moe_metrics_tracker()._metrics[name] = entry
+        fields_of_entry: Entry = vars(entry)
+        return fields_of_entry
+    made: Entry = moe_utils.get_moe_layer_wise_logging_tracker().setdefault(name, {})
+    return made
+
+
+def _copy(entry: Entry, key: str, value: torch.Tensor) -> None:
+    if key not in entry:
+        entry[key] = _zeros(value)
+    entry[key].copy_(value)
+
+
+def _zeros(like: torch.Tensor) -> torch.Tensor:
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return torch.zeros_like(like, device=device)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dist.ProcessGroup):
+        return value.group_name, dist.get_process_group_ranks(value)
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _group(name: str, ranks: list[int]) -> dist.ProcessGroup:
+    group = named_group(name)
+    found = dist.get_process_group_ranks(group)
+    if list(found) != list(ranks):
+        raise RestoreError(f"process group {name} has the ranks {found}, not {ranks}")
+    return group

@@ -41,6 +41,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     layout.add_argument("--expert-model-parallel-size", type=int, default=1, metavar="N")
     layout.add_argument("--num-experts", type=int, metavar="N")
     layout.add_argument("--moe-token-dispatcher-type", choices=("allgather", "alltoall"), default="allgather")
+    layout.add_argument("--moe-router-enable-expert-bias", action="store_true", help="instead of an auxiliary loss")
     layout.add_argument("--use-distributed-optimizer", action="store_true")
     layout.add_argument("--num-distributed-optimizer-instances", type=int, default=1, metavar="N")
     layout.add_argument("--overlap-grad-reduce", action="store_true")
@@ -90,6 +91,13 @@ def model_config(args: argparse.Namespace) -> TransformerConfig:
             "moe_aux_loss_coeff": 0.01,
             "moe_grouped_gemm": False,
             "add_bias_linear": False,
+        }
+    if args.moe_router_enable_expert_bias:
+        experts |= {
+            "moe_router_enable_expert_bias": True,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_load_balancing_type": "none",
+            "moe_router_bias_update_rate": 0.01,
         }
     return TransformerConfig(
         num_layers=args.layers,

@@ -30,6 +30,8 @@ LAYOUTS = (
     mg.DP4_INSTANCES,
     mg.EP2_DP2,
     mg.EP2_DP2_ALLTOALL,
+    mg.EP2_DP2_BIAS,
+    mg.EP2_DP2_BIAS_BF16,
     mg.CP2_DP2,
     mg.DP2_OVERLAPS,
     mg.TP2_DP2_OVERLAPS,

@@ -73,6 +73,9 @@ class Ddp:
     def wrapped(self, net: Net) -> nn.Module:
         return DistributedDataParallel(net, broadcast_buffers=False)
 
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
     @contextlib.contextmanager
     def unsynchronised(self) -> Iterator[None]:
         """Gradients are added up on this rank only."""
@@ -171,7 +174,7 @@ class Loop:
         batch = self.batch(step)
         came = batch.clone()
         loss = self.loss(batch, step)
-        loss.backward()
+        self.framework.backward(loss)
         return came, loss
 
     def before(self, step: int, loss: Tensor) -> None:

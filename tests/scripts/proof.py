@@ -95,7 +95,10 @@ def say_end(model: nn.Module, optimizer: torch.optim.Optimizer, more: Mapping[st
     parts: dict[str, object] = {
         "parameters": dict(model.named_parameters()),
         "buffers": dict(model.named_buffers()),
-        "optimizer": {names[parameter]: state for parameter, state in optimizer.state.items()},
+        "optimizer": {
+            names.get(parameter, f"part {number}"): state  # a part of flattened parameters, in a sharded optimizer
+            for number, (parameter, state) in enumerate(optimizer.state.items())
+        },
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
         "torch": torch.get_rng_state(),
         "python": random.getstate(),

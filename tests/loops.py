@@ -24,13 +24,13 @@ _KILLED = re.compile(r"^killed (\S+)$", re.MULTILINE)
 
 
 def rotated(rotation: int, *, every: int = 1, world: int = 3) -> list[Kill]:
-    """One kill at each moment, in turn in a step in which the loop's unusual thing happens (the last of ``every``) and
-    in the step after one. Five rotations are the whole product of moments and victims, and each moment comes once as
-    the first."""
+    """One kill at each moment, in turn in a step in which the loop's unusual thing happens (the last of ``every``, from
+    the second time on) and in the step after one. Five rotations are the whole product of moments and victims, and each
+    moment comes once as the first."""
     kills = []
     for number in range(len(MOMENTS)):
         moment = (number + rotation) % len(MOMENTS)
-        step = every * (number + 1) - 1 + number % 2
+        step = every * (number + 2) - 1 + number % 2
         kills.append(Kill((moment + rotation) % world, step, MOMENTS[moment], number))
     return kills
 
@@ -57,16 +57,14 @@ def run_loop(
     return run_job(run_dir, layout, script=script, flags=flags, standby=standby, **{"timeout_s": TIMEOUT_S, **kwargs})
 
 
-def check_loop(job: Job, reference: Job, kills: Sequence[Kill], steps: int) -> None:
-    """Every kill has fired and was mended in place, at its step, and the job's every step and its end are, bit for
-    bit, those of the reference."""
+def check_loop(job: Job, reference: Job, kills: Sequence[Kill]) -> None:
+    """Every kill has fired and was recovered from in place, at its step, and the job's every step and its end are, bit
+    for bit, those of the reference."""
     fired = {match for log in _logs(job) for match in _KILLED.findall(log)}
     assert fired == {str(kill) for kill in kills}, f"fired: {fired}\n{job.explain()}"
-    assert job.code == 0, job.explain()
     _check_in_place(job, kills)
     wrong = differences(job, reference)
     assert not wrong, "\n".join([*wrong, f"killed: {', '.join(map(str, kills))}", job.explain()])
-    assert len(said_steps(reference)) == steps * len(reference.digests), reference.explain()
     check_same(job, reference)
 
 

@@ -1,7 +1,7 @@
 """Training loops as people write them, each with one thing that changes state at an unusual moment.
 
 ``--loop NAME`` chooses the class of :data:`LOOPS`: the plain loop is :class:`Loop`, and a subclass says what its loop
-does differently. ``main`` is the loop itself.
+does differently. Several names, joined by ``+``, are one loop that does all of it. ``main`` is the loop itself.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Ddp:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
 
     def wrapped(self, net: Net) -> nn.Module:
-        return DistributedDataParallel(net, broadcast_buffers=False)
+        return DistributedDataParallel(net, forward_sync_buffers=False)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -192,6 +192,7 @@ class ExpertBias(Loop):
     experts without an auxiliary loss)."""
 
     def after(self, step: int) -> None:
+        super().after(step)
         counts = self.net.chosen.clone()
         dist.all_reduce(counts)
         with torch.no_grad():
@@ -202,16 +203,19 @@ class RankBias(Loop):
     """The same, by this rank alone: nothing is communicated, and the buffers differ."""
 
     def after(self, step: int) -> None:
+        super().after(step)
         with torch.no_grad():
             self.net.bias += 0.01 * torch.sign(self.net.chosen.mean() - self.net.chosen)
 
 
 class SchedulerBelow(Loop):
     def prepare(self) -> None:
+        super().prepare()
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2, gamma=0.9)
         self.objects["scheduler"] = self.scheduler
 
     def below(self, step: int) -> None:
+        super().below(step)
         self.scheduler.step()
 
 
@@ -219,10 +223,12 @@ class EvaluationBelow(Loop):
     """Now and then, with a DataLoader: each ``iter()`` of one draws a random number."""
 
     def prepare(self) -> None:
+        super().prepare()
         self.held_out = DataLoader(self.dataset[:8], batch_size=4, shuffle=True)  # type: ignore[arg-type]
         self.objects["found"] = Kept([])
 
     def below(self, step: int) -> None:
+        super().below(step)
         if self.due(step):
             self.net.eval()
             with torch.no_grad():
@@ -241,6 +247,7 @@ class LateDraws(Loop):
     every = 9
 
     def after(self, step: int) -> None:
+        super().after(step)
         if self.due(step):
             torch.rand(3), random.random(), np.random.rand()
 
@@ -270,34 +277,38 @@ class EmaOfRankBuffers(Loop):
         return Net(batch_norm=True)
 
     def prepare(self) -> None:
+        super().prepare()
         self.objects["ema"] = Kept(torch.zeros(2 * WIDTH))
-        self.own = ("ema",)
+        self.own += ("ema",)
 
     def after(self, step: int) -> None:
+        super().after(step)
         self.objects["ema"].value.lerp_(self.net.norm.running_mean, 0.1)  # type: ignore[arg-type]
 
 
-class AveragedInBlock(Loop):
+class Averaged(Loop):
     """``swa_utils.AveragedModel``: parameters that no optimizer has, and a counter in a buffer."""
 
     only = ("ddp",)
 
     def prepare(self) -> None:
+        super().prepare()
         self.averaged = AveragedModel(self.net, use_buffers=True)
         self.recovery.register(model=self.averaged)
-
-    def after(self, step: int) -> None:
-        self.averaged.update_parameters(self.net)
 
     def end(self) -> dict[str, object]:
         return {**super().end(), "averaged": self.averaged.state_dict()}
 
 
-class AveragedBelow(AveragedInBlock):
+class AveragedInBlock(Averaged):
     def after(self, step: int) -> None:
-        pass
+        super().after(step)
+        self.averaged.update_parameters(self.net)
 
+
+class AveragedBelow(Averaged):
     def below(self, step: int) -> None:
+        super().below(step)
         if self.due(step):
             self.averaged.update_parameters(self.net)
 
@@ -321,6 +332,7 @@ class MeanLoss(Loop):
     mean = 0.0
 
     def before(self, step: int, loss: Tensor) -> None:
+        super().before(step, loss)
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         self.mean = float(mean) / self.world
@@ -330,12 +342,14 @@ class RateByHand(MeanLoss):
     """The next step's learning rate, from this step's loss."""
 
     def after(self, step: int) -> None:
+        super().after(step)
         for group in self.optimizer.param_groups:
             group["lr"] = 0.01 / (1.0 + self.mean)
 
 
 class RateByHandBelow(MeanLoss):
     def below(self, step: int) -> None:
+        super().below(step)
         for group in self.optimizer.param_groups:
             group["lr"] = 0.01 / (1.0 + self.mean)
 
@@ -344,6 +358,7 @@ class EditedGroups(Loop):
     """Options of the optimizer change while it runs."""
 
     def before(self, step: int, loss: Tensor) -> None:
+        super().before(step, loss)
         if self.due(step):
             group = self.optimizer.param_groups[0]
             group["weight_decay"] = 2 * group["weight_decay"]
@@ -354,6 +369,7 @@ class Generators(Loop):
     """The script's own generator, another on each rank, in the block and below it."""
 
     def prepare(self) -> None:
+        super().prepare()
         self.augment = torch.Generator().manual_seed(200 + self.rank)
         self.objects["augment"] = self.augment
 
@@ -361,6 +377,7 @@ class Generators(Loop):
         return super().loss(batch + 0.1 * torch.randn(batch.shape, generator=self.augment), step)
 
     def below(self, step: int) -> None:
+        super().below(step)
         if self.due(step):
             torch.rand(2, generator=self.augment)
 
@@ -369,32 +386,38 @@ class RunningAverage(MeanLoss):
     """Of the mean loss, in a registered object."""
 
     def prepare(self) -> None:
-        self.objects["average"] = Kept(0.0)
+        super().prepare()
+        self.average = self.objects["average"] = Kept(0.0)
 
     def after(self, step: int) -> None:
-        average = self.objects["average"]
-        average.value = 0.9 * average.value + 0.1 * self.mean
+        super().after(step)
+        self.average.value = 0.9 * self.average.value + 0.1 * self.mean
 
 
-class RunningAverageBelow(RunningAverage):
-    def after(self, step: int) -> None:
-        pass
+class RunningAverageBelow(MeanLoss):
+    def prepare(self) -> None:
+        super().prepare()
+        self.average = self.objects["average"] = Kept(0.0)
 
     def below(self, step: int) -> None:
-        super().after(step)
+        super().below(step)
+        self.average.value = 0.9 * self.average.value + 0.1 * self.mean
 
 
 class BestOfRankZero(Loop):
     """The lowest loss so far, which only rank 0 notes."""
 
     def prepare(self) -> None:
+        super().prepare()
         self.objects["best"] = Kept(float("inf"))
-        self.own = ("best",)
+        self.own += ("best",)
 
     def before(self, step: int, loss: Tensor) -> None:
+        super().before(step, loss)
         self.newest = float(loss.detach())
 
     def after(self, step: int) -> None:
+        super().after(step)
         best = self.objects["best"]
         if self.rank == 0:
             best.value = min(best.value, self.newest)
@@ -413,10 +436,12 @@ class EmaModule(Loop):
     only = ("ddp",)
 
     def prepare(self) -> None:
+        super().prepare()
         self.ema = copy.deepcopy(self.net).requires_grad_(False)
-        self.objects["ema"] = self.ema
+        self.objects["ema_module"] = self.ema
 
     def after(self, step: int) -> None:
+        super().after(step)
         with torch.no_grad():
             for mean, parameter in zip(self.ema.parameters(), self.net.parameters(), strict=True):
                 mean.lerp_(parameter, 0.1)
@@ -433,14 +458,16 @@ class PrefetchBelow(Loop):
     """The next step's batch is fetched below the block."""
 
     def prepare(self) -> None:
+        super().prepare()
         self.objects["next"] = Kept(next(self.data))
-        self.own = ("next",)
+        self.own += ("next",)
 
     def batch(self, step: int) -> Tensor:
         batch: Tensor = self.objects["next"].value
         return batch
 
     def below(self, step: int) -> None:
+        super().below(step)
         self.objects["next"].value = next(self.data)
 
 
@@ -448,6 +475,7 @@ class DrawsAbove(Loop):
     """Random numbers between ``for`` and ``with``."""
 
     def above(self, step: int) -> None:
+        super().above(step)
         self.factor = 1.0 + 0.1 * float(torch.rand(1)) + 0.1 * random.random()
 
     def loss(self, batch: Tensor, step: int) -> Tensor:
@@ -460,10 +488,12 @@ class PlainVariable(RandomBatches):
     iter_num = 0
 
     def before(self, step: int, loss: Tensor) -> None:
+        super().before(step, loss)
         for group in self.optimizer.param_groups:
             group["lr"] = 0.01 / (1 + self.iter_num)
 
     def below(self, step: int) -> None:
+        super().below(step)
         self.iter_num += 1
 
 
@@ -506,13 +536,18 @@ UNPROTECTED: dict[str, type[Loop]] = {"plain-variable": PlainVariable, "reduce-b
 """Loops that change or send what nobody knows of. The job has to say so."""
 
 
+def loop_class(names: str) -> type[Loop]:
+    """One loop, or several in one: every one of them does its unusual thing."""
+    return type(names, tuple((LOOPS | UNPROTECTED)[name] for name in names.split("+")), {})
+
+
 def main() -> None:
     parser = proof.flags(__doc__)
-    parser.add_argument("--loop", choices=[*LOOPS, *UNPROTECTED], default="plain")
+    parser.add_argument("--loop", type=loop_class, default="plain", metavar="NAME[+NAME...]")
     parser.add_argument("--framework", choices=FRAMEWORKS, default="ddp")
     args = parser.parse_args()
     dist.init_process_group("gloo")
-    loop = (LOOPS | UNPROTECTED)[args.loop](args.framework)
+    loop = args.loop(args.framework)
     kills = proof.Kills(args.kill, loop.recovery)
     kills.in_backward_of(loop.net.norm)
 

@@ -177,7 +177,8 @@ def _other_resumes(run: Run) -> Iterator[str]:
             if fallback is not None:
                 if step != fallback:
                     yield f"resumed at step {step}, although the checkpoint is of {fallback}"
-            elif failed and not min(failed) <= step <= max(failed) + 1:
+            elif failed and not min(failed) - 1 <= step <= max(failed) + 1:
+                # One before, where a rank dies before the copies of what only it holds are complete.
                 yield f"resumed at step {step} after failures at {failed}"
             failed, fallback = [], None
 

@@ -123,8 +123,8 @@ VIOLATIONS: dict[str, tuple[Change, str]] = {
     "an end is missing": (lambda r: r.digests.pop(2), "the end state differs"),
     "an exit code": (lambda r: setattr(r, "code", 1), "exit code 1"),
     "a resume before the failure": (
-        lambda r: r.events[-1].update(resume_step=3),
-        "resumed at step 3 after failures at [4]",
+        lambda r: r.events[-1].update(resume_step=2),
+        "resumed at step 2 after failures at [4]",
     ),
     "a resume after the failure": (
         lambda r: r.events[-1].update(resume_step=6),

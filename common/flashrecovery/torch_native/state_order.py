@@ -45,6 +45,7 @@ class StateOrder:
     def forget(self, parameter: torch.Tensor) -> None:
         """The parameter has lost its state."""
         self._places.pop(parameter, None)
+        self._next = max(self._places.values(), default=-1) + 1
 
     def settle(self) -> None:
         """Bring the entries into the order of their places."""

@@ -64,7 +64,9 @@ def _raised(self: Electorate, promised: int, now: float) -> bool:
 REMOVED: dict[str, Callable[[], Any]] = {
     "hold remembers its generation": lambda: patch.object(Gate, "hold", _hold),
     "capsules of late steps do not count": lambda: patch.object(restore, "_forget_early", lambda records: ""),
-    "own copies in steps that may be late": lambda: patch.object(Habits, "needs_undo", lambda self, step: self.undo),
+    "own copies in steps that may be late": lambda: patch.object(
+        Habits, "needs_undo", property(lambda self: self.undo)
+    ),
     "the clock stands without a controller": lambda: patch.object(Agent, "controller_heard", lambda self, heard: None),
     "a version is complete at its hand-out": lambda: _early_completion(),
     "resume at the cut": lambda: patch.object(Machine, "_send_resume", _resume_next(Machine._send_resume)),

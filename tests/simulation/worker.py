@@ -137,7 +137,7 @@ class Copies:
         habits = self._w.habits
         if self.own_copies:
             return
-        if habits.undo or habits.needs_undo(version):
+        if habits.needs_undo:
             self.hold(version)
         else:
             self.undo.clear()
@@ -429,7 +429,7 @@ class ModelWorker:
         gate.check()
         self.page.beat()
         self._at_seal = self.now.own
-        if self.habits.seals_early(step):
+        if self.habits.seals_early:
             self._seal(step + 1, early=True)
         await self._waiting(self.copies.wait())
         await self._work(script.backward_s)
@@ -454,7 +454,7 @@ class ModelWorker:
     async def _before_mutation(self, step: int) -> None:
         habits = self.habits
         self._at_mutation = self.now.own
-        sealed = habits.seals_early(step)
+        sealed = habits.seals_early
         if sealed and self._written != self.now.own:
             self._seal(step + 1, early=True)
         if self.copies.capsules_only:
@@ -467,10 +467,10 @@ class ModelWorker:
 
     async def _compare_habits(self) -> None:
         habits = self.habits
-        rows = await self.port.gather("habits", (habits.undo, habits.changed, tuple(habits.late)))
+        rows = await self.port.gather("habits", (habits.undo, habits.changed, habits.late))
         habits.undo = any(row[0] for row in rows)
         habits.changed = habits.reseal = any(row[1] for row in rows)
-        habits.late = sorted({step for row in rows for step in row[2]})[-3:]
+        habits.late = any(row[2] for row in rows)
 
     async def _show_equal(self) -> None:
         try:
@@ -504,7 +504,8 @@ class ModelWorker:
         if changed and not habits.reseal and not habits.changed:
             habits.changed = True
             self._tell_undo(UNTIL_RESEALED)
-        if late and habits.was_late(step):
+        if late and not habits.late:
+            habits.late = True
             self._tell_undo(step)
 
     def _tell_undo(self, step: int) -> None:
@@ -516,7 +517,7 @@ class ModelWorker:
         elif step == UNTIL_RESEALED:
             self.habits.changed = True
         else:
-            self.habits.was_late(step)
+            self.habits.late = True
 
     # -- plain state --------------------------------------------------------------------------------
 

@@ -20,8 +20,7 @@ from flashrecovery.worker.digest import shard_digest
 from flashrecovery.worker.registry import Registry
 
 _AT_LEAST_EVERY = 64
-_LATE_KEPT = 3
-_HEAD = struct.Struct(f"<??{_LATE_KEPT}q")
+_HEAD = struct.Struct("<???")
 _DIGEST = 16
 
 
@@ -40,8 +39,9 @@ def compare_habits(registry: Registry) -> list[str]:
     """
     habits = registry.habits
     shared = dict(sorted(registry.shared_states().items()))
-    late = [*habits.late, *[-1] * _LATE_KEPT][:_LATE_KEPT]
-    row = _HEAD.pack(habits.undo, habits.changed, *late) + b"".join(xxhash.xxh3_128_digest(s) for s in shared.values())
+    row = _HEAD.pack(habits.undo, habits.changed, habits.late) + b"".join(
+        xxhash.xxh3_128_digest(s) for s in shared.values()
+    )
     rows = gather(row)
     differing = [
         name
@@ -51,7 +51,7 @@ def compare_habits(registry: Registry) -> list[str]:
     heads = [_HEAD.unpack_from(r) for r in rows]
     habits.undo = any(head[0] for head in heads)
     habits.changed = habits.reseal = any(head[1] for head in heads)
-    habits.late = sorted({step for head in heads for step in head[2:] if step >= 0})[-_LATE_KEPT:]
+    habits.late = any(head[2] for head in heads)
     habits.own = sorted({*habits.own, *differing})
     return differing
 

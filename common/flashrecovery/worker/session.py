@@ -393,7 +393,7 @@ class Session:
         if recheck and now == self._at_seal:
             return
         self._at_seal = now
-        if self.registry.habits.seals_early(self.gate.version):
+        if self.registry.habits.seals_early:
             self._seal(self.gate.version + 1, now, early=True)
         self.copies.wait()
 
@@ -424,7 +424,7 @@ class Session:
             habits.touched = True
             self._tell_undo(f"step {version} changes registered tensors before its mutation", TOUCHED)
         now = self._at_mutation = self.registry.drawn()
-        sealed = habits.seals_early(version)
+        sealed = habits.seals_early
         if sealed and self._written != now:
             self._seal(version + 1, now, early=True)
         if self.copies.capsules_only:
@@ -434,12 +434,8 @@ class Session:
             self._compare_habits()
         elif not seen_forward or self._explicit_barrier or habits.reseal:
             self._barrier()
-        if habits.undo or habits.touched:
-            self.copies.enable_undo()
-        elif habits.needs_undo(version):
-            # In the first step, and in those that will probably be late: whoever has left such a step could not go on
-            # with a rank that dies in it.
-            self.copies.enable_undo(brief=True)
+        if habits.needs_undo:
+            self.copies.enable_undo(brief=not habits.known)
         else:
             self.copies.disable_undo()
         self.copies.before_mutation(version)
@@ -600,13 +596,14 @@ class Session:
         if changed and not habits.reseal and not habits.changed:
             habits.changed = True
             self._tell_undo(f"in step {step} this rank's own state has changed after the forward pass", UNTIL_RESEALED)
-        if late and habits.was_late(step):
+        if late and not habits.late:
+            habits.late = True
             self._tell_undo(
                 f"step {step} draws random numbers or data, or changes other state of its own rank, late", step
             )
 
     def _tell_undo(self, why: str, step: int) -> None:
-        self.notice("undo_enabled", f"{why}; an own pre-step copy is kept where that is to be expected", step=step)
+        self.notice("undo_enabled", f"{why}; an own pre-step copy is kept from now on", step=step)
 
     def _keep_undo(self, step: int) -> None:
         """From the control thread: another rank's steps need it."""
@@ -618,7 +615,7 @@ class Session:
         elif step == TOUCHED:
             habits.touched = True
         else:
-            habits.was_late(step)
+            habits.late = True
 
     # -- messages ---------------------------------------------------------------------------------
 

@@ -178,6 +178,12 @@ def test_a_replacement_that_dies_on_its_way_begins_a_new_generation() -> None:
     world.machine.on_started(first, "node0", "host")
     world.machine.on_joined(pb.Joined(rank=1, generation=1, steps=30), world.now)
     assert world.machine.ranks[1].place is Place.EMPTY, "late words of the process that was replaced"
+    fill(world, 1)
+    world.machine.on_joined(pb.Joined(rank=1, generation=1, steps=30), world.now)
+    assert world.machine.ranks[1].place is Place.STARTING, "the second one has not come to its first step yet"
+    needs = [pb.ShardNeed(name=name, nbytes=5) for name in ("param/w", "common", "capsule@1")]
+    held = [pb.Held(kind="page", version=2, owner=1, shards=["capsule@1"], nbytes=[5])]
+    world.machine.on_joined(pb.Joined(rank=1, generation=2, steps=30, needs=needs, held=held), world.now)
     assert recovered(world).generation == 2
 
 

@@ -79,7 +79,7 @@ def _run(path: Path, layout: Layout, kills: list[Kill] | None = None) -> Job:
 def _check(loop: str, framework: str, kills: list[Kill], path: Path, reference: Reference) -> None:
     pytest.importorskip(PACKAGES.get(framework, "megatron.core"))
     layout = Layout(f"{loop}-{framework}", "", ("--loop", loop, "--framework", framework), nproc=WORLD)
-    check_loop(_run(path / "run", layout, kills), reference(layout), kills, _steps(loop))
+    check_loop(_run(path / "run", layout, kills), reference(layout), kills)
 
 
 def _cases() -> list[object]:

@@ -134,11 +134,11 @@ def test_wrong_use_ends_the_job_with_its_reason(mode: str, expected: str, tmp_pa
     check_clean(job)
 
 
-def test_every_start_from_the_first_line_meets_only_its_own_peers(tmp_path: Path) -> None:
-    """Both ranks fail in step 0 each time; what an earlier start has left in the store must not be read."""
+def test_an_exception_of_all_ranks_is_the_scripts_own_and_ends_the_job(tmp_path: Path) -> None:
+    """Starting again from the first line would only raise it again."""
     job = tiny(tmp_path / "run", "--mode", "not-entered")
-    assert job.code == 1 and "with step:" in job.output and "(max_failures_per_step)" in job.output, job.explain()
-    assert len([e for e in job.of("notice") if e["kind"] == "start_again"]) == 2, job.explain()
+    assert job.code == 1 and "with step:" in job.output and "the script raised" in job.output, job.explain()
+    assert not [e for e in job.of("notice") if e["kind"] == "start_again"], job.explain()
     assert {e["exception"] for e in job.of("failure_detected")} == {"flashrecovery.errors.RegistrationError"}
     check_clean(job)
 

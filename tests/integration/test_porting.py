@@ -32,7 +32,7 @@ def port(path: Path, loop: str, steps: int, kills: list[Kill] | None = None, npr
 def test_two_kills_and_the_same_end(loop: str, tmp_path: Path) -> None:
     kills = [Kill(1, 2, "backward", 0), Kill(0, 9, "optimizer", 1)]
     steps = 13  # several epochs
-    check_loop(port(tmp_path / "run", loop, steps, kills), port(tmp_path / "reference", loop, steps), kills, steps)
+    check_loop(port(tmp_path / "run", loop, steps, kills), port(tmp_path / "reference", loop, steps), kills)
 
 
 @pytest.mark.parametrize(

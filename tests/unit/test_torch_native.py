@@ -337,9 +337,9 @@ def test_the_mode_of_every_module_comes_back() -> None:
     model = Net()
     model.norm.eval()
     adapter = adapter_for(model, [])
-    state = codec.loads(codec.dumps(adapter.capture_common()))
+    state = codec.loads(codec.dumps(adapter.capture_rank()))
     model.eval()
-    adapter.restore_common(state)
+    adapter.restore_rank(state)
     assert model.training and model.first.training and not model.norm.training
     with pytest.raises(RestoreError, match="modules"):
         ModeTracker(nn.Linear(1, 1)).restore(state["modes"])

@@ -153,7 +153,6 @@ class TorchAdapter(Adapter):
         return {
             "hyperparameters": capture_hyperparameters(self.optimizers),
             "gradients": self._gradient_presence(),
-            "modes": self._modes.capture(),
         }
 
     def restore_common(self, state: dict[str, Any]) -> None:
@@ -161,7 +160,6 @@ class TorchAdapter(Adapter):
         for optimizer in self.optimizers:
             StateOrder.of(optimizer).settle()
         restore_hyperparameters(self.optimizers, state["hyperparameters"])
-        self._modes.restore(state["modes"])
         self._restore_gradient_presence(state["gradients"])
 
     def _gradient_presence(self) -> str | list[int]:
@@ -195,10 +193,10 @@ class TorchAdapter(Adapter):
         return set(presence)
 
     def capture_rank(self) -> dict[str, Any]:
-        return {"buffers": self._buffers.capture()}
+        return {"buffers": self._buffers.capture(), "modes": self._modes.capture()}
 
     def capsule_mark(self) -> Any:
-        return self._buffers.mark()
+        return self._buffers.mark(), self._modes.mark()
 
     def touch_mark(self) -> Any:
         """By version counters. The tensors are looked up anew when an optimizer has got or lost state, after
@@ -214,6 +212,7 @@ class TorchAdapter(Adapter):
 
     def restore_rank(self, state: dict[str, Any]) -> None:
         self._buffers.restore(state["buffers"])
+        self._modes.restore(state["modes"])
 
     # -- fault injection ------------------------------------------------------------------------
 

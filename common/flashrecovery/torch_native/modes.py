@@ -21,6 +21,10 @@ class ModeTracker:
         """``{"modules": how many, "eval": indices of those in evaluation mode}``."""
         return {"modules": len(self._modules), "eval": [i for i, m in enumerate(self._modules) if not m.training]}
 
+    def mark(self) -> int:
+        """Another number when a module's mode has changed."""
+        return hash(tuple([m.training for m in self._modules]))
+
     def restore(self, state: dict[str, Any]) -> None:
         """Set every module's mode. Raises RestoreError if the model has another number of modules."""
         if state["modules"] != len(self._modules):

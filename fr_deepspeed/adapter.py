@@ -45,7 +45,8 @@ _COUNTERS = (
     "_is_gradient_accumulation_boundary",
 )
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-"""Of the engine's config; ``engine.set_train_batch_size`` and ``set_train_micro_batch_size`` change it."""
+"""Of the engine's config; ``engine.set_train_batch_size`` and ``set_train_micro_batch_size`` change it. (Between
+two calls of a pipeline the script does it in a replacement, too.)"""
 _PLAIN = (bool, int, float, type(None))
 
 
@@ -202,7 +203,7 @@ class EngineAdapter(TorchAdapter):
         return {
             **super().capture_common(),
             "counters": {name: getattr(engine, name) for name in _COUNTERS},
-            "batch": {name: getattr(engine._config, name) for name in _BATCH},
+            "batch": {} if engine.pipeline_parallelism else {n: getattr(engine._config, n) for n in _BATCH},
             "scaler": {k: v for k, v in vars(self._scaler()).items() if isinstance(v, _PLAIN)},
             # DeepSpeed's schedulers do not keep it in their state, and refuse to say it before their first step.
             "last_lr": getattr(engine.lr_scheduler, "_last_lr", None),
@@ -228,6 +229,9 @@ class EngineAdapter(TorchAdapter):
 
     def capture_rank(self) -> dict[str, Any]:
         return {**super().capture_rank(), "rng_tracker": capture_tracker()}
+
+    def capsule_mark(self) -> Any:
+        return super().capsule_mark(), {name: bytes(state.numpy()) for name, state in capture_tracker().items()}
 
     def restore_rank(self, state: dict[str, Any]) -> None:
         super().restore_rank(state)

@@ -41,4 +41,3 @@ def restore_pipeline(engine: Any, state: dict[str, Any]) -> None:
     loss = state["loss"]
     engine.agg_train_loss = None if loss is None else torch.tensor(loss, device=engine.device)
     engine.module.micro_offset = state["micro_offset"]
-    engine.micro_batches = engine.gradient_accumulation_steps()

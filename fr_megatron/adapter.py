@@ -113,14 +113,14 @@ class MegatronAdapter(TorchAdapter):
                     inner._copy_main_params_to_model_params()
 
     def capture_rank(self) -> dict[str, Any]:
-        loop = {} if self._loop is None else self._loop.capture_rank()
-        return {**super().capture_rank(), "rng_tracker": capture_tracker(), "loop": loop}
+        return {**super().capture_rank(), "rng_tracker": capture_tracker()}
+
+    def capsule_mark(self) -> Any:
+        return super().capsule_mark(), {name: bytes(state.numpy()) for name, state in capture_tracker().items()}
 
     def restore_rank(self, state: dict[str, Any]) -> None:
         super().restore_rank(state)
         restore_tracker(state["rng_tracker"])
-        if self._loop is not None:
-            self._loop.restore_rank(state["loop"])
 
     def checkpoint_format(self) -> CheckpointFormat | None:
         if not MegatronCheckpoint.fits(self._chunks):

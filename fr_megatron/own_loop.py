@@ -4,7 +4,8 @@ goes another way, :mod:`fr_megatron.lm.state`.)
 =======================  ========================================================================================
 number of micro-batches  the calculator behind ``get_num_microbatches``, which a ramp-up of the batch size changes
 forward pre-hooks        with ``overlap_param_gather``: taken away for an evaluation, and given back after it
-losses for the log       what layers sum up until the script reports it (:mod:`fr_megatron.trackers`)
+losses for the log       what layers sum up until the script reports it (:mod:`fr_megatron.trackers`): a survivor goes
+                         back, a replacement begins with none
 timers                   one that was running in an interrupted step would refuse to be started again
 =======================  ========================================================================================
 """
@@ -25,9 +26,11 @@ class OwnLoop:
     def __init__(self, chunks: Sequence[Any]) -> None:
         self._chunks = chunks
         self._running: frozenset[str] = frozenset()
+        self._sums: dict[str, trackers.Entry] = {}
 
     def capture_common(self) -> dict[str, Any]:
-        """At a step boundary. The timers that run there are only remembered: they are this process's own."""
+        """At a step boundary. Timers and losses for the log are only remembered: they are this process's own."""
+        self._sums = trackers.save()
         self._running = frozenset(name for name, timer in self._timers().items() if timer._started)
         return {
             "micro_batches": plain_fields(_calculator()),
@@ -41,18 +44,9 @@ class OwnLoop:
                 chunk.enable_forward_pre_hook()
             elif _handles(chunk) and not hooked:
                 chunk.disable_forward_pre_hook(param_sync=False)
+        trackers.load(self._sums)
         for name, timer in self._timers().items():
             timer._started = name in self._running
-
-    def capture_rank(self) -> dict[str, Any]:
-        return trackers.save()
-
-    def restore_rank(self, state: Mapping[str, Any]) -> None:
-        trackers.load(state)
-
-    def mark(self) -> int:
-        """Changes when what :meth:`capture_rank` says does."""
-        return trackers.mark()
 
     def _timers(self) -> dict[str, Any]:
         """Those of Megatron's own schedules and of the script, without stand-ins that measure nothing."""

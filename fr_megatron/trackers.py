@@ -33,18 +33,6 @@ def save() -> dict[str, Entry]:
     return {name: {key: _plain(value) for key, value in entry.items()} for name, entry in _entries().items()}
 
 
-def mark() -> int:
-    """A number that changes when anything is added to an entry, or taken out."""
-    return hash(
-        tuple(
-            (name, key, id(value), value._version)
-            for name, entry in _entries().items()
-            for key, value in entry.items()
-            if isinstance(value, torch.Tensor)
-        )
-    )
-
-
 def load(saved: Mapping[str, Mapping[str, Any]]) -> None:
     """Make the entries those that were saved; others are set to zero.
 

@@ -49,7 +49,6 @@ CASES = (
     ("growing-batch", "zero0"),
     ("growing-batch", "zero2"),
     ("highest-rate", "megatron"),
-    ("counts", "megatron"),
     ("unhooked-evaluation", "overlaps"),
 )
 QUICK = (("expert-bias", "zero2"), ("expert-bias", "megatron"))

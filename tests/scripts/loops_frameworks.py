@@ -210,29 +210,6 @@ class UnhookedEvaluation(loops.Loop):
         return batch
 
 
-class Counts(loops.Loop):
-    """Megatron: losses that layers sum up for a log in every third step."""
-
-    def loss(self, batch: Tensor, step: int) -> Tensor:
-        from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
-
-        result = super().loss(batch, step)
-        save_to_aux_losses_tracker("load_balancing_loss", result.detach(), 1, 1, reduce_group=dist.group.WORLD)
-        return result
-
-    def below(self, step: int) -> None:
-        from megatron.core.transformer.moe import moe_utils
-
-        if self.due(step):
-            summed = moe_utils.get_moe_layer_wise_logging_tracker()["load_balancing_loss"]["values"]
-            self.objects["logged"].value.append(float(summed))
-            moe_utils.clear_aux_losses_tracker()
-
-    def prepare(self) -> None:
-        self.objects["logged"] = loops.Kept([])
-        self.own = ("logged",)
-
-
 class _Attached:
     """The framework has registered model and optimizer."""
 
@@ -250,7 +227,6 @@ MORE: dict[str, type[loops.Loop]] = {
     "growing-batch": GrowingBatch,
     "highest-rate": HighestRate,
     "unhooked-evaluation": UnhookedEvaluation,
-    "counts": Counts,
 }
 LOOPS: dict[str, Any] = {
     name: type(loop.__name__, (_Attached, loop), {})

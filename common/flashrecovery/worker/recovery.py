@@ -114,7 +114,7 @@ class Recovery:
     def register(
         self,
         *,
-        model: torch.nn.Module,
+        model: torch.nn.Module | None = None,
         optimizer: Optimizer | Sequence[Optimizer] = (),
         per_rank: bool | Collection[str] = (),
         **objects: Any,
@@ -124,6 +124,8 @@ class Recovery:
         weights), and random generators of torch, Python or numpy.
 
         Args:
+            model: None where a framework has registered it (DeepSpeed's engine, Megatron's chunks) and only objects
+                are added.
             per_rank: names of the objects that are each rank's own (``["best"]``), or True for all of this call. A
                 replacement gets the dead rank's; of others it gets its peers'. Generators are always each rank's own,
                 and objects that differ at the start are found to be.
@@ -134,7 +136,9 @@ class Recovery:
         """
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         optimizers, objects = unwrapped(optimizers, {name: o for name, o in objects.items() if o is not None})
-        for thing in (model, *optimizers, *objects.values()):
+        if model is None and (optimizers or not objects):
+            raise RegistrationError("register() needs the model of these optimizers, or named objects")
+        for thing in (*([] if model is None else [model]), *optimizers, *objects.values()):
             if any(known is thing for known in self._registered):
                 raise RegistrationError(f"{type(thing).__name__} is registered already")
             self._registered.append(thing)

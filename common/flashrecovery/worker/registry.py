@@ -61,7 +61,7 @@ class Registry:
 
     def register(
         self,
-        model: torch.nn.Module,
+        model: torch.nn.Module | None,
         optimizers: Sequence[Optimizer],
         objects: dict[str, Any],
         per_rank: Collection[str] = (),
@@ -69,6 +69,10 @@ class Registry:
         """Raises RegistrationError if something is registered twice or cannot be protected."""
         if self.shards:
             raise RegistrationError("register() after the first step; register everything before recovery.steps()")
+        if model is None:
+            self._check_objects(objects)
+            self._add_objects(objects, per_rank)
+            return
         if any(m is model for m in self._models):
             raise RegistrationError(f"this model ({type(model).__name__}) is registered already")
         for optimizer in optimizers:

@@ -127,6 +127,7 @@ class Megatron(Framework):
         settings = OptimizerConfig(
             optimizer="adam",
             lr=0.01,
+            min_lr=0.0001,
             clip_grad=1.0,
             use_distributed_optimizer=True,
             overlap_param_gather=self.overlaps,

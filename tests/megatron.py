@@ -11,7 +11,7 @@ import pytest
 from flashrecovery.config import PHASES
 from tests.jobs import SMALL, Job, Layout, References, RunningJob
 
-STEPS = 20
+STEPS = 22
 TIMEOUT_S = 400
 ENVIRONMENT = {"FR_MEGATRON_CPU": "1", "PYTHONWARNINGS": "ignore"}
 CONFIG = {"timeouts": {"stopped_s": 0.3}}

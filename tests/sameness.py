@@ -198,6 +198,8 @@ def _other_ways(logs: Sequence[ProcessLog], run: Run, start: int, launches: int)
                 allowed = {last, last + 1, last + 2} if log.generation > 0 else set()
             else:
                 allowed = {last, last + 1}
+            if last is not None:
+                allowed |= {last - 1} & set(resumed.values())  # copies were not complete
             if step not in allowed | fallbacks:
                 yield f"rank {log.rank}, generation {log.generation}: step {step} after {last}"
             last = step

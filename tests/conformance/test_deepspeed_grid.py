@@ -33,7 +33,7 @@ from tests.jobs import (
 
 pytest.importorskip("deepspeed")
 
-STEPS = 20
+STEPS = 22
 SCRIPT = "train_deepspeed.py"
 FP16_SCRIPT = ROOT / "tests" / "scripts" / "deepspeed_fp16.py"
 NO_RESET_SCRIPT = ROOT / "tests" / "scripts" / "deepspeed_no_reset.py"

@@ -21,8 +21,7 @@ def main() -> int:
     parser.add_argument("--tolerate", nargs="*", default=[], metavar="LAW", help="laws whose breach does not count")
     parser.add_argument("--without", choices=sorted(REMOVED), help="with this mend taken out, until that is noticed")
     args = parser.parse_args()
-    hist.quiet()
-    with hist.simulated(), REMOVED[args.without]() if args.without else nullcontext():
+    with hist.quiet(), hist.simulated(), REMOVED[args.without]() if args.without else nullcontext():
         return search(args)
 
 

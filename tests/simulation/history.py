@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -334,9 +335,16 @@ def _simpler(history: History) -> Iterator[History]:
             yield replace(history, script=simpler)
 
 
-def quiet() -> None:
+@contextmanager
+def quiet() -> Iterator[None]:
     """No log of the product on the terminal."""
-    logging.getLogger("flashrecovery").setLevel(logging.CRITICAL + 1)
+    logger = logging.getLogger("flashrecovery")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 __all__ = ["Fault", "History", "Outcome", "draw", "quiet", "run", "shrink", "simulated"]

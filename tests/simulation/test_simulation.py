@@ -23,9 +23,8 @@ TOLERATED = frozenset({"given away", "two controllers"})
 
 def broken(first: int, count: int) -> tuple[int, list[str]]:
     """How many recoveries there were in these histories, and the laws that were broken."""
-    quiet()
     recoveries, found = 0, []
-    with simulated():
+    with quiet(), simulated():
         for seed in range(first, first + count):
             outcome = run(draw(seed), TOLERATED)
             recoveries += outcome.recoveries
@@ -45,8 +44,7 @@ def test_no_history_breaks_a_law() -> None:
 
 
 def of(history: History) -> Outcome:
-    quiet()
-    with simulated():
+    with quiet(), simulated():
         return run(history, TOLERATED)
 
 

@@ -79,6 +79,7 @@ class ControllerSession:
         if peers is not None:
             peers.succession, peers.relay = self._succession, self._relay
         self._suspended = False
+        self._gathering = False
         self._lost_at: float | None = None
         self._link: Link[pb.AgentMessage, pb.Command] = Link()
         self._heard_at = time.monotonic()
@@ -248,6 +249,8 @@ class ControllerSession:
         self._suspended = body == "beat" and command.beat.suspended
         if self._suspended:
             return  # whether there is another one, the watch will find
+        if body == "beat":
+            self._gathering = command.beat.gathering
         self._heard_at, self._lost_at = time.monotonic(), None
         self._joined, self._name_taken_at = True, None
         if self._peers is not None:
@@ -334,7 +337,8 @@ class ControllerSession:
     async def _tell_workers(self) -> None:
         """Whether there is a controller that could stop them."""
         while True:
-            self._agent.controller_heard(self._fresh and self._silent_s() < self._limits.node_silence_s)
+            heard = self._fresh and self._silent_s() < self._limits.node_silence_s
+            self._agent.controller_heard(heard and not self._gathering)
             await asyncio.sleep(_TELL_S)
 
     def _turn_in_s(self, now: float) -> float:

@@ -82,6 +82,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._beat_at = 0.0
         self._to_beat: list[str] = []
         self._suspended = False
+        self._gathering = False
         self._incarnation = uuid.uuid4().hex
         self._standbys: dict[str, tuple[int, int]] = {}
         self._drills = Drills(config.world_size)
@@ -163,7 +164,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         return sum(r for r, _ in self._standbys.values()), sum(s for _, s in self._standbys.values())
 
     def _beat(self) -> pb.Command:
-        return pb.Command(generation=self.machine.generation, beat=pb.Beat(suspended=self._suspended))
+        beat = pb.Beat(suspended=self._suspended, gathering=self.machine.gathering)
+        return pb.Command(generation=self.machine.generation, beat=beat)
 
     async def Inject(self, request: pb.InjectRequest, context: Context) -> pb.InjectReply:
         """Arm or deliver a fault."""
@@ -222,7 +224,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             self._agents.post(node, self._electorate.command())
         # at once, because an agent that was cut off waits for it
         beat = self._beats.invite(node, connection.link)
-        beat.suspended = self._suspended
+        beat.suspended, beat.gathering = self._suspended, self.machine.gathering
         return pb.Command(generation=self.machine.generation, beat=beat)
 
     def deliver(self, message: pb.AgentMessage, node: str) -> None:
@@ -391,6 +393,9 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             else:
                 batches.add(action.node, action.command)
         self._agents.post_batches(batches, len(self.machine.nodes))
+        if self._gathering and not self.machine.gathering:
+            self._agents.post(None, self._beat())  # from now on the ranks of a failed collective can be stopped
+        self._gathering = self.machine.gathering
         if self.machine.state is State.FINISHED and not self._dismissed:
             self._dismissed = True
             self._agents.post(None, self._last_word())

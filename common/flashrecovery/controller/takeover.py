@@ -26,6 +26,11 @@ QUIET = 3.0
 class TakeOver(RecoverySteps):
     """The way from a running job to a machine that knows it."""
 
+    @property
+    def gathering(self) -> bool:
+        """Whether the job runs already and not all of its agents have come yet."""
+        return self._found_since is not None and not self._launched
+
     def inherit(self, now: float) -> None:
         """The job runs already, under a controller that is lost with its node; the others' agents are on their way."""
         self._found_since = self._started_at = self._found_at = now
@@ -73,7 +78,7 @@ class TakeOver(RecoverySteps):
             record.place = Place.STOPPING  # in the middle of a recovery; the next one tells it what to do
 
     def _take_over_if_late(self, now: float) -> None:
-        if self._found_since is None or self._launched:
+        if not self.gathering or self._found_since is None:
             return
         limits = self.config.timeouts
         quiet = self._found_at is not None and now - self._found_at >= QUIET * limits.node_silence_s

@@ -1615,6 +1615,7 @@ class Beat(_message.Message):
     """The controller is there, and this node belongs to the job. At least 4 Hz, here or as a datagram.
     The first one of a connection may invite the agent to send its heartbeats as datagrams (beats/wire.py).
     suspended: it is there, but has lost the majority of its electors, so it decides nothing and counts as not heard.
+    gathering: it has been started while the job runs and waits for the other agents; it stops nobody before that.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1623,10 +1624,12 @@ class Beat(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
     SUSPENDED_FIELD_NUMBER: _builtins.int
+    GATHERING_FIELD_NUMBER: _builtins.int
     port: _builtins.int
     ticket: _builtins.int
     salt: _builtins.bytes
     suspended: _builtins.bool
+    gathering: _builtins.bool
     def __init__(
         self,
         *,
@@ -1634,10 +1637,11 @@ class Beat(_message.Message):
         ticket: _builtins.int = ...,
         salt: _builtins.bytes = ...,
         suspended: _builtins.bool = ...,
+        gathering: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["port", b"port", "salt", b"salt", "suspended", b"suspended", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gathering", b"gathering", "port", b"port", "salt", b"salt", "suspended", b"suspended", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

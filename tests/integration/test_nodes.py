@@ -112,6 +112,21 @@ def test_the_node_with_the_controller_is_lost(how: str, net: Network, tmp_path: 
         assert job.newest_step(lost) == stopped_at, "the side without the controller has gone on"
 
 
+def test_an_elected_controller_knows_the_checkpoints(net: Network, tmp_path: Path, reference: References) -> None:
+    """Whichever node had published the newest one: all ranks die at once, and it is what is left."""
+    options = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-interval", "0.5")
+    job = NodesJob(net, tmp_path / "run", LONG, steps=60, options=options)
+    saved = job.wait_for("checkpoint_saved", 2)
+    job.kill_node(net.hosts[0])
+    job.wait_for("recovery_finished")
+    for rank, host in job.rank_hosts().items():
+        job.kill_worker(host, rank)
+    ended = job.wait(of=net.hosts[1:])
+    (fallback,) = ended.of("fallback_started")
+    assert fallback["version"] >= saved["version"], ended.explain()
+    check_same(ended, reference(LONG))
+
+
 def test_a_node_that_is_started_again(net: Network, tmp_path: Path, reference: References) -> None:
     """As by a scheduler, with the same command and name: it joins as a spare node, and takes over in its turn."""
     job = NodesJob(net, tmp_path / "run", LONGER)

@@ -257,6 +257,25 @@ def test_every_controller_is_told_what_marks_the_node(tmp_path: Path) -> None:
     assert asyncio.run(registered()) == ["", "host: disk: 0.5 GiB free [full]"]
 
 
+def test_an_agent_remembers_the_newest_checkpoint_for_the_next_controller(tmp_path: Path) -> None:
+    """Also one that another node has published; and it forgets that of another job."""
+
+    async def remembered() -> list[int]:
+        config = RunConfig(nproc_per_node=1, health="none")
+        with closing(RunDir(tmp_path / "run")) as run_dir:
+            agent = Agent(config, ["train.py"], run_dir, Identity.of(config, "127.0.0.1"))
+            agent.connect(lambda message: None, lambda heartbeat: None)
+            versions = []
+            for version in (5, 7, 6, -1, 2):
+                agent.handle(pb.Command(rank=-1, saved=pb.CheckpointSaved(version=version, path="c")))
+                register = agent.register()
+                versions.append(register.checkpoint.version if register.HasField("checkpoint") else -1)
+            await agent.shutdown(None)
+        return versions
+
+    assert asyncio.run(remembered()) == [5, 7, 7, -1, 2]
+
+
 def test_what_is_sent_to_a_standby_before_it_is_connected_arrives() -> None:
     """Two victims at once: the second takes a standby that was started a millisecond ago."""
 

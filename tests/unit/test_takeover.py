@@ -7,7 +7,7 @@ import pytest
 from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.outbox import Emit
+from flashrecovery.controller.outbox import Emit, Send
 from flashrecovery.controller.states import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -77,3 +77,52 @@ def test_what_was_trained_under_the_last_controller_counts(stepping: bool) -> No
         machine.on_failure(failure(rank), 12.0)
     assert machine.state is State.FAILED and "no survivor" in machine.failure_reason
     assert "start_again" not in notices(machine)
+
+
+def told(machine: Machine) -> list[tuple[str | None, int, str]]:
+    """What agents are told to remember: node (None: all), version, path."""
+    sent = [a for a in machine.take_actions() if isinstance(a, Send)]
+    return [(a.node, c.version, c.path) for a in sent if a.command.HasField("saved") and (c := a.command.saved)]
+
+
+def remembering(register: pb.Register, version: int) -> pb.Register:
+    register.checkpoint.CopyFrom(pb.CheckpointSaved(version=version, path=f"/c/{version}"))
+    return register
+
+
+def test_all_agents_are_told_of_a_checkpoint() -> None:
+    """The node of rank 0, which has published it, may be lost together with this controller."""
+    machine = controller()
+    machine.on_register(found("a", 0, 1), 0.0)
+    machine.on_register(found("b", 2, 3), 0.1)
+    machine.on_checkpoint(5, "/c/5")
+    machine.on_checkpoint(5, "/c/5")
+    machine.on_checkpoint(4, "/c/4")
+    assert told(machine) == [(None, 5, "/c/5")]
+
+
+@pytest.mark.parametrize("first", ["spare", "holder"])
+def test_a_checkpoint_that_only_a_spare_node_remembers_is_known(first: str) -> None:
+    machine = controller()
+    registers = [found("a", 0, 1), remembering(found("s"), 6)]
+    for register in registers if first == "holder" else reversed(registers):
+        machine.on_register(register, 0.0)
+    machine.on_tick(11.0)
+    assert machine.checkpoint == (6, "/c/6") and told(machine) == [(None, 6, "/c/6")]
+
+
+def test_the_newest_of_the_remembered_checkpoints_counts() -> None:
+    machine = controller()
+    machine.on_register(remembering(found("a", 0, 1), 4), 0.0)
+    machine.on_register(remembering(found("b", 2, 3), 2), 0.1)
+    assert machine.checkpoint == (4, "/c/4")
+
+
+def test_a_job_that_is_launched_knows_no_checkpoint_of_another_one() -> None:
+    """Agents that have served a job before, of which nothing is left, must not bring its checkpoint into this one."""
+    machine = controller()
+    machine.on_register(remembering(found("a"), 900), 0.0)
+    machine.on_register(found("b"), 0.1)
+    assert machine._launched and machine.checkpoint is None and told(machine) == [(None, -1, "")]
+    machine.on_register(remembering(found("late"), 900), 0.2)
+    assert machine.checkpoint is None and told(machine) == [("late", -1, "")]

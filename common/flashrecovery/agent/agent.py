@@ -180,12 +180,21 @@ class Agent:
         elif body == "modules":
             self._pool.size = max(self._pool.size, self._identity.slots)
             self._pool.set_modules(list(command.modules.names))
+        elif body == "saved":
+            self._remember(command.saved)
         elif body in ("beat", "fence"):
             pass  # the session's own
         elif body == "fault":
             self._faults.deliver(command, self._ranks.get(command.rank))
         else:
             self._relay(command)
+
+    def _remember(self, saved: pb.CheckpointSaved) -> None:
+        """The newest checkpoint of the job, whichever node has published it. The next controller hears of it."""
+        if saved.version < 0:
+            self._checkpoint = None
+        elif self._checkpoint is None or saved.version >= self._checkpoint.version:
+            self._checkpoint = saved
 
     def _adopt(self, command: pb.Command) -> None:
         """What concerns this node of a new rank table."""

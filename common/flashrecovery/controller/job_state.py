@@ -201,6 +201,12 @@ class JobState:
         entries = tuple(r.entry(peers.get(r.home, "")) for r in self.ranks.values())
         self.outbox.publish(self.generation, RankTable(entries, self.stride))
 
+    def saved(self) -> pb.Command:
+        """What the agents are to remember: the newest checkpoint, or (version -1) that there is none."""
+        version, path = self.checkpoint or (-1, "")
+        saved = pb.CheckpointSaved(version=version, path=path)
+        return pb.Command(generation=self.generation, rank=AGENT, saved=saved)
+
     def _command(self, rank: int, command: pb.Command, deadline: float | None = None, what: str = "") -> None:
         command.generation, command.rank = self.generation, rank
         self.outbox.send(None if rank == AGENT else self.ranks[rank].home, command, deadline, what)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from flashrecovery import events as ev
 from flashrecovery.controller.crashes import cause_of, limit_of, option_of
 from flashrecovery.controller.history import Recovery
+from flashrecovery.controller.job_state import AGENT
 from flashrecovery.controller.nodes import NodeRecord, NodeState, launch_order
 from flashrecovery.controller.records import HeldAt, Place, RankRecord, unequal_claims, unequal_steps
 from flashrecovery.controller.restore import RestoreRound
@@ -61,6 +62,8 @@ class Machine(Watching, TakeOver):
             )
         )
         self._compare_command(message)
+        if message.HasField("checkpoint"):
+            self._hear_of_checkpoint(node, message.checkpoint)
         if message.workers and not self._launched:
             self._find(node, message, now)
         elif message.workers:
@@ -83,6 +86,9 @@ class Machine(Watching, TakeOver):
         if order is None:
             return
         self._launched, self._started_at = True, now
+        if self.checkpoint is not None:  # what an agent remembers is of a job that it has served before
+            self.checkpoint = None
+            self._command(AGENT, self.saved())
         chosen = {node.name for node in order}
         for node in self.nodes.values():
             node.state = NodeState.ACTIVE if node.name in chosen else NodeState.SPARE
@@ -324,9 +330,20 @@ class Machine(Watching, TakeOver):
         self._confirm(now)
 
     def on_checkpoint(self, version: int, path: str) -> None:
-        """A complete checkpoint exists."""
-        if self.checkpoint is None or version >= self.checkpoint[0]:
+        """A complete checkpoint exists. Every agent keeps that in mind for the controller that may come after this
+        one: the node that has published it may be lost together with this controller's."""
+        newest = self.checkpoint is None or version >= self.checkpoint[0]
+        if newest and self.checkpoint != (version, path):
             self.checkpoint = (version, path)
+            if self._launched:
+                self._command(AGENT, self.saved())
+
+    def _hear_of_checkpoint(self, node: NodeRecord, saved: pb.CheckpointSaved) -> None:
+        """An agent that has come remembers one: of this job, if this controller is about to take that over."""
+        if self._launched:
+            self.outbox.send(node.name, self.saved())
+        else:
+            self.on_checkpoint(saved.version, saved.path)
 
     def on_tick(self, now: float) -> None:
         """Look at the deadlines; call a few times a second."""

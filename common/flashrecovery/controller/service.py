@@ -222,6 +222,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._tell_modules(node)
         if self._electorate.named:
             self._agents.post(node, self._electorate.command())
+        if self.machine.checkpoint is not None and not self.machine.gathering:
+            self._agents.post(node, self.machine.saved())
         # at once, because an agent that was cut off waits for it
         beat = self._beats.invite(node, connection.link)
         beat.suspended, beat.gathering = self._suspended, self.machine.gathering

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from flashrecovery import events as ev
 from flashrecovery.controller.history import Recovery
+from flashrecovery.controller.job_state import AGENT
 from flashrecovery.controller.nodes import NodeRecord, NodeState
 from flashrecovery.controller.records import Place, RankRecord
 from flashrecovery.controller.recovery import RecoverySteps
@@ -54,9 +55,6 @@ class TakeOver(RecoverySteps):
         self.generation = max(self.generation, message.generation)
         self.stride = message.stride or self.stride
         self._restarts = max(self._restarts, message.attempt)
-        if message.HasField("checkpoint"):
-            found = (message.checkpoint.version, message.checkpoint.path)
-            self.checkpoint = max(self.checkpoint, found) if self.checkpoint is not None else found
         if all(r.place is not Place.EMPTY for r in self.ranks.values()):
             self._take_over(now)
 
@@ -88,6 +86,8 @@ class TakeOver(RecoverySteps):
     def _take_over(self, now: float) -> None:
         """All agents are there, or have had the time."""
         self._launched = True
+        if self.checkpoint is not None:
+            self._command(AGENT, self.saved())
         homes = {r.home for r in self.ranks.values()}
         for node in self.nodes.values():
             if node.alive:

@@ -76,21 +76,3 @@ def test_communication_errors_are_told_by_type() -> None:
     assert groups.is_communication_error(dist.DistNetworkError("x"))
     assert groups.is_communication_error(dist.DistStoreError("x"))
     assert not groups.is_communication_error(RuntimeError("Connection closed by peer"))
-
-
-def test_nccl_findings() -> None:
-    good = {
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-        "TORCH_NCCL_ENABLE_MONITORING": "0",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    }
-    assert groups.nccl_environment_findings(good) == []
-    by_name = {f.name: f for f in groups.nccl_environment_findings({})}
-    assert set(by_name) == set(good)
-    assert all(f.value is None and f.advice.startswith("set it to 0") for f in by_name.values())
-    bad = {**good, "TORCH_NCCL_PROPAGATE_ERROR": "1", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "5"}
-    assert [f.name for f in groups.nccl_environment_findings(bad)] == [
-        "TORCH_NCCL_PROPAGATE_ERROR",
-        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
-    ]

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 
 from flashrecovery.config import CONFIG_ENV, RunConfig
+from flashrecovery.nccl_env import LAUNCH_DEFAULTS
 from flashrecovery.plan.stores import STORES_ENV
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -21,11 +22,8 @@ def common_env(config: RunConfig) -> dict[str, str]:
         "FLASHRECOVERY": "1",
         AGENT_PID_ENV: str(os.getpid()),
         CONFIG_ENV: config.settings().model_dump_json(),
-        # NCCL's own detection is slow and ends the process (torch 2.13): ours is outside of it.
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": os.environ.get("TORCH_NCCL_DUMP_ON_TIMEOUT", "0"),
-        "TORCH_NCCL_ENABLE_MONITORING": os.environ.get("TORCH_NCCL_ENABLE_MONITORING", "0"),
     }
+    env |= {name: os.environ.get(name, value) for name, value in LAUNCH_DEFAULTS.items()}
     env |= {
         "ROLE_NAME": "default",
         "WORLD_SIZE": str(config.world_size),

@@ -146,7 +146,7 @@ def nccl(environment: Mapping[str, str], wanted: bool) -> list[Finding]:
         return [Finding("nccl", Level.OK, "no NVIDIA device", "not looked at (--nccl forces it)")]
     from flashrecovery.agent.environment import common_env
     from flashrecovery.config import RunConfig
-    from flashrecovery.groups import nccl_environment_findings
+    from flashrecovery.nccl_env import nccl_environment_findings
 
     found = nccl_environment_findings({**environment, **common_env(RunConfig())})
     if not found:

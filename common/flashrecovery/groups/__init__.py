@@ -10,13 +10,13 @@ user's script from the top with detached groups and attaches at the same point. 
 from flashrecovery.groups.exchange import AttachReport, DrainReport, abandon, attach, detach_all, drain
 from flashrecovery.groups.failures import is_communication_error
 from flashrecovery.groups.native_build import build
-from flashrecovery.groups.nccl_env import Finding, nccl_environment_findings
 from flashrecovery.groups.registry import (
     EVERYBODY,
     UNKNOWN,
     ManagedGroup,
     OpInfo,
     Progress,
+    abandonment_count,
     control_group,
     create_control_group,
     failure_count,
@@ -42,12 +42,12 @@ __all__ = [
     "UNKNOWN",
     "AttachReport",
     "DrainReport",
-    "Finding",
     "ManagedGroup",
     "OpInfo",
     "Progress",
     "Servers",
     "abandon",
+    "abandonment_count",
     "attach",
     "before_destruction",
     "build",
@@ -61,7 +61,6 @@ __all__ = [
     "is_communication_error",
     "main_op",
     "named_group",
-    "nccl_environment_findings",
     "operation_count",
     "raised_count",
     "replay_setup_log",

@@ -37,6 +37,8 @@ class DrainReport:
         seconds: how long it took.
         operations, buffers: operations still running and buffers still open to the network, if not quiet.
         stuck_aborts: groups whose NCCL abort has not returned. Such a process cannot go on; it has to be replaced.
+        open_sections: groups on which a thread other than the calling one has begun to coalesce operations and has not
+            ended it. NCCL launches nothing of that thread any more, so such a process has to be replaced, too.
     """
 
     quiet: bool
@@ -44,6 +46,7 @@ class DrainReport:
     operations: int = 0
     buffers: int = 0
     stuck_aborts: tuple[str, ...] = ()
+    open_sections: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,22 +98,26 @@ def abandon(reason: str) -> int:
 
 
 def drain(deadline_s: float) -> DrainReport:
-    """After :func:`abandon`: wait at most ``deadline_s`` seconds until no abandoned operation can touch a tensor."""
+    """After :func:`abandon`: wait at most ``deadline_s`` seconds until no abandoned operation can touch a tensor.
+
+    To be called on the thread that communicates: it ends what this thread has begun to coalesce.
+    """
     began = time.monotonic()
     module = native_build.loaded()
     if module is None:
         return DrainReport(True, 0.0)
-    outers = [outer for g in groups() if (outer := g.outer()) is not None and module.is_abandoned(outer)]
+    named = [(g.name, outer) for g in groups() if (outer := g.outer()) is not None and module.is_abandoned(outer)]
     while True:
-        left = [module.undrained(outer) for outer in outers]
+        left = [module.undrained(outer) for _, outer in named]
+        sections = tuple(name for name, outer in named if module.close_section(outer))
         operations, buffers = sum(o for o, _ in left), sum(b for _, b in left)
         stuck = tuple(name for name, thread in list(_aborts.items()) if thread.is_alive())
         seconds = time.monotonic() - began
-        if not (operations or buffers or stuck):
+        if not (operations or buffers or stuck or sections):
             _aborts.clear()
             return DrainReport(True, seconds)
         if seconds >= deadline_s:
-            return DrainReport(False, seconds, operations, buffers, stuck)
+            return DrainReport(False, seconds, operations, buffers, stuck, sections)
         time.sleep(_POLL_S)
 
 

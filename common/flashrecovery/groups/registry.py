@@ -271,6 +271,11 @@ def raised_count() -> int:
     return 0 if module is None else int(module.raised())
 
 
+def abandonment_count() -> int:
+    """How often the communication of this process has been abandoned so far."""
+    return STATE.abandonments
+
+
 def _create(request: GroupRequest, store: Store) -> Any:
     module = native()
     STATE.world = max(STATE.world, request.size)  # the default group is the first one

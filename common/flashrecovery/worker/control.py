@@ -21,6 +21,7 @@ from flashrecovery import groups
 from flashrecovery.config import Timeouts
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.worker.channel import Channel
+from flashrecovery.worker.device import DeviceClock
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.outside import ADVICE
 from flashrecovery.worker.whereabouts import whereabouts
@@ -36,6 +37,7 @@ class Control:
         channel: Channel,
         gate: Gate,
         limits: Timeouts,
+        device: DeviceClock,
         on_fault: Callable[[pb.Fault], None],
         on_checkpoint: Callable[[int], None],
         on_keep_undo: Callable[[int], None],
@@ -44,6 +46,7 @@ class Control:
         self._channel = channel
         self._gate = gate
         self._limits = limits
+        self._device = device
         self._on_fault = on_fault
         self._on_checkpoint = on_checkpoint
         self._on_keep_undo = on_keep_undo
@@ -112,10 +115,13 @@ class Control:
 
     def _let_finish(self, grace_s: float) -> None:
         deadline = time.monotonic() + grace_s
+        blocked_s = self._limits.mutation_blocked_s
         while self._gate.finishing and time.monotonic() < deadline:
             waiting = groups.main_op()
-            if waiting is not None and time.monotonic() - waiting.since > self._limits.mutation_blocked_s:
+            if waiting is not None and time.monotonic() - waiting.since > blocked_s:
                 return
+            if self._device.blocked_s > max(blocked_s, self._gate.step_s):
+                return  # NCCL's operations block the device, which has kernels of the step to run as well
             time.sleep(0.001)
 
     def _interrupt_modules(self) -> None:

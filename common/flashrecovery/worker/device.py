@@ -1,25 +1,79 @@
 """Step tags must follow the device, not the host that runs ahead of it.
 
-On CUDA the host queues the optimizer's kernels while gradients are still being reduced. If that reduction is aborted,
-the queued kernels would change the parameters with garbage, under a tag that says "version i". So the host waits for
-the device once a step, right before the first mutation (the point of FlashRecovery's barrier); a stop waits for the
-device before it says which version is live. Nothing of this costs anything on CPU.
+On CUDA the host queues kernels and collectives and goes on. If a collective is aborted, the kernels queued behind it
+run all the same, with garbage. So the host waits for the device where a tag says something about the state: right
+before the first mutation (the point of FlashRecovery's barrier: the gradients are whole), and before the commit of a
+step that has communicated after it (an all-gather of updated parameters: they are whole). A stop waits for the device
+before it says which version is live. Nothing of this costs anything on CPU.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+
+from flashrecovery.errors import DrainError
 
 
 class DeviceClock:
     """Synchronises with the current CUDA device, if the process uses one."""
 
+    def __init__(self) -> None:
+        self._waits_since: float | None = None
+
+    @property
+    def runs_behind(self) -> bool:
+        """The host does not wait for what it starts: a collective may be aborted and nobody is told."""
+        return bool(torch.cuda.is_initialized())
+
     def before_mutation(self) -> None:
         """Everything queued so far, the gradient synchronisation included, has happened."""
-        if torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()
+        if self.runs_behind:
+            with self._waiting():
+                torch.cuda.current_stream().synchronize()
 
-    def settle(self) -> None:
-        """Everything queued on the device has happened; called when a stopped step has unwound."""
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+    def before_commit(self) -> None:
+        """Everything queued so far, on whatever stream, has happened: what was communicated after the mutation, too."""
+        if self.runs_behind:
+            with self._waiting():
+                torch.cuda.synchronize()
+
+    @property
+    def blocked_s(self) -> float:
+        """For how many seconds the training thread has been waiting for the device here; 0 if it is not."""
+        since = self._waits_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def settle(self, deadline_s: float) -> None:
+        """Everything queued on the device has happened; called when a stopped step has unwound and its collectives have
+        been aborted. Raises DrainError after ``deadline_s`` seconds: something on the device waits for ever."""
+        if not self.runs_behind:
+            return
+        device = torch.cuda.current_device()
+        failures: list[BaseException] = []
+
+        def synchronize() -> None:
+            try:
+                torch.cuda.synchronize(device)
+            except RuntimeError as error:  # an error of the device is raised here, whichever kernel has made it
+                failures.append(error)
+
+        waiter = threading.Thread(target=synchronize, name="flashrecovery-settle", daemon=True)
+        waiter.start()
+        waiter.join(deadline_s)
+        if waiter.is_alive():
+            raise DrainError(f"the device was not idle {deadline_s:g} s after the abort (timeouts.drain_s)")
+        if failures:
+            raise DrainError(f"the device cannot go on: {failures[0]}") from failures[0]
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self._waits_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waits_since = None

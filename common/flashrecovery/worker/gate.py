@@ -206,6 +206,11 @@ class Gate:
         return self._stepping and (self._mutating or self.version < self._finish_to)
 
     @property
+    def step_s(self) -> float:
+        """How many seconds a step has taken lately; 0 before the first one."""
+        return self._step_ns / 1e9
+
+    @property
     def held(self) -> bool:
         """The controller has said hold, so a stop will follow."""
         return self._held

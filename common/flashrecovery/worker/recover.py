@@ -129,14 +129,15 @@ class Recoverer:
         """Everything that was under way has let go; this is what the rank holds."""
         s = self._s
         s.faults.hit("recovery:quiescing", s.gate.version)
-        s.device.settle()
         assert s.copies is not None
         s.copies.stop()
-        report = groups.drain(s.settings.timeouts.drain_s)
+        drain_s = s.settings.timeouts.drain_s
+        report = groups.drain(drain_s)
+        s.device.settle(drain_s)  # after the aborts: before them, the device may wait for a dead peer
         groups.detach_all()
         if not report.quiet:
             # What is left might still write into what this rank restores.
-            raise DrainError(f"after {s.settings.timeouts.drain_s:g} s (timeouts.drain_s): {report}")
+            raise DrainError(f"after {drain_s:g} s (timeouts.drain_s): {report}")
         if s.gate.live >= 0 and s.touched:
             s.gate.torn()
         reply.live_version = s.gate.live

@@ -88,15 +88,16 @@ class Session:
         self.gate.generation = connection.generation
         self.registry = Registry(self.rank, _world_size_env(), adapter_for, ModuleAdapter)
         self.faults = Faults(self.notice)
+        self.device = DeviceClock()
         self.control = Control(
             connection.channel,
             self.gate,
             settings.timeouts,
+            self.device,
             self.faults.arm,
             self._announce_checkpoint,
             self._keep_undo,
         )
-        self.device = DeviceClock()
         self.copies: Copies | None = None
         self._recoverer: Recoverer | None = None
         self._outside = OutsideWatch(lambda text: self.notice("communication_outside", text))
@@ -104,6 +105,7 @@ class Session:
         self._at_seal: Drawn | None = None  # the same at the end of the forward pass ...
         self._at_mutation: Drawn | None = None  # ... and when the mutation begins
         self._ops_at_mutation = 0
+        self._abandonments_before = 0
         self._quiet = True  # nothing was communicated after that
         self._failures_before = 0
         self._raised_before = 0
@@ -411,6 +413,7 @@ class Session:
         self.faults.hit("optimizer-start", version)
         self._before_mutation(version, seen_forward=self._hook_fired)
         self._ops_at_mutation = groups.operation_count()
+        self._abandonments_before = groups.abandonment_count()
         self.gate.mutate()
 
     def _before_mutation(self, version: int, *, seen_forward: bool) -> None:
@@ -528,6 +531,8 @@ class Session:
         self.gate.check()
         if self.gate.mutating:
             self._quiet = groups.operation_count() == self._ops_at_mutation
+            if not self._quiet:
+                self.gate.overhead.aside(self.device.before_commit)
             self._refuse_torn()
         else:
             # Nothing in such a step says that all ranks have come this far, with the copies of its version.
@@ -559,8 +564,11 @@ class Session:
                 raise
 
     def _refuse_torn(self) -> None:
-        """A collective has failed while the state was changing, and the step's body has swallowed the error."""
-        if groups.raised_count() == self._raised_before:
+        """A collective has failed while the state was changing, and the step's body has not heard of it: it has
+        swallowed the error, or the collective has been aborted on a device."""
+        abandoned = groups.abandonment_count() != self._abandonments_before
+        cut_short = self.device.runs_behind and abandoned and not self._quiet
+        if groups.raised_count() == self._raised_before and not cut_short:
             return
         if not self.gate.stopped and not self._wait_for_stop():
             raise JobFailedError(

@@ -7,8 +7,10 @@
 #include <deque>
 
 #include "graveyard.h"
+#include "inside.h"
 #include "local_backend.h"
 #include "progress.h"
+#include "section.h"
 #include "setup_log.h"
 #include "work.h"
 
@@ -122,9 +124,19 @@ class ManagedBase : public Backend {
     return {operations, buffers};
   }
 
-  // NCCL only: aborts the communicators; blocks until the inner backend has done so.
+  // NCCL only: aborts the communicators of an abandoned group; blocks until the inner backend has done so. First waits,
+  // for a bounded time, until no section is open and nobody is inside.
   void abortInners() {
+    section_.awaitClosed(kSectionWait);
+    inside_.awaitNobody(kLaunchWait);
     for (auto& inner : snapshot()) inner.backend->abort();
+  }
+
+  // Ends the section that this thread has open, if it has one. True if another thread has one open: only that thread
+  // could end it.
+  bool closeSection() {
+    if (section_.openHere()) section_.end();
+    return section_.isOpen();
   }
 
   bool local() const {
@@ -154,7 +166,10 @@ class ManagedBase : public Backend {
   void startCoalescing() override {
     if (standingIn_) return;
     progress_.startBatch();
-    get(accelerator())->startCoalescing();
+    Inside here(inside_);
+    const BackendPtr inner = get(accelerator());
+    inner->startCoalescing();
+    if (inner != local_) section_.open(inner);
   }
   void setTimeout(std::chrono::milliseconds timeout) override {
     timeout_ = timeout;
@@ -207,10 +222,23 @@ class ManagedBase : public Backend {
   WorkPtr run(OpType type, const char* name, c10::DeviceType device, Outputs&& outputs, Call&& call, int peer = -1) {
     if (OperationHook::set) OperationHook::call(group_, name);
     if (OutsideHook::watched && !own_) OutsideHook::call(group_, name);
-    if (standingIn_) {
+    const bool endsSection = type == OpType::COALESCED && section_.openHere();
+    if (standingIn_ && !endsSection) {
       ++standInCount();
       return call(*local_);
     }
+    Inside here(inside_);
+    try {
+      return launch(type, name, device, std::forward<Outputs>(outputs), std::forward<Call>(call), peer);
+    } catch (const c10::DistError&) {
+      if (section_.openHere()) section_.end();
+      throw;
+    }
+  }
+
+ private:
+  template <typename Outputs, typename Call>
+  WorkPtr launch(OpType type, const char* name, c10::DeviceType device, Outputs&& outputs, Call&& call, int peer) {
     const BackendPtr inner = get(device);
     const uint64_t seq = seq_++;
     const Ordinal ordinal = next(type, peer);
@@ -236,11 +264,14 @@ class ManagedBase : public Backend {
       if (!kept.empty())
         record->setOnSuccess([this_ = self(), seq, name, kept] { this_->remember(seq, name, kept); });
     }
+    if (type == OpType::COALESCED)
+      record->setOnSuccess([launched = section_.take()] {
+        for (const auto& part : launched) part->succeed();
+      });
     enlist(record);
     return finish(type, record, std::forward<Call>(call), *inner);
   }
 
- private:
   Ordinal next(OpType type, int peer) {
     switch (type) {
       case OpType::SEND:
@@ -258,10 +289,15 @@ class ManagedBase : public Backend {
 
   using Records = std::deque<std::shared_ptr<OpRecord>>;
 
+  // How long an abort waits for an open section, and for a launch: beyond that it is a communicator that hangs.
+  static constexpr std::chrono::milliseconds kSectionWait{2000};
+  static constexpr std::chrono::milliseconds kLaunchWait{200};
+
   template <typename Call>
   WorkPtr finish(OpType type, const std::shared_ptr<OpRecord>& record, Call&& call, Backend& inner) {
     WorkPtr work;
     try {
+      if (type == OpType::COALESCED) section_.ended();  // before the call: an abort need not wait for its launch
       work = call(inner);
     } catch (const c10::Error&) {
       record->settle();
@@ -276,8 +312,10 @@ class ManagedBase : public Backend {
       record->raised();
       C10_THROW_ERROR(DistBackendError, error.what());
     }
-    if (!work) {  // done already, or part of a coalesced launch
+    const bool launchedLater = section_.keep(record);
+    if (!work) {  // a synchronous operation of NCCL: it is ordered on the current stream, and there is nothing to wait for
       record->settle();
+      if (!launchedLater) record->succeed();
       return work;
     }
     FuturePtr future;
@@ -367,6 +405,8 @@ class ManagedBase : public Backend {
   Progress progress_;
   std::atomic<uint64_t> seq_{0};
   std::atomic<uint64_t> started_{0};
+  Section section_;
+  InsideCount inside_;
 };
 
 }  // namespace flashrecovery

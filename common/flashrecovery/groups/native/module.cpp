@@ -100,6 +100,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("revive", [](const BackendPtr& b) { managed(b).revive(); }, NoGil());
   m.def("abandon", [](const BackendPtr& b, const std::string& why) { return managed(b).abandon(why); }, NoGil());
   m.def("abort_inners", [](const BackendPtr& b) { managed(b).abortInners(); }, NoGil());
+  m.def("close_section", [](const BackendPtr& b) { return managed(b).closeSection(); }, NoGil());
   m.def("undrained", [](const BackendPtr& b) { return managed(b).undrained(); }, NoGil());
   m.def("is_local", [](const BackendPtr& b) { return managed(b).local(); }, NoGil());
   m.def("is_abandoned", [](const BackendPtr& b) { return managed(b).isAbandoned(); });

@@ -1,9 +1,28 @@
-"""What of NCCL's environment hinders a recovery, for ``flashrecovery doctor``. Not yet tried on GPUs."""
+"""The environment that torch's NCCL process groups need to be recovered: the launcher sets it, ``doctor`` checks it.
+
+torch reads these variables once, when a process makes its first NCCL group (torch 2.13, ProcessGroupNCCL.cpp).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+_DUMP_WAIT = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
+
+LAUNCH_DEFAULTS: Mapping[str, str] = {
+    # Detection by NCCL's watchdog is slow and ends the process. Ours is outside of it.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    # The watchdog waits so long for debug dumps, four times for each failed operation, before an aborted group goes.
+    _DUMP_WAIT: "1",
+}
+"""What a worker's environment says where the user's does not."""
+
+MAX_DUMP_WAIT_MS = 100
+_MIN_HEARTBEAT_S = 120
 
 
 @dataclass(frozen=True)
@@ -48,7 +67,6 @@ _WANTED: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
         "unset it or set it to 0: otherwise one rank's error is spread through the store to the new generation as well",
     ),
 )
-_MIN_HEARTBEAT_S = 120
 
 
 def nccl_environment_findings(env: Mapping[str, str]) -> list[Finding]:
@@ -58,6 +76,16 @@ def nccl_environment_findings(env: Mapping[str, str]) -> list[Finding]:
         value = env.get(name)
         if (default if value is None else value).strip().lower() not in good:
             findings.append(Finding(name, value, advice))
+    waits = env.get(_DUMP_WAIT)
+    if waits is None or not waits.isdigit() or int(waits) > MAX_DUMP_WAIT_MS:
+        findings.append(
+            Finding(
+                _DUMP_WAIT,
+                waits,
+                f"set it to 1 (at most {MAX_DUMP_WAIT_MS} ms): otherwise an aborted group keeps its memory and its "
+                "watchdog's lock for about a minute, in which no collective can be started",
+            )
+        )
     heartbeat = env.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC")
     if heartbeat is not None and (not heartbeat.isdigit() or int(heartbeat) < _MIN_HEARTBEAT_S):
         findings.append(

@@ -1,0 +1,40 @@
+// How many threads are within a call of an inner backend. NCCL frees a communicator at its abort, also if another thread
+// is just launching something on it; so an abort waits until nobody is inside.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+namespace flashrecovery {
+
+class InsideCount {
+ public:
+  // Waits until nobody is inside; false at the deadline. Nobody may come in meanwhile who has not been told to go.
+  bool awaitNobody(std::chrono::milliseconds deadline) const {
+    const auto until = std::chrono::steady_clock::now() + deadline;
+    while (count_ > 0) {
+      if (std::chrono::steady_clock::now() >= until) return false;
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    return true;
+  }
+
+ private:
+  friend class Inside;
+  std::atomic<int> count_{0};
+};
+
+// This thread is inside as long as it lives.
+class Inside {
+ public:
+  explicit Inside(InsideCount& where) : where_(where) { ++where_.count_; }
+  ~Inside() { --where_.count_; }
+  Inside(const Inside&) = delete;
+  Inside& operator=(const Inside&) = delete;
+
+ private:
+  InsideCount& where_;
+};
+
+}  // namespace flashrecovery

@@ -62,7 +62,7 @@ class Job(Run):
     def explain(self) -> str:
         """All there is to know when a test fails."""
         logs = "\n".join(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted((self.run_dir / "logs").glob("*")))
-        events = "\n".join(json.dumps(e)[:600] for e in self.events)
+        events = "\n".join(json.dumps(e)[:3000] for e in self.events)
         return f"code {self.code} after {self.seconds:.1f} s\n{self.output[-3000:]}\n{events}\n{logs}"
 
 

@@ -190,6 +190,66 @@ def test_one_failure_goes_through_every_state_and_is_reported_after_a_new_step()
     assert set(finished.phases) == {"detect", "quiesce", "replace", "regroup", "restore", "verify", "redo"}
 
 
+def resumed_at(world: World, version: int) -> None:
+    """Rank 2 has died and been replaced; all have been told to go on, and nobody has taken a step."""
+    world.launch()
+    while world.version[0] < version:
+        world.step()
+    world.kill(2)
+    while world.inbox:
+        world.step()
+    assert world.machine.state is State.RUNNING and world.machine.recovery is not None
+
+
+def test_a_heartbeat_of_the_last_generation_confirms_no_recovery() -> None:
+    """It is a datagram that was on its way: the ranks had come further than where they have resumed."""
+    world = World(4, steps=9)
+    resumed_at(world, 2)
+    for generation, ranks in ((0, (0, 1, 3)), (1, (2,))):
+        health = [pb.RankHealth(rank=r, pid=world.machine.ranks[r].pid, committed=3) for r in ranks]
+        world.machine.on_heartbeat(pb.Heartbeat(generation=generation, ranks=health), world.now)
+        world.collect()
+    assert not world.of(ev.RecoveryFinished)
+    world.train()
+    world.collect()
+    assert len(world.of(ev.RecoveryFinished)) == 1
+
+
+def test_a_heartbeat_of_a_process_that_has_been_replaced_counts_for_nothing() -> None:
+    """Its agent has sent it before it knew of the death, in the generation that goes on if nobody else had stopped."""
+    world = World(4, steps=9)
+    resumed_at(world, 2)
+    machine = world.machine
+    health = [pb.RankHealth(rank=r, pid=machine.ranks[r].pid, committed=3) for r in (0, 1, 3)]
+    health.append(pb.RankHealth(rank=2, pid=machine.ranks[2].pid - 1, committed=3))
+    machine.on_heartbeat(pb.Heartbeat(generation=1, ranks=health), world.now)
+    world.collect()
+    assert not world.of(ev.RecoveryFinished) and machine.ranks[2].committed < 3
+
+
+def test_the_end_of_a_process_that_has_been_replaced_is_nobodys_failure() -> None:
+    world = World(4, steps=9)
+    resumed_at(world, 2)
+    machine = world.machine
+    machine.on_exited(pb.Exited(rank=2, pid=machine.ranks[2].pid - 1, code=0), world.now)
+    world.collect()
+    assert machine.state is State.RUNNING and machine.ranks[2].place is Place.RUNNING
+    assert world.run() is State.FINISHED and len(world.of(ev.RecoveryStarted)) == 1
+
+
+def test_what_a_page_held_when_its_process_started_is_not_what_it_holds_now() -> None:
+    world = World(4, steps=9)
+    resumed_at(world, 2)
+    assert world.machine.ranks[2].capsules
+    world.train()
+    world.collect()
+    world.kill(1)
+    while any(c.HasField("hold") or c.HasField("stop") for _, c in world.inbox):
+        world.step()
+    versions = {h.version for h in world.machine.ranks[2].holdings() if h.shard == "capsule@2"}
+    assert versions == {world.version[2], world.version[2] + 1}
+
+
 def test_ranks_that_are_behind_finish_first() -> None:
     """Rank 3 is at version 3 already, rank 2 is changing to it, rank 1 is about to."""
     world = World(4, steps=6)

@@ -126,3 +126,30 @@ def test_a_job_that_is_launched_knows_no_checkpoint_of_another_one() -> None:
     assert machine._launched and machine.checkpoint is None and told(machine) == [(None, -1, "")]
     machine.on_register(remembering(found("late"), 900), 0.2)
     assert machine.checkpoint is None and told(machine) == [("late", -1, "")]
+
+
+def of_generation(register: pb.Register, generation: int) -> pb.Register:
+    register.generation = generation
+    return register
+
+
+@pytest.mark.parametrize("first", ["newer", "older"])
+def test_ranks_that_train_in_different_generations_are_brought_together(first: str) -> None:
+    """One node has not heard of the last recovery. The newest generation counts, whoever comes first."""
+    machine = controller()
+    registers = [of_generation(found("a", 0, 1), 3), of_generation(found("b", 2, 3), 2)]
+    for register in registers if first == "newer" else reversed(registers):
+        machine.on_register(register, 0.0)
+    assert machine.state is State.QUIESCING and machine.generation == 4 and machine.recovery is not None
+
+
+@pytest.mark.parametrize("first", ["newer", "older"])
+def test_of_two_nodes_with_the_same_rank_the_one_of_the_newer_generation_has_it(first: str) -> None:
+    """The other one was lost, its ranks were given away, and it has not been told."""
+    machine = controller()
+    registers = [of_generation(found("a", 0, 1), 3), of_generation(found("lost", 0, 1), 2)]
+    for register in registers if first == "newer" else reversed(registers):
+        machine.on_register(register, 0.0)
+    assert [machine.ranks[r].home for r in (0, 1)] == ["a", "a"]
+    fenced = [a.node for a in machine.take_actions() if isinstance(a, Send) and a.command.HasField("fence")]
+    assert fenced and set(fenced) == {"lost"}

@@ -143,8 +143,9 @@ def test_a_peer_that_dies_while_connecting() -> None:
     run_ranks(2, _dead_peer_in_attach)
 
 
-def test_a_child_that_is_forked_while_groups_are_destroyed() -> None:
-    """As a data loader's worker is: it can destroy groups of its own."""
-    script = Path(__file__).resolve().parents[1] / "scripts" / "fork_while_burying.py"
-    done = subprocess.run([sys.executable, str(script), "5"], capture_output=True, text=True, timeout=120, check=False)
+@pytest.mark.parametrize("script", ["fork_while_burying.py", "fork_while_entering.py"])
+def test_a_child_that_is_forked_while_threads_are_busy(script: str) -> None:
+    """As a data loader's worker is: it inherits no lock that a thread of its parent holds."""
+    path = Path(__file__).resolve().parents[1] / "scripts" / script
+    done = subprocess.run([sys.executable, str(path), "5"], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and "children got through" in done.stdout, done.stdout + done.stderr

@@ -4,6 +4,24 @@ from __future__ import annotations
 
 from flashrecovery import events as ev
 
+_OF_THE_SCRIPT = ("communication_outside", "own_objects", "undo_enabled")
+"""What every rank of a script finds out for itself, in the same words."""
+
+
+class Console:
+    """What has been said on the terminal."""
+
+    def __init__(self) -> None:
+        self._told: set[tuple[str, str]] = set()
+
+    def line_of(self, event: ev.Event) -> str | None:
+        """What to print for ``event``; None for the others, and for what another rank has said already."""
+        if isinstance(event, ev.Notice) and event.kind in _OF_THE_SCRIPT:
+            if (event.kind, event.text) in self._told:
+                return None
+            self._told.add((event.kind, event.text))
+        return line_of(event)
+
 
 def line_of(event: ev.Event) -> str | None:
     """What to print for ``event``; None for the others."""
@@ -22,7 +40,7 @@ def line_of(event: ev.Event) -> str | None:
         return f"no consistent state in memory ({event.reason}); going back to checkpoint {event.path}"
     if isinstance(event, ev.Notice) and event.kind in (
         "redundancy",
-        "undo_enabled",
+        *_OF_THE_SCRIPT,
         "checkpoint_failed",
         "digest_mismatch",
         "other_layout",

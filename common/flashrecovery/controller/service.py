@@ -21,7 +21,7 @@ from flashrecovery.config import FaultSpec, RunConfig
 from flashrecovery.controller.batches import Batches
 from flashrecovery.controller.checkpoints import Checkpoints
 from flashrecovery.controller.connections import Connection, Connections
-from flashrecovery.controller.console import line_of
+from flashrecovery.controller.console import Console
 from flashrecovery.controller.drills import Drills
 from flashrecovery.controller.electorate import Electorate
 from flashrecovery.controller.job_state import AGENT
@@ -88,6 +88,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._drills = Drills(config.world_size)
         self._board = StatusBoard(self.machine, self._liveness, str(run_dir.path))
         self._checkpoints = Checkpoints(config.checkpoint)
+        self._console = Console()
         self._server: Server | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._dismissed = False
@@ -301,7 +302,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
     def _record(self, event: ev.Event) -> None:
         """Into the log, and on the terminal if it is of interest there."""
         self._log.write(event)
-        line = line_of(event)
+        line = self._console.line_of(event)
         if line is not None:
             print(f"flashrecovery: {line}", file=sys.stderr, flush=True)
 

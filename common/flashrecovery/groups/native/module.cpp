@@ -12,6 +12,7 @@
 #include "glance.h"
 #include "sparse_backend.h"
 #include "store.h"
+#include "thread_states.h"
 
 namespace {
 
@@ -75,6 +76,7 @@ void setOutsideHook(py::object callback) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::module::import("torch.distributed");
+  ThreadStates::holdWhileForking();
 
   // groups
   m.def("create", [](int rank, int size, std::string group, std::string kind, Millis timeout, bool own) -> BackendPtr {

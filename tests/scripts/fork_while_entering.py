@@ -1,0 +1,58 @@
+"""Forks again and again while a thread of gloo drops tensors that have a Python object, for which it enters Python.
+
+``fork_while_entering.py SECONDS`` ends with "stuck" if a child never comes back from its fork.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+from flashrecovery.groups.native_build import native
+
+THREADS = 2
+CHILD_S = 20.0
+
+
+def reduce_until(deadline: float) -> None:
+    """Nobody waits for these, so the thread that carries them out has them last."""
+    while time.monotonic() < deadline:
+        dist.all_reduce(torch.ones(1), async_op=True)
+        time.sleep(0)
+
+
+def main() -> None:
+    native()  # compiled, if need be; this is what makes forks safe
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    deadline = time.monotonic() + float(sys.argv[1])
+    threads = [threading.Thread(target=reduce_until, args=(deadline,)) for _ in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    forks = 0
+    while time.monotonic() < deadline:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        forks += 1
+        until = time.monotonic() + CHILD_S
+        while os.waitpid(pid, os.WNOHANG)[0] == 0:
+            if time.monotonic() > until:
+                os.kill(pid, 9)
+                os.waitpid(pid, 0)
+                os.write(1, f"stuck: child {forks}\n".encode())
+                os._exit(1)
+            time.sleep(0.001)
+    for thread in threads:
+        thread.join()
+    dist.destroy_process_group()
+    print(f"{forks} children got through")
+
+
+if __name__ == "__main__":
+    main()

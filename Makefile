@@ -15,10 +15,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 DEMO_DIR ?= runs/demo
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
+GPU_CHECK_ARGS ?=
 SEEDS ?= 2000
 SIMULATE_ARGS ?=
 
-.PHONY: help setup demo test test-slurm lint format grid grid-deepspeed grid-megatron soak soak-deepspeed soak-megatron chaos bench bench-setup mutate simulate clean
+.PHONY: help setup demo test test-slurm lint format grid grid-deepspeed grid-megatron soak soak-deepspeed soak-megatron chaos gpu-check bench bench-setup mutate simulate clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -91,6 +92,9 @@ soak-megatron: setup $(BIN)/.frameworks-done  ## 200 kills of TP2 x DP2
 
 simulate: $(BIN)/.setup-done  ## SEEDS=100000 histories of the real controller and agents on a virtual clock: none breaks a law
 	PYTHONHASHSEED=0 $(BIN)/python -m tests.simulation --seeds $(SEEDS) --shrink $(SIMULATE_ARGS)
+
+gpu-check: setup $(BIN)/.frameworks-done  ## on a machine with NVIDIA GPUs: a rank killed in every phase, each layout, the same bits, and a report
+	$(BIN)/python -m tests.gpu_check $(GPU_CHECK_ARGS)
 
 chaos: setup  ## 200 random faults of ranks, nodes, links and controllers on four hosts, without and with relays (needs root)
 	$(BIN)/python -m pytest -m chaos -s $(PYTEST_ARGS)

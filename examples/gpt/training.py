@@ -63,16 +63,15 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def start_process_group() -> torch.device:
     """Join the default process group (also alone, under plain ``python``) and return this rank's device."""
     cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)  # before NCCL asks which one
     backend = "nccl" if cuda else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    if not cuda:
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
     return device
 
 

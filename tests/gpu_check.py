@@ -1,0 +1,175 @@
+"""``make gpu-check``: kill ranks in every phase of a step on NVIDIA GPUs, and compare the end bit for bit.
+
+For each layout one undisturbed job and one with a SIGKILL in every phase of a step, with deterministic kernels. The
+report (``report.md``, ``report.json``) is meant to be attached to an issue. With fewer GPUs than ranks, all ranks share
+the first one; without any, ``--cpu`` runs the same over gloo, which tests this program and nothing of CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashrecovery.config import PHASES
+from tests import megatron as mg
+from tests.faults import in_every_phase
+from tests.jobs import DDP, FSDP, GPT, HSDP, ROOT, SMALL, Job, Layout, check_clean, run_job
+from tests.sameness import Printed, differences
+
+WRAPPER = ROOT / "tests" / "scripts" / "one_gpu.py"
+STEPS = 2 * len(PHASES) + 4
+JOB_S = 400
+ZERO2, ZERO3 = (Layout(f"zero{stage}", "train_deepspeed.py", ("--zero", str(stage))) for stage in (2, 3))
+LAYOUTS = {
+    layout.name: layout
+    for layout in (DDP, FSDP, HSDP, ZERO2, ZERO3, mg.PP2_DP2, mg.DP4_DISTRIBUTED, mg.TP2_DP2_OVERLAPS, mg.TP2_PP2_DP2)
+}
+NEEDS = {"train_deepspeed.py": "deepspeed", "pretrain_gpt.py": "megatron.core"}
+PHASE_NAMES = ("detect", "quiesce", "replace", "regroup", "restore", "verify", "redo")
+
+
+@dataclass
+class Result:
+    """Of one layout. ``phases``: seconds of each part of each recovery; ``found``: what is not as it should be."""
+
+    layout: str
+    ranks: int
+    kills: int = 0
+    recoveries: int = 0
+    seconds: float = 0.0
+    phases: dict[str, list[float]] = field(default_factory=dict)
+    totals: list[float] = field(default_factory=list)
+    found: list[str] = field(default_factory=list)
+
+
+def phases_of(layout: Layout) -> list[str]:
+    """Those that a step of the layout has."""
+    gathers = layout in (FSDP, HSDP, ZERO3) or not mg.GATHERING.isdisjoint(layout.flags)
+    return [p for p in PHASES if p != "param-gather" or gathers]
+
+
+def run(directory: Path, layout: Layout, inject: list[str], *, gpus: int) -> Job:
+    env = dict(mg.ENVIRONMENT) if not gpus else {"PYTHONWARNINGS": "ignore"}
+    if 0 < gpus < layout.nproc:
+        env["FLASHRECOVERY_SHARED_GPU"] = "1"
+    flags = [str(GPT / layout.script), *SMALL, "--steps", str(STEPS), *layout.flags]
+    standby = 1 if inject else 0
+    return run_job(
+        directory, layout, timeout_s=JOB_S, standby=standby, inject=inject, script=WRAPPER, flags=flags, env=env
+    )
+
+
+def check(layout: Layout, directory: Path, gpus: int) -> Result:
+    """One layout."""
+    began = time.monotonic()
+    result = Result(layout.name, layout.nproc)
+    directory.mkdir(parents=True)
+    victims = (0, layout.nproc // 2, layout.nproc - 1)
+    inject = in_every_phase(phases_of(layout), victims, 0, "sigkill")
+    result.kills = len(inject)
+    reference = run(directory / "reference", layout, [], gpus=gpus)
+    if reference.code != 0:
+        result.found.append(f"the undisturbed job has ended with code {reference.code}: {directory}/reference.out")
+        return result
+    job = run(directory / "killed", layout, inject, gpus=gpus)
+    fired = len(job.notices("fault_fired"))
+    if fired < len(inject):
+        result.found.append(f"{fired} of {len(inject)} kills were carried out")
+    result.found += differences(job, reference, Printed.STEPS, 0, 1)
+    try:
+        check_clean(job)
+    except AssertionError as e:
+        result.found.append(str(e).splitlines()[0])
+    for event in job.of("recovery_finished"):
+        result.recoveries += 1
+        result.totals.append(event["total_s"])
+        for name, seconds in event["phases"].items():
+            result.phases.setdefault(name, []).append(seconds)
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def machine() -> dict[str, Any]:
+    """What this has been run on."""
+    found: dict[str, Any] = {
+        "host": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+    if torch.cuda.is_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    commit = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True)
+    found["flashrecovery"] = commit.stdout.strip() or "unknown"
+    return found
+
+
+def markdown(results: list[Result], where: dict[str, Any]) -> str:
+    """The report."""
+    lines = ["# GPU check", "", *(f"* {name}: {value}" for name, value in where.items()), ""]
+    lines += ["Medians of the recoveries, in seconds.", ""]
+    head = ["layout", "ranks", "kills", "recoveries", "total", "worst", *PHASE_NAMES, "same bits"]
+    lines += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for r in results:
+        times = [f"{statistics.median(r.phases[n]):.3f}" if r.phases.get(n) else "-" for n in PHASE_NAMES]
+        total = [f"{statistics.median(r.totals):.2f}", f"{max(r.totals):.2f}"] if r.totals else ["-", "-"]
+        row = [r.layout, r.ranks, r.kills, r.recoveries, *total, *times, "no" if r.found else "yes"]
+        lines.append("| " + " | ".join(map(str, row)) + " |")
+    for r in results:
+        lines += [""] + [f"* {r.layout}: {text}" for text in r.found] if r.found else []
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    flags = argparse.ArgumentParser(prog="python -m tests.gpu_check", description=__doc__.splitlines()[0])
+    flags.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=list(LAYOUTS), help="all by default")
+    flags.add_argument("--out", type=Path, default=Path("runs") / f"gpu-check-{time.strftime('%Y%m%d-%H%M%S')}")
+    flags.add_argument("--minutes", type=float, default=28.0, help="no layout is begun after so long")
+    flags.add_argument("--cpu", action="store_true", help="over gloo, to try this program")
+    args = flags.parse_args()
+    gpus = 0 if args.cpu else torch.cuda.device_count()
+    if not gpus and not args.cpu:
+        flags.error("there is no GPU here; --cpu tries this program over gloo")
+    args.out.mkdir(parents=True, exist_ok=False)
+    where, results = machine(), []
+    until = time.monotonic() + 60 * args.minutes
+    for name in args.layouts:
+        layout = LAYOUTS[name]
+        package = NEEDS.get(layout.script)
+        if package is not None and not installed(package):
+            print(f"{name}: left out, {package} is not installed", flush=True)
+            continue
+        if time.monotonic() > until:
+            print(f"{name}: left out, the time is up", flush=True)
+            continue
+        result = check(layout, args.out / name, gpus)
+        results.append(result)
+        verdict = "; ".join(result.found) or f"{result.recoveries} recoveries, the same bits"
+        print(f"{name}: {verdict} ({result.seconds:.0f} s)", flush=True)
+        (args.out / "report.md").write_text(markdown(results, where))
+        (args.out / "report.json").write_text(json.dumps({"machine": where, "results": [asdict(r) for r in results]}))
+    print(f"{args.out}/report.md")
+    return 1 if not results or any(r.found for r in results) else 0
+
+
+def installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""Runs a script so that all ranks can share one GPU, with kernels that repeat bitwise: ``one_gpu.py SCRIPT ARGUMENTS``.
+
+NCCL refuses two ranks on one device of a host; with a host's name of its own for each rank it talks over sockets.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if os.environ.get("FLASHRECOVERY_SHARED_GPU") == "1":
+        os.environ["NCCL_HOSTID"] = f"rank{os.environ['RANK']}"
+        os.environ["LOCAL_RANK"] = "0"
+
+    import torch
+
+    if torch.cuda.is_available():
+        torch.use_deterministic_algorithms(True)
+    script = sys.argv[1]
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -103,3 +103,11 @@ def test_a_page_says_which_of_its_capsules_are_final_and_so_does_its_heirs() -> 
     finally:
         page.close()
         heir.close()
+
+
+def test_a_transfer_of_which_nobody_says_anything_has_not_arrived() -> None:
+    """Also where neither side has named a digest: two that are missing are not equal."""
+    decision = decided(survivor(0, 6), survivor(1, 6), victim(2, [6], []))
+    moved = {t.shard for t in decision.round.plan.transfers}
+    assert moved >= {"param/w", "common"}
+    assert {shard for shard, _ in decision.round.mismatches()} == moved

@@ -10,6 +10,7 @@ from flashrecovery.versions import Bound, in_range, range_text
 from fr_megatron.megatron_fsdp import STRATEGIES
 from fr_megatron.optimizers import members
 
+_GRAPHS = "a captured graph holds the communicators that a recovery frees"
 CORE_0_16, CORE_0_20 = (0, 16), (0, 20)
 """Releases that differ in what this package touches; the tables of :mod:`fr_megatron.lm.hooks` name them."""
 
@@ -65,7 +66,7 @@ def _unsupported(chunks: Sequence[Any], optimizer: Any) -> Iterator[str]:
             yield from _unsupported_sharding(kind.__name__)
         if kind is FullyShardedDataParallel:
             yield from _unsupported_megatron_fsdp(chunk.ddp_config)
-        for name in ("reuse_grad_buf_for_mxfp8_param_ag", "fp8_param_gather"):
+        for name in ("reuse_grad_buf_for_mxfp8_param_ag", "fp8_param_gather", "nccl_ub"):
             if getattr(chunk.ddp_config, name, False):
                 yield f"{name}"
         if getattr(chunk, "overlap_param_gather_with_optimizer_step", False):
@@ -91,6 +92,23 @@ def _unsupported_model(config: Any) -> Iterator[str]:
     for name in ("cpu_offloading", "fine_grained_activation_offloading"):
         if getattr(config, name, False):
             yield f"{name} (activations that an interrupted step has moved away)"
+    yield from _unsupported_communication(config)
+
+
+def _unsupported_communication(config: Any) -> Iterator[str]:
+    """What communicates, or remembers how, without a process group that can be exchanged."""
+    for name in ("enable_cuda_graph", "external_cuda_graph"):
+        if getattr(config, name, False):
+            yield f"{name} ({_GRAPHS})"
+    implementation = getattr(config, "cuda_graph_impl", "none")
+    if implementation not in (None, "none"):
+        yield f"cuda_graph_impl={implementation!r} ({_GRAPHS})"
+    if getattr(config, "tp_comm_overlap", False):
+        yield "tp_comm_overlap (Transformer Engine's userbuffers have communicators of their own)"
+    if getattr(config, "moe_enable_deepep", False) or getattr(config, "moe_token_dispatcher_type", None) == "flex":
+        yield "moe_token_dispatcher_type='flex', DeepEP, HybridEP (they have communicators of their own)"
+    if getattr(config, "symmetric_ar_type", None):
+        yield f"symmetric_ar_type={config.symmetric_ar_type!r} (symmetric memory is mapped by all ranks together)"
 
 
 def _unsupported_sharding(wrapper: str) -> Iterator[str]:
@@ -116,9 +134,8 @@ def _unsupported_megatron_fsdp(config: Any) -> Iterator[str]:
         yield f"data_parallel_sharding_strategy={config.data_parallel_sharding_strategy!r}"
     if config.num_distributed_optimizer_instances > 1:
         yield "num_distributed_optimizer_instances > 1 with Megatron-FSDP (HSDP)"
-    for name in ("nccl_ub", "fsdp_double_buffer"):
-        if getattr(config, name, False):
-            yield name
+    if getattr(config, "fsdp_double_buffer", False):
+        yield "fsdp_double_buffer"
 
 
 def _unsupported_optimizer(inner: Any) -> Iterator[str]:

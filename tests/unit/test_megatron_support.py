@@ -1,0 +1,55 @@
+"""Settings of a Megatron model that are refused, by their names; the configuration is Megatron's own."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.transformer import TransformerConfig
+
+from fr_megatron.support import _unsupported_model
+
+
+def config(**values: Any) -> TransformerConfig:
+    """As it would be after Megatron's own checks, some of which need a GPU."""
+    made = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
+    names = {f.name for f in fields(made)}
+    for name, value in values.items():
+        assert name in names, f"megatron-core has no {name} any more"
+        setattr(made, name, value)
+    return made
+
+
+def test_a_plain_model_is_protected() -> None:
+    assert list(_unsupported_model(config())) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("enable_cuda_graph", True),
+        ("external_cuda_graph", True),
+        ("cuda_graph_impl", "local"),
+        ("cuda_graph_impl", "transformer_engine"),
+        ("tp_comm_overlap", True),
+        ("moe_enable_deepep", True),
+        ("moe_token_dispatcher_type", "flex"),
+        ("symmetric_ar_type", "two_shot"),
+        ("delay_wgrad_compute", True),
+        ("defer_embedding_wgrad_compute", True),
+        ("cpu_offloading", True),
+    ],
+)
+def test_what_cannot_be_brought_back_is_named(name: str, value: Any) -> None:
+    (found,) = _unsupported_model(config(**{name: value}))
+    assert name.removeprefix("moe_enable_").removeprefix("moe_").split("_type")[0].lower() in found.lower(), found
+
+
+def test_an_fp8_recipe_with_a_history_is_refused_and_others_are_not() -> None:
+    (found,) = _unsupported_model(config(fp8="e4m3", fp8_recipe="delayed"))
+    assert "fp8_recipe='delayed'" in found
+    assert list(_unsupported_model(config(fp8="e4m3", fp8_recipe="tensorwise"))) == []

@@ -166,13 +166,23 @@ class Worker:
 
     def __init__(self, pid: int, page: Page, reply: Callable[[], None] = lambda: None) -> None:
         self.pid, self.place, self.page, self.stepping, self.dead = pid, 3, page, True, False
+        self.done: pb.Done | None = None
+        self.failed = False
         self.send = lambda message: reply()
 
+    @property
+    def must_run(self) -> bool:
+        return WorkerProcess.must_run.fget(self)  # type: ignore[attr-defined, no-any-return]
 
-def test_a_process_that_is_stopped_for_too_long_is_a_victim() -> None:
+
+@pytest.mark.parametrize("through", [False, True])
+def test_a_process_that_is_stopped_for_too_long_is_a_victim(through: bool) -> None:
+    """Also one that has taken all its steps: everybody waits for its end."""
     p, page = _sleeper(), Page.create("test")
     page.beat()
     worker: Any = Worker(p.pid, page)
+    if through:
+        worker.stepping, worker.done = False, pb.Done(rank=3, version=7)
     monitor, now = StopMonitor(Timeouts(stopped_s=2.0)), time.monotonic() + 10
     assert list(monitor.check([worker], now)) == []
     os.kill(p.pid, signal.SIGSTOP)
@@ -182,6 +192,7 @@ def test_a_process_that_is_stopped_for_too_long_is_a_victim() -> None:
     assert list(monitor.check([worker], now)) == [] and list(monitor.check([worker], now + 1.9)) == []
     ((found, evidence, age),) = monitor.check([worker], now + 2.1)
     assert found is worker and "SIGSTOP" in evidence and age > 11
+    worker.failed = True  # as the agent notes when it reports it
     assert list(monitor.check([worker], now + 5)) == [], "once"
     p.kill()
     p.wait()

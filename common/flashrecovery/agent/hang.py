@@ -31,13 +31,12 @@ class StopMonitor:
         for process in processes:
             health = process.page.health()
             age = now - health.progress_at
-            still = health.progress_at and process.stepping and age >= min(1.0, self._limits.stopped_s / 2)
+            still = health.progress_at and process.must_run and age >= min(1.0, self._limits.stopped_s / 2)
             if not still or not is_stopped(process.pid):
                 self._stopped_since.pop(process.pid, None)
                 continue
             since = self._stopped_since.setdefault(process.pid, now)
             if now - since >= self._limits.stopped_s:
-                process.stepping = False
                 yield process, f"process state T (SIGSTOP) for {now - since:.1f} s", age
 
 

@@ -54,6 +54,12 @@ class WorkerProcess:
         """The rank it fills; -1 for a standby."""
         return -1 if self.rank is None else self.rank
 
+    @property
+    def must_run(self) -> bool:
+        """Whether it takes steps, or has taken all of them and is to end: stopped, it would keep everybody waiting. In
+        a recovery its answers are waited for."""
+        return not self.failed and (self.stepping or self.done is not None)
+
     @staticmethod
     def spawn(command: list[str], env: Mapping[str, str], log: Path, *, standby: bool) -> WorkerProcess:
         """Start ``python -m flashrecovery.worker.bootstrap`` in a session of its own, output to ``log``."""

@@ -31,12 +31,14 @@ class Controller:
         self.has_stream = True
         self.every_s = 0.0
         self.heard: list[str] = []
+        self.echoes: list[float] = []
         self.beats: list[pb.Heartbeat] = []
         self.batches = 0
 
-    def hears(self, node: str, now: float) -> bool:
+    def hears(self, node: str, now: float, echo: float) -> bool:
         if self.alive:
             self.heard.append(node)
+            self.echoes.append(echo)
         return self.alive
 
     def wanted_every_s(self) -> float:
@@ -140,10 +142,10 @@ def test_ranks_survive_the_wire() -> None:
     seal = Seal(TOKEN, b"salt")
     found: list[pb.RankHealth] = []
     for number, packed in parts:
-        datagram = seal.close(Header(MAGIC, BEAT, 0, number, 5, 6, 7, 8, 9), packed)
+        datagram = seal.close(Header(MAGIC, BEAT, 0, number, 5, 6, 7, 8, 9, 0.5), packed)
         assert len(datagram) <= LIMIT and ticket_of(datagram) == 5
         opened = seal.open(datagram, BEAT)
-        assert opened is not None and opened[3:] == (number, 5, 6, 7, 8, 9)
+        assert opened is not None and opened[3:] == (number, 5, 6, 7, 8, 9, 0.5)
         assert seal.open(datagram, ANSWER) is None
         found += unpack_ranks(datagram)
     assert found == ranks

@@ -74,6 +74,9 @@ class NoWorkers:
     def go_on(self) -> None:
         pass
 
+    def lend(self, until: float) -> None:
+        self.lent_until = until
+
     def fence(self) -> None:
         self.fenced += 1
         self._incarnation = "second"

@@ -224,6 +224,34 @@ def test_the_controller_counts_as_heard_when_the_answered_heartbeat_was_sent() -
     play(scene)
 
 
+def test_a_heartbeat_brings_back_when_the_newest_answer_was_sent() -> None:
+    """Of that time the controller knows for certain that it has been heard."""
+
+    async def scene(both: Both) -> None:
+        began = time.monotonic()
+        await both.beat(3)
+        none, first, second = both.controller.echoes
+        assert none == 0.0 and began < first < second < time.monotonic() - PERIOD_S
+        both.agent.sender.forget()
+        both.agent.sender.invited("127.0.0.1", both.server.invite("node", both.link), both.agent.link)
+        await asyncio.sleep(0.01)
+        await both.beat(1)
+        assert both.controller.echoes[-1] == 0.0, "a new connection may be to another controller"
+
+    play(scene)
+
+
+def test_an_elector_brings_it_back_at_once_and_that_is_not_answered() -> None:
+    async def scene(both: Both) -> None:
+        both.agent.sender.echoes = True
+        await both.beat(3)
+        heard = both.controller.echoes
+        assert len(heard) == 6 and len(both.agent.heard) == 3, "each answer once"
+        assert heard[0] == 0.0 and heard[1] == heard[2] < heard[3] == heard[4] < heard[5]
+
+    play(scene)
+
+
 def test_a_lost_datagram_is_sent_again_within_the_period() -> None:
     async def scene(both: Both) -> None:
         await both.beat(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import sys
 import time
@@ -84,7 +85,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._answered_at: dict[str, float] = {}
         self._answers_left = _BEATS_A_TICK
         self._beat_at = 0.0
-        self._to_beat: list[str] = []
+        self._to_beat: dict[str, None] = {}
         self._suspended = False
         self._gathering = False
         self._incarnation = uuid.uuid4().hex
@@ -320,8 +321,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         if self._answers_left > 0 and now - self._answered_at.get(node, float("-inf")) >= _TICK_S:
             self._answers_left -= 1
             self._beat_to(node, now)
-        elif node not in self._to_beat:
-            self._to_beat.append(node)
+        else:
+            self._to_beat[node] = None
 
     def _beat_to(self, node: str, now: float) -> None:
         self._answered_at[node] = now
@@ -367,12 +368,14 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         many at a time that it does not keep this controller from anything else, however many they are."""
         suspended = self._electorate.suspended(now)
         if suspended is not self._suspended:
-            self._suspended, self._beat_at, self._to_beat = suspended, 0.0, []
+            self._suspended, self._beat_at, self._to_beat = suspended, 0.0, {}
             self._record(self._electorate.notice(suspended=suspended))
         if not self._to_beat and now - self._beat_at >= self._config.timeouts.heartbeat_s:
             self._beat_at = now
-            self._to_beat = [n for n in self._agents.connected() if suspended or self._needs_beat(n, now)]
-        told, self._to_beat = self._to_beat[:_BEATS_A_TICK], self._to_beat[_BEATS_A_TICK:]
+            self._to_beat = dict.fromkeys(n for n in self._agents.connected() if suspended or self._needs_beat(n, now))
+        told = list(itertools.islice(self._to_beat, _BEATS_A_TICK))
+        for name in told:
+            del self._to_beat[name]
         self._answers_left = _BEATS_A_TICK - len(told)
         connected = set(self._agents.connected()) if told else set()
         for name in told:

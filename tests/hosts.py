@@ -30,7 +30,7 @@ def available() -> bool:
 
 
 def can_lose() -> bool:
-    """Whether packets can be dropped at random."""
+    """Whether packets can be dropped at random, or refused."""
     return shutil.which("nft") is not None
 
 
@@ -116,6 +116,18 @@ class Network:
         program = "\n".join([*chain, "flush chain bridge loss forward", *rules, ""])
         command = ["ip", "netns", "exec", self.switch, "nft", "-f", "-"]
         subprocess.run(command, input=program, check=True, capture_output=True, text=True)
+
+    def refuse(self, host: Host, *, on: bool = True) -> None:
+        """A firewall on the host answers for it and to it, whatever is sent: TCP with a reset, UDP with "port
+        unreachable". Needs nft."""
+        verdicts = ("meta l4proto tcp reject with tcp reset", "meta l4proto udp reject")
+        rules = ["add rule inet walls output tcp flags & rst == rst accept"]
+        rules += [f"add rule inet walls {way} {verdict}" for way in ("input", "output") for verdict in verdicts]
+        chains = [f"add chain inet walls {way} {{ type filter hook {way} priority 0; }}" for way in ("input", "output")]
+        local = ["add rule inet walls input iifname lo accept", "add rule inet walls output oifname lo accept"]
+        program = ["add table inet walls", *chains, "flush table inet walls", *((*local, *rules) if on else ()), ""]
+        command = [*host.command, "nft", "-f", "-"]
+        subprocess.run(command, input="\n".join(program), check=True, capture_output=True, text=True)
 
 
 def _at_random(percent: float) -> str:

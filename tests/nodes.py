@@ -191,6 +191,10 @@ class NodesJob:
         (pid,) = (r["pid"] for r in table["ranks"] if r["rank"] == rank and r["node"] == host.name)
         os.kill(pid, number)
 
+    def worker_pids(self, host: Host) -> list[int]:
+        """The processes that fill ranks there, as the newest rank table has it."""
+        return [r["pid"] for r in self._rank_table()["ranks"] if r["node"] == host.name]
+
     def kill_agent(self, host: Host) -> None:
         """SIGKILL to the agent alone."""
         os.kill(self.popens[host.name].pid, signal.SIGKILL)

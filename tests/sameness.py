@@ -166,10 +166,13 @@ def _taken_over(run: Run) -> bool:
 def _other_resumes(run: Run) -> Iterator[str]:
     """Recoveries that resumed at a step which does not follow from their failures."""
     failed: list[int] = []
+    latest: float = -1
     fallback: int | None = None
     for event in run.events:
         if event["event"] == "failure_detected":
             failed.append(event["step"])
+            # Of a lost node the controller knows where its ranks were up to a second before it fell silent.
+            latest = max(latest, float("inf") if event.get("kind") == "node_lost" else event["step"] + 1)
         elif event["event"] == "fallback_started":
             fallback = event["version"]
         elif event["event"] == "recovery_finished":
@@ -177,10 +180,10 @@ def _other_resumes(run: Run) -> Iterator[str]:
             if fallback is not None:
                 if step != fallback:
                     yield f"resumed at step {step}, although the checkpoint is of {fallback}"
-            elif failed and not min(failed) - 1 <= step <= max(failed) + 1:
+            elif failed and not min(failed) - 1 <= step <= latest:
                 # One before, where a rank dies before the copies of what only it holds are complete.
                 yield f"resumed at step {step} after failures at {failed}"
-            failed, fallback = [], None
+            failed, latest, fallback = [], -1, None
 
 
 def _other_ways(logs: Sequence[ProcessLog], run: Run, start: int, launches: int) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from flashrecovery import __version__
+from flashrecovery import __version__, leases
 from flashrecovery.errors import ConfigError
 
 CONTROLLER_PORT = 29400
@@ -78,8 +78,8 @@ class Timeouts(_Model):
     lease_s: float = Field(
         0.4,
         gt=0,
-        description="an agent that hears neither the controller nor a peer that does for this long halts its workers: "
-        "less than node_silence_s, so that no rank lives twice",
+        description="an agent none of whose heartbeats of this time is answered, also not by way of another node, "
+        "halts its workers, and an elector may vote: so much less than node_silence_s that no rank lives twice",
     )
     node_wait_s: float = Field(
         1800.0, gt=0, description="ranks of a lost node wait this long for a node with room; schedulers take minutes"
@@ -347,6 +347,7 @@ def load_run_config(file: Path | None, overrides: dict[str, Any]) -> RunConfig:
         values = dict(loaded or {})
     config: RunConfig = validate(RunConfig, overlaid(values, overrides), where)
     _check_nodes(config)
+    _check_leases(config.timeouts)
     _check_tls(config)
     for spec in config.inject:
         check_phase(spec.at)
@@ -375,6 +376,13 @@ def _check_nodes(config: RunConfig) -> None:
         )
     if config.slots is not None and config.slots < config.nproc_per_node:
         raise ConfigError(f"slots = {config.slots}: at least nproc_per_node = {config.nproc_per_node} is needed")
+
+
+def _check_leases(limits: Timeouts) -> None:
+    """Whether a node that is cut off halts, and a controller ceases to decide, in time. Raises ConfigError."""
+    wrong = leases.complaint(limits.lease_s, limits.node_probe_s, limits.node_silence_s)
+    if wrong:
+        raise ConfigError(f"timeouts: {wrong}")
 
 
 def _check_tls(config: RunConfig) -> None:

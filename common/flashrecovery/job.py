@@ -184,8 +184,8 @@ class Leadership:
         """
         await self.leave()
         here = replace(self._place, controller=self._place.here, port=0)
-        known = succession.electors
-        quorum = Quorum(self._agent.node, term, succession.version, known, until=time.monotonic() + _GATHER_S)
+        until = time.monotonic() + _GATHER_S
+        quorum = Quorum.elected(self._agent.node, term, succession.electors, succession.before, until)
         try:
             address = await self._start(here, self._path, quorum)
         except ConfigError as e:

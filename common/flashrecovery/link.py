@@ -3,11 +3,15 @@
 Messages are numbered and kept until the other side has acknowledged them; after a break what is left is sent again, and
 what has arrived already is dropped. Acknowledgements ride on the heartbeats that both sides send anyway, on the stream
 or as datagrams (:mod:`flashrecovery.beats`).
+
+Every message says when it went out, and which sending time of the other side has been the newest to arrive; so each
+side knows for certain up to when it has been heard (:attr:`Link.echoed_at`, see :mod:`flashrecovery.leases`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from typing import Generic, Protocol, TypeVar
@@ -18,6 +22,8 @@ class Numbered(Protocol):
 
     sequence: int
     acknowledged: int
+    sent_at: float
+    echo: float
 
 
 Out = TypeVar("Out", bound=Numbered)
@@ -31,6 +37,9 @@ class Link(Generic[Out, In]):
         self._sent = 0
         self._received = 0
         self._unacknowledged: deque[Out] = deque()
+        self._theirs = 0.0
+        self.echoed_at = 0.0
+        """The newest sending time of this side, CLOCK_MONOTONIC seconds, that has come back; 0.0: none."""
         self._put: Callable[[Out | None], None] = _nowhere
 
     def send(self, message: Out) -> None:
@@ -53,8 +62,9 @@ class Link(Generic[Out, In]):
             put(message)
 
     def stamp(self, message: Out) -> Out:
-        """Have ``message`` say what has arrived here."""
+        """Have ``message``, which goes out now, say what has arrived here."""
         message.acknowledged = self._received
+        message.sent_at, message.echo = time.monotonic(), self._theirs
         return message
 
     async def outgoing(self) -> AsyncGenerator[Out, None]:
@@ -82,6 +92,8 @@ class Link(Generic[Out, In]):
     def accept(self, message: In) -> bool:
         """Whether ``message`` is new."""
         self.acknowledge(message.acknowledged)
+        self._theirs = max(self._theirs, message.sent_at)
+        self.echoed_at = max(self.echoed_at, message.echo)
         if message.sequence == 0:
             return True
         if message.sequence <= self._received:

@@ -25,7 +25,7 @@ import xxhash
 
 from flashrecovery.lifeline import Lifeline
 
-MAGIC = 0x46525047_00000005
+MAGIC = 0x46525047_00000006
 TAG_NONE = -2
 """Tag of a worker that has not begun a step."""
 TAG_MUTATING = -1
@@ -41,7 +41,7 @@ PAGE_BYTES = _SETUP + SETUP_LIMIT
 
 # Indices of the header's 8-byte words; the lifeline lies behind them.
 _MAGIC, _TAG, _PROGRESS, _TIME_NS, _COMMITTED, _STEP_NS, _GENERATION, _OWN_NS, _OWN_LEAST_NS = range(9)
-_OVERHEAD_NS, _KEPT, _KEPT_NS = range(9, 12)
+_OVERHEAD_NS, _KEPT, _KEPT_NS, _LEASE_NS = range(9, 13)
 _SLOT_WORDS = tuple(16 + 8 * i for i in range(CAPSULES_KEPT))  # version + 1 (0: empty), length, digest, final
 _SETUP_WORDS = 16 + 8 * CAPSULES_KEPT  # length + 1 (0: none), digest
 
@@ -67,7 +67,7 @@ class Health:
 
 
 class Page:
-    """A mapped page. The worker writes, the agent reads; both sides use this class."""
+    """A mapped page. The worker writes, the agent reads (but for the lease); both sides use this class."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -130,6 +130,25 @@ class Page:
         if self._words[_KEPT] != version + 1:
             self._words[_KEPT_NS] = time.monotonic_ns()
             self._words[_KEPT] = version + 1
+
+    # -- lease ------------------------------------------------------------------------------------
+
+    def lend(self, until: float) -> None:
+        """By the agent: no change of state may begin after this time (CLOCK_MONOTONIC seconds; 0.0: whenever). It is
+        the worker that looks, so it holds also while the agent stands still."""
+        self._words[_LEASE_NS] = int(until * 1e9)
+
+    @property
+    def lent_until(self) -> float:
+        """The time of :meth:`lend`."""
+        return self._words[_LEASE_NS] / 1e9
+
+    def lease_over(self) -> bool:
+        """Whether that time has passed."""
+        until_ns = self._words[_LEASE_NS]
+        return 0 < until_ns < time.monotonic_ns()
+
+    # -- what is read -----------------------------------------------------------------------------
 
     @property
     def tag(self) -> int:

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 
 from flashrecovery import events as ev
 from flashrecovery.controller.states import State
+from flashrecovery.plan.electors import majority
 from tests.simulation.content import Content
 from tests.simulation.loop import Life
+from tests.simulation.network import Firewall, Host
 
 if TYPE_CHECKING:
     from flashrecovery.controller.service import ControllerService
+    from flashrecovery.plan.electors import Elector
     from tests.simulation.loop import Process
     from tests.simulation.process import SimWorkerProcess
     from tests.simulation.worker import ModelWorker
@@ -37,7 +40,7 @@ class Laws:
         self.failed = False
         self.last_fault_at = 0.0
         self.generations: dict[int, int] = {}
-        self.terms: dict[int, int] = {}
+        self.terms: dict[int, tuple[Process, ControllerService, set[Elector]]] = {}
         self.lives: dict[int, ModelWorker] = {}
         self.pid_generation: dict[int, int] = {}
         self.over_at = float("inf")
@@ -127,8 +130,14 @@ class Laws:
         term = service._electorate.term
         if service.machine.config.controller is None or not service._electorate.named:
             return
-        owner = self.terms.setdefault(term, id(service))
-        if owner != id(service):
+        electors = set(service._electorate.voters)
+        owner, other, known = self.terms.setdefault(term, (process, service, electors))
+        if other is service:
+            known |= electors
+        elif owner.dead and not known & electors:
+            # Everyone has been started anew: another job, of nodes with the same names.
+            self.terms[term] = process, service, electors
+        else:
             self.broken("term", f"two controllers decide in term {term}: the one on {process.host.name} is the second")
         for other_process, other in world.controllers():
             if other is service or not other_process.runs:
@@ -158,18 +167,37 @@ class Laws:
             self._started_again(event.text)
 
     def _node_lost(self, event: ev.NodeLost) -> None:
-        """Its ranks are given away: nothing of it may be able to take a step by now."""
+        """Its ranks are given away: nothing of it may be able to begin a change of state by now."""
         host = self.world.hosts[event.node]
         if "silent" not in event.evidence and "broken" not in event.evidence:
+            return
+        if self._controller_seems_dead_to(host):
             return
         alive = [
             w
             for w in self.world.workers.values()
             if w.process.host is host and w.process.runs and w.model is not None and w.model.can_step()
+            if not 0.0 < w.page.lent_until < self.world.loop.now + host.clock
         ]
         if alive:
             ranks = [w.place for w in alive]
             self.broken("given away", f"node {event.node} is taken for lost while its ranks {ranks} can take steps")
+
+    def _controller_seems_dead_to(self, host: Host) -> bool:
+        """Several nodes that reach each other, and for which a firewall refuses connections to a controller outside of
+        the nodes, cannot tell that from its death, for which training does not end (docs/limits.md)."""
+        world = self.world
+        if not world.shape.external:
+            return False
+        there = world.controller_host
+        network, to_halt_s = world.network, 0.3
+        refused = Firewall.REJECT in (network.verdict(host, there), network.verdict(there, host))
+        others = [
+            p.host
+            for name, p in world.agents.items()
+            if name not in (host.name, "ctl") and not p.dead and network.reached_lately(host, p.host, to_halt_s)
+        ]
+        return refused and any(network.reached_lately(other, host, to_halt_s) for other in others)
 
     def _started_again(self, text: str) -> None:
         """Everything from the script's first line: only where nobody holds a later version."""
@@ -230,10 +258,11 @@ class Laws:
         return max(common, default=-1)
 
     def _counts(self, process: SimWorkerProcess) -> bool:
-        """Whether the controller that has failed the job could still ask it: its node was not taken for lost."""
+        """Whether the controller that has failed the job could still ask it: its node was not taken for lost, and has
+        not stood still all the time that a new controller has waited for it."""
         service = self.failed_by
         node = service.machine.nodes.get(process.agent.name) if service is not None else None
-        return node is None or node.alive
+        return process.agent.runs if node is None else node.alive
 
     # -- agents ---------------------------------------------------------------------------------------
 
@@ -241,7 +270,31 @@ class Laws:
         world = self.world
         if self.failed or any(s.machine.state in (State.FINISHED, State.FAILED) for _, s in world.services):
             return
+        if "has been gone for" in str(error) and self._electors_lost():
+            self.failed, self.reason = True, str(error)
+            return
         self.broken("agent ends", f"{name}: {type(error).__name__}: {error}", error)
+
+    def _electors_lost(self) -> bool:
+        """Whether the controller is lost, and of the agents that were to elect another one half or more are, or there
+        are none because only two nodes were left: then the job ends (docs/nodes.md). Of the newest controller, which
+        the others follow."""
+        world = self.world
+        named = [(p, s) for p, s in world.services if s._electorate.named]
+        if not named:
+            return False
+        process, newest = max(named, key=lambda found: found[1]._electorate.term)
+
+        def lives(elector: Elector) -> bool:
+            ip, _, port = elector.peer.rpartition(":")
+            listener = world.network.hosts[ip].listeners.get(int(port))
+            return listener is not None and not listener.process.dead
+
+        quorum = newest._electorate._quorum
+        lists = [electors for electors in (quorum.electors, quorum.before) if electors]
+        if not lists:
+            return process.dead
+        return any(sum(lives(e) for e in electors) < majority(len(electors)) for electors in lists)
 
     def agent_ended(self, name: str, code: int, reason: str) -> None:
         """Whether the job is over for it."""

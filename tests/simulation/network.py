@@ -102,6 +102,7 @@ class Network:
         self.weather = weather
         self.hosts: dict[str, Host] = {}
         self._blocked: dict[tuple[str, str], Firewall] = {}
+        self._blocked_at: dict[tuple[str, str], float] = {}
         self._wires: list[Wire] = []
         self.over = False
         self.on_bytes: Callable[[bytes], None] | None = None
@@ -114,9 +115,10 @@ class Network:
 
     def block(self, a: str, b: str, how: Firewall = Firewall.DROP, *, one_way: bool = False) -> None:
         """Nothing gets from host ``a`` to host ``b`` any more (addresses)."""
-        self._blocked[a, b] = how
-        if not one_way:
-            self._blocked[b, a] = how
+        for way in ((a, b),) if one_way else ((a, b), (b, a)):
+            if way not in self._blocked:
+                self._blocked_at[way] = self.loop.now
+            self._blocked[way] = how
 
     def unblock(self, a: str, b: str) -> None:
         """The path is whole again, both ways."""
@@ -133,6 +135,10 @@ class Network:
 
     def reaches(self, a: Host, b: Host) -> bool:
         return self.verdict(a, b) is None
+
+    def reached_lately(self, a: Host, b: Host, within_s: float) -> bool:
+        """Whether ``a`` reaches ``b``, or did in the last seconds."""
+        return self.reaches(a, b) or self.loop.now - self._blocked_at[a.ip, b.ip] < within_s
 
     def delay(self, a: Host, b: Host) -> float:
         w = self.weather

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from flashrecovery.agent import session
 from flashrecovery.agent.agent import Agent
+from flashrecovery.agent.lease import Reach
 from flashrecovery.controller import restore
 from flashrecovery.controller.electorate import Electorate
+from flashrecovery.controller.liveness import Liveness
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.outbox import Outbox
+from flashrecovery.page import Page
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.habits import Habits
 from tests.simulation.worker import ModelWorker
@@ -53,12 +58,33 @@ def _one_by_one(expired: Callable[..., Any]) -> Callable[..., Any]:
     return first
 
 
-def _raised(self: Electorate, promised: int, now: float) -> bool:
+async def _raised(self: Electorate, promised: int, ask: object) -> bool:
     """Takes the term that an agent has promised to somebody, without asking for it."""
-    if promised <= self._quorum.term or not self.may_decide(now):
-        return False
-    self._quorum.term = promised
+    self._quorum.renewed(promised)
     return True
+
+
+def _arrived(self: Electorate, node: str, sent_at: float) -> None:
+    """Whatever arrives counts as sent and heard now."""
+    record = self._job.nodes.get(node)
+    if record is not None and record.alive:
+        self._echoed[node, record.incarnation] = time.monotonic()
+
+
+def _believes(judge: Callable[..., Any]) -> Callable[..., Any]:
+    """A broken connection, and a refusal, is proof."""
+
+    def judged(self: Liveness, name: str, pulse: Any, now: float) -> Any:
+        if not pulse.connected:
+            pulse.heard_at = min(pulse.heard_at, now - self._limits.node_silence_s)
+        return judge(self, name, pulse, now)
+
+    return judged
+
+
+def _any_door(seen: object, electors: object, node: str) -> Reach:
+    """Whoever is refused takes the controller for dead, and asks nobody."""
+    return Reach(enough=True, vouched=False)
 
 
 REMOVED: dict[str, Callable[[], Any]] = {
@@ -72,7 +98,11 @@ REMOVED: dict[str, Callable[[], Any]] = {
     "resume at the cut": lambda: patch.object(Machine, "_send_resume", _resume_next(Machine._send_resume)),
     "failures before the take-over": lambda: patch.object(Machine, "_is_lost", _lost_at_once(Machine._is_lost)),
     "victims of one moment together": lambda: patch.object(Outbox, "expired", _one_by_one(Outbox.expired)),
-    "a new term by votes": lambda: patch.object(Electorate, "raised_to", _raised, create=True),
+    "a new term by votes": lambda: patch.object(Electorate, "renew", _raised),
+    "heard counts from the sending": lambda: patch.object(Electorate, "echoed", _arrived),
+    "a broken connection is no proof": lambda: patch.object(Liveness, "_judge", _believes(Liveness._judge)),
+    "a closed door is no proof": lambda: patch.object(session, "reach", _any_door),
+    "the lease in the page": lambda: patch.object(Page, "lend", lambda self, until: None),
 }
 """By name: what is patched away."""
 

@@ -17,8 +17,6 @@ from tests.simulation.world import Shape
 SEEDS = int(os.environ.get("SIMULATION_SEEDS", "20"))
 PROCESSES = 2
 _PART = 10
-TOLERATED = frozenset({"given away", "two controllers"})
-"""Known: a node that is cut off after a reset halts too late; a controller that stood still counts old heartbeats."""
 
 
 def broken(first: int, count: int) -> tuple[int, list[str]]:
@@ -26,7 +24,7 @@ def broken(first: int, count: int) -> tuple[int, list[str]]:
     recoveries, found = 0, []
     with quiet(), simulated():
         for seed in range(first, first + count):
-            outcome = run(draw(seed), TOLERATED)
+            outcome = run(draw(seed))
             recoveries += outcome.recoveries
             if outcome.violation is not None:
                 found.append(f"seed {seed}: {outcome.violation}")
@@ -45,7 +43,7 @@ def test_no_history_breaks_a_law() -> None:
 
 def of(history: History) -> Outcome:
     with quiet(), simulated():
-        return run(history, TOLERATED)
+        return run(history)
 
 
 def calm(shape: Shape, *faults: Fault, steps: int = 40) -> History:

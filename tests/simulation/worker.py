@@ -11,6 +11,7 @@ import asyncio
 import json
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -45,7 +46,7 @@ class NoWaiting:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def wait(self) -> NoReturn:
+    def wait(self, timeout: float | None = None) -> NoReturn:
         raise WouldWait
 
     def notify_all(self) -> None:
@@ -486,7 +487,8 @@ class ModelWorker:
                 self.gate.mutate()
                 break
             except WouldWait:
-                await self._changed.wait()
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), 0.01 if self.page.lease_over() else None)
         self.world.mutates(self, self._held_for)
 
     async def _barrier(self, collective: Any) -> None:

@@ -31,12 +31,14 @@ class Controller:
         self.has_stream = True
         self.every_s = 0.0
         self.heard: list[str] = []
+        self.echoes: list[float] = []
         self.beats: list[pb.Heartbeat] = []
         self.batches = 0
 
-    def hears(self, node: str, now: float) -> bool:
+    def hears(self, node: str, now: float, echo: float) -> bool:
         if self.alive:
             self.heard.append(node)
+            self.echoes.append(echo)
         return self.alive
 
     def wanted_every_s(self) -> float:
@@ -140,10 +142,10 @@ def test_ranks_survive_the_wire() -> None:
     seal = Seal(TOKEN, b"salt")
     found: list[pb.RankHealth] = []
     for number, packed in parts:
-        datagram = seal.close(Header(MAGIC, BEAT, 0, number, 5, 6, 7, 8, 9), packed)
+        datagram = seal.close(Header(MAGIC, BEAT, 0, number, 5, 6, 7, 8, 9, 0.5), packed)
         assert len(datagram) <= LIMIT and ticket_of(datagram) == 5
         opened = seal.open(datagram, BEAT)
-        assert opened is not None and opened[3:] == (number, 5, 6, 7, 8, 9)
+        assert opened is not None and opened[3:] == (number, 5, 6, 7, 8, 9, 0.5)
         assert seal.open(datagram, ANSWER) is None
         found += unpack_ranks(datagram)
     assert found == ranks
@@ -218,6 +220,34 @@ def test_the_controller_counts_as_heard_when_the_answered_heartbeat_was_sent() -
         time.sleep(0.1)
         await asyncio.sleep(0.02)
         assert before <= both.agent.heard[2] <= sent
+
+    play(scene)
+
+
+def test_a_heartbeat_brings_back_when_the_newest_answer_was_sent() -> None:
+    """Of that time the controller knows for certain that it has been heard."""
+
+    async def scene(both: Both) -> None:
+        began = time.monotonic()
+        await both.beat(3)
+        none, first, second = both.controller.echoes
+        assert none == 0.0 and began < first < second < time.monotonic() - PERIOD_S
+        both.agent.sender.forget()
+        both.agent.sender.invited("127.0.0.1", both.server.invite("node", both.link), both.agent.link)
+        await asyncio.sleep(0.01)
+        await both.beat(1)
+        assert both.controller.echoes[-1] == 0.0, "a new connection may be to another controller"
+
+    play(scene)
+
+
+def test_an_elector_brings_it_back_at_once_and_that_is_not_answered() -> None:
+    async def scene(both: Both) -> None:
+        both.agent.sender.echoes = True
+        await both.beat(3)
+        heard = both.controller.echoes
+        assert len(heard) == 6 and len(both.agent.heard) == 3, "each answer once"
+        assert heard[0] == 0.0 and heard[1] == heard[2] < heard[3] == heard[4] < heard[5]
 
     play(scene)
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from typing import cast
 
 import pytest
 
 from flashrecovery.agent.lease import Standing
-from flashrecovery.agent.patience import AGAIN_S, EAGER_S, LOOK_S, next_attempt_s, next_question_s
+from flashrecovery.agent.patience import AGAIN_S, EAGER_S, next_attempt_s, next_question_s
 from flashrecovery.agent.peers import Seen
 from flashrecovery.agent.session import ATTEMPT_S
 from flashrecovery.agent.succession import AFTER_VOTE_S, TURN_S, Succession
 from flashrecovery.config import Timeouts
+from flashrecovery.controller.electorate import Electorate
+from flashrecovery.controller.job_state import JobState
+from flashrecovery.controller.nodes import NodeRecord
 from flashrecovery.controller.quorum import Quorum
 from flashrecovery.controller.takeover import QUIET
-from flashrecovery.plan.electors import Elector, Eligible, choose
+from flashrecovery.leases import LOOK_S
+from flashrecovery.plan.electors import Elector, Eligible, choose, first_version
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 LEASE_S = 0.4
@@ -60,14 +65,14 @@ def test_who_is_elector_stays_it() -> None:
 
 
 def heard(quorum: Quorum, *names: str) -> bool:
-    return quorum.heard(lambda node: 0.0 if node in names else float("inf"), 1.0)
+    return quorum.heard(lambda e: 0.0 if e.node in names else float("inf"), 1.0)
 
 
 def settled(*names: str) -> Quorum:
     quorum = Quorum("a")
     assert quorum.changed(eligible(*names))
     for name in names:
-        quorum.known(name, quorum.version)
+        quorum.known(elector(name), quorum.version)
     return quorum
 
 
@@ -85,11 +90,13 @@ def test_a_change_needs_both_majorities_until_both_know() -> None:
     quorum = settled("a", "b", "c")
     assert quorum.changed(eligible("a", "b", "d"))  # c is lost
     assert heard(quorum, "a", "b") and not heard(quorum, "a", "d")
-    quorum.known("a", 2)
+    assert not quorum.known(elector("a"), 2)
     assert not quorum.changed(eligible("a", "b", "d", "e", "f")), "one change at a time"
-    quorum.known("b", 1)
+    assert not quorum.known(elector("b"), 1)
     assert not heard(quorum, "a", "d"), "an older version is not this one"
-    quorum.known("b", 2)
+    assert not quorum.known(Elector("b", "b:1", "another life"), 2) and quorum.before
+    assert not heard(quorum, "a", "d"), "an agent that was started anew is no elector: it remembers no vote"
+    assert quorum.known(elector("b"), 2) and not quorum.before
     assert heard(quorum, "a", "d")
 
 
@@ -97,9 +104,88 @@ def test_two_nodes_are_left() -> None:
     quorum = settled("a", "b", "c")
     assert quorum.changed(eligible("a", "b")) and quorum.electors == ()
     assert not heard(quorum, "a")
-    quorum.known("a", 2)
-    quorum.known("b", 2)
+    quorum.known(elector("a"), 2)
+    quorum.known(elector("b"), 2)
     assert heard(quorum, "a")
+
+
+def test_a_controller_whose_other_electors_were_all_started_anew_decides() -> None:
+    """Nobody is left who could have been elected, or could be."""
+    quorum = settled("a", "b", "c")
+    ended = {"b", "c"}
+
+    def age(e: Elector) -> float:
+        return 0.0 if e.node == "a" else float("inf")
+
+    assert quorum.heard(age, 1.0, lambda e: e.node in ended)
+    assert quorum.changed(eligible("a", "b2", "c2"))
+    assert quorum.known(elector("a"), 2, lambda e: e.node in ended) is False, "the new ones do not know of it"
+    quorum.known(elector("b2"), 2, lambda e: e.node in ended)
+    assert quorum.known(elector("c2"), 2, lambda e: e.node in ended) and not quorum.before
+    ended.discard("c")
+    assert not settled("a", "b", "c").heard(age, 1.0, lambda e: e.node in ended), "c may lead"
+
+
+def test_a_new_term_begins_with_a_version_above_all_before() -> None:
+    known = tuple(elector(n) for n in "abc")
+    elected = Quorum.elected("b", 2, known, (), 0.0)
+    assert elected.version > 10**6 and elected.version < Quorum.elected("b", 3, known, (), 0.0).version
+    elected.renewed(7)
+    assert elected.version == first_version(7) and elected.electors == known
+    unsettled = Quorum.elected("b", 2, known, (elector("a"), elector("d"), elector("e")), 0.0)
+    assert heard(unsettled, "a", "b", "d") and not heard(unsettled, "a", "b")
+
+
+@dataclass
+class Job:
+    """What the electorate looks at."""
+
+    nodes: dict[str, NodeRecord]
+    generation: int = 0
+
+    @staticmethod
+    def of(names: str) -> Job:
+        registers = [pb.Register(node=n, host=n, peer_port=1, incarnation=f"{n}-life") for n in names]
+        return Job({r.node: NodeRecord.of(r) for r in registers})
+
+
+def electorate(quorum: Quorum, job: Job) -> Electorate:
+    return Electorate(quorum, cast(JobState, job), Timeouts())
+
+
+def test_a_controller_decides_by_the_sending_of_what_its_electors_have_received() -> None:
+    """Not by the arrival of what they send: that may have waited while this process stood still."""
+    job = Job.of("abc")
+    known = electorate(settled("a", "b", "c"), job)
+    known.echoed("a", 100.0)
+    known.echoed("b", 100.0)
+    known.echoed("c", 0.0)
+    assert known.may_decide(100.3)
+    known.echoed("b", 99.0)  # comes late
+    assert known.may_decide(100.3) and not known.may_decide(100.5)
+    assert not known.suspended(100.5) and known.suspended(100.8)
+    known.echoed("a", 200.0)
+    known.echoed("b", 200.0)
+    job.nodes["b"].incarnation = "another life"
+    assert not known.may_decide(200.1), "it remembers no vote"
+    known.echoed("b", 200.0)
+    assert not known.may_decide(200.1), "and is no elector"
+
+
+@pytest.mark.parametrize(("refusing", "renewed"), [("", True), ("c", True), ("bc", False)])
+def test_a_newer_term_is_won_by_votes(refusing: str, renewed: bool) -> None:
+    known = electorate(settled("a", "b", "c"), Job.of("abc"))
+    for name in "abc":
+        known.echoed(name, 10.0)
+    assert not known.needs_newer(1, 10.1) and not known.needs_newer(5, 99.0), "another one may have been elected"
+    assert known.needs_newer(5, 10.1) and not known.needs_newer(5, 10.2), "one attempt at a time"
+
+    async def ask(e: Elector, request: pb.VoteRequest) -> pb.VoteReply:
+        assert (request.term, request.renews, request.candidate, request.version) == (6, 1, "a", 1)
+        return pb.VoteReply(granted=e.node not in refusing)
+
+    assert asyncio.run(known.renew(5, ask)) is renewed
+    assert known.term == (6 if renewed else 1)
 
 
 # -- the agents' side -----------------------------------------------------------------------------
@@ -169,6 +255,45 @@ def test_a_vote_is_given_once_a_term() -> None:
     assert agent.vote(request(candidate="b")).granted
     assert not agent.vote(request(candidate="a")).granted
     assert not agent.follows(1, known=True) and agent.follows(2, known=False)
+
+
+def test_the_controller_that_is_followed_gets_a_newer_term_once() -> None:
+    nodes = Nodes("abc", silent_s={"b": 0.0})
+    agent = nodes.agents["b"]
+
+    def ask(term: int, candidate: str = "a", renews: int = 1) -> bool:
+        request = pb.VoteRequest(
+            term=term, version=1, candidate=candidate, voter="b", incarnation="b-life", renews=renews
+        )
+        return agent.vote(request).granted
+
+    assert not ask(5, candidate="c") and not ask(5, renews=2), "another one"
+    assert ask(5) and agent.promised == 5 and not nodes.left, "it goes on to follow it"
+    assert not ask(5) and not ask(4), "once a term, and none below"
+    assert not agent.follows(1, known=True) and agent.follows(5, known=True)
+    assert ask(6)
+
+
+def test_who_is_asked_in_vain_lets_go_of_a_controller_that_may_not_decide() -> None:
+    nodes = Nodes("abc", silent_s={"c": 0.1}, cut={"a"})
+    assert not nodes.agents["c"].is_wanted() and nodes.stand("b") is None
+    assert nodes.agents["c"].is_wanted()
+
+
+def test_an_election_needs_both_majorities_while_a_change_is_not_settled() -> None:
+    """The old electors b, c and the new ones a, d could else elect two controllers for one term."""
+    nodes = Nodes("abcde")
+    old = [pb.Elector(node=n, peer=f"{n}:1", incarnation=f"{n}-life") for n in "abc"]
+    new = [pb.Elector(node=n, peer=f"{n}:1", incarnation=f"{n}-life") for n in "ade"]
+    for name in "abcde":
+        nodes.agents[name].learn(pb.Electors(term=1, version=1, electors=old, leader="a"))
+    for name in "de":
+        nodes.agents[name].learn(pb.Electors(term=1, version=2, electors=new, before=old, leader="a"))
+    assert nodes.agents["d"].is_elector and not Nodes("bc").agents["b"].before
+    nodes.cut = {"b", "c"}
+    assert nodes.stand("d") is None, "a, d and e are enough of the new ones, but not of the old ones"
+    nodes.cut = {"a"}
+    assert nodes.stand("d") is not None
 
 
 def test_who_has_voted_does_not_stand_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

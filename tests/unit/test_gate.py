@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -150,3 +151,27 @@ def test_the_barrier_before_the_mutation_is_known(gate: Gate) -> None:
         assert gate.waits_in_barrier
         raise ValueError
     assert not gate.waits_in_barrier
+
+
+def test_no_change_of_state_begins_after_the_lease(gate: Gate) -> None:
+    """Its node may have been taken for lost, and its agent may stand still."""
+    gate.begin()
+    gate.page.lend(time.monotonic() + 60)
+    assert not gate.page.lease_over()
+    gate.mutate()
+    gate.commit()
+    gate.begin()
+    gate.page.lend(time.monotonic() - 0.001)
+    assert gate.page.lease_over()
+    thread = threading.Thread(target=gate.mutate)
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive() and not gate.mutating
+    gate.page.lend(time.monotonic() + 60)  # an answer has come
+    thread.join(5)
+    assert gate.mutating
+    gate.commit()
+    gate.page.lend(0.001)
+    gate.stop(1, 0)
+    with pytest.raises(StepInterrupted):  # who is stopped waits for nothing
+        gate.mutate()

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from flashrecovery import events as ev
-from flashrecovery.agent.lease import FRESH, LEASE_PROBE, Door, Standing, lost, standing
+from flashrecovery.agent.lease import Door, Reach, Standing, lost, reach, standing
 from flashrecovery.agent.peers import Seen
 from flashrecovery.config import Timeouts, load_run_config
-from flashrecovery.controller.liveness import NODE_PROBE, Ask, Liveness, Lost, Unheard
+from flashrecovery.controller.liveness import Ask, Liveness, Lost, Unheard
 from flashrecovery.controller.rank_table import Parts, RankTable
 from flashrecovery.controller.records import Place
 from flashrecovery.controller.states import State
 from flashrecovery.controller.status import job_status
 from flashrecovery.errors import ConfigError
+from flashrecovery.leases import LOOK_S, decides_for_s, halts_after_s
 from flashrecovery.link import Link
+from flashrecovery.plan.electors import Elector
 from flashrecovery.plan.placement import Room, neighbour_stride, place
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from tests.unit.test_machine import World
@@ -124,14 +128,39 @@ def test_the_node_of_the_controllers_process_is_never_lost() -> None:
     assert run(liveness, 0.0, 9.0, ()) == []
 
 
-def test_a_broken_connection_is_asked_about_at_once() -> None:
+def test_a_broken_connection_is_asked_about_at_once_and_lost_after_the_silence() -> None:
+    """That the others are refused proves nothing: a firewall may have answered for a node whose ranks take steps."""
     liveness = heard("a", "b")
     liveness.check(0.0)
     liveness.disconnected("b")
     assert liveness.check(0.05) == [Ask("a", "b")]
-    liveness.answered("a", "b", False, "refused")
-    (lost,) = liveness.check(0.1)
+    found: list[tuple[float, object]] = []
+    for now in [0.1 + 0.05 * i for i in range(20)]:
+        liveness.heard("a", now)
+        liveness.answered("a", "b", False, "refused")
+        found += [(now, f) for f in liveness.check(now)]
+    (lost_at, lost), *asks = sorted(found, key=lambda f: not isinstance(f[1], Lost))
     assert isinstance(lost, Lost) and "refused" in lost.evidence
+    assert LIMITS.node_silence_s <= lost_at <= LIMITS.node_silence_s + 0.051, "nothing is added for who is dead"
+    asked_at = [at for at, ask in asks if ask == Ask("a", "b")]
+    assert len(asked_at) == len(asks) and lost_at - max(asked_at) <= LIMITS.node_probe_s + 0.051, "and asked again"
+
+
+def test_a_node_that_another_one_vouches_for_is_not_lost() -> None:
+    """It counts the controller as heard then, and its ranks take steps; also if nobody reaches it from outside."""
+    liveness = heard("a", "b", "c")
+    found: list[tuple[float, object]] = []
+    for now in [0.05 * i for i in range(100)]:
+        liveness.heard("a", now)
+        liveness.heard("c", now)
+        if now < 3.0:
+            liveness.vouches("c", "b", now)
+        for observer in "ac":
+            liveness.answered(observer, "b", False, "refused")
+        found += [(now, f) for f in liveness.check(now) if not isinstance(f, Ask)]
+    (_, unheard), (lost_at, lost) = found
+    assert isinstance(unheard, Unheard) and unheard.observer == "c"
+    assert isinstance(lost, Lost) and lost_at >= 2.95 + LIMITS.node_silence_s
 
 
 def test_an_agent_that_connects_again_in_time_has_lost_nothing() -> None:
@@ -154,19 +183,41 @@ def test_after_a_pause_of_its_own_the_controller_suspects_nobody() -> None:
 
 
 @pytest.mark.parametrize(
-    ("door", "ages", "expected"),
+    ("door", "enough", "vouched", "silent_s", "expected"),
     [
-        (Door.SILENT, [None, None], Standing.CUT_OFF),
-        (Door.SILENT, [], Standing.CUT_OFF),
-        (Door.SILENT, [0.35, None], Standing.CUT_OFF),  # it may have been cut off with us
-        (Door.SILENT, [0.2, None], Standing.MEMBER),
-        (Door.OPEN, [], Standing.MEMBER),
-        (Door.REFUSED, [None], Standing.ORPHANED),
+        (Door.SILENT, False, False, 0.4, Standing.CUT_OFF),
+        (Door.SILENT, True, False, 0.4, Standing.CUT_OFF),  # they may have been cut off with us
+        (Door.SILENT, False, True, 9.0, Standing.MEMBER),
+        (Door.OPEN, False, False, 0.5, Standing.MEMBER),  # busy
+        (Door.OPEN, True, False, 9.0, Standing.MEMBER),
+        (Door.OPEN, False, False, 0.8, Standing.CUT_OFF),  # or its host's kernel, and the others have another one
+        (Door.REFUSED, True, False, 0.4, Standing.ORPHANED),
+        (Door.REFUSED, False, False, 0.4, Standing.CUT_OFF),  # a firewall says so
+        (Door.REFUSED, False, True, 0.4, Standing.MEMBER),
     ],
 )
-def test_standing(door: Door, ages: list[float | None], expected: Standing) -> None:
-    seen = [Seen("x", False) if a is None else Seen("x", True, controller_age_s=a) for a in ages]
-    assert standing(door, seen, LIMITS.lease_s) is expected
+def test_standing(door: Door, enough: bool, vouched: bool, silent_s: float, expected: Standing) -> None:
+    assert standing(door, Reach(enough, vouched), silent_s, LIMITS) is expected
+
+
+@pytest.mark.parametrize(
+    ("electors", "seen", "enough"),
+    [
+        ("", "", True),  # there is nobody else
+        ("", "x", False),
+        ("", "x Y", True),
+        ("ABC", "b c", False),
+        ("ABC", "B c", True),
+        ("ABC", "X Y", False),  # others that elect nobody
+        ("BCD", "B c d", False),
+        ("BCD", "B C d", True),
+    ],
+)
+def test_who_is_reached(electors: str, seen: str, enough: bool) -> None:
+    """From node a. Upper case: it has answered."""
+    named = [Elector(e.lower(), f"{e.lower()}:1", "") for e in electors]
+    answers = [Seen(f"{s.lower()}:1", s.isupper()) for s in seen.split()]
+    assert reach(answers, named, "a") == Reach(enough, vouched=False)
 
 
 @pytest.mark.parametrize(
@@ -185,13 +236,28 @@ def test_when_a_controller_is_lost(found: Standing, door: Door, silent_s: float,
 
 
 def test_a_node_halts_before_its_ranks_are_given_away() -> None:
-    """The sums behind the defaults, in seconds after a cut. Each side has heard the other at the cut at the latest, and
-    a heartbeat earlier at the earliest."""
-    look_s, ask_s = 0.05, LEASE_PROBE * LIMITS.node_probe_s
-    at_once = LIMITS.lease_s + look_s + ask_s
-    vouched_for = FRESH * LIMITS.lease_s + ask_s + look_s + ask_s  # first, by a neighbour that is cut off, too
-    given_away = LIMITS.node_silence_s - LIMITS.heartbeat_s + NODE_PROBE * LIMITS.node_probe_s
-    assert max(at_once, vouched_for) < given_away
+    """The sums behind the defaults, in seconds. The node counts from the sending of its last answered heartbeat, the
+    controller from its arrival, which is later."""
+    assert halts_after_s(LIMITS.lease_s, LIMITS.node_probe_s) <= 0.9 * LIMITS.node_silence_s
+    # A node that another one has vouched for counts from the sending of its question, and asks as often.
+    assert LIMITS.lease_s + LOOK_S < LIMITS.node_silence_s
+    # An elector votes a lease after it has received something; the controller decides from the sending of that.
+    assert decides_for_s(LIMITS.node_silence_s) <= LIMITS.lease_s
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"lease_s": 0.5}, "lease_s = 0.5, node_probe_s = 0.25, node_silence_s = 0.75: a node that is cut off"),
+        ({"node_probe_s": 0.5}, "would halt after 0.75 s"),
+        ({"node_silence_s": 0.6}, "= 0.54"),
+        ({"lease_s": 0.3}, "allowed: lease_s of at least 0.5 * node_silence_s = 0.375"),
+    ],
+)
+def test_time_outs_with_which_a_rank_could_live_twice_are_refused(given: dict[str, float], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_run_config(None, {"timeouts": given})
+    load_run_config(None, {"timeouts": {"node_silence_s": 3.0, "lease_s": 1.6, "node_probe_s": 1.0}})
 
 
 # -- the machine ----------------------------------------------------------------------------------

@@ -11,14 +11,18 @@ from contextlib import closing
 from pathlib import Path
 from typing import cast
 
+import pytest
+
 from flashrecovery.access import CONTROLLER, Access
 from flashrecovery.agent.agent import Agent
-from flashrecovery.agent.peers import PeerService
+from flashrecovery.agent.lease import Standing
+from flashrecovery.agent.peers import Asking, PeerService
 from flashrecovery.agent.session import ControllerSession
 from flashrecovery.agent.succession import Succession
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.service import ControllerService
 from flashrecovery.events import EventLog, RunDir
+from flashrecovery.leases import works_for_s
 from flashrecovery.link import Link
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
@@ -35,6 +39,8 @@ class NoWorkers:
         self.commands: list[str] = []
         self.handled: list[pb.Command] = []
         self.halted = 0
+        self.gone_on = 0
+        self.lent_until = 0.0
         self.fenced = 0
         self.node = node
         self.settings: dict[str, str] = {}
@@ -72,7 +78,10 @@ class NoWorkers:
         pass
 
     def go_on(self) -> None:
-        pass
+        self.gone_on += 1
+
+    def lend(self, until: float) -> None:
+        self.lent_until = until
 
     def fence(self) -> None:
         self.fenced += 1
@@ -233,3 +242,73 @@ def test_a_node_that_is_taken_for_lost_hears_of_it(tmp_path: Path) -> None:
         await scene.until(lambda: scene.service.machine.nodes["a"].incarnation == "second")
 
     play(tmp_path, act, timeouts={"node_wait_s": 0.5})
+
+
+def test_answers_on_the_stream_count_from_the_sending_of_the_heartbeat(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.until(lambda: scene.agent.commands.count("beat") >= 2 or scene.session._fresh)
+        link = scene.session._link
+        await scene.until(lambda: link.echoed_at > 0.0 and scene.session._heard_at == link.echoed_at)
+        sent = []
+        stamp = link.stamp
+
+        def stamped(message: pb.AgentMessage) -> pb.AgentMessage:
+            sent.append(stamp(message).sent_at)
+            return message
+
+        link.stamp = stamped  # type: ignore[method-assign]
+        await scene.until(lambda: len(sent) >= 3 and scene.session._heard_at in sent)
+        limits = scene.session._limits
+        await scene.until(lambda: scene.session._silent_s() < 0.1)
+        assert scene.agent.lent_until == scene.session._heard_at + works_for_s(limits.node_silence_s)
+        link = scene.service._agents.links["a"]
+        echoed_at = link.echoed_at
+        await scene.until(lambda: link.echoed_at > echoed_at)
+        assert time.monotonic() - link.echoed_at < 1.0, "and the controller knows when it was heard"
+
+    play(tmp_path, act, datagrams=False)
+
+
+def test_an_answer_that_was_long_on_its_way_restores_nothing(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.until(scene.by_datagram)
+        session, agent = scene.session, scene.agent
+        now = time.monotonic()
+        agent.gone_on, session._standing, session._heard_at = 0, Standing.CUT_OFF, now - 9.0
+        session._heard_at_least_at(now - 1.0)
+        assert agent.gone_on == 0 and session._standing is Standing.CUT_OFF and agent.lent_until < now
+        session._heard_at_least_at(now - 0.1)
+        assert agent.gone_on == 1 and session._standing is Standing.MEMBER  # type: ignore[comparison-overlap]
+
+    play(tmp_path, act)
+
+
+def test_what_a_node_passes_on_for_another_one_is_answered_by_the_controller(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.until(scene.by_datagram)
+        session, pulse = scene.session, scene.service._liveness._pulses["a"]
+        assert await session._vouch(Asking("a", "first"), 5.0) and pulse.voucher == "a"
+        pulse.voucher = ""
+        assert not await session._vouch(Asking("a", "another life"), 5.0) and not pulse.voucher
+        assert not await session._vouch(Asking("stranger", "first"), 5.0)
+        session._heard_at -= session._limits.lease_s
+        assert not await session._vouch(Asking("a", "first"), 5.0), "it may be cut off itself"
+
+    play(tmp_path, act)
+
+
+def test_a_link_knows_up_to_when_it_has_been_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    here: Link[pb.AgentMessage, pb.Command] = Link()
+    there: Link[pb.Command, pb.AgentMessage] = Link()
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    first = here.stamp(pb.AgentMessage())
+    monkeypatch.setattr(time, "monotonic", lambda: 101.0)
+    second = here.stamp(pb.AgentMessage())
+    there.accept(second)
+    there.accept(first)  # comes late
+    monkeypatch.setattr(time, "monotonic", lambda: 7.0)  # another machine's clock
+    assert here.echoed_at == 0.0
+    here.accept(there.stamp(pb.Command()))
+    assert here.echoed_at == 101.0 and there.echoed_at == 0.0
+    there.accept(here.stamp(pb.AgentMessage()))
+    assert there.echoed_at == 7.0

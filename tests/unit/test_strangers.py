@@ -143,8 +143,8 @@ def test_two_agents_cannot_be_the_same_node(tmp_path: Path) -> None:
 def test_a_node_with_other_settings_is_refused(tmp_path: Path) -> None:
     async def use(service: ControllerService, address: str) -> None:
         other = register("other")
-        other.register.settings.update(RunConfig(nproc_per_node=2, timeouts=Timeouts(lease_s=0.5)).shared())
-        said = "node other has nproc_per_node = 2 (here 1), timeouts.lease_s = 0.5 (here 0.4)"
+        other.register.settings.update(RunConfig(nproc_per_node=2, timeouts=Timeouts(lease_s=0.45)).shared())
+        said = "node other has nproc_per_node = 2 (here 1), timeouts.lease_s = 0.45 (here 0.4)"
         refused = (await session(address, ACCESS, other)).refused
         assert said in refused.reason and refused.code == grpc.StatusCode.FAILED_PRECONDITION.value[0]
         assert not service.machine.nodes

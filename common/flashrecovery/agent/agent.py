@@ -143,6 +143,10 @@ class Agent:
         """It belongs to the job after all."""
         self._crew.go_on()
 
+    def lend(self, until: float) -> None:
+        """The workers may begin to change their state until then (CLOCK_MONOTONIC seconds; 0.0: whenever)."""
+        self._crew.lend(until)
+
     def controller_heard(self, heard: bool) -> None:
         """Whether a controller is there; the workers are told of every change."""
         for process in self.workers():

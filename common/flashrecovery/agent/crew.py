@@ -185,6 +185,11 @@ class Crew:
             for process in self.ranks.values():
                 process.signal(signal.SIGCONT)
 
+    def lend(self, until: float) -> None:
+        """See :meth:`flashrecovery.page.Page.lend`."""
+        for process in self.living():
+            process.page.lend(until)
+
     def dismiss(self) -> None:
         """The ranks of this node have been given away: end every process, standbys too."""
         for process in [*self.ranks.values(), *self.pool.take_all()]:

@@ -1,36 +1,41 @@
 """Whether this node still belongs to the job, as far as it can tell. Pure; times are seconds.
 
 A node that the controller takes for lost has its ranks given away; its own processes must have stopped before that,
-or a rank would live twice. So when the controller has not been heard for ``lease_s``, the agent knocks at the
-controller's door and asks its neighbours:
+or a rank would live twice. So when no heartbeat of the last ``lease_s`` has been answered, the agent knocks at the
+controller's door, and asks other nodes to tell the controller that it lives:
 
-* the door opens, and the next connection will tell. Go on.
-* a neighbour hears the controller: only the way from there to here is disturbed. The controller asks the same
-  neighbours, and they vouch for this node. Go on.
-* the controller's host refuses the connection: the controller is dead, and gives nothing away. Training goes on.
+* one of them has, and the controller has answered: that counts as an answer to the question's sending. Go on.
+* the door opens: the controller is there, but busy, and the next connection will tell. Go on for a moment, and for
+  longer if others are reached.
+* the door is closed (the connection is refused): the controller is dead, or a firewall says so. If others are reached,
+  or there are no others, the controller is taken for dead: training goes on without it.
 * otherwise this side of a partition is the one without the controller: the workers are halted until it answers again.
 
-With the default time-outs a node that is cut off halts 0.63 s after the cut at the latest, and its ranks are given
-away after 0.7 s at the earliest.
+*Others are reached*: more than half of the electors, where there are any, for then nobody else can have been elected;
+else one node. What a controller outside of the nodes cannot be told from: a firewall that refuses connections to it for
+several nodes which reach each other.
+
+A node that is cut off halts sooner after its last answered heartbeat than its ranks are given away:
+:mod:`flashrecovery.leases` has the sums, and the configuration is checked for them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 from flashrecovery.agent.peers import Seen
 from flashrecovery.config import Timeouts
+from flashrecovery.plan.electors import Elector, majority
 
 FRESH = 0.7
-"""Part of the lease. A neighbour whose own word from the controller is older vouches for nobody: it may have been cut
-off at the same time."""
+"""Part of the lease. Who has not heard the controller for that long itself passes nothing on: it may have been cut off
+at the same time, and a controller that is late would be even later."""
 MUTE = 4.0
 """Times ``node_silence_s``. A controller whose door opens but who says nothing is busy; if it is so for that long, its
 process stands still, and it is its host's kernel that takes the connections."""
-LEASE_PROBE = 0.6
-"""Part of ``node_probe_s`` for the questions: sooner over than the controller's, so that this node halts first."""
 
 
 class Door(Enum):
@@ -49,12 +54,33 @@ class Standing(Enum):
     CUT_OFF = "cut off"
 
 
-def standing(door: Door, neighbours: Sequence[Seen], lease_s: float) -> Standing:
-    """What follows from the answers."""
-    if door is Door.REFUSED:
-        return Standing.ORPHANED
-    if door is Door.OPEN or any(s.reachable and s.controller_age_s < FRESH * lease_s for s in neighbours):
+@dataclass(frozen=True)
+class Reach:
+    """Who has answered. ``enough``: others are reached as far as it takes to do without the controller. ``vouched``:
+    the controller has been told that this node lives."""
+
+    enough: bool
+    vouched: bool
+
+
+def reach(seen: Sequence[Seen], electors: Collection[Elector], node: str) -> Reach:
+    """Of those that were asked. ``node``: this one, which counts if it is an elector."""
+    reached = {s.peer for s in seen if s.reachable}
+    if electors:
+        enough = sum(e.node == node or e.peer in reached for e in electors) >= majority(len(electors))
+    else:
+        enough = bool(reached) or not seen
+    return Reach(enough, any(s.vouched for s in seen))
+
+
+def standing(door: Door, found: Reach, silent_s: float, limits: Timeouts) -> Standing:
+    """What follows from the answers. ``silent_s``: since the sending of the last heartbeat that was answered."""
+    if found.vouched:
         return Standing.MEMBER
+    if door is Door.OPEN and (found.enough or silent_s < limits.node_silence_s):
+        return Standing.MEMBER
+    if door is Door.REFUSED and found.enough:
+        return Standing.ORPHANED
     return Standing.CUT_OFF
 
 

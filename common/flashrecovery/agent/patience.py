@@ -13,8 +13,6 @@ from __future__ import annotations
 from flashrecovery.agent.lease import Standing
 from flashrecovery.config import Timeouts
 
-LOOK_S = 0.05
-"""Pace of the look at the clock, and of the questions at first."""
 AGAIN_S = 0.1
 """From the end of a connection to the next attempt."""
 EAGER_S = 5.0

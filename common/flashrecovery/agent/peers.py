@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _PART_BYTES = 1 << 20
 _KEEP_S = 30.0
 _FETCH_S = 30.0
+_VOUCH = 0.6
+"""Part of the time for an answer in which the controller has to answer; then it comes in time also if it has not."""
 CONTROLLER_KEY = "flashrecovery-controller"
 """Of the metadata with which an agent comes to a relay: the incarnation of the controller that it follows."""
 UNREACHED = (grpc.aio.AioRpcError, AuthenticationError)
@@ -40,14 +42,27 @@ UNREACHED = (grpc.aio.AioRpcError, AuthenticationError)
 
 @dataclass(frozen=True)
 class Seen:
-    """A peer's answer. ``controller_age_s``: seconds since it heard the ``controller`` (HOST:PORT) of this ``term``."""
+    """A peer's answer. ``vouched``: the controller has learned from it that who asks lives. ``controller`` (HOST:PORT),
+    of this ``term``: whom it follows."""
 
     peer: str
     reachable: bool
     evidence: str = ""
-    controller_age_s: float = float("inf")
+    vouched: bool = False
     term: int = 0
     controller: str = ""
+
+
+@dataclass(frozen=True)
+class Asking:
+    """The node that asks others for its controller."""
+
+    node: str
+    incarnation: str
+
+
+Vouch = Callable[[Asking, float], Awaitable[bool]]
+"""Tell the controller that this node lives, and wait so many seconds for its word; whether it has come."""
 
 
 class PeerService(rpc.PeerServicer):  # type: ignore[misc]
@@ -57,7 +72,7 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
         self._access = access
         self._logs: dict[int, bytes] = {}
         self._server: Server | None = None
-        self.controller_heard_at = time.monotonic()
+        self.vouch: Vouch | None = None
         self.succession: Succession | None = None
         self.relay: Relay | None = None
         self.port = 0
@@ -78,8 +93,10 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
             await self._server.stop(0.1)
 
     async def Probe(self, request: pb.ProbeRequest, context: Context) -> pb.ProbeReply:
-        """This agent lives."""
-        reply = pb.ProbeReply(controller_age_s=time.monotonic() - self.controller_heard_at)
+        """This agent lives; and if it hears the controller, it passes on that who asks does, too."""
+        reply = pb.ProbeReply()
+        if request.node and self.vouch is not None:
+            reply.vouched = await self.vouch(Asking(request.node, request.incarnation), request.wait_s)
         if self.succession is not None:
             reply.term, reply.controller = self.succession.term, self.succession.controller
         return reply
@@ -124,23 +141,27 @@ def neighbours(table: pb.RankTable, here: str) -> list[str]:
     return [found[n] for n in itertools.islice(following(here, sorted(found)), OBSERVERS)]
 
 
-async def probe(peer: str, access: Access, timeout_s: float) -> Seen:
-    """Does the agent at ``peer`` (host:port) live? On a new connection, so that nothing old can say so."""
+async def probe(peer: str, access: Access, timeout_s: float, asking: Asking | None = None) -> Seen:
+    """Does the agent at ``peer`` (host:port) live? On a new connection, so that nothing old can say so. ``asking``:
+    whom it is to vouch for, if it can."""
     began = time.monotonic()
+    request = pb.ProbeRequest()
+    if asking is not None:
+        request = pb.ProbeRequest(node=asking.node, incarnation=asking.incarnation, wait_s=_VOUCH * timeout_s)
     try:
         async with access.dial(peer, agent_at(peer), timeout_s) as channel:
             left_s = max(began + timeout_s - time.monotonic(), 0.0)
-            reply = await rpc.PeerStub(channel).Probe(pb.ProbeRequest(), timeout=left_s)
+            reply = await rpc.PeerStub(channel).Probe(request, timeout=left_s)
     except grpc.aio.AioRpcError as e:
         return Seen(peer, False, f"{e.code().name.lower()} after {time.monotonic() - began:.2f} s")
     except AuthenticationError as e:
         return Seen(peer, False, str(e))
-    return Seen(peer, True, "", reply.controller_age_s, reply.term, reply.controller)
+    return Seen(peer, True, "", reply.vouched, reply.term, reply.controller)
 
 
-async def probe_all(peers: Sequence[str], access: Access, timeout_s: float) -> list[Seen]:
+async def probe_all(peers: Sequence[str], access: Access, timeout_s: float, asking: Asking | None = None) -> list[Seen]:
     """All at once."""
-    return list(await asyncio.gather(*(probe(p, access, timeout_s) for p in peers)))
+    return list(await asyncio.gather(*(probe(p, access, timeout_s, asking) for p in peers)))
 
 
 async def keep_there(peer: str, access: Access, rank: int, log: bytes) -> None:

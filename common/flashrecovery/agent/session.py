@@ -9,25 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import grpc
 
 from flashrecovery.access import CONTROLLER, Access, agent_at
 from flashrecovery.agent.agent import Agent
-from flashrecovery.agent.lease import FRESH, LEASE_PROBE, Door, Standing, knock, lost, standing
-from flashrecovery.agent.patience import LOOK_S, Patience, next_attempt_s, next_question_s
-from flashrecovery.agent.peers import CONTROLLER_KEY, UNREACHED, PeerService, Seen, probe, probe_all
+from flashrecovery.agent.lease import FRESH, Door, Standing, knock, lost, reach, standing
+from flashrecovery.agent.patience import Patience, next_attempt_s, next_question_s
+from flashrecovery.agent.peers import CONTROLLER_KEY, UNREACHED, Asking, PeerService, Seen, probe, probe_all
 from flashrecovery.agent.relay import Relay
-from flashrecovery.agent.succession import Succession, ask_elector
+from flashrecovery.agent.succession import Succession
+from flashrecovery.ballot import ask_elector
 from flashrecovery.beats.agent import BeatSender
 from flashrecovery.complaints import Complaints
 from flashrecovery.config import Timeouts
 from flashrecovery.errors import AuthenticationError, ConfigError, ProtocolError, StrangerError
+from flashrecovery.leases import LEASE_PROBE, LOOK_S, works_for_s
 from flashrecovery.link import Link
 from flashrecovery.net import split_address
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -70,19 +74,22 @@ class ControllerSession:
         self._limits = limits
         self._lead, self._leave = lead, leave
         self._succession = Succession(
-            agent.node, agent.incarnation, self._silent_s, FRESH * limits.lease_s, self._drop_connection
+            agent.node, agent.incarnation, self._nothing_came_s, limits.lease_s, self._drop_connection
         )
         self._succession.controller = address
         self._relay = Relay(agent.node, access)
         self._way = self._through = ""
         self._move: asyncio.Task[None] | None = None
         if peers is not None:
-            peers.succession, peers.relay = self._succession, self._relay
+            peers.succession, peers.relay, peers.vouch = self._succession, self._relay, self._vouch
         self._suspended = False
         self._gathering = False
         self._lost_at: float | None = None
         self._link: Link[pb.AgentMessage, pb.Command] = Link()
-        self._heard_at = time.monotonic()
+        self._heard_at = self._came_at = time.monotonic()
+        self._vouched_at = self._excused_until = float("-inf")
+        self._vouches: dict[int, asyncio.Future[bool]] = {}
+        self._vouch_numbers = itertools.count(1)
         self._joined = False
         self._controller = ""
         self._fresh = False
@@ -105,8 +112,12 @@ class ControllerSession:
         return self._succession.controller
 
     def _silent_s(self) -> float:
-        """Seconds since a controller was heard."""
+        """Seconds since the sending of the last heartbeat that a controller has answered."""
         return time.monotonic() - self._heard_at
+
+    def _nothing_came_s(self) -> float:
+        """Seconds since anything has come from a controller that may decide."""
+        return time.monotonic() - self._came_at
 
     def _send(self, message: pb.AgentMessage) -> None:
         message.age_base = time.monotonic()
@@ -233,7 +244,8 @@ class ControllerSession:
     async def _speak(self, call: SealedCall) -> None:
         """This agent's messages, for as long as the connection holds."""
         try:
-            await call.write(pb.AgentMessage(register=self._agent.register()))
+            register = self._agent.register()
+            await call.write(pb.AgentMessage(register=register, sent_at=time.monotonic()))
             async with aclosing(self._link.outgoing()) as messages:
                 async for message in messages:
                     await call.write(message)
@@ -246,41 +258,73 @@ class ControllerSession:
         if body == "refused":
             self._refused_by(command.refused)
             return
-        self._suspended = body == "beat" and command.beat.suspended
-        if self._suspended:
-            return  # whether there is another one, the watch will find
         if body == "beat":
-            self._gathering = command.beat.gathering
-        self._heard_at, self._lost_at = time.monotonic(), None
+            self._suspended, self._gathering = command.beat.suspended, command.beat.gathering
+        if self._suspended and command.sequence == 0:
+            self._heard_suspended(command)
+            return  # whether there is another one, the watch will find
         self._joined, self._name_taken_at = True, None
-        if self._peers is not None:
-            self._peers.controller_heard_at = self._heard_at
         if body == "fence":
             # Before the link: to a node that it has taken for lost, the controller counts from one again.
             log.warning("%s", command.fence.reason)
             self._agent.fence()
+            self._heard_at = max(self._heard_at, command.echo)
             self._link = Link()
             self._standing = Standing.MEMBER
             self._drop_connection()  # and connect as the node that it is now
             return
-        if not self._fresh:
-            self._fresh = True
-            self._standing = Standing.MEMBER
-            self._agent.go_on()
-            if body == "beat":
-                host, _ = split_address(self._address, "--controller")
-                self._beats.invited(host, command.beat, self._link, carried=bool(self._way))
-        elif self._standing is Standing.ORPHANED:
-            self._standing = Standing.MEMBER
-        if not self._link.accept(command):
+        new = self._link.accept(command)
+        self._came_at = time.monotonic()
+        if not self._suspended:
+            self._heard_on_stream(command)
+        if not new:
             return
-        if body == "electors":
+        if body == "vouched":
+            asked = self._vouches.pop(command.vouched.number, None)
+            if asked is not None and not asked.done():
+                asked.set_result(command.vouched.heard)
+        elif body == "electors":
             self._succession.learn(command.electors)
+            self._beats.echoes = self._succession.is_elector
             self._send(pb.AgentMessage(electors_known=pb.ElectorsKnown(version=command.electors.version)))
         elif body == "go_through":
             self._move = asyncio.create_task(self._go_through(command.go_through, self._attempt))
         else:
             self._agent.handle(command)
+
+    def _heard_on_stream(self, command: pb.Command) -> None:
+        """The controller is there, and may decide."""
+        beat = command.HasField("beat")
+        first, self._fresh = not self._fresh, True
+        self._heard_at_least_at(command.echo)
+        if first and beat:
+            host, _ = split_address(self._address, "--controller")
+            self._beats.invited(host, command.beat, self._link, carried=bool(self._way))
+        if beat and self._succession.is_elector:  # it counts on its electors by what they bring back
+            self._link.send_now_or_never(pb.AgentMessage())
+
+    def _heard_suspended(self, command: pb.Command) -> None:
+        """It is there, but decides nothing until it knows that its electors have heard it. One that brings its time
+        back to it votes for nobody else for a while; not where somebody else waits for the vote."""
+        if self._succession.is_elector and not self._succession.is_wanted():
+            self._link.accept(command)
+            self._came_at = time.monotonic()
+            self._link.send_now_or_never(pb.AgentMessage())
+
+    async def _vouch(self, asking: Asking, wait_s: float) -> bool:
+        """Tell the controller that another node lives, if this one hears it. Whether it has answered."""
+        if not self._fresh or self._suspended or self._silent_s() >= FRESH * self._limits.lease_s:
+            return False
+        number = next(self._vouch_numbers)
+        asked = self._vouches[number] = asyncio.get_running_loop().create_future()
+        vouch = pb.Vouch(number=number, node=asking.node, incarnation=asking.incarnation)
+        self._link.send_now_or_never(pb.AgentMessage(vouch=vouch))
+        try:
+            return await asyncio.wait_for(asked, wait_s)
+        except asyncio.TimeoutError:
+            return False
+        finally:
+            self._vouches.pop(number, None)
 
     async def _go_through(self, there: pb.GoThrough, connection: asyncio.Task[None] | None) -> None:
         """Connect again by way of that agent, if it can be reached, and if ``connection`` is still the present one."""
@@ -293,15 +337,18 @@ class ControllerSession:
             self._at_once.set()
 
     def _heard_at_least_at(self, when: float) -> None:
-        """The controller has answered a heartbeat of that time. Only while the connection holds: what counts after that
-        comes on a new one."""
+        """The controller has answered something that was sent at that time. Only while the connection holds: what
+        counts after that comes on a new one."""
         if not self._fresh:
             return
+        self._came_at = time.monotonic()
         self._heard_at, self._lost_at = max(self._heard_at, when), None
-        if self._peers is not None:
-            self._peers.controller_heard_at = self._heard_at
         if self._standing is Standing.ORPHANED:
             self._standing = Standing.MEMBER
+        elif self._standing is Standing.CUT_OFF and self._silent_s() < self._limits.lease_s:
+            self._standing = Standing.MEMBER  # an answer that was long on its way says nothing about now
+            self._agent.go_on()
+        self._lend()
 
     def _give_up_if_late(self) -> None:
         silent_s = time.monotonic() - self._heard_at
@@ -339,6 +386,7 @@ class ControllerSession:
         while True:
             heard = self._fresh and self._silent_s() < self._limits.node_silence_s
             self._agent.controller_heard(heard and not self._gathering)
+            self._lend()
             await asyncio.sleep(_TELL_S)
 
     def _turn_in_s(self, now: float) -> float:
@@ -355,29 +403,53 @@ class ControllerSession:
         asked_at = time.monotonic()
         wait_s = LEASE_PROBE * self._limits.node_probe_s
         host, port = split_address(self._address, "--controller")
-        asked = {e.peer for e in self._succession.electors if e.node != self._agent.node}
+        electors = self._succession.electors
+        asked = {e.peer for e in electors if e.node != self._agent.node} | set(self._agent.neighbours())
+        asking = Asking(self._agent.node, self._agent.incarnation())
         door, seen = await asyncio.gather(
-            knock(host, port, wait_s), probe_all(sorted(asked | set(self._agent.neighbours())), self._access, wait_s)
+            knock(host, port, wait_s), probe_all(sorted(asked), self._access, wait_s, asking)
         )
+        found = reach(seen, electors, self._agent.node)
         if self._stranger and door is Door.OPEN:
             door = Door.REFUSED  # the port is somebody else's now: the controller's process is gone
         self._door = door
         if self._heard_at > asked_at or self._silent_s() < self._limits.lease_s:
             return
-        if self._standing is not Standing.CUT_OFF:  # once cut off, only a new connection restores it
-            found = standing(Door.SILENT if self._suspended else door, seen, self._limits.lease_s)
-            if found is not self._standing:
-                log.warning("the controller has not been heard for %.2f s: %s", self._silent_s(), found.value)
-                self._standing = found
-            if found is Standing.CUT_OFF:
+        if self._standing is not Standing.CUT_OFF:  # once cut off, only the controller itself restores it
+            if found.vouched:
+                self._vouched_at = asked_at
+            held = time.monotonic() - self._vouched_at < self._limits.lease_s
+            now_is = standing(
+                Door.SILENT if self._suspended else door, replace(found, vouched=held), self._silent_s(), self._limits
+            )
+            if now_is is not self._standing:
+                log.warning("the controller has not been heard for %.2f s: %s", self._silent_s(), now_is.value)
+                self._standing = now_is
+            self._excused_until = time.monotonic() + self._excused_s(now_is)
+            self._lend()
+            if now_is is Standing.CUT_OFF:
                 self._agent.halt()
                 self._drop_connection()
         await self._succeed(door, seen)
 
+    def _excused_s(self, standing: Standing) -> float:
+        """For how long after a verdict the workers may do without an answer: to the next one."""
+        if standing is Standing.ORPHANED:
+            return 2 * self._limits.node_silence_s
+        return 2 * LOOK_S + LEASE_PROBE * self._limits.node_probe_s if standing is Standing.MEMBER else 0.0
+
+    def _lend(self) -> None:
+        """Tell the workers how long they may begin to change their state, whatever becomes of this agent."""
+        if self._peers is not None and self._joined:
+            known_at = max(self._heard_at, self._vouched_at)
+            self._agent.lend(max(known_at + works_for_s(self._limits.node_silence_s), self._excused_until))
+
     async def _succeed(self, door: Door, seen: Sequence[Seen]) -> None:
         """Follow a newer controller, or become one if this one is lost and it is this node's turn."""
         newer = self._succession.newer(seen)
-        if newer is not None:
+        if newer is not None and newer.controller == self._address:
+            self._succession.term = newer.term  # the same one, which its electors have elected once more
+        elif newer is not None:
             self._follow(newer.term, newer.controller)
             await self._leave()
             return
@@ -395,7 +467,7 @@ class ControllerSession:
         log.warning("follows the controller of term %d at %s", term, address)
         self._succession.controller = address
         self._succession.term, self._suspended, self._lost_at = term, False, None
-        self._heard_at = time.monotonic()  # it has that long to be heard
+        self._heard_at = self._came_at = time.monotonic()  # it has that long to be heard
         self._controller = ""  # any incarnation there
         self._link = Link()
         self._drop_connection()

@@ -1,9 +1,14 @@
 """Which controller this agent follows, its vote, and its own candidacy when the controller is lost with its node.
 
 Every election has a *term*. An elector votes once a term, never for one that is older than what it has promised, and
-not while it hears a controller itself; after its vote it does not go back to the controller before. Votes are kept in
-memory: an agent that is started anew has another incarnation, and is no elector any more. (Leader election as in Raft,
-without the log: what the next controller must know, all agents tell it when they register.)
+not while it hears a controller itself; after its vote it does not go back to the controller before. So a vote that
+elects nobody leaves an agent without a controller; the one that the others hear has them elect it once more, for a
+newer term, which its own electors grant although they hear it, and without leaving it.
+
+While a change of the electors is not settled, as far as the candidate knows, it needs the votes of more than half of
+the old and of the new ones (:mod:`flashrecovery.controller.quorum`). Votes are kept in memory:
+an agent that is started anew has another incarnation, and is no elector any more. (Leader election as in Raft, without
+the log: what the next controller must know, all agents tell it when they register.)
 """
 
 from __future__ import annotations
@@ -13,17 +18,10 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-import grpc
-
-from flashrecovery.access import Access, agent_at
 from flashrecovery.agent.peers import Seen
-from flashrecovery.errors import AuthenticationError
-from flashrecovery.plan.electors import Elector, majority
+from flashrecovery.plan.electors import Elector, decide
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 
-VOTE_S = 0.3
-"""For the electors' answers."""
 TURN_S = 0.5
 """The electors stand one after the other, so long apart: time for an election, and for the others to hear of it."""
 
@@ -36,7 +34,8 @@ Ask = Callable[[Elector, pb.VoteRequest], Awaitable[pb.VoteReply]]
 
 
 class Succession:
-    """``silent_s`` says how long no controller has been heard; ``lease_s`` is how long that is usual. ``abandon`` ends
+    """``silent_s`` says how long nothing of a controller has *arrived*; for ``lease_s`` of that an elector refuses to
+    vote for another one, because the one before may decide for so long (:mod:`flashrecovery.leases`). ``abandon`` ends
     the connection to the present controller, which is not served any more once another one has this agent's vote."""
 
     def __init__(
@@ -57,14 +56,27 @@ class Succession:
         self.term = 0
         self.version = 0
         self.electors: tuple[Elector, ...] = ()
+        self.before: tuple[Elector, ...] = ()
+        """The electors before a change that is not settled yet, as far as is known here."""
         self.promised = 0
         self._leader = ""
-        self._voted_at = float("-inf")
+        self._voted_at = self._wanted_at = float("-inf")
 
     def learn(self, message: pb.Electors) -> None:
         """The controller has named its electors."""
         self.term, self.version, self._leader = message.term, message.version, message.leader
         self.electors = tuple(Elector(e.node, e.peer, e.incarnation) for e in message.electors)
+        self.before = tuple(Elector(e.node, e.peer, e.incarnation) for e in message.before)
+
+    @property
+    def voters(self) -> tuple[Elector, ...]:
+        """Everyone whose vote counts."""
+        return tuple(dict.fromkeys((*self.electors, *self.before)))
+
+    @property
+    def is_elector(self) -> bool:
+        """Whether this agent's own vote counts."""
+        return any(e.node == self._node and e.incarnation == self._incarnation() for e in self.voters)
 
     def follows(self, term: int, *, known: bool) -> bool:
         """Whether to follow a controller of this term. ``known``: it is the one that has been followed so far.
@@ -83,19 +95,30 @@ class Succession:
     def vote(self, request: pb.VoteRequest) -> pb.VoteReply:
         """Answer a candidate."""
         reason = ""
-        if not self._is_elector() or request.voter != self._node or request.incarnation != self._incarnation():
+        if not self.is_elector or request.voter != self._node or request.incarnation != self._incarnation():
             reason = "it is no elector any more"
         elif request.version < self.version:
             reason = "the electors have changed since"
         elif request.term <= max(self.term, self.promised):
             reason = f"term {request.term} is too old"
+        elif self._renews(request):
+            if not request.preliminary:
+                self.promised = request.term  # to the controller that it follows, and goes on to follow
         elif self._silent_s() < self._lease_s:
-            reason = "it hears the controller"
+            reason, self._wanted_at = "it hears the controller", time.monotonic()
         elif not request.preliminary:
             self._promise(request.term)
             self._voted_at = time.monotonic()
             log.warning("votes for node %s as controller of term %d", request.candidate, request.term)
         return pb.VoteReply(granted=not reason, term=max(self.term, self.promised), reason=reason)
+
+    def _renews(self, request: pb.VoteRequest) -> bool:
+        """Whether it is the controller that this agent follows, which wants a newer term."""
+        return request.renews == self.term > 0 and request.candidate == self._leader
+
+    def is_wanted(self) -> bool:
+        """Whether somebody has asked for its vote lately, and was refused because it hears the controller."""
+        return time.monotonic() - self._wanted_at < AFTER_VOTE_S
 
     def turn(self, lost_for_s: float) -> bool:
         """Whether it is this elector's turn to stand, ``lost_for_s`` after the controller was found lost."""
@@ -118,7 +141,7 @@ class Succession:
 
     def _candidates(self) -> list[str]:
         """Who may stand, as far as this elector knows; nobody if it is none."""
-        return [e.node for e in self.electors if e.node != self._leader] if self._is_elector() else []
+        return [e.node for e in self.electors if e.node != self._leader] if self.is_elector else []
 
     async def stand(self, ask: Ask) -> int | None:
         """Be a candidate, if the electors would have it. Returns the term if this node has been elected."""
@@ -133,10 +156,10 @@ class Succession:
 
     async def _poll(self, term: int, ask: Ask, *, preliminary: bool) -> bool:
         """Ask the others, until enough of them agree: one that is frozen would keep everybody waiting."""
-        asked = [e for e in self.electors if e.node != self._node]
-        needed = majority(len(self.electors))
+        electors, before = self.electors, self.before
+        asked = [e for e in self.voters if e.node != self._node]
 
-        async def answer(elector: Elector) -> tuple[str, pb.VoteReply]:
+        async def answer(elector: Elector) -> tuple[Elector, pb.VoteReply]:
             request = pb.VoteRequest(
                 term=term,
                 version=self.version,
@@ -145,17 +168,18 @@ class Succession:
                 incarnation=elector.incarnation,
                 preliminary=preliminary,
             )
-            return elector.node, await ask(elector, request)
+            return elector, await ask(elector, request)
 
         waiting = [asyncio.create_task(answer(e)) for e in asked]
         replies: dict[str, pb.VoteReply] = {}
-        votes = 1  # its own
+        votes = {e for e in self.voters if e.node == self._node and e.incarnation == self._incarnation()}
         try:
             for next_one in asyncio.as_completed(waiting):
-                node, reply = await next_one
-                replies[node] = reply
-                votes += reply.granted
-                if votes >= needed:
+                elector, reply = await next_one
+                replies[elector.node] = reply
+                if reply.granted:
+                    votes.add(elector)
+                if decide(electors, votes) and decide(before, votes):
                     break
         finally:
             for task in waiting:
@@ -165,23 +189,8 @@ class Succession:
         log.warning("%s be controller of term %d? %s", "may" if preliminary else "shall", term, "; ".join(said))
         if not preliminary:
             self.promised = max(self.promised, *(r.term for r in replies.values()))
-        return votes >= needed
+        return decide(electors, votes) and decide(before, votes)
 
     def _promise(self, term: int) -> None:
         self.promised = term
         self._abandon()
-
-    def _is_elector(self) -> bool:
-        return any(e.node == self._node and e.incarnation == self._incarnation() for e in self.electors)
-
-
-async def ask_elector(elector: Elector, request: pb.VoteRequest, access: Access) -> pb.VoteReply:
-    """Over the network; no answer is a refusal."""
-    try:
-        async with access.dial(elector.peer, agent_at(elector.peer), VOTE_S) as channel:
-            reply: pb.VoteReply = await rpc.PeerStub(channel).Vote(request, timeout=VOTE_S)
-            return reply
-    except grpc.aio.AioRpcError as e:
-        return pb.VoteReply(granted=False, reason=e.code().name.lower())
-    except AuthenticationError as e:
-        return pb.VoteReply(granted=False, reason=str(e))

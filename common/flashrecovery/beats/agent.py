@@ -4,6 +4,9 @@ Not at the time of the answer: an answer that lay in a buffer while this process
 what the agent believes is never newer than what the controller knows of it, and a node that is cut off halts before its
 ranks are given away, whatever the delay.
 
+An answer carries the controller's own time, and every heartbeat brings the newest such back: by it the controller knows
+how long it has been heard for certain. Its electors bring it back at once.
+
 One lost datagram is none: without an answer the heartbeat is sent again, twice within a period. What stays unanswered
 goes on the stream, too.
 """
@@ -16,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from flashrecovery.beats.wire import ANSWER, ANSWERED, BEAT, GONE, MAGIC, Header, Seal, Stream, pack_ranks
+from flashrecovery.beats.wire import ANSWER, ANSWERED, BEAT, ECHO, GONE, MAGIC, Header, Seal, Stream, pack_ranks
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _AGAIN_S = 0.08
@@ -54,6 +57,9 @@ class BeatSender(asyncio.DatagramProtocol):
         self._stuck_after_s = _STUCK_S
         self._moved_to = (-1, -1)
         self._still_s, self._looked_at = 0.0, 0.0
+        self._stamp = 0.0
+        self.echoes = False
+        """Whether the controller's time is to be brought back at once: it counts on this agent (an elector)."""
 
     # -- with the connection ----------------------------------------------------------------------
 
@@ -87,6 +93,7 @@ class BeatSender(asyncio.DatagramProtocol):
         self._counter, self._proven = 0, False
         self._moved_to = (-1, -1)
         self._still_s, self._looked_at = 0.0, 0.0
+        self._stamp = 0.0
         self._waiting.clear()
 
     # -- heartbeats -------------------------------------------------------------------------------
@@ -106,27 +113,26 @@ class BeatSender(asyncio.DatagramProtocol):
         if self._again is not None:
             self._again.cancel()
             self._again = None
-        if self._transport is None or self._seal is None or self._stream is None:
+        if self._transport is None:
             return
         now = time.monotonic()
-        flags = ANSWERED if self._through(now) else 0
         for number, ranks in pack_ranks(heartbeat.ranks):
-            self._counter += 1
-            header = Header(
-                MAGIC,
-                BEAT,
-                flags,
-                number,
-                self._ticket,
-                self._counter,
-                self._stream.received,
-                self._stream.sent,
-                heartbeat.generation,
-            )
+            self._put(0, number, ranks, heartbeat.generation, now)
             self._waiting.append((self._counter, now))
-            self._transport.sendto(self._seal.close(header, ranks))
         if tries > 1:
             self._again = asyncio.get_running_loop().call_later(_AGAIN_S, self._send, heartbeat, tries - 1)
+
+    def _put(self, flags: int, number: int, ranks: bytes, generation: int, now: float) -> None:
+        """One datagram."""
+        if self._transport is None or self._seal is None or self._stream is None:
+            return
+        self._counter += 1
+        flags |= ANSWERED if self._through(now) else 0
+        received, sent = self._stream.received, self._stream.sent
+        header = Header(
+            MAGIC, BEAT, flags, number, self._ticket, self._counter, received, sent, generation, self._stamp
+        )
+        self._transport.sendto(self._seal.close(header, ranks))
 
     # -- asyncio.DatagramProtocol -----------------------------------------------------------------
 
@@ -141,11 +147,13 @@ class BeatSender(asyncio.DatagramProtocol):
             sent_at = at if counter == header.counter else sent_at
         if sent_at is None:
             return  # answered already
-        self._proven = True
+        self._proven, self._stamp = True, max(self._stamp, header.stamp)
         if not self._waiting and self._again is not None:
             self._again.cancel()
             self._again = None
         self._heard(sent_at)
+        if self.echoes:
+            self._put(ECHO, 0, b"", 0, time.monotonic())
         if header.flags & GONE:
             self._stuck()
         elif self._stream is not None:

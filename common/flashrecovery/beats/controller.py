@@ -20,6 +20,7 @@ from flashrecovery.beats.wire import (
     ANSWER,
     ANSWERED,
     BEAT,
+    ECHO,
     GONE,
     LIMIT,
     MAGIC,
@@ -51,8 +52,9 @@ log = logging.getLogger("flashrecovery")
 class Hearer(Protocol):
     """What becomes of the heartbeats: the controller."""
 
-    def hears(self, node: str, now: float) -> bool:
-        """A sign of life; False if the node belongs to the job no more, and gets no answer."""
+    def hears(self, node: str, now: float, echo: float) -> bool:
+        """A sign of life, which brings back the time of an answer, ``echo`` (0.0: of none); False if the node belongs
+        to the job no more, and gets no answer."""
 
     def wanted_every_s(self) -> float:
         """How often the ranks' health is wanted now, seconds; 0: with every heartbeat."""
@@ -149,7 +151,7 @@ class BeatServer:
         """Take what has arrived. Called when there is something, and in between by whoever keeps the loop busy."""
         if self._socket is None:
             return
-        receive, now = self._socket.recvfrom, time.monotonic()
+        receive = self._socket.recvfrom
         wanted_every_s, fed = self.hearer.wanted_every_s(), False
         for _ in range(_BATCH):
             try:
@@ -159,7 +161,8 @@ class BeatServer:
             except OSError as e:
                 log.debug("heartbeats: %s", e)  # what the network says about an answer that did not arrive
                 continue
-            fed |= self._take(datagram, address, wanted_every_s, now)
+            # after the reading: what is noted as heard at this time was not sent later
+            fed |= self._take(datagram, address, wanted_every_s, time.monotonic())
         if fed:
             self.hearer.after_beats()
 
@@ -175,11 +178,13 @@ class BeatServer:
         if header.counter <= agent.counter:
             return False  # comes late, or again
         agent.counter = header.counter
-        if not self.hearer.hears(agent.node, now):
+        if not self.hearer.hears(agent.node, now, header.stamp):
             return False
         agent.heard_at, agent.answered = now, bool(header.flags & ANSWERED)
         agent.stream.acknowledge(header.received)
-        self._answer(agent, header, address)
+        if header.flags & ECHO:
+            return False
+        self._answer(agent, header, address, now)
         at_once_s = len(self._agents) * _FEED_S if len(self._agents) > _FEW else 0.0
         every_s = at_once_s if agent.watched else max(at_once_s, wanted_every_s)
         if not header.ranks or now - agent.fed_at < every_s:
@@ -189,11 +194,11 @@ class BeatServer:
         self.hearer.health(agent.node, heartbeat)
         return True
 
-    def _answer(self, agent: _Agent, header: Header, address: tuple[object, ...]) -> None:
+    def _answer(self, agent: _Agent, header: Header, address: tuple[object, ...], now: float) -> None:
         assert self._socket is not None
         stream = agent.stream
         flags = 0 if self.hearer.connected(agent.node) else GONE
-        answer = Header(MAGIC, ANSWER, flags, 0, agent.ticket, header.counter, stream.received, stream.sent, 0)
+        answer = Header(MAGIC, ANSWER, flags, 0, agent.ticket, header.counter, stream.received, stream.sent, 0, now)
         try:
             self._socket.sendto(agent.seal.close(answer), address)
         except OSError as e:  # the agent asks again

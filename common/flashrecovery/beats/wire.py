@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from flashrecovery.handshake import job_key
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
-MAGIC = b"FRB1"
+MAGIC = b"FRB2"
 BEAT = 1
 """Agent to controller."""
 ANSWER = 2
@@ -26,8 +26,10 @@ ANSWERED = 1
 """Flag of a heartbeat: answers arrive, the controller need not beat on the stream as well."""
 GONE = 2
 """Flag of an answer: the controller has no stream of this agent any more; the relay that carried it is lost."""
+ECHO = 4
+"""Flag of a heartbeat: it only brings an answer's ``stamp`` back, at once, and is not answered itself."""
 
-_HEADER = struct.Struct("<4sBBHQQQQI")
+_HEADER = struct.Struct("<4sBBHQQQQId")
 _TICKET = struct.Struct("<8xQ")
 _RANK = struct.Struct("<IIqQqffffeeH")
 _DIGEST_BYTES = 16
@@ -62,6 +64,8 @@ class Header(NamedTuple):
         ticket: names the connection.
         counter: of the heartbeat, rising.
         received, sent: newest message number of the stream that the sender has got, and has sent.
+        stamp: of an answer: when it was sent, by the controller's clock. Of a heartbeat: the newest that has arrived,
+            0.0 for none.
     """
 
     magic: bytes
@@ -73,6 +77,7 @@ class Header(NamedTuple):
     received: int
     sent: int
     generation: int
+    stamp: float = 0.0
 
 
 class Seal:

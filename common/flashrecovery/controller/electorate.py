@@ -1,29 +1,40 @@
-"""The controller's side of :mod:`flashrecovery.plan.electors`: it names them, and decides only while they hear it."""
+"""The controller's side of :mod:`flashrecovery.plan.electors`: it names them, and decides only while they hear it.
+
+How long they have heard it is known by its own clock: they bring back the time at which it sent what they received.
+That a message of theirs has arrived proves nothing; it may have waited while this process stood still, and its sender
+have voted for another controller since.
+"""
 
 from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
 
 from flashrecovery import events as ev
 from flashrecovery.config import Timeouts
 from flashrecovery.controller.job_state import AGENT, JobState
-from flashrecovery.controller.liveness import Liveness
 from flashrecovery.controller.nodes import NodeState
 from flashrecovery.controller.quorum import Quorum
+from flashrecovery.leases import decides_for_s
 from flashrecovery.plan.electors import Elector, Eligible
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
-_FRESH = 0.5
-"""Part of ``node_silence_s`` within which the electors must have been heard before anything is decided: if they were
-cut off together with a silent node, they were heard hardly later than it."""
+_RENEWAL_S = 0.5
+"""From one attempt to get a newer term to the next."""
+
+Ask = Callable[[Elector, pb.VoteRequest], Awaitable[pb.VoteReply]]
 
 
 class Electorate:
     """What ``quorum`` means for this job. ``now``: CLOCK_MONOTONIC seconds."""
 
-    def __init__(self, quorum: Quorum, job: JobState, liveness: Liveness, limits: Timeouts) -> None:
+    def __init__(self, quorum: Quorum, job: JobState, limits: Timeouts) -> None:
         self._quorum = quorum
         self._job = job
-        self._liveness = liveness
         self._silence_s = limits.node_silence_s
+        self._decides_s = decides_for_s(limits.node_silence_s)
+        self._echoed: dict[tuple[str, str], float] = {}  # node, incarnation -> by this controller's clock
+        self._renewed_at = float("-inf")
 
     @property
     def term(self) -> int:
@@ -34,24 +45,60 @@ class Electorate:
         """Whether there have been any electors."""
         return self._quorum.version > 0
 
+    @property
+    def voters(self) -> tuple[Elector, ...]:
+        """Who has to know that a change of the electors is settled."""
+        return self._quorum.voters
+
+    def echoed(self, node: str, sent_at: float) -> None:
+        """The agent of ``node`` has received what this controller sent at this time (0.0: nothing yet)."""
+        record = self._job.nodes.get(node)
+        if record is not None and record.alive and sent_at > 0.0:
+            life = node, record.incarnation
+            self._echoed[life] = max(self._echoed.get(life, 0.0), sent_at)
+
     def may_decide(self, now: float) -> bool:
         """Whether nobody else can have been elected meanwhile."""
-        return self._heard(now, _FRESH * self._silence_s)
+        return self._heard(now, self._decides_s)
 
     def suspended(self, now: float) -> bool:
         """Whether the agents that still hear this controller should take it for lost."""
         return now >= self._quorum.until and not self._heard(now, self._silence_s)
 
-    def known(self, node: str, version: int) -> None:
-        """``node`` knows the electors of this version."""
-        self._quorum.known(node, version)
+    def known(self, node: str, version: int) -> bool:
+        """``node`` knows the electors of this version. Whether a change is settled by it."""
+        elector = next((e for e in self._quorum.voters if e.node == node and self._lives(e)), None)
+        return elector is not None and self._quorum.known(elector, version, self._gone)
 
-    def raised_to(self, promised: int, now: float) -> bool:
-        """An agent has voted for one that was not elected, for the others are here. It follows no older term, so this
-        controller takes that one; whether it did."""
-        if promised <= self._quorum.term or not self.may_decide(now):
+    def needs_newer(self, promised: int, now: float) -> bool:
+        """Whether to ask for a newer term: an agent has voted for one that was not elected, for the others are here,
+        and follows no older one."""
+        if promised <= self._quorum.term or now - self._renewed_at < _RENEWAL_S or not self.may_decide(now):
             return False
-        self._quorum.term = promised
+        self._renewed_at = now
+        return True
+
+    async def renew(self, promised: int, ask: Ask) -> bool:
+        """Have the electors vote for this controller, for a term that nobody can have been elected for: newer than
+        ``promised``. Whether they have."""
+        quorum, version = self._quorum, self._quorum.version
+        term = max(promised, quorum.term) + 1
+
+        async def granted(elector: Elector) -> Elector | None:
+            request = pb.VoteRequest(
+                term=term,
+                version=version,
+                candidate=quorum.leader,
+                voter=elector.node,
+                incarnation=elector.incarnation,
+                renews=quorum.term,
+            )
+            return elector if (await ask(elector, request)).granted else None
+
+        votes = await asyncio.gather(*(granted(e) for e in quorum.voters))
+        if quorum.version != version or quorum.term >= term or not quorum.agree({e for e in votes if e is not None}):
+            return False  # the electors have changed meanwhile, or do not want it
+        quorum.renewed(term)
         return True
 
     def changed(self) -> bool:
@@ -65,7 +112,8 @@ class Electorate:
         """What the agents are told."""
         q = self._quorum
         electors = [pb.Elector(node=e.node, peer=e.peer, incarnation=e.incarnation) for e in q.electors]
-        message = pb.Electors(term=q.term, version=q.version, electors=electors, leader=q.leader)
+        before = [pb.Elector(node=e.node, peer=e.peer, incarnation=e.incarnation) for e in q.before]
+        message = pb.Electors(term=q.term, version=q.version, electors=electors, leader=q.leader, before=before)
         return pb.Command(generation=self._job.generation, rank=AGENT, electors=message)
 
     def notice(self, *, suspended: bool) -> ev.Notice:
@@ -78,10 +126,14 @@ class Electorate:
         node = self._job.nodes.get(elector.node)
         return node is not None and node.incarnation == elector.incarnation and node.alive
 
+    def _gone(self, elector: Elector) -> bool:
+        """Whether its node has come with an agent that was started anew."""
+        node = self._job.nodes.get(elector.node)
+        return node is not None and node.incarnation != elector.incarnation
+
     def _heard(self, now: float, within_s: float) -> bool:
-        nodes = self._job.nodes
+        def age(elector: Elector) -> float:
+            sent_at = self._echoed.get((elector.node, elector.incarnation), float("-inf"))
+            return now - sent_at if self._lives(elector) else float("inf")
 
-        def age(node: str) -> float:
-            return self._liveness.age(node, now) if node in nodes and nodes[node].alive else float("inf")
-
-        return self._quorum.heard(age, within_s)
+        return self._quorum.heard(age, within_s, self._gone)

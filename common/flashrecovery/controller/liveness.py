@@ -3,10 +3,13 @@
 A node is *suspected* when its agent has been silent for ``node_silence_s``, or when its connection has broken. Then its
 neighbours in the ring of nodes are asked whether they reach it. Only if none does, it is lost: a fault between the
 controller and one node, or of the controller's own network, costs nobody their ranks. A lost node is found after
-``node_silence_s + node_probe_s`` at the latest, a dead agent on a living host at once (its host refuses connections).
+``node_silence_s + node_probe_s`` at the latest; one whose connection has broken is asked about at once, and lost after
+``node_silence_s``. Not sooner, whatever the others say: a firewall may answer for a node that lives, and its workers
+step on until its lease ends (:mod:`flashrecovery.leases`).
 
 The bound for false alarms: a living node is taken for lost only if nothing of it has arrived for ``node_silence_s``
-(several heartbeats in a row) *and* no neighbour has got an answer from it. After a pause of the controller itself
+(several heartbeats in a row), also not by way of another node (:meth:`Liveness.vouched`), *and* no neighbour has got an
+answer from it. After a pause of the controller itself
 nobody is suspected before having had the time again. The node whose agent lives in the controller's own process is
 never lost; and if no node at all is heard, it is the controller that is cut off: all keep their ranks, for as long as
 one would wait for new nodes.
@@ -58,6 +61,8 @@ class _Pulse:
     asked: dict[str, str | None] = field(default_factory=dict)
     asked_at: float | None = None
     vouched: bool = False
+    vouched_at: float = float("-inf")
+    voucher: str = ""
 
 
 class Liveness:
@@ -78,6 +83,12 @@ class Liveness:
         pulse.heard_at, pulse.connected = now, True
         if pulse.asked_at is not None or pulse.vouched:
             pulse.asked, pulse.asked_at, pulse.vouched = {}, None, False
+
+    def vouches(self, observer: str, node: str, now: float) -> None:
+        """``node`` has asked ``observer`` to say that it lives, and will count the controller as heard."""
+        pulse = self._pulses.get(node)
+        if pulse is not None:
+            pulse.vouched_at, pulse.voucher = now, observer
 
     def disconnected(self, node: str) -> None:
         """Its connection has ended; it may come back with another one."""
@@ -126,6 +137,8 @@ class Liveness:
         assert pulse.asked_at is not None
         late = now - pulse.asked_at >= self._limits.node_probe_s
         witness = next((o for o, evidence in pulse.asked.items() if evidence == ""), None)
+        if witness is None and now - pulse.vouched_at < self._limits.node_silence_s:
+            witness = pulse.voucher
         if witness is not None:
             if not late:
                 return []
@@ -135,6 +148,10 @@ class Liveness:
         if not late and any(evidence is None for evidence in pulse.asked.values()):
             return []
         silent_s = now - pulse.heard_at
+        if silent_s < self._limits.node_silence_s:
+            if now - pulse.asked_at >= self._limits.node_probe_s:
+                pulse.asked, pulse.asked_at = {}, None  # what they have said is old by then: ask again
+            return []
         if not pulse.asked and silent_s < self._limits.node_wait_s:
             if not late:
                 return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import sys
 import time
@@ -16,6 +17,7 @@ import grpc
 
 from flashrecovery import events as ev
 from flashrecovery.access import CONTROLLER, Access, Server
+from flashrecovery.ballot import ask_elector
 from flashrecovery.beats.controller import BeatServer
 from flashrecovery.config import FaultSpec, RunConfig
 from flashrecovery.controller.batches import Batches
@@ -72,15 +74,18 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._agents = Connections()
         quorum = quorum or Quorum("")
         self._liveness = Liveness(config.timeouts, quorum.leader)
-        self._electorate = Electorate(quorum, self.machine, self._liveness, config.timeouts)
+        self._electorate = Electorate(quorum, self.machine, config.timeouts)
+        self._renewal: asyncio.Task[None] | None = None
         self._tables = TablePublisher(run_dir)
         self._beats = BeatServer(access.token, self, config.timeouts.heartbeat_s)
         self._relays = Relays(config.direct_agents, quorum.leader)
         self._sessions = Sessions(
             self, self.machine, self._agents, self._liveness, self._beats, self._relays, config.shared()
         )
+        self._answered_at: dict[str, float] = {}
+        self._answers_left = _BEATS_A_TICK
         self._beat_at = 0.0
-        self._to_beat: list[str] = []
+        self._to_beat: dict[str, None] = {}
         self._suspended = False
         self._gathering = False
         self._incarnation = uuid.uuid4().hex
@@ -117,8 +122,9 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         return bound
 
     async def stop(self) -> None:
-        if self._ticker is not None:
-            self._ticker.cancel()
+        for task in (self._ticker, self._renewal):
+            if task is not None:
+                task.cancel()
         self._beats.close()
         self.over.set()
         self._agents.close()
@@ -128,15 +134,23 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     def request_stop(self, reason: str) -> None:
         self.machine.on_stop_request(reason)
-        self.act()
+        self._carry_out()
 
     # -- rpc --------------------------------------------------------------------------------------
 
     async def Who(self, request: pb.WhoRequest, context: Context) -> pb.WhoReply:
         """Is this still the controller that an agent knows?"""
-        if self._electorate.raised_to(request.promised, time.monotonic()):
-            self._agents.post(None, self._electorate.command())
+        if self._renewal is None and self._electorate.needs_newer(request.promised, time.monotonic()):
+            self._renewal = asyncio.create_task(self._renew(request.promised))
         return pb.WhoReply(incarnation=self._incarnation, term=self._electorate.term)
+
+    async def _renew(self, promised: int) -> None:
+        """An agent has promised not to follow this term any more: get a newer one."""
+        try:
+            if await self._electorate.renew(promised, lambda e, request: ask_elector(e, request, self._access)):
+                self._agents.post(None, self._electorate.command())
+        finally:
+            self._renewal = None
 
     async def Session(
         self, request_iterator: AsyncIterator[pb.AgentMessage], context: Context
@@ -188,12 +202,13 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     # -- beats.controller.Hearer ------------------------------------------------------------------
 
-    def hears(self, node: str, now: float) -> bool:
+    def hears(self, node: str, now: float, echo: float) -> bool:
         """A sign of life by datagram."""
         record = self.machine.nodes.get(node)
         if record is None or not record.alive:
             return False
         self._liveness.heard(node, now)
+        self._electorate.echoed(node, echo)
         return not self._suspended
 
     def wanted_every_s(self) -> float:
@@ -237,13 +252,19 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         body = message.WhichOneof("body")
         if body == "heartbeat":
             m.on_heartbeat(message.heartbeat, now)
+            self._answer(node, now)
+        elif body == "vouch":
+            self._vouched(node, message.vouch, now)
         elif body == "started":
             m.on_started(message.started, node, m.nodes[node].host)
         elif body == "probed":
             probed = message.probed
             self._liveness.answered(node, probed.node, probed.reachable, probed.evidence)
         elif body == "electors_known":
-            self._electorate.known(node, message.electors_known.version)
+            if self._electorate.known(node, message.electors_known.version):
+                for elector in self._electorate.voters:
+                    if elector.node in self._agents.links:
+                        self._agents.post(elector.node, self._electorate.command())
         elif body == "standstill":
             m.on_standstill(node, message.standstill)
         elif body == "modules":
@@ -294,6 +315,31 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                     command = pb.Command(generation=m.generation, rank=rank, keep_undo=keep)
                     self._agents.post(m.ranks[rank].home, command)
 
+    def echoed(self, node: str, sent_at: float) -> None:
+        """The agent has received what was sent at this time."""
+        self._electorate.echoed(node, sent_at)
+
+    def _answer(self, node: str, now: float) -> None:
+        """A heartbeat that has come on the stream: at once, for the agent counts from it; if there are many, later."""
+        if self._answers_left > 0 and now - self._answered_at.get(node, float("-inf")) >= _TICK_S:
+            self._answers_left -= 1
+            self._beat_to(node, now)
+        else:
+            self._to_beat[node] = None
+
+    def _beat_to(self, node: str, now: float) -> None:
+        self._answered_at[node] = now
+        self._agents.links[node].send_now_or_never(self._beat())
+
+    def _vouched(self, observer: str, vouch: pb.Vouch, now: float) -> None:
+        """A node that does not get through has asked another one to say that it lives."""
+        record = self.machine.nodes.get(vouch.node)
+        heard = record is not None and record.alive and record.incarnation == vouch.incarnation and not self._suspended
+        if heard:
+            self._liveness.vouches(observer, vouch.node, now)
+        answer = pb.Vouched(number=vouch.number, heard=heard)
+        self._agents.links[observer].send_now_or_never(pb.Command(rank=AGENT, vouched=answer))
+
     def _tell_modules(self, node: str) -> None:
         """A spare node has no worker to learn from what its standbys should import."""
         if self._modules is not None and self.machine.nodes[node].state is NodeState.SPARE:
@@ -325,16 +371,24 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         many at a time that it does not keep this controller from anything else, however many they are."""
         suspended = self._electorate.suspended(now)
         if suspended is not self._suspended:
-            self._suspended, self._beat_at, self._to_beat = suspended, 0.0, []
+            self._suspended, self._beat_at, self._to_beat = suspended, 0.0, {}
             self._record(self._electorate.notice(suspended=suspended))
         if not self._to_beat and now - self._beat_at >= self._config.timeouts.heartbeat_s:
             self._beat_at = now
-            self._to_beat = [n for n in self._agents.connected() if suspended or not self._beats.gets_through(n, now)]
-        told, self._to_beat = self._to_beat[:_BEATS_A_TICK], self._to_beat[_BEATS_A_TICK:]
+            self._to_beat = dict.fromkeys(n for n in self._agents.connected() if suspended or self._needs_beat(n, now))
+        told = list(itertools.islice(self._to_beat, _BEATS_A_TICK))
+        for name in told:
+            del self._to_beat[name]
+        self._answers_left = _BEATS_A_TICK - len(told)
         connected = set(self._agents.connected()) if told else set()
         for name in told:
             if name in connected and self.machine.nodes[name].alive:
-                self._agents.links[name].send_now_or_never(self._beat())
+                self._beat_to(name, now)
+
+    def _needs_beat(self, node: str, now: float) -> bool:
+        """Whether this agent has heard nothing by datagram lately, nor in answer to its heartbeats on the stream."""
+        answered_at = self._answered_at.get(node, float("-inf"))
+        return not self._beats.gets_through(node, now) and now - answered_at >= self._config.timeouts.heartbeat_s
 
     def _look_for_the_silent(self, now: float) -> None:
         """Who is lost?"""
@@ -373,7 +427,11 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 self._agents.post(self.machine.ranks[command.rank].home, command)
 
     def act(self) -> None:
-        """Carry out what the machine wants."""
+        """Carry out what the machine wants; later, if somebody else may have been elected meanwhile."""
+        if self._electorate.may_decide(time.monotonic()):
+            self._carry_out()
+
+    def _carry_out(self) -> None:
         batches = Batches()
         for action in self.machine.take_actions():
             if isinstance(action, Emit):

@@ -40,6 +40,9 @@ class Listener(Protocol):
     def deliver(self, message: pb.AgentMessage, node: str) -> None:
         """A message for the machine."""
 
+    def echoed(self, node: str, sent_at: float) -> None:
+        """The agent has received what was sent at this time (0.0: nothing yet)."""
+
     def act(self) -> None:
         """Carry out what the machine wants now."""
 
@@ -84,7 +87,7 @@ class Sessions:
         try:
             welcome = self.welcome(connection)
             if welcome is not None:
-                yield welcome
+                yield connection.link.stamp(welcome)
             async for command in connection.link.outgoing():
                 if not self._agents.is_newest(connection):
                     return
@@ -157,6 +160,7 @@ class Sessions:
         connection.link.accept(first)
         self._liveness.heard(node, now)
         self._machine.on_register(first.register, now)
+        self._listener.echoed(node, connection.link.echoed_at)
         self._listener.act()
         return connection
 
@@ -174,6 +178,8 @@ class Sessions:
         if record is None or not record.alive:
             return  # taken for lost: its ranks belong to others now
         self._liveness.heard(node, time.monotonic())
+        if self._agents.is_newest(connection):
+            self._listener.echoed(node, connection.link.echoed_at)
         self._listener.deliver(message, node)
 
     def close(self, connection: Connection, *, blameless: bool = False) -> None:

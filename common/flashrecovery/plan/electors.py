@@ -8,10 +8,12 @@ cut. Few suffice, and what is sent to all does not grow with the job.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 MOST = 5
+_VERSIONS = 1 << 32
+"""Of electors in one term."""
 FEWEST = 3
 """With two nodes, none could tell a dead controller's node from a cut between them."""
 
@@ -57,3 +59,13 @@ def choose(nodes: Sequence[Eligible], leader: str, present: Sequence[Elector] = 
 def majority(of: int) -> int:
     """How many of ``of`` electors decide."""
     return of // 2 + 1
+
+
+def decide(electors: Sequence[Elector], some: Collection[Elector]) -> bool:
+    """Whether ``some`` are more than half of the ``electors``, if there are any."""
+    return not electors or sum(e in some for e in electors) >= majority(len(electors))
+
+
+def first_version(term: int) -> int:
+    """Of the electors of a controller that is elected for ``term``: above all of the terms before."""
+    return term * _VERSIONS

@@ -81,6 +81,8 @@ class AgentMessage(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
     AGE_BASE_FIELD_NUMBER: _builtins.int
+    SENT_AT_FIELD_NUMBER: _builtins.int
+    ECHO_FIELD_NUMBER: _builtins.int
     REGISTER_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     STARTED_FIELD_NUMBER: _builtins.int
@@ -97,11 +99,18 @@ class AgentMessage(_message.Message):
     ELECTORS_KNOWN_FIELD_NUMBER: _builtins.int
     REPLIES_FIELD_NUMBER: _builtins.int
     STANDSTILL_FIELD_NUMBER: _builtins.int
+    VOUCH_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     acknowledged: _builtins.int
     """newest number received from the other side"""
     age_base: _builtins.float
     """sender's CLOCK_MONOTONIC seconds when it was sent: times in the body count from it"""
+    sent_at: _builtins.float
+    """Who receives something knows how old it is at the most only if it carries an echo of the receiver's own clock:
+    sender's CLOCK_MONOTONIC seconds when it went out, opaque to the receiver
+    """
+    echo: _builtins.float
+    """newest sent_at that the sender has received from the other side, 0: none"""
     @_builtins.property
     def register(self) -> Global___Register: ...
     @_builtins.property
@@ -136,12 +145,16 @@ class AgentMessage(_message.Message):
     def replies(self) -> Global___Replies: ...
     @_builtins.property
     def standstill(self) -> Global___Standstill: ...
+    @_builtins.property
+    def vouch(self) -> Global___Vouch: ...
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
         acknowledged: _builtins.int = ...,
         age_base: _builtins.float = ...,
+        sent_at: _builtins.float = ...,
+        echo: _builtins.float = ...,
         register: Global___Register | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
         started: Global___WorkerStarted | None = ...,
@@ -158,12 +171,13 @@ class AgentMessage(_message.Message):
         electors_known: Global___ElectorsKnown | None = ...,
         replies: Global___Replies | None = ...,
         standstill: Global___Standstill | None = ...,
+        vouch: Global___Vouch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "standby", b"standby", "standstill", b"standstill", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "standby", b"standby", "standstill", b"standstill", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "age_base", b"age_base", "body", b"body", "checkpoint", b"checkpoint", "done", b"done", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "sequence", b"sequence", "standby", b"standby", "standstill", b"standstill", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "age_base", b"age_base", "body", b"body", "checkpoint", b"checkpoint", "done", b"done", "echo", b"echo", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "sent_at", b"sent_at", "sequence", b"sequence", "standby", b"standby", "standstill", b"standstill", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice", "probed", "modules", "electors_known", "replies", "standstill"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice", "probed", "modules", "electors_known", "replies", "standstill", "vouch"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -212,6 +226,7 @@ class Register(_message.Message):
     STRIDE_FIELD_NUMBER: _builtins.int
     SUSPECT_FIELD_NUMBER: _builtins.int
     COMMAND_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
     SETTINGS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """name, unique in the job"""
@@ -246,6 +261,10 @@ class Register(_message.Message):
         """the script and its arguments, as this node was told"""
 
     @_builtins.property
+    def pages(self) -> _containers.RepeatedCompositeFieldContainer[Global___PageOf]:
+        """of the ranks here whose processes have died or failed, and have not been replaced"""
+
+    @_builtins.property
     def settings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """that all nodes and the controller must have alike, as JSON"""
 
@@ -269,11 +288,12 @@ class Register(_message.Message):
         stride: _builtins.int = ...,
         suspect: _builtins.str = ...,
         command: _abc.Iterable[_builtins.str] | None = ...,
+        pages: _abc.Iterable[Global___PageOf] | None = ...,
         settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoint", b"checkpoint", "command", b"command", "domain", b"domain", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "node", b"node", "node_rank", b"node_rank", "peer_port", b"peer_port", "pid", b"pid", "settings", b"settings", "slots", b"slots", "spare", b"spare", "store_port", b"store_port", "stride", b"stride", "suspect", b"suspect", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoint", b"checkpoint", "command", b"command", "domain", b"domain", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "node", b"node", "node_rank", b"node_rank", "pages", b"pages", "peer_port", b"peer_port", "pid", b"pid", "settings", b"settings", "slots", b"slots", "spare", b"spare", "store_port", b"store_port", "stride", b"stride", "suspect", b"suspect", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -348,6 +368,35 @@ class WorkerState(_message.Message):
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final
+class PageOf(_message.Message):
+    """What the agent has of a rank whose process is no more: the capsules in its page."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    CAPSULES_FIELD_NUMBER: _builtins.int
+    EARLY_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    @_builtins.property
+    def capsules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def early(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        capsules: _abc.Iterable[_builtins.int] | None = ...,
+        early: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capsules", b"capsules", "early", b"early", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PageOf: _TypeAlias = PageOf  # noqa: Y015
+
+@_typing.final
 class Probed(_message.Message):
     """What a node sees of another one, asked for by the controller."""
 
@@ -392,6 +441,33 @@ class ElectorsKnown(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ElectorsKnown: _TypeAlias = ElectorsKnown  # noqa: Y015
+
+@_typing.final
+class Vouch(_message.Message):
+    """Another node, which does not hear the controller, has asked this one to say that it lives."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    node: _builtins.str
+    incarnation: _builtins.str
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        node: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "node", b"node", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Vouch: _TypeAlias = Vouch  # noqa: Y015
 
 @_typing.final
 class RankHealth(_message.Message):
@@ -1235,6 +1311,8 @@ class Command(_message.Message):
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
+    SENT_AT_FIELD_NUMBER: _builtins.int
+    ECHO_FIELD_NUMBER: _builtins.int
     SERIAL_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
@@ -1260,11 +1338,14 @@ class Command(_message.Message):
     BATCH_FIELD_NUMBER: _builtins.int
     LOOK_FIELD_NUMBER: _builtins.int
     GO_THROUGH_FIELD_NUMBER: _builtins.int
+    VOUCHED_FIELD_NUMBER: _builtins.int
     SAVED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """see AgentMessage"""
     acknowledged: _builtins.int
+    sent_at: _builtins.float
+    echo: _builtins.float
     serial: _builtins.int
     generation: _builtins.int
     rank: _builtins.int
@@ -1320,6 +1401,8 @@ class Command(_message.Message):
     @_builtins.property
     def go_through(self) -> Global___GoThrough: ...
     @_builtins.property
+    def vouched(self) -> Global___Vouched: ...
+    @_builtins.property
     def saved(self) -> Global___CheckpointSaved:
         """the newest one, for the agent to keep; version -1: there is none"""
 
@@ -1332,6 +1415,8 @@ class Command(_message.Message):
         *,
         sequence: _builtins.int = ...,
         acknowledged: _builtins.int = ...,
+        sent_at: _builtins.float = ...,
+        echo: _builtins.float = ...,
         serial: _builtins.int = ...,
         generation: _builtins.int = ...,
         rank: _builtins.int = ...,
@@ -1357,18 +1442,43 @@ class Command(_message.Message):
         batch: Global___Batch | None = ...,
         look: Global___Look | None = ...,
         go_through: Global___GoThrough | None = ...,
+        vouched: Global___Vouched | None = ...,
         saved: Global___CheckpointSaved | None = ...,
         refused: Global___Refused | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "electors", b"electors", "fault", b"fault", "fence", b"fence", "go_through", b"go_through", "hold", b"hold", "keep_undo", b"keep_undo", "look", b"look", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank_table", b"rank_table", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "electors", b"electors", "fault", b"fault", "fence", b"fence", "go_through", b"go_through", "hold", b"hold", "keep_undo", b"keep_undo", "look", b"look", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank_table", b"rank_table", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "shutdown", b"shutdown", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "batch", b"batch", "beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "electors", b"electors", "fault", b"fault", "fence", b"fence", "generation", b"generation", "go_through", b"go_through", "hold", b"hold", "keep_undo", b"keep_undo", "look", b"look", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank", b"rank", "rank_table", b"rank_table", "ranks", b"ranks", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "batch", b"batch", "beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "echo", b"echo", "electors", b"electors", "fault", b"fault", "fence", b"fence", "generation", b"generation", "go_through", b"go_through", "hold", b"hold", "keep_undo", b"keep_undo", "look", b"look", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank", b"rank", "rank_table", b"rank_table", "ranks", b"ranks", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "sent_at", b"sent_at", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold", "beat", "probe", "fence", "modules", "electors", "batch", "look", "go_through", "saved", "refused"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold", "beat", "probe", "fence", "modules", "electors", "batch", "look", "go_through", "vouched", "saved", "refused"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
 Global___Command: _TypeAlias = Command  # noqa: Y015
+
+@_typing.final
+class Vouched(_message.Message):
+    """In answer to a Vouch. heard: that node belongs to the job, and counts as heard now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    HEARD_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    heard: _builtins.bool
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        heard: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heard", b"heard", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Vouched: _TypeAlias = Vouched  # noqa: Y015
 
 @_typing.final
 class Refused(_message.Message):
@@ -1659,14 +1769,19 @@ class Electors(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     ELECTORS_FIELD_NUMBER: _builtins.int
     LEADER_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     """of the controller; each election begins a higher one"""
     version: _builtins.int
-    """grows with each change of the electors, also from term to term"""
+    """grows with each change of the electors, and from term to term"""
     leader: _builtins.str
     """node of the controller"""
     @_builtins.property
     def electors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Elector]: ...
+    @_builtins.property
+    def before(self) -> _containers.RepeatedCompositeFieldContainer[Global___Elector]:
+        """the electors of the version before, until enough of both know of the change"""
+
     def __init__(
         self,
         *,
@@ -1674,10 +1789,11 @@ class Electors(_message.Message):
         version: _builtins.int = ...,
         electors: _abc.Iterable[Global___Elector] | None = ...,
         leader: _builtins.str = ...,
+        before: _abc.Iterable[Global___Elector] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["electors", b"electors", "leader", b"leader", "term", b"term", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "electors", b"electors", "leader", b"leader", "term", b"term", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2472,15 +2588,26 @@ Global___WhoReply: _TypeAlias = WhoReply  # noqa: Y015
 
 @_typing.final
 class ProbeRequest(_message.Message):
+    """node, incarnation: who asks, if the controller is to be told that it lives; the answer may take wait_s."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    FROM_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    incarnation: _builtins.str
+    wait_s: _builtins.float
     def __init__(
         self,
+        *,
+        node: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        wait_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from", b"from"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "node", b"node", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2490,23 +2617,24 @@ Global___ProbeRequest: _TypeAlias = ProbeRequest  # noqa: Y015
 class ProbeReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    CONTROLLER_AGE_S_FIELD_NUMBER: _builtins.int
+    VOUCHED_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     CONTROLLER_FIELD_NUMBER: _builtins.int
-    controller_age_s: _builtins.float
+    vouched: _builtins.bool
+    """the controller has been told, and counts the asking node as heard"""
     term: _builtins.int
     controller: _builtins.str
     """which one it follows, and where that listens (HOST:PORT)"""
     def __init__(
         self,
         *,
-        controller_age_s: _builtins.float = ...,
+        vouched: _builtins.bool = ...,
         term: _builtins.int = ...,
         controller: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["controller", b"controller", "controller_age_s", b"controller_age_s", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["controller", b"controller", "term", b"term", "vouched", b"vouched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2524,6 +2652,7 @@ class VoteRequest(_message.Message):
     VOTER_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     PRELIMINARY_FIELD_NUMBER: _builtins.int
+    RENEWS_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     version: _builtins.int
     candidate: _builtins.str
@@ -2531,6 +2660,8 @@ class VoteRequest(_message.Message):
     incarnation: _builtins.str
     preliminary: _builtins.bool
     """would you? So that a node that is cut off alone does not begin a term"""
+    renews: _builtins.int
+    """the candidate is controller of this term already, and asks for a newer one; 0: it is not"""
     def __init__(
         self,
         *,
@@ -2540,10 +2671,11 @@ class VoteRequest(_message.Message):
         voter: _builtins.str = ...,
         incarnation: _builtins.str = ...,
         preliminary: _builtins.bool = ...,
+        renews: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate", b"candidate", "incarnation", b"incarnation", "preliminary", b"preliminary", "term", b"term", "version", b"version", "voter", b"voter"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate", b"candidate", "incarnation", b"incarnation", "preliminary", b"preliminary", "renews", b"renews", "term", b"term", "version", b"version", "voter", b"voter"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,6 +20,9 @@ from flashrecovery.page import TAG_MUTATING, Page
 from flashrecovery.worker.overhead import Overhead
 from flashrecovery.worker.pace import Pace
 
+_LOOK_S = 0.01
+"""Pace of the look whether the lease of the page goes on; everything else wakes who waits."""
+
 
 class Gate:
     """Step tag, generation and stop flag of one worker.
@@ -64,10 +67,11 @@ class Gate:
             self.page.set_tag(self.version)
 
     def mutate(self) -> None:
-        """Tag -1: the state changes from here on. Waits while held. Raises StepInterrupted if stopped."""
+        """Tag -1: the state changes from here on. Waits while held, and while this node may have been taken for lost.
+        Raises StepInterrupted if stopped."""
         with self.lock:
-            while self._held and not self._stopped:
-                self.lock.wait()
+            while (self._held or self.page.lease_over()) and not self._stopped:
+                self.lock.wait(_LOOK_S)
             if self._void():
                 raise StepInterrupted
             if not self._mutating:

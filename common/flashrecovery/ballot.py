@@ -1,0 +1,26 @@
+"""A question to one elector, over the network: from a candidate, or from a controller that needs a newer term."""
+
+from __future__ import annotations
+
+import grpc
+
+from flashrecovery.access import Access, agent_at
+from flashrecovery.errors import AuthenticationError
+from flashrecovery.plan.electors import Elector
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+
+VOTE_S = 0.3
+"""For the electors' answers."""
+
+
+async def ask_elector(elector: Elector, request: pb.VoteRequest, access: Access) -> pb.VoteReply:
+    """Over the network; no answer is a refusal."""
+    try:
+        async with access.dial(elector.peer, agent_at(elector.peer), VOTE_S) as channel:
+            reply: pb.VoteReply = await rpc.PeerStub(channel).Vote(request, timeout=VOTE_S)
+            return reply
+    except grpc.aio.AioRpcError as e:
+        return pb.VoteReply(granted=False, reason=e.code().name.lower())
+    except AuthenticationError as e:
+        return pb.VoteReply(granted=False, reason=str(e))

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 
+_TO_COME_S = 5.0
+"""For a node that was cut off: to come to a new controller, before that stops waiting and decides."""
+
+
 class Violation(Exception):
     """A law is broken. ``law``: its short name."""
 
@@ -259,10 +263,12 @@ class Laws:
 
     def _counts(self, process: SimWorkerProcess) -> bool:
         """Whether the controller that has failed the job could still ask it: its node was not taken for lost, and has
-        not stood still all the time that a new controller has waited for it."""
-        service = self.failed_by
+        neither stood still nor been cut off while a new controller has waited for it."""
+        there, service = next((found for found in self.world.services if found[1] is self.failed_by), (None, None))
         node = service.machine.nodes.get(process.agent.name) if service is not None else None
-        return process.agent.runs if node is None else node.alive
+        if node is not None or there is None:
+            return node is None or node.alive
+        return process.agent.runs and self.world.network.reached_for(process.agent.host, there.host, _TO_COME_S)
 
     # -- agents ---------------------------------------------------------------------------------------
 

@@ -103,6 +103,7 @@ class Network:
         self.hosts: dict[str, Host] = {}
         self._blocked: dict[tuple[str, str], Firewall] = {}
         self._blocked_at: dict[tuple[str, str], float] = {}
+        self._whole_at: dict[tuple[str, str], float] = {}
         self._wires: list[Wire] = []
         self.over = False
         self.on_bytes: Callable[[bytes], None] | None = None
@@ -122,8 +123,9 @@ class Network:
 
     def unblock(self, a: str, b: str) -> None:
         """The path is whole again, both ways."""
-        self._blocked.pop((a, b), None)
-        self._blocked.pop((b, a), None)
+        for way in ((a, b), (b, a)):
+            if self._blocked.pop(way, None) is not None:
+                self._whole_at[way] = self.loop.now
         for wire in [w for w in self._wires if {e.host.ip for e in w.ends} == {a, b}]:
             wire.flush()
 
@@ -139,6 +141,11 @@ class Network:
     def reached_lately(self, a: Host, b: Host, within_s: float) -> bool:
         """Whether ``a`` reaches ``b``, or did in the last seconds."""
         return self.reaches(a, b) or self.loop.now - self._blocked_at[a.ip, b.ip] < within_s
+
+    def reached_for(self, a: Host, b: Host, seconds: float) -> bool:
+        """Whether each has reached the other for so long."""
+        ways = ((a.ip, b.ip), (b.ip, a.ip))
+        return not any(w in self._blocked or self.loop.now - self._whole_at.get(w, -seconds) < seconds for w in ways)
 
     def delay(self, a: Host, b: Host) -> float:
         w = self.weather

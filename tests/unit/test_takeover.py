@@ -50,7 +50,6 @@ def test_a_failure_before_the_take_over_is_a_victim_of_its_recovery() -> None:
     machine.on_register(found("a", 0, 1), 0.0)
     machine.on_failure(failure(1), 0.1)
     machine.on_register(found("b", 2, 3), 0.2)
-    machine.on_tick(11.0)
     assert machine.state is State.QUIESCING and machine.recovery is not None and machine.recovery.victims == [1]
     assert notices(machine) == ["taken_over"]
 
@@ -153,3 +152,64 @@ def test_of_two_nodes_with_the_same_rank_the_one_of_the_newer_generation_has_it(
     assert [machine.ranks[r].home for r in (0, 1)] == ["a", "a"]
     fenced = [a.node for a in machine.take_actions() if isinstance(a, Send) and a.command.HasField("fence")]
     assert fenced and set(fenced) == {"lost"}
+
+
+def with_page(register: pb.Register, rank: int, committed: int = STEP) -> pb.Register:
+    """Its process has died, and the controller that was to hear of it is gone."""
+    register.pages.add(rank=rank, local_rank=rank % 2, capsules=[committed, committed + 1], committed=committed)
+    return register
+
+
+def test_a_rank_whose_process_has_died_is_filled_again_where_its_page_is() -> None:
+    """Nobody is waited for: every rank is accounted for."""
+    machine = controller()
+    machine.on_register(found("s"), 0.0)
+    machine.on_register(found("a", 0, 1), 0.1)
+    machine.on_register(with_page(found("b", 2), 3), 0.2)
+    assert machine.state is State.QUIESCING and machine.recovery is not None and machine.recovery.victims == [3]
+    sent = [a for a in machine.take_actions() if isinstance(a, Send) and a.command.HasField("replace")]
+    assert [(a.node, a.command.rank, a.command.replace.local_rank) for a in sent] == [("b", 3, 1)]
+
+
+@pytest.mark.parametrize("first", ["alive", "page"])
+def test_a_rank_that_lives_elsewhere_since_is_not_filled_where_its_old_page_is(first: str) -> None:
+    machine = controller()
+    registers = [of_generation(found("a", 0, 1), 3), of_generation(with_page(found("old"), 1), 2)]
+    for register in registers if first == "alive" else reversed(registers):
+        machine.on_register(register, 0.0)
+    machine.on_register(found("b", 2, 3), 0.1)
+    assert machine.state is State.RUNNING and machine.ranks[1].home == "a"
+
+
+def test_a_process_of_an_older_generation_than_the_page_is_fenced() -> None:
+    machine = controller()
+    machine.on_register(of_generation(with_page(found("b", 2), 3), 3), 0.0)
+    machine.on_register(of_generation(found("lost", 3), 2), 0.1)
+    assert machine.ranks[3].home == "b"
+    fenced = [a.node for a in machine.take_actions() if isinstance(a, Send) and a.command.HasField("fence")]
+    assert fenced == ["lost"]
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_where_all_processes_have_died_nothing_begins_from_zero(checkpoint: bool) -> None:
+    """The agents live, and say how far their ranks had come."""
+    machine = controller()
+    registers = [found("a"), found("b")]
+    for i, register in enumerate(registers):
+        with_page(with_page(register, 2 * i), 2 * i + 1)
+        machine.on_register(remembering(register, 6) if checkpoint else register, 0.0)
+    kinds = notices(machine)
+    assert "start_again" not in kinds
+    if checkpoint:
+        assert machine.state is State.REPLACING and "taken_over" in kinds
+    else:
+        assert machine.state is State.FAILED and "nobody holds any state" in machine.failure_reason
+
+
+def test_a_done_of_a_rank_that_nobody_has_come_with_is_not_believed() -> None:
+    machine = controller()
+    machine.on_register(found("a", 0, 1), 0.0)
+    machine.on_register(found("b", 2), 0.1)
+    machine.on_done(pb.Done(rank=3, generation=3, version=30), 0.2)
+    machine.on_tick(11.0)
+    assert machine.recovery is not None and machine.recovery.victims == [3]

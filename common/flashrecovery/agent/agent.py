@@ -105,11 +105,24 @@ class Agent:
         message.command.extend(self._command)
         message.settings.update(self._config.shared())
         message.workers.extend(self._state_of(p) for p in self._ranks.values() if not p.dead and not p.failed)
+        gone = [p for p in self._ranks.values() if (p.dead or p.failed) and p.returncode != 0]
+        message.pages.extend(self._page_of(p) for p in gone if not self._crew.ending)
         if self._health.suspect is not None:
             message.suspect = str(self._health.suspect)
         if self._checkpoint is not None:
             message.checkpoint.CopyFrom(self._checkpoint)
         return message
+
+    @staticmethod
+    def _page_of(process: WorkerProcess) -> pb.PageOf:
+        page = process.page
+        return pb.PageOf(
+            rank=process.place,
+            local_rank=process.local_rank,
+            capsules=page.capsule_versions(),
+            early=page.early_capsules(),
+            committed=page.committed,
+        )
 
     def _state_of(self, process: WorkerProcess) -> pb.WorkerState:
         here = process.page.health().generation == self._generation
@@ -263,7 +276,7 @@ class Agent:
         elif body == "last_words":
             process.last_words = message.last_words
         elif body in ("joined", "reply", "done"):
-            if process.dead:
+            if process.dead or process.failed:
                 return  # its rank is being filled anew
             if body == "done":
                 process.stepping, process.done = False, message.done

@@ -64,9 +64,10 @@ class Machine(Watching, TakeOver):
         self._compare_command(message)
         if message.HasField("checkpoint"):
             self._hear_of_checkpoint(node, message.checkpoint)
-        if message.workers and not self._launched:
+        had_ranks = bool(message.workers or message.pages)
+        if had_ranks and not self._launched:
             self._find(node, message, now)
-        elif message.workers:
+        elif had_ranks:
             self._fence(node, "its ranks belong to others")
         elif self._launched:
             node.state = NodeState.SPARE
@@ -284,9 +285,9 @@ class Machine(Watching, TakeOver):
 
     def on_done(self, message: pb.Done, now: float) -> None:
         """A worker has taken all its steps; it is let go when every rank has."""
-        if message.generation != self.generation:
-            return
         record = self.ranks[message.rank]
+        if message.generation != self.generation or record.place is Place.EMPTY:
+            return
         record.place, record.committed = Place.DONE, message.version
         self._confirm(now)
 

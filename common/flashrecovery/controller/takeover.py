@@ -44,19 +44,30 @@ class TakeOver(RecoverySteps):
             self._found_at = now
         for worker in message.workers:
             record = self.ranks[worker.rank]
-            if record.place is not Place.EMPTY and record.joined_generation >= message.generation:
-                self._fence(node, f"rank {worker.rank} lives on node {record.home}")
+            lives = record.place is not Place.EMPTY
+            if record.home and record.joined_generation >= message.generation + (not lives):
+                self._fence(node, f"rank {worker.rank} {'lives' if lives else 'was last'} on node {record.home}")
                 return
         for worker in message.workers:
             record = self.ranks[worker.rank]
             if record.place is not Place.EMPTY:
                 self._fence(self.nodes[record.home], f"rank {worker.rank} lives on node {node.name}")
             self._adopt_worker(record, worker, node, message.generation)
+        for page in message.pages:
+            self._adopt_page(self.ranks[page.rank], page, node, message.generation)
         self.generation = max(self.generation, message.generation)
         self.stride = message.stride or self.stride
         self._restarts = max(self._restarts, message.attempt)
-        if all(r.place is not Place.EMPTY for r in self.ranks.values()):
+        if all(r.home for r in self.ranks.values()):
             self._take_over(now)
+
+    def _adopt_page(self, record: RankRecord, page: pb.PageOf, node: NodeRecord, generation: int) -> None:
+        """The rank's process has died there. Filled again on that node, it finds its capsules."""
+        if record.place is not Place.EMPTY or (record.home and record.joined_generation >= generation):
+            return
+        record.home = record.page_on = node.name
+        record.local_rank, record.joined_generation, record.committed = page.local_rank, generation, page.committed
+        record.capsules, record.early = tuple(page.capsules), frozenset(page.early)
 
     def _adopt_worker(self, record: RankRecord, worker: pb.WorkerState, node: NodeRecord, generation: int) -> None:
         record.pid, record.node, record.host = worker.pid, node.name, node.host
@@ -96,7 +107,7 @@ class TakeOver(RecoverySteps):
         missing = [r.rank for r in records if r.place is Place.EMPTY]
         behind = [r.rank for r in records if r.joined_generation < self.generation and r.rank not in missing]
         said = f"a new controller has found {len(records) - len(missing)} of {len(records)} ranks"
-        if len(missing) == len(records):
+        if len(missing) == len(records) and self.checkpoint is None:
             self._fail(f"{said}, so nobody holds any state; start the job again, with --resume if it had checkpoints")
             return
         self._emit(ev.Notice(generation=self.generation, kind="taken_over", text=said))
@@ -107,7 +118,8 @@ class TakeOver(RecoverySteps):
             self._confirm(now)
             return
         self.last_failure = self.last_failure or f"{said}, not all of them in their loop"
-        if not any(r.place in (Place.RUNNING, Place.DONE, Place.STOPPING) for r in records):
+        trained = any(r.place in (Place.RUNNING, Place.DONE, Place.STOPPING) or r.committed > 0 for r in records)
+        if not trained and len(missing) < len(records):
             self._settle_found(now)
             self._start_again(f"{said}, before the first step", now)
             return

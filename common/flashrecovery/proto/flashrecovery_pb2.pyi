@@ -369,14 +369,18 @@ Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final
 class PageOf(_message.Message):
-    """What the agent has of a rank whose process is no more: the capsules in its page."""
+    """What the agent has of a rank whose process is no more: the capsules in its page, and what it had committed (-1: none)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RANK_FIELD_NUMBER: _builtins.int
     CAPSULES_FIELD_NUMBER: _builtins.int
     EARLY_FIELD_NUMBER: _builtins.int
+    COMMITTED_FIELD_NUMBER: _builtins.int
+    LOCAL_RANK_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
+    committed: _builtins.int
+    local_rank: _builtins.int
     @_builtins.property
     def capsules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -387,10 +391,12 @@ class PageOf(_message.Message):
         rank: _builtins.int = ...,
         capsules: _abc.Iterable[_builtins.int] | None = ...,
         early: _abc.Iterable[_builtins.int] | None = ...,
+        committed: _builtins.int = ...,
+        local_rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capsules", b"capsules", "early", b"early", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capsules", b"capsules", "committed", b"committed", "early", b"early", "local_rank", b"local_rank", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

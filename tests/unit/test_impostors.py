@@ -336,7 +336,7 @@ def test_no_status_from_anybody_ends_an_agent_that_has_joined(tmp_path: Path) ->
             Middle(f"127.0.0.1:{port}").listening() as middle,
         ):
             job = Job(middle.port)
-            await until(lambda: service._agents.is_connected("a"))
+            await until(lambda: service._agents.is_connected("a") and job.session._joined)
             for code in grpc.StatusCode:
                 if code is not grpc.StatusCode.OK:
                     middle.status = lambda method, code=code: (code, "you are not wanted")  # type: ignore[misc]

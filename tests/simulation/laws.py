@@ -41,7 +41,7 @@ class Laws:
         self.world = world
         self.violation: Violation | None = None
         self.reason = ""
-        self.failed = False
+        self.failed = self.left_alone = False
         self.last_fault_at = 0.0
         self.generations: dict[int, int] = {}
         self.terms: dict[int, tuple[Process, ControllerService, set[Elector]]] = {}
@@ -277,7 +277,8 @@ class Laws:
         if self.failed or any(s.machine.state in (State.FINISHED, State.FAILED) for _, s in world.services):
             return
         if "has been gone for" in str(error) and self._electors_lost():
-            self.failed, self.reason = True, str(error)
+            self.failed = self.left_alone = True
+            self.reason = str(error)
             return
         self.broken("agent ends", f"{name}: {type(error).__name__}: {error}", error)
 
@@ -317,9 +318,12 @@ class Laws:
             return False
         if all(p.dead or not p.host.up for p in self.world.agents.values()):
             return True
-        # Who was away at the end gives up by itself, which takes a minute: not every history has to show it.
+        # Who was away at the end gives up by itself, which takes a minute: not every history has to show it. Nodes that
+        # were started again wait for a new job, where the old one was left without electors.
         self.over_at = min(self.over_at, self.world.loop.now)
-        return self.world.seed % 16 != 0 and self.world.loop.now > max(self.over_at, self.last_fault_at) + 12.0
+        return (self.left_alone or self.world.seed % 16 != 0) and self.world.loop.now > max(
+            self.over_at, self.last_fault_at
+        ) + 12.0
 
     def too_late(self) -> None:
         world = self.world

@@ -336,8 +336,7 @@ def test_no_status_from_anybody_ends_an_agent_that_has_joined(tmp_path: Path) ->
             Middle(f"127.0.0.1:{port}").listening() as middle,
         ):
             job = Job(middle.port)
-            # Not when the controller has heard of it, but when the agent has heard the controller.
-            await until(lambda: job.session._joined)
+            await until(lambda: service._agents.is_connected("a") and job.session._joined)
             for code in grpc.StatusCode:
                 if code is not grpc.StatusCode.OK:
                     middle.status = lambda method, code=code: (code, "you are not wanted")  # type: ignore[misc]

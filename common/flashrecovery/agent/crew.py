@@ -98,7 +98,7 @@ class Crew:
             process.page.inherit(old.page)
         if replace.setup_from:
             await self._inherit_setup_log(process, replace.setup_from)
-        if standby is None:
+        if standby is None and not self._is_over(process):
             await self._take_on(process)
         if old is not None:
             while not await old.gone(self._config.timeouts.fence_s):
@@ -107,7 +107,7 @@ class Crew:
             if hear_out:
                 await old.hear_out(LAST_WORDS_S)
             self._tasks.start(self._bury(old))
-        if process.dead:
+        if self._is_over(process):
             return None
         assign = pb.Assign(
             rank=rank,
@@ -128,10 +128,16 @@ class Crew:
         )
         return process, started
 
+    def _is_over(self, process: WorkerProcess) -> bool:
+        """Whether it has been ended while somebody else was waited for; its page may have been given back."""
+        return process.dead or self.ending
+
     async def _inherit_setup_log(self, process: WorkerProcess, keeper: str) -> None:
         """What the rank's set-up collectives had returned, from the agent that keeps it for the lost node."""
         try:
-            process.page.write_setup_log(await self._setup_logs.fetch(keeper, process.place))
+            log = await self._setup_logs.fetch(keeper, process.place)
+            if not self._is_over(process):
+                process.page.write_setup_log(log)
         except grpc.aio.AioRpcError as e:
             text = f"the results of its set-up collectives are lost: {keeper} answers {e.code().name.lower()}"
             self._foreman.notice(process.place, "setup_log_lost", text)

@@ -138,8 +138,9 @@ class Laws:
         owner, other, known = self.terms.setdefault(term, (process, service, electors))
         if other is service:
             known |= electors
-        elif owner.dead and not known & electors:
-            # Everyone has been started anew: another job, of nodes with the same names.
+        elif owner.dead and (not known & electors or not other._electorate.voters):
+            # Everyone has been started anew: another job, of nodes with the same names. Or the one before had no
+            # electors left, because there were but two nodes: then whoever is started again in its place goes on.
             self.terms[term] = process, service, electors
         else:
             self.broken("term", f"two controllers decide in term {term}: the one on {process.host.name} is the second")

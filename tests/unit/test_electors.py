@@ -172,6 +172,11 @@ def test_a_controller_decides_by_the_sending_of_what_its_electors_have_received(
     assert not known.may_decide(200.1), "and is no elector"
 
 
+def test_a_controller_that_has_named_no_electors_gets_no_newer_term() -> None:
+    """It may have been started again, by the old command, while the others have elected another one."""
+    assert not electorate(Quorum("a"), Job.of("ab")).needs_newer(5, 10.0)
+
+
 @pytest.mark.parametrize(("refusing", "renewed"), [("", True), ("c", True), ("bc", False)])
 def test_a_newer_term_is_won_by_votes(refusing: str, renewed: bool) -> None:
     known = electorate(settled("a", "b", "c"), Job.of("abc"))

@@ -18,6 +18,10 @@ def mix(*parts: int) -> int:
     return hash(parts) & 0x7FFFFFFFFFFFFFFF
 
 
+TOKEN = "simulated-job-token-0123456789"
+"""Of the job."""
+
+
 @dataclass(frozen=True)
 class Script:
     """What the user's script is like.

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from flashrecovery import events as ev
 from flashrecovery.controller.states import State
+from flashrecovery.handshake import job_key
 from flashrecovery.plan.electors import majority
-from tests.simulation.content import Content
+from tests.simulation.content import TOKEN, Content
 from tests.simulation.loop import Life
 from tests.simulation.network import Firewall, Host
 
@@ -53,6 +54,8 @@ class Laws:
         self.unresponsive = 0
         self.failed_by: ControllerService | None = None
         self.struck_kinds: list[str] = []
+        plain = (TOKEN.encode(), job_key(TOKEN))
+        self.secrets = (*plain, *(secret.hex().encode() for secret in plain))
 
     def broken(self, law: str, text: str, error: BaseException | None = None) -> None:
         """Remember the first, and end the history."""
@@ -119,6 +122,13 @@ class Laws:
 
     def ended(self, worker: ModelWorker) -> None:
         self._check_content(worker, self.world.script.steps, "end")
+
+    # -- the network ----------------------------------------------------------------------------------
+
+    def sent(self, data: bytes) -> None:
+        """No secret goes over it, as it is or in hexadecimal digits."""
+        if any(secret in data for secret in self.secrets):
+            self.broken("secret", f"the job's token, or the key made of it, is sent: {data[:60]!r}")
 
     # -- controllers ----------------------------------------------------------------------------------
 

@@ -106,7 +106,8 @@ class Network:
         self._whole_at: dict[tuple[str, str], float] = {}
         self._wires: list[Wire] = []
         self.over = False
-        self.on_bytes: Callable[[bytes], None] | None = None
+        self.seen: Callable[[bytes], None] = lambda data: None
+        """Called with everything that goes over the network."""
 
     def add(self, host: Host) -> Host:
         self.hosts[host.ip] = host
@@ -146,6 +147,16 @@ class Network:
         """Whether each has reached the other for so long."""
         ways = ((a.ip, b.ip), (b.ip, a.ip))
         return not any(w in self._blocked or self.loop.now - self._whole_at.get(w, -seconds) < seconds for w in ways)
+
+    def look_at(self, item: Any) -> None:
+        """Show every part of what is sent."""
+        if isinstance(item, bytes):
+            self.seen(item)
+        elif isinstance(item, str):
+            self.seen(item.encode())
+        elif isinstance(item, (tuple, list)):
+            for part in item:
+                self.look_at(part)
 
     def delay(self, a: Host, b: Host) -> float:
         w = self.weather
@@ -296,6 +307,7 @@ class Wire:
         """From this side to the other."""
         if self.ends[side].over or len(self.ends) < 2 or self._network.over:
             return
+        self._network.look_at(item)
         loop, near, far = self._network.loop, self.ends[side], self.ends[1 - side]
         at = max(self._newest[side], loop.now + self._network.delay(near.host, far.host))
         self._newest[side] = at
@@ -406,6 +418,7 @@ class DatagramClient:
         def deliver(socket: DatagramSocket) -> None:
             socket.take(data, self.address)
 
+        self._network.look_at(data)
         self._network.send_datagram(self._process, self._remote, deliver, self._refused)
 
     def _take(self, data: bytes, address: Address) -> None:
@@ -466,6 +479,7 @@ class DatagramSocket:
         def deliver(socket: DatagramSocket) -> None:
             socket.take(data, (self._process.host.ip, self.port))
 
+        self._network.look_at(data)
         self._network.send_datagram(self._process, address, deliver, lambda: None)
 
     def close(self) -> None:

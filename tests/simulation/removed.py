@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from flashrecovery import handshake
 from flashrecovery.agent import session
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.lease import Reach
@@ -87,6 +88,11 @@ def _any_door(seen: object, electors: object, node: str) -> Reach:
     return Reach(enough=True, vouched=False)
 
 
+def _proof_with_key(proof: Callable[[bytes, bytes], bytes]) -> Callable[[bytes, bytes], bytes]:
+    """Both sides show what they know by sending it."""
+    return lambda key, transcript: key + proof(key, transcript)
+
+
 REMOVED: dict[str, Callable[[], Any]] = {
     "hold remembers its generation": lambda: patch.object(Gate, "hold", _hold),
     "capsules of late steps do not count": lambda: patch.object(restore, "_forget_early", lambda records: ""),
@@ -102,6 +108,7 @@ REMOVED: dict[str, Callable[[], Any]] = {
     "heard counts from the sending": lambda: patch.object(Electorate, "echoed", _arrived),
     "a broken connection is no proof": lambda: patch.object(Liveness, "_judge", _believes(Liveness._judge)),
     "a closed door is no proof": lambda: patch.object(session, "reach", _any_door),
+    "no secret is sent": lambda: patch.object(handshake, "_proof", _proof_with_key(handshake._proof)),
     "the lease in the page": lambda: patch.object(Page, "lend", lambda self, until: None),
 }
 """By name: what is patched away."""

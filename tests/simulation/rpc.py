@@ -98,7 +98,6 @@ class SimChannel:
         call = SimCall(self, self._number, serialize, deserialize)
         self._calls[self._number] = call
         given = tuple(metadata or ())
-        self._check_secrets(given)
         self.put(("open", self._number, method, given))
         if timeout is not None:
             call.deadline = asyncio.get_running_loop().call_later(
@@ -117,11 +116,6 @@ class SimChannel:
             await call.write(request)
         self.put(("half", call.number))
 
-    def _check_secrets(self, metadata: tuple[tuple[str, Any], ...]) -> None:
-        if self._network.on_bytes is not None:
-            for _, value in metadata:
-                self._network.on_bytes(value if isinstance(value, bytes) else str(value).encode())
-
     def put(self, frame: Any) -> None:
         """Up, as soon as there is a connection."""
         if self.closed:
@@ -137,8 +131,6 @@ class SimChannel:
 
     def _send(self, frame: Any) -> None:
         assert self._wire is not None
-        if frame[0] == "message" and self._network.on_bytes is not None:
-            self._network.on_bytes(frame[2])
         self._wire.send(0, frame)
 
     @property

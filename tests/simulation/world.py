@@ -17,7 +17,7 @@ from flashrecovery.access import Access
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.service import ControllerService
 from flashrecovery.job import Place, run_controller, run_job
-from tests.simulation.content import Reference, Script
+from tests.simulation.content import TOKEN, Reference, Script
 from tests.simulation.fabric import Fabric
 from tests.simulation.laws import Laws, Violation
 from tests.simulation.loop import Idle, Process, VirtualLoop
@@ -26,7 +26,6 @@ from tests.simulation.process import SimWorkerProcess
 from tests.simulation.worker import ModelWorker
 
 PORT = 29400
-TOKEN = "simulated-job-token-0123456789"
 
 
 _SHORTER = {
@@ -99,6 +98,7 @@ class World:
         self.over = False
         self.trace: list[str] = []
         self.laws = Laws(self)
+        self.network.seen = self.laws.sent
         self.hosts: dict[str, Host] = {}
         self.ended_ranks: set[int] = set()
         self.endings: dict[str, tuple[int, str]] = {}

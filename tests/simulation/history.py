@@ -19,6 +19,11 @@ from tests.simulation.world import Outcome, Shape, World
 LONGEST_S = 260.0
 """After the last fault nothing takes longer than this."""
 
+OPEN = {
+    192: "a node that is started again between the loss of its controller and the election waits for ever",
+}
+"""Histories that are known to break a law, and why."""
+
 
 @dataclass(frozen=True)
 class Fault:

@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from tests.simulation.content import Script
-from tests.simulation.history import Fault, History, Outcome, draw, quiet, run, simulated
+from tests.simulation.history import OPEN, Fault, History, Outcome, draw, quiet, run, simulated
 from tests.simulation.network import Firewall, Weather
 from tests.simulation.removed import REMOVED
 from tests.simulation.world import Shape
@@ -17,10 +17,6 @@ from tests.simulation.world import Shape
 SEEDS = int(os.environ.get("SIMULATION_SEEDS", "2000"))
 PROCESSES = 2
 _PART = 50
-OPEN = {
-    192: "a node that is started again between the loss of its controller and the election waits for ever",
-}
-"""Histories that are known to break a law, and why."""
 
 
 def broken(first: int, count: int) -> tuple[int, list[str]]:

@@ -134,8 +134,9 @@ def _unsupported_megatron_fsdp(config: Any) -> Iterator[str]:
         yield f"data_parallel_sharding_strategy={config.data_parallel_sharding_strategy!r}"
     if config.num_distributed_optimizer_instances > 1:
         yield "num_distributed_optimizer_instances > 1 with Megatron-FSDP (HSDP)"
-    if getattr(config, "fsdp_double_buffer", False):
-        yield "fsdp_double_buffer"
+    for name in ("nccl_ub", "fsdp_double_buffer"):
+        if getattr(config, name, False):
+            yield name
 
 
 def _unsupported_optimizer(inner: Any) -> Iterator[str]:

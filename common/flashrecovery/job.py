@@ -32,6 +32,8 @@ from flashrecovery.security import job_token, new_token
 LOOPBACK = "127.0.0.1"
 _DISMISS_S = 5.0
 """For the last word of an ending controller to its agents."""
+_ELSEWHERE_S = 1.0
+"""A first controller whose nodes have not come yet looks so often whether another one has been elected."""
 _GATHER_S = 2.0
 """An elected controller's electors, which are on their way to it, count as heard for so long."""
 
@@ -109,6 +111,8 @@ async def run_job(config: RunConfig, command: list[str], path: Path) -> tuple[in
             await lead.only_follow()
         limits = config.timeouts
         session = ControllerSession(address, place.access, agent, peers, limits, lead.elected, lead.leave)
+        if config.several_nodes:
+            await stack.enter_async_context(lead.looking_elsewhere(session))
         reason = await session.run()
         if lead.service is None:
             return (0, "") if reason is None else (1, reason)
@@ -176,6 +180,38 @@ class Leadership:
         """The controller is elsewhere; only what this agent sees is served."""
         self._leave_on_signals()
         await self._stack.enter_async_context(observed(self._config, self._agents_dir, self._agent))
+
+    @asynccontextmanager
+    async def looking_elsewhere(self, session: ControllerSession) -> AsyncIterator[None]:
+        """Until the job has begun here, or this agent has joined it. A node that is started anew while no controller is
+        there, because that is lost and the others have not elected one yet, would wait in vain where it was; that of
+        the lost controller, as the job's first one, for all the others."""
+        looking = asyncio.create_task(self._look_elsewhere(session))
+        try:
+            yield
+        finally:
+            looking.cancel()
+            await asyncio.wait({looking})
+            if not looking.cancelled():
+                looking.result()
+
+    async def _look_elsewhere(self, session: ControllerSession) -> None:
+        first = self.service
+
+        def waits() -> bool:
+            if first is None:
+                return not session.joined
+            return first is self.service and not (first.machine.begun or first.over.is_set())
+
+        while waits():
+            await asyncio.sleep(_ELSEWHERE_S)
+            moved = await _moved_to(self._path, self._place)
+            if moved is not None and waits():
+                session.join(f"{moved.controller}:{moved.port}")
+                if first is not None:
+                    await self.leave()
+                    await self.only_follow()
+                return
 
     async def elected(self, succession: Succession, term: int) -> str:
         """By the electors, for this term. Returns where it listens.

@@ -47,6 +47,11 @@ class Script:
     optimizer_s: float = 0.02
     startup_s: float = 0.3
 
+    @property
+    def first_late(self) -> int:
+        """The first step in which a rank's own state changes after the mutation has begun; -1: there is none."""
+        return min((every for every in (self.late_every, self.below_every) if every), default=0) - 1
+
 
 @dataclass(frozen=True)
 class Own:

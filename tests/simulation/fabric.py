@@ -171,7 +171,8 @@ class Port:
 
 
 class Fabric:
-    """All ranks' ports; a rank's newest process has its port."""
+    """All ranks' ports. A rank's is that of the process which has come to the newest groups: a node that has stood
+    still may start another one late, for a rank that it has lost meanwhile."""
 
     def __init__(self, network: Network, rng: random.Random, world: int) -> None:
         self.network = network
@@ -183,12 +184,17 @@ class Fabric:
         self._stalled: list[tuple[Port, int, int, Hashable, Any]] = []
 
     def open(self, rank: int, process: Process) -> Port:
-        port = self.ports[rank] = Port(self, rank, process)
+        port = Port(self, rank, process)
+        if rank not in self.ports or self.ports[rank].process.dead:
+            self.ports[rank] = port
         process.at_end.append(lambda: self._ended(port))
         return port
 
     def come(self, port: Port) -> None:
         """To the TCPStore, where the groups of a generation are made; who comes early waits."""
+        known = self.ports[port.rank]
+        if known.process.dead or known.generation <= port.generation:
+            self.ports[port.rank] = port
         self._meetings.setdefault(port.generation, {})[port.rank] = port
         self._meet(port.generation)
 

@@ -16,12 +16,15 @@ from tests.simulation.network import Firewall, Host
 if TYPE_CHECKING:
     from flashrecovery.controller.service import ControllerService
     from flashrecovery.plan.electors import Elector
+    from tests.simulation.history import Fault
     from tests.simulation.loop import Process
     from tests.simulation.process import SimWorkerProcess
     from tests.simulation.worker import ModelWorker
     from tests.simulation.world import World
 
 
+_SEEN_AT_ONCE = ("kill", "power", "agent")
+"""Faults after which a process is gone, and its kernel, or its host's silence, says so."""
 _TO_COME_S = 5.0
 """For a node that was cut off: to come to a new controller, before that stops waiting and decides."""
 
@@ -53,7 +56,9 @@ class Laws:
         self.began_in = 0
         self.unresponsive = 0
         self.failed_by: ControllerService | None = None
-        self.struck_kinds: list[str] = []
+        self.faults: list[Fault] = []
+        self.since_whole: list[Fault] = []
+        self.late_known = False
         plain = (TOKEN.encode(), job_key(TOKEN))
         self.secrets = (*plain, *(secret.hex().encode() for secret in plain))
 
@@ -66,9 +71,12 @@ class Laws:
                     self.world.trace.append("           | " + line)
             self.violation = Violation(law, text)
 
-    def struck(self, kind: str) -> None:
+    def struck(self, fault: Fault) -> None:
         """A fault strikes now."""
-        self.struck_kinds.append(kind)
+        self.faults.append(fault)
+        self.since_whole.append(fault)
+        models = [w.model for w in self.world.living() if w.model is not None]
+        self.late_known = min((model.gate.version for model in models), default=0) > self.world.script.first_late + 1
 
     # -- content --------------------------------------------------------------------------------------
 
@@ -167,13 +175,18 @@ class Laws:
                     )
 
     def event(self, process: Process, event: ev.Event) -> None:
+        if isinstance(event, ev.Notice) and event.kind == "all_asked_again":
+            self.unresponsive -= 1
         if isinstance(event, ev.RecoveryStarted) and event.cause == "unresponsive":
             self.unresponsive += 1
-            if self.unresponsive > len(self.struck_kinds):
+            silencing = sum(fault.kind not in _SEEN_AT_ONCE for fault in self.faults)
+            if self.unresponsive > silencing:
                 many = f"{self.unresponsive} recoveries because of missed deadlines"
-                self.broken("together", f"{many}, but only {len(self.struck_kinds)} faults")
+                self.broken("together", f"{many}, but only {silencing} faults by which a rank could miss one")
         if isinstance(event, (ev.JobFailed, ev.Notice)):
             self.failed_by = next((s for p, s in reversed(self.world.services) if p is process), None)
+        if isinstance(event, (ev.JobStarted, ev.RecoveryFinished)):
+            self.since_whole = []
         if isinstance(event, ev.JobFailed):
             self._job_failed(event.reason)
         elif isinstance(event, ev.NodeLost):
@@ -232,17 +245,31 @@ class Laws:
         world = self.world
         if "end state is lost" in reason:
             return True
+        if "have taken their last step" in reason:
+            return bool(world.ended_ranks)
         if "before its first step" in reason:
             return True
         if "no node with room" in reason:
             nodes = self.failed_by.machine.nodes.values() if self.failed_by is not None else ()
             return sum(node.slots for node in nodes if node.alive) < world.size
         if "cannot be recovered" in reason or "holds any state" in reason:
+            if self._one_is_lost():
+                world.note("(one rank, or one node, is lost of a whole job)")
+                return False
             found = self.best_cut()
             if found >= 0:
                 world.note(f"(version {found} is held whole)")
             return found < 0
         return False
+
+    def _one_is_lost(self) -> bool:
+        """Whether no more than that has happened since everything was whole: then nothing may be missing, whatever the
+        laws can find out about what is held. But for the first late step, which nobody could expect."""
+        if any(fault.kind not in _SEEN_AT_ONCE for fault in self.faults) or len(self.since_whole) != 1:
+            return False
+        (fault,) = self.since_whole
+        one = len(fault.what) == 1 if fault.kind == "kill" else self.world.shape.nodes > 1
+        return one and self.late_known
 
     def best_cut(self) -> int:
         """The newest version of which everything is held by somebody alive; -1: there is none."""

@@ -212,6 +212,7 @@ class ModelWorker:
 
     def hear(self, command: pb.Command) -> None:
         """From the agent."""
+        self.world.on_moment(f"hears {command.WhichOneof('body')}")
         self._commands.append(command)
         self._control.set()
 

@@ -96,6 +96,7 @@ class World:
         self.services: list[tuple[Process, ControllerService]] = []
         self.addresses: list[str] = []
         self.over = False
+        self.on_moment: Callable[[str], None] = lambda name: None
         self.trace: list[str] = []
         self.laws = Laws(self)
         self.network.seen = self.laws.sent
@@ -206,6 +207,7 @@ class World:
         """A controller has written this."""
         self.note(f"[{process.name}] {words(event)}")
         self.laws.event(process, event)
+        self.on_moment(event.kind if isinstance(event, ev.Notice) else event.event)
 
     def pid_of(self, process: Process) -> str:
         return process.name.removeprefix("pid")

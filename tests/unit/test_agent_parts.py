@@ -287,6 +287,33 @@ def test_an_agent_remembers_the_newest_checkpoint_for_the_next_controller(tmp_pa
     assert asyncio.run(remembered()) == [5, 7, 7, -1, 2]
 
 
+@pytest.mark.parametrize("released", [True, False])
+def test_the_next_controller_hears_how_a_process_has_ended(released: bool, tmp_path: Path) -> None:
+    """Well, if it was let go before; else it has died, code 0 or not, and all that is left of it is its page."""
+
+    async def registered() -> pb.Register:
+        config = RunConfig(nproc_per_node=1, health="none")
+        with closing(RunDir(tmp_path / "run")) as run_dir:
+            agent = Agent(config, ["train.py"], run_dir, Identity.of(config, "127.0.0.1"))
+            agent.connect(lambda message: None, lambda heartbeat: None)
+            ours, theirs = socket.socketpair()
+            process = WorkerProcess(subprocess.Popen(["true"]), Page.create("test"), ours)
+            process.rank = 0
+            await process.connect(lambda _process, _message: None)
+            agent._ranks[0] = process
+            if released:
+                agent.handle(pb.Command(rank=0, release=pb.Release()))
+            process.popen.wait()
+            register = agent.register()
+            theirs.close()
+            await agent.shutdown(None)
+        return register
+
+    register = asyncio.run(registered())
+    assert [(w.released, w.exited) for w in register.workers] == [(True, True)] * released
+    assert [page.rank for page in register.pages] == [0] * (not released)
+
+
 def test_what_is_sent_to_a_standby_before_it_is_connected_arrives() -> None:
     """Two victims at once: the second takes a standby that was started a millisecond ago."""
 

@@ -301,6 +301,25 @@ def test_an_election_needs_both_majorities_while_a_change_is_not_settled() -> No
     assert nodes.stand("d") is not None
 
 
+def test_a_new_elector_that_has_not_been_told_votes() -> None:
+    """The change from a, b, c to a, b, d has been settled by a and b, and then a was lost."""
+    nodes = Nodes("abcd", cut={"a", "c"})
+    old = [pb.Elector(node=n, peer=f"{n}:1", incarnation=f"{n}-life") for n in "abc"]
+    new = [pb.Elector(node=n, peer=f"{n}:1", incarnation=f"{n}-life") for n in "abd"]
+    for name in "bcd":
+        nodes.agents[name].learn(pb.Electors(term=1, version=1, electors=old, leader="a"))
+    nodes.agents["b"].learn(pb.Electors(term=1, version=2, electors=new, leader="a"))
+    assert not nodes.agents["d"].is_elector
+    nodes.silent_s["d"] = 0.0
+    assert nodes.stand("b") is None, "it hears the controller"
+    nodes.silent_s["d"] = 9.0
+    assert nodes.stand("b") == 2 and nodes.agents["d"].promised == 2
+    again = pb.VoteRequest(term=2, version=2, candidate="c", voter="d", incarnation="d-life")
+    assert not nodes.agents["d"].vote(again).granted, "once a term"
+    same = pb.VoteRequest(term=3, version=1, candidate="c", voter="d", incarnation="d-life")
+    assert not nodes.agents["d"].vote(same).granted, "of the electors that it knows it is none"
+
+
 def test_who_has_voted_does_not_stand_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = Nodes("abc", cut={"a"})
     assert nodes.stand("b") == 2

@@ -213,3 +213,64 @@ def test_a_done_of_a_rank_that_nobody_has_come_with_is_not_believed() -> None:
     machine.on_done(pb.Done(rank=3, generation=3, version=30), 0.2)
     machine.on_tick(11.0)
     assert machine.recovery is not None and machine.recovery.victims == [3]
+
+
+def ended(register: pb.Register, *, exited: bool) -> pb.Register:
+    """All its ranks have been let out of their loops, and have come to the end of their scripts, or not yet."""
+    for worker in register.workers:
+        worker.stepping, worker.released, worker.exited = False, True, exited
+        worker.done.CopyFrom(pb.Done(rank=worker.rank, generation=3, version=30))
+    return register
+
+
+def exits(rank: int) -> pb.Exited:
+    return pb.Exited(rank=rank, generation=3, pid=100 + rank)
+
+
+def test_a_job_whose_ranks_had_all_ended_has_finished() -> None:
+    machine = controller()
+    machine.on_register(ended(found("a", 0, 1), exited=True), 0.0)
+    machine.on_register(ended(found("b", 2, 3), exited=True), 0.1)
+    assert machine.state is State.FINISHED
+
+
+def test_ranks_that_were_let_go_are_waited_for() -> None:
+    machine = controller()
+    machine.on_register(ended(found("a", 0, 1), exited=True), 0.0)
+    machine.on_register(ended(found("b", 2, 3), exited=False), 0.1)
+    assert machine.state is State.RUNNING and machine.recovery is None
+    machine.on_exited(exits(2), 0.2)
+    assert machine.state is State.RUNNING
+    machine.on_exited(exits(3), 0.3)
+    assert machine.state is State.FINISHED
+
+
+def test_a_rank_that_has_not_heard_that_it_may_go_is_told_again() -> None:
+    machine = controller()
+    late = ended(found("b", 2, 3), exited=False)
+    late.workers[1].released = False
+    machine.on_register(ended(found("a", 0, 1), exited=True), 0.0)
+    machine.on_register(late, 0.1)
+    sent = [a.command for a in machine.take_actions() if isinstance(a, Send)]
+    assert [c.rank for c in sent if c.HasField("release")] == [3]
+    for rank in (2, 3):
+        machine.on_exited(exits(rank), 0.2)
+    assert machine.state is State.FINISHED
+
+
+@pytest.mark.parametrize("exited", [True, False])
+def test_a_rank_that_has_ended_nobody_knows_how_ends_the_job(exited: bool) -> None:
+    """Nothing can be done again: its peers are gone. But it is not called well, either."""
+    machine = controller()
+    machine.on_register(ended(found("a", 0, 1), exited=exited), 0.0)
+    machine.on_tick(11.0)
+    assert machine.state is State.FAILED
+    assert "taken their last step, but how ranks [2, 3] have ended" in machine.failure_reason
+
+
+def test_a_node_that_goes_after_its_ranks_have_ended_is_not_missed() -> None:
+    machine = controller()
+    machine.on_register(ended(found("a", 0, 1), exited=True), 0.0)
+    machine.on_node_lost("a", "silent", 1.0, 0.1)
+    machine.on_register(ended(found("b", 2, 3), exited=True), 0.2)
+    assert machine.state is State.FINISHED

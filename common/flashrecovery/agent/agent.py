@@ -104,9 +104,10 @@ class Agent:
         message.generation, message.attempt, message.stride = self._generation, self._attempt, self._table.stride
         message.command.extend(self._command)
         message.settings.update(self._config.shared())
-        message.workers.extend(self._state_of(p) for p in self._ranks.values() if not p.dead and not p.failed)
-        gone = [p for p in self._ranks.values() if (p.dead or p.failed) and p.returncode != 0]
-        message.pages.extend(self._page_of(p) for p in gone if not self._crew.ending)
+        known = [p for p in self._ranks.values() if p.exited or not (p.dead or p.failed or p.returncode == 0)]
+        message.workers.extend(self._state_of(p) for p in known)
+        if not self._crew.ending:
+            message.pages.extend(self._page_of(p) for p in self._ranks.values() if p not in known)
         if self._health.suspect is not None:
             message.suspect = str(self._health.suspect)
         if self._checkpoint is not None:
@@ -125,7 +126,8 @@ class Agent:
         )
 
     def _state_of(self, process: WorkerProcess) -> pb.WorkerState:
-        here = process.page.health().generation == self._generation
+        health = process.page.health()
+        here = health.progress_at > 0.0 and health.generation == self._generation  # it has gone on, not only been told
         return pb.WorkerState(
             rank=process.place,
             pid=process.pid,
@@ -139,6 +141,8 @@ class Agent:
             store_host=process.store[0],
             store_port=process.store[1],
             committed=process.page.committed,
+            released=process.released,
+            exited=process.exited,
         )
 
     def incarnation(self) -> str:
@@ -244,7 +248,7 @@ class Agent:
         if process is not None and not process.dead:
             body = command.WhichOneof("body")
             if body in ("stop", "release"):
-                process.stepping = False
+                process.stepping, process.released = False, body == "release"
             elif body == "resume":
                 process.stepping = process.resumed = True
                 self._pulse.resumed(command.resume.version)

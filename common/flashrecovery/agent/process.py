@@ -40,6 +40,7 @@ class WorkerProcess:
         self.last_words: pb.LastWords | None = None
         self.joined: pb.Joined | None = None
         self.done: pb.Done | None = None
+        self.released = False  # has been let out of its loop
         self._sock = sock
         self._writer: asyncio.StreamWriter | None = None
         self._unsent: list[bytes] = []
@@ -59,6 +60,11 @@ class WorkerProcess:
         """Whether it takes steps, or has taken all of them and is to end: stopped, it would keep everybody waiting. In
         a recovery its answers are waited for."""
         return not self.failed and (self.stepping or self.done is not None)
+
+    @property
+    def exited(self) -> bool:
+        """Whether it was let out of its loop, and has run its script to the end."""
+        return self.released and self.returncode == 0
 
     @staticmethod
     def spawn(command: list[str], env: Mapping[str, str], log: Path, *, standby: bool) -> WorkerProcess:

@@ -108,6 +108,11 @@ class ControllerSession:
         agent.connect(self._send, self._send_heartbeat)
 
     @property
+    def joined(self) -> bool:
+        """Whether a controller has taken this agent in."""
+        return self._joined
+
+    @property
     def _address(self) -> str:
         return self._succession.controller
 
@@ -463,8 +468,15 @@ class ControllerSession:
         if term is not None:
             self._follow(term, await self._lead(self._succession, term))
 
+    def join(self, address: str) -> None:
+        """The job runs already, under the controller at ``address``; where this agent began, nobody leads it."""
+        if address == self._address:
+            return
+        self._succession.forget()
+        self._follow(0, address)
+
     def _follow(self, term: int, address: str) -> None:
-        log.warning("follows the controller of term %d at %s", term, address)
+        log.warning("follows the controller%s at %s", f" of term {term}" if term else "", address)
         self._succession.controller = address
         self._succession.term, self._suspended, self._lost_at = term, False, None
         self._heard_at = self._came_at = time.monotonic()  # it has that long to be heard

@@ -62,6 +62,10 @@ class Succession:
         self._leader = ""
         self._voted_at = self._wanted_at = float("-inf")
 
+    def forget(self) -> None:
+        """This agent is new in the job: the controller that it has followed so far has never led it."""
+        self.term, self.version, self._leader, self.electors, self.before = 0, 0, "", (), ()
+
     def learn(self, message: pb.Electors) -> None:
         """The controller has named its electors."""
         self.term, self.version, self._leader = message.term, message.version, message.leader
@@ -95,7 +99,7 @@ class Succession:
     def vote(self, request: pb.VoteRequest) -> pb.VoteReply:
         """Answer a candidate."""
         reason = ""
-        if not self.is_elector or request.voter != self._node or request.incarnation != self._incarnation():
+        if request.voter != self._node or request.incarnation != self._incarnation() or not self._votes(request):
             reason = "it is no elector any more"
         elif request.version < self.version:
             reason = "the electors have changed since"
@@ -111,6 +115,11 @@ class Succession:
             self._voted_at = time.monotonic()
             log.warning("votes for node %s as controller of term %d", request.candidate, request.term)
         return pb.VoteReply(granted=not reason, term=max(self.term, self.promised), reason=reason)
+
+    def _votes(self, request: pb.VoteRequest) -> bool:
+        """Whether its vote counts for this candidate. One that knows of newer electors knows that it is one of them,
+        even if nobody has told it here yet: a change may be settled without those whom it has made electors."""
+        return self.is_elector or request.version > self.version
 
     def _renews(self, request: pb.VoteRequest) -> bool:
         """Whether it is the controller that this agent follows, which wants a newer term."""

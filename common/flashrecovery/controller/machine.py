@@ -120,8 +120,9 @@ class Machine(Watching, TakeOver):
             record.page_on = "" if record.page_on == name else record.page_on
         if not self._launched:
             for record in lost:  # found, but not taken over yet
-                record.vacate()
-                record.home, record.capsules = "", ()
+                if record.place is not Place.FINISHED:
+                    record.vacate()
+                    record.home, record.capsules = "", ()
             return
         if all(r.place is Place.FINISHED for r in lost):
             return
@@ -304,12 +305,10 @@ class Machine(Watching, TakeOver):
             self.on_failure(self._found(record, "exit", evidence, now), now)
             return
         record.place = Place.FINISHED
-        if self._all(Place.FINISHED):
-            if self.state is State.STARTING and not self._unprotected:
-                text = f"the script has ended without a protected step: {_HOW_TO_PROTECT}"
-                self._emit(ev.Notice(generation=self.generation, kind="unprotected", text=text))
-            self._to(State.FINISHED)
-            self._emit(ev.JobFinished(generation=self.generation, exit_code=0, seconds=now - self._started_at))
+        if self._all(Place.FINISHED) and self.state is State.STARTING and not self._unprotected:
+            text = f"the script has ended without a protected step: {_HOW_TO_PROTECT}"
+            self._emit(ev.Notice(generation=self.generation, kind="unprotected", text=text))
+        self._finish_if_all_have(now)
 
     @property
     def wants_every_heartbeat(self) -> bool:

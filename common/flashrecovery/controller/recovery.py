@@ -233,11 +233,17 @@ class RecoverySteps(Evacuation):
             self.history.append(recovery)
             self.recovery = None
             self._emit(recovery.finished_event(self.generation))
-        if self.places[Place.DONE] and self._all(Place.DONE, Place.FINISHED):
+        if self.places[Place.DONE] and self._all(Place.DONE, Place.RELEASED, Place.FINISHED):
             for r in self.ranks.values():
                 if r.place is Place.DONE:
                     r.place = Place.RELEASED
                     self._command(r.rank, pb.Command(release=pb.Release()))
+
+    def _finish_if_all_have(self, now: float) -> None:
+        """The job has ended well once every rank's process has."""
+        if self._all(Place.FINISHED):
+            self._to(State.FINISHED)
+            self._emit(ev.JobFinished(generation=self.generation, exit_code=0, seconds=now - self._started_at))
 
     def _recovered(self) -> None:
         """What counts within one recovery begins anew with the next one."""
@@ -251,7 +257,7 @@ class RecoverySteps(Evacuation):
         each rank is asked about only until then, however many heartbeats come."""
         while self._confirmed < len(self.ranks):
             record = self.ranks[self._confirmed]
-            if record.place not in (Place.DONE, Place.FINISHED) and record.committed <= resume_step:
+            if record.place not in (Place.DONE, Place.RELEASED, Place.FINISHED) and record.committed <= resume_step:
                 return False
             self._confirmed += 1
         return True

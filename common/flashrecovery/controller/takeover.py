@@ -19,6 +19,7 @@ from flashrecovery.controller.recovery import RecoverySteps
 from flashrecovery.controller.states import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
+_GOING = (Place.RUNNING, Place.DONE, Place.RELEASED, Place.FINISHED)
 QUIET = 3.0
 """Times ``node_silence_s`` without another agent: all that live have come to an elected controller."""
 
@@ -31,6 +32,11 @@ class TakeOver(RecoverySteps):
     def gathering(self) -> bool:
         """Whether the job runs already and not all of its agents have come yet."""
         return self._found_since is not None and not self._launched
+
+    @property
+    def begun(self) -> bool:
+        """Whether the job runs under this controller, as far as it knows: launched by it, or found."""
+        return self._launched or self._found_since is not None
 
     def inherit(self, now: float) -> None:
         """The job runs already, under a controller that is lost with its node; the others' agents are on their way."""
@@ -79,7 +85,9 @@ class TakeOver(RecoverySteps):
         record.place = Place.STARTING
         if worker.HasField("joined"):
             record.joined(worker.joined)
-        if worker.HasField("done"):
+        if worker.released:
+            record.place = Place.FINISHED if worker.exited else Place.RELEASED
+        elif worker.HasField("done"):
             record.place, record.committed = Place.DONE, worker.done.version
         elif worker.stepping:
             record.place = Place.RUNNING
@@ -111,11 +119,17 @@ class TakeOver(RecoverySteps):
             self._fail(f"{said}, so nobody holds any state; start the job again, with --resume if it had checkpoints")
             return
         self._emit(ev.Notice(generation=self.generation, kind="taken_over", text=said))
-        going = all(r.place in (Place.RUNNING, Place.DONE) for r in records) and not behind
+        going = all(r.place in _GOING for r in records) and not behind
         if going:
             self._to(State.RUNNING)
             self._publish_rank_table()
             self._confirm(now)
+            self._finish_if_all_have(now)
+            return
+        ended = [r.rank for r in records if r.place in (Place.RELEASED, Place.FINISHED)]
+        if ended:
+            missing = [r.rank for r in records if r.place not in _GOING]
+            self._fail(f"{said}; all have taken their last step, but how ranks {missing} have ended, nobody here knows")
             return
         self.last_failure = self.last_failure or f"{said}, not all of them in their loop"
         trained = any(r.place in (Place.RUNNING, Place.DONE, Place.STOPPING) or r.committed > 0 for r in records)

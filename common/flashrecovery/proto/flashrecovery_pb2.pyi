@@ -317,6 +317,8 @@ class WorkerState(_message.Message):
     STORE_PORT_FIELD_NUMBER: _builtins.int
     COMMITTED_FIELD_NUMBER: _builtins.int
     EARLY_FIELD_NUMBER: _builtins.int
+    RELEASED_FIELD_NUMBER: _builtins.int
+    EXITED_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     pid: _builtins.int
     local_rank: _builtins.int
@@ -329,6 +331,10 @@ class WorkerState(_message.Message):
     """the TCPStore that it was told to use"""
     committed: _builtins.int
     """newest version that it has committed, -1: none"""
+    released: _builtins.bool
+    """every rank has taken its last step, and this one may run its script to the end"""
+    exited: _builtins.bool
+    """it has, with code 0"""
     @_builtins.property
     def joined(self) -> Global___Joined:
         """what it has said at its first step, unset before that"""
@@ -358,10 +364,12 @@ class WorkerState(_message.Message):
         store_port: _builtins.int = ...,
         committed: _builtins.int = ...,
         early: _abc.Iterable[_builtins.int] | None = ...,
+        released: _builtins.bool = ...,
+        exited: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "joined", b"joined"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capsules", b"capsules", "committed", b"committed", "done", b"done", "early", b"early", "joined", b"joined", "local_rank", b"local_rank", "pid", b"pid", "rank", b"rank", "resumed", b"resumed", "stepping", b"stepping", "store_host", b"store_host", "store_port", b"store_port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capsules", b"capsules", "committed", b"committed", "done", b"done", "early", b"early", "exited", b"exited", "joined", b"joined", "local_rank", b"local_rank", "pid", b"pid", "rank", b"rank", "released", b"released", "resumed", b"resumed", "stepping", b"stepping", "store_host", b"store_host", "store_port", b"store_port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -145,6 +145,27 @@ def test_a_node_that_is_started_again(net: Network, tmp_path: Path, reference: R
     check_same(ended, reference(LONGER))
 
 
+def test_the_controllers_node_is_started_again_before_another_is_elected(
+    net: Network, tmp_path: Path, reference: References
+) -> None:
+    """It begins as the job's first node, with a controller for which nobody comes; the others elect another one."""
+    job = NodesJob(net, tmp_path / "run", LONGER)
+    job.wait_for_step(KILL_AFTER)
+    lost, second, spare = net.hosts
+    for host in (second, spare):
+        job.signal_node(host, signal.SIGSTOP)
+    job.kill_node(lost)
+    job.start_again(lost)
+    job.wait_for("node_joined", 4)  # its own, to its own controller
+    for host in (second, spare):
+        job.signal_node(host, signal.SIGCONT)
+    ended = job.wait(of=[lost, second, spare])
+    assert [e["kind"] for e in ended.of("notice")].count("controller_elected") == 1, ended.explain()
+    (recovery,) = ended.of("recovery_finished")
+    assert recovery["victims"] == [0, 1] and recovery["generation"] == 1
+    check_same(ended, reference(LONGER))
+
+
 def test_a_node_that_comes_back_with_another_address(net: Network, tmp_path: Path, reference: References) -> None:
     """As a pod that is made anew. There is no spare node: its ranks have waited for it."""
     job = NodesJob(net, tmp_path / "run", LONG, nnodes=2, spare=0)

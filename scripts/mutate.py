@@ -1,6 +1,6 @@
 """Change the code in many small ways, one at a time, and list the changes that no unit test notices.
 
-    scripts/mutate.py [TARGET...]    targets: plan, controller, gate, session (default: all)
+    scripts/mutate.py [TARGET...]    targets: plan, decisions, controller, gate, session (default: all)
 
 Works in a copy below ``--folder`` with mutmut (the extra ``mutate``), so nothing of this tree is touched; a run that
 was stopped goes on where it was. Ends with the diff of every survivor in ``FOLDER/TARGET.txt``. What the survivors mean
@@ -18,12 +18,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAN_TESTS = ("test_plan_*.py", "test_nodes.py", "test_decide.py", "test_evacuation.py", "test_electors.py")
-MACHINE_TESTS = ("test_machine*.py", "test_standstill.py", "test_relays.py", "test_fan_out.py")
+MACHINE_TESTS = ("test_machine*.py", "test_takeover.py", "test_early_capsules.py")
+CONTROLLER_TESTS = (*MACHINE_TESTS, "test_standstill.py", "test_relays.py", "test_fan_out.py", "test_beats.py")
+DECISIONS = tuple(f"flashrecovery/controller/{name}.py" for name in ("machine", "recovery", "restore", "takeover"))
 TARGETS = {
-    "plan": ("flashrecovery/plan/*", (*PLAN_TESTS, "test_machine*.py")),
-    "controller": ("flashrecovery/controller/*", (*PLAN_TESTS, *MACHINE_TESTS, "test_beats.py", "test_status.py")),
-    "gate": ("flashrecovery/worker/gate*.py", ("test_gate*.py",)),
-    "session": ("flashrecovery/worker/session.py", ("test_session*.py", "test_data_stream.py", "test_calls.py")),
+    "plan": (("flashrecovery/plan/*",), (*PLAN_TESTS, "test_machine*.py")),
+    "decisions": (DECISIONS, MACHINE_TESTS),
+    "controller": (("flashrecovery/controller/*",), (*PLAN_TESTS, *CONTROLLER_TESTS)),
+    "gate": (("flashrecovery/worker/gate*.py",), ("test_gate*.py",)),
+    "session": (("flashrecovery/worker/session.py",), ("test_session*.py", "test_data_stream.py", "test_calls.py")),
 }
 """What is mutated, and by which tests of ``tests/unit`` it is covered."""
 
@@ -47,7 +50,7 @@ def stage(folder: Path, target: str) -> Path:
         f"markers = {markers}",
         "[tool.mutmut]",
         'source_paths = ["flashrecovery"]',
-        f'only_mutate = ["{only}"]',
+        f"only_mutate = {list(only)}",
         f"pytest_add_cli_args_test_selection = {tests}",
         'also_copy = ["tests", "fr_deepspeed", "fr_megatron"]',
     )

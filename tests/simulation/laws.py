@@ -54,7 +54,7 @@ class Laws:
         self.over_at = float("inf")
         self.reached: dict[int, int] = {}
         self.began_in = 0
-        self.unresponsive = 0
+        self.unresponsive = self.asked_again = 0
         self.failed_by: ControllerService | None = None
         self.faults: list[Fault] = []
         self.since_whole: list[Fault] = []
@@ -175,14 +175,7 @@ class Laws:
                     )
 
     def event(self, process: Process, event: ev.Event) -> None:
-        if isinstance(event, ev.Notice) and event.kind == "all_asked_again":
-            self.unresponsive -= 1
-        if isinstance(event, ev.RecoveryStarted) and event.cause == "unresponsive":
-            self.unresponsive += 1
-            silencing = sum(fault.kind not in _SEEN_AT_ONCE for fault in self.faults)
-            if self.unresponsive > silencing:
-                many = f"{self.unresponsive} recoveries because of missed deadlines"
-                self.broken("together", f"{many}, but only {silencing} faults by which a rank could miss one")
+        self._together(event)
         if isinstance(event, (ev.JobFailed, ev.Notice)):
             self.failed_by = next((s for p, s in reversed(self.world.services) if p is process), None)
         if isinstance(event, (ev.JobStarted, ev.RecoveryFinished)):
@@ -193,6 +186,21 @@ class Laws:
             self._node_lost(event)
         elif isinstance(event, ev.Notice) and event.kind == "start_again":
             self._started_again(event.text)
+
+    def _together(self, event: ev.Event) -> None:
+        """Whoever is silenced by one fault is found with one deadline, and is one recovery's."""
+        silencing = sum(fault.kind not in _SEEN_AT_ONCE for fault in self.faults)
+        if isinstance(event, ev.Notice) and event.kind == "all_asked_again":
+            self.asked_again += 1
+        elif isinstance(event, ev.RecoveryStarted) and event.cause == "unresponsive":
+            self.unresponsive += 1
+            if self.unresponsive > silencing + self.asked_again:
+                many = f"{self.unresponsive} recoveries because of missed deadlines"
+                self.broken("together", f"{many}, but only {silencing} faults by which a rank could miss one")
+        elif isinstance(event, ev.RecoveryPhase) and event.name == "quiesce":
+            limit = self.world.config.timeouts.stop_ack_s * (silencing + self.asked_again + 0.5)
+            if event.seconds > limit:
+                self.broken("together", f"{event.seconds:.1f} s until all had stopped, with {silencing} such faults")
 
     def _node_lost(self, event: ev.NodeLost) -> None:
         """Its ranks are given away: nothing of it may be able to begin a change of state by now."""

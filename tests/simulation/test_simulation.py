@@ -76,3 +76,12 @@ def test_a_rank_that_dies_while_a_new_controller_gathers_keeps_its_node() -> Non
     """Its node's room is its own: it needs no other one, and neither does the rank of the lost node that is back."""
     outcome = of(calm(Shape(4, 1), Fault(0.5, "power", ("n0", 3.0)), Fault(2.0, "kill", (2,))))
     assert outcome.violation is None and outcome.state == "finished" and outcome.recoveries == 1
+
+
+def test_two_ranks_that_miss_one_deadline_are_found_together() -> None:
+    history = calm(Shape(1, 4), Fault(0.5, "mute", (0, 1)), Fault(0.6, "kill", (2,)))
+    outcome = of(history)
+    assert outcome.violation is None and outcome.state == "finished" and outcome.recoveries == 1
+    with REMOVED["victims of one moment together"]():
+        violation = of(history).violation
+    assert violation is not None and violation.law == "together"

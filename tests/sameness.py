@@ -5,7 +5,8 @@ All of it is read from what the ranks have printed and from the event log. :func
 
 * the same digest of each rank's state at the end;
 * of each step of each rank a loss, with the same bits as the reference's: *whenever* it was printed, so an attempt that
-  became void counts, too. One line may be missing: that of a victim whose peers completed the step after its death;
+  became void counts, too. One line may be missing: that of a victim whose peers completed the step after its death, or
+  of a survivor that was kept from completing it and was given their state;
 * that no process has left a step out or gone back further than one step, unless a checkpoint was gone back to;
 * that each recovery resumed at the step of its failure or the next one, its replacements with it;
 * that nothing was started from the beginning, but a job that had not ended its first step.
@@ -136,8 +137,9 @@ def _missing_losses(run: Run, reference: Run, printed: Printed, start: int) -> I
 
 
 def _completed_by_peers(run: Run, start: int) -> set[tuple[int, int]]:
-    """Rank and step of the victims that died in a step before its line, while their peers could complete it."""
-    found = set()
+    """Rank and step of the victims that died in a step before its line, while their peers could complete it, and of the
+    survivors that could not and were given their peers' state."""
+    found = {(rank, step - 1) for rank, step in _given(run)}
     for rank, logs in run.by_rank().items():
         talking = [log for log in logs if log.lines]
         if talking and talking[0].generation > 0 and talking[0].lines[0][0] == start + 1:
@@ -146,6 +148,11 @@ def _completed_by_peers(run: Run, start: int) -> set[tuple[int, int]]:
             if after.generation > before.generation and after.lines[0][0] == before.lines[-1][0] + 2:
                 found.add((rank, after.lines[0][0] - 1))
     return found
+
+
+def _given(run: Run) -> set[tuple[int, int]]:
+    """Survivors that were given state, and the step with which they went on."""
+    return {(r, e["resume_step"]) for e in run.of("recovery_finished") for r in e.get("survivors_given", ())}
 
 
 def _other_starts(run: Run, launches: int) -> Iterator[str]:
@@ -192,6 +199,7 @@ def _other_ways(logs: Sequence[ProcessLog], run: Run, start: int, launches: int)
     if launches > 1:
         fallbacks |= {e["version"] for e in run.of("checkpoint_saved")}
     resumed = {e["generation"]: e["resume_step"] for e in run.of("recovery_finished")}
+    given = _given(run)
     last: int | None = None
     for log in logs:
         for number, (step, _) in enumerate(log.lines):
@@ -203,6 +211,8 @@ def _other_ways(logs: Sequence[ProcessLog], run: Run, start: int, launches: int)
                 allowed = {last, last + 1}
             if last is not None:
                 allowed |= {last - 1} & set(resumed.values())  # copies were not complete
+            if last is not None and (log.rank, step) in given:
+                allowed |= {last + 2}  # it has not come to the line of the step before
             if step not in allowed | fallbacks:
                 yield f"rank {log.rank}, generation {log.generation}: step {step} after {last}"
             last = step

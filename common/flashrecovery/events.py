@@ -88,14 +88,16 @@ class RecoveryPhase(Event):
 class RecoveryFinished(Event):
     """Every rank has committed a new step. ``total_s`` runs from the failure to that step.
 
-    ``sources``: transfers by source rank. ``bytes``: bytes of state that went over the wire. ``phases``:
-    seconds by name. ``reason``: why the job went on from ``resume_step``.
+    ``sources``: transfers by source rank. ``survivors_given``: ranks that were given state although they live: the
+    failure has kept them from completing a step that others have completed. ``bytes``: bytes of state that went over
+    the wire. ``phases``: seconds by name. ``reason``: why the job went on from ``resume_step``.
     """
 
     event: Literal["recovery_finished"] = "recovery_finished"
     resume_step: int
     victims: list[int] = Field(default_factory=list)
     sources: dict[str, int] = Field(default_factory=dict)
+    survivors_given: list[int] = Field(default_factory=list)
     bytes: int = 0
     phases: dict[str, float] = Field(default_factory=dict)
     total_s: float = 0.0

@@ -254,3 +254,22 @@ def test_output_is_read(tmp_path: Path) -> None:
     made = job("lm", "loss_hex")
     read_digests(made, [megatron])
     assert made.logs[-1] == ProcessLog(1, 3, ((7, "4.85E+00"),))
+
+
+def given_to(*survivors: int) -> Run:
+    """The failure has torn rank 2's state in a step that rank 0 has completed, before its line."""
+    run = recovered()
+    run.events[-1]["survivors_given"] = list(survivors)
+    put(run, 3, *range(FAILED), *range(RESUMED, STEPS))
+    return run
+
+
+def test_a_survivor_that_was_given_its_peers_state_has_no_line_of_that_step() -> None:
+    assert differences(given_to(2), undisturbed()) == []
+
+
+def test_of_no_other_survivor_a_line_is_missing() -> None:
+    assert differences(given_to(0), undisturbed())
+    run = given_to(2)
+    put(run, 3, *range(FAILED - 1), *range(RESUMED, STEPS))
+    assert differences(run, undisturbed())

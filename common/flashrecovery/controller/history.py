@@ -32,6 +32,7 @@ class Recovery:
     reason: str = ""
     phases: dict[str, float] = field(default_factory=dict)
     sources: dict[str, int] = field(default_factory=dict)
+    given: set[int] = field(default_factory=set)
     bytes_on_wire: int = 0
     total_s: float = 0.0
     _open: tuple[str, float] | None = None
@@ -60,6 +61,7 @@ class Recovery:
         for transfer in done.plan.transfers:
             key = str(transfer.source)
             self.sources[key] = self.sources.get(key, 0) + 1
+            self.given.add(transfer.dest)
 
     def finish(self, now: float) -> None:
         self.enter(State.FINISHED, now)
@@ -71,6 +73,7 @@ class Recovery:
             resume_step=self.resume_step,
             victims=list(self.victims),
             sources=dict(self.sources),
+            survivors_given=sorted(self.given.difference(self.victims)),
             bytes=self.bytes_on_wire,
             phases=dict(self.phases),
             total_s=self.total_s,

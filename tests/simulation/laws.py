@@ -272,10 +272,12 @@ class Laws:
 
     def _one_is_lost(self) -> bool:
         """Whether no more than that has happened since everything was whole: then nothing may be missing, whatever the
-        laws can find out about what is held. But for the first late step, which nobody could expect."""
-        if any(fault.kind not in _SEEN_AT_ONCE for fault in self.faults) or len(self.since_whole) != 1:
+        laws can find out about what is held. But for the first late step, which nobody could expect. A controller that
+        is away takes no state with it."""
+        since = [fault for fault in self.since_whole if fault.kind != "controller"]
+        if any(f.kind not in (*_SEEN_AT_ONCE, "controller") for f in self.faults) or len(since) != 1:
             return False
-        (fault,) = self.since_whole
+        (fault,) = since
         one = len(fault.what) == 1 if fault.kind == "kill" else self.world.shape.nodes > 1
         return one and self.late_known
 

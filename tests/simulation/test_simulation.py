@@ -85,3 +85,12 @@ def test_two_ranks_that_miss_one_deadline_are_found_together() -> None:
     with REMOVED["victims of one moment together"]():
         violation = of(history).violation
     assert violation is not None and violation.law == "together"
+
+
+def test_survivors_wait_as_long_as_no_controller_could_stop_them() -> None:
+    history = calm(Shape(3, 1, external=True), Fault(0.5, "controller", (22.0,)), Fault(0.6, "kill", (2,)))
+    outcome = of(history)
+    assert outcome.violation is None and outcome.state == "finished" and outcome.recoveries == 1
+    with REMOVED["the clock stands without a controller"]():
+        violation = of(history).violation
+    assert violation is not None and violation.law == "unjustified"

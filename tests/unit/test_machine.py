@@ -272,6 +272,38 @@ def test_ranks_that_are_behind_finish_first() -> None:
     assert world.stops == [(1, 3), (2, 3), (3, 3)]
 
 
+@pytest.mark.parametrize(
+    ("positions", "stops"),
+    [
+        # rank: settled, mutating, version
+        ({1: (True, False, 2), 2: (True, True, 2), 3: (True, False, 2)}, [(1, 3), (2, 3), (3, 3)]),
+        ({1: (True, True, 2), 2: (True, True, 2), 3: (True, True, 2)}, [(1, 3), (2, 3), (3, 3)]),
+        ({1: (True, False, 2), 2: (True, False, 2), 3: (True, False, 2)}, [(1, 2), (2, 2), (3, 2)]),
+        ({1: (False, False, 2), 2: (True, False, 2), 3: (True, False, 2)}, [(2, 2), (3, 2), (1, -1)]),
+        ({1: (False, True, 4), 2: (True, False, 2), 3: (True, False, 2)}, [(2, 2), (3, 2), (1, -1)]),
+        ({1: (False, False, 2), 2: (False, False, 2), 3: (False, False, 2)}, [(1, -1), (2, -1), (3, -1)]),
+    ],
+)
+def test_who_is_in_a_step_may_come_as_far_as_any_other_can(
+    positions: dict[int, tuple[bool, bool, int]], stops: list[tuple[int, int]]
+) -> None:
+    """Who begins to change its state has all gradients, so the others can have them, too. Where a rank that is in a
+    recovery has been counts for nobody."""
+    world = World(4, steps=6)
+    world.launch()
+    while world.version[0] < 2:
+        world.step()
+    world.kill(0)
+    for rank, command in [(r, c) for r, c in world.inbox if c.HasField("hold")]:
+        settled, mutating, version = positions[rank]
+        reply = pb.Reply(serial=command.serial, generation=1, rank=rank)
+        reply.position.CopyFrom(pb.Position(settled=settled, mutating=mutating, version=version))
+        world.machine.on_reply(reply, world.now)
+    world.inbox = [(r, c) for r, c in world.inbox if not c.HasField("hold")]
+    world.collect()
+    assert [(r, c.stop.finish_to) for r, c in world.inbox if c.HasField("stop")] == stops
+
+
 def test_a_wrong_digest_takes_the_next_source() -> None:
     world = World(3, steps=4)
     world.launch()
@@ -528,3 +560,63 @@ def test_needs_that_are_known_need_not_be_told_again() -> None:
             known += list({c.stop.needs_known for _, c in world.inbox if c.HasField("stop")})
     assert known == [0, 1, 1, 2]
     assert world.run() is State.FINISHED
+
+
+class Refusing(World):
+    """Of rank 1's regroupings the next ``refused`` fail, and nobody has died."""
+
+    refused = 0
+
+    def answer(self, rank: int, command: pb.Command) -> None:
+        if command.HasField("regroup") and rank == 1 and self.refused > 0:
+            self.refused -= 1
+            reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank)
+            reply.error_type, reply.error = "RegroupError", "no connection"
+            self.machine.on_reply(reply, self.now)
+        else:
+            super().answer(rank, command)
+
+    def recover(self) -> None:
+        """Kill rank 0, and go on until that is behind, or the job has ended."""
+        known = len(self.machine.history)
+        self.kill(0)
+        while self.machine.state is not State.FAILED and len(self.machine.history) == known:
+            if not self.step():
+                self.now += 1.0  # in which a failure could be reported
+                self.machine.on_tick(self.now)
+                self.collect()
+
+
+def refusing() -> Refusing:
+    world = Refusing(3, steps=40, max_failures_per_step=100)
+    world.launch()
+    while world.version[0] < 2:
+        world.step()
+    return world
+
+
+def test_three_retries_are_enough_or_the_job_ends() -> None:
+    world = refusing()
+    for _ in range(2):  # each recovery has three
+        world.refused = 3
+        world.recover()
+        assert world.machine.state is State.RUNNING and world.refused == 0
+    world.refused = 4
+    world.recover()
+    assert world.machine.state is State.FAILED
+    assert world.machine.failure_reason.startswith("regrouping or restoring failed 4 times in a row")
+
+
+def test_each_recovery_may_ask_all_again_once() -> None:
+    world = refusing()
+    for _ in range(2):
+        world.kill(0)
+        world.inbox = [(r, c) for r, c in world.inbox if c.HasField("replace")]
+        world.now += world.config.timeouts.stop_ack_s + 1.0
+        world.machine.on_tick(world.now)
+        world.collect()
+        assert [e.kind for e in world.of(ev.Notice) if isinstance(e, ev.Notice)].count("all_asked_again") == 1
+        world.events.clear()
+        while world.machine.recovery is not None:
+            assert world.step()
+        assert world.machine.state is State.RUNNING

@@ -274,3 +274,120 @@ def test_a_node_that_goes_after_its_ranks_have_ended_is_not_missed() -> None:
     machine.on_node_lost("a", "silent", 1.0, 0.1)
     machine.on_register(ended(found("b", 2, 3), exited=True), 0.2)
     assert machine.state is State.FINISHED
+
+
+def fenced(machine: Machine) -> list[tuple[str | None, str]]:
+    sent = [a for a in machine.take_actions() if isinstance(a, Send) and a.command.HasField("fence")]
+    return [(a.node, a.command.fence.reason) for a in sent]
+
+
+def test_of_two_nodes_with_the_same_rank_in_one_generation_the_first_keeps_it() -> None:
+    machine = controller()
+    machine.on_register(found("a", 0, 1), 0.0)
+    machine.on_register(found("other", 1), 0.1)
+    assert machine.ranks[1].home == "a"
+    ((node, reason),) = fenced(machine)
+    assert node == "other" and "rank 1 lives on node a" in reason
+
+
+def test_a_process_counts_more_than_a_page_of_its_own_generation() -> None:
+    machine = controller()
+    machine.on_register(with_page(found("old"), 1), 0.0)
+    machine.on_register(found("a", 0, 1), 0.1)
+    assert machine.ranks[1].home == "a" and not fenced(machine)
+    machine.on_register(with_page(found("late"), 1), 0.2)
+    assert machine.ranks[1].home == "a" and machine.ranks[1].pid == 101
+
+
+def test_the_first_page_of_a_generation_counts() -> None:
+    machine = controller()
+    machine.on_register(with_page(found("a"), 1, committed=7), 0.0)
+    machine.on_register(with_page(found("b"), 1, committed=9), 0.1)
+    assert (machine.ranks[1].home, machine.ranks[1].committed) == ("a", 7)
+
+
+def test_what_the_nodes_remember_of_the_job_goes_on() -> None:
+    machine = controller()
+    registers = [found("a", 0, 1), found("b", 2, 3)]
+    registers[0].stride, registers[0].attempt, registers[1].attempt = 2, 4, 3
+    for register in registers:
+        machine.on_register(register, 0.0)
+    assert machine.stride == 2 and machine._restarts == 4
+
+
+def test_nodes_without_ranks_are_spare() -> None:
+    machine = controller()
+    for register in (found("s"), found("a", 0, 1), found("b", 2, 3)):
+        machine.on_register(register, 0.0)
+    assert {name: node.state.value for name, node in machine.nodes.items()} == {
+        "s": "spare",
+        "a": "active",
+        "b": "active",
+    }
+
+
+def starting(register: pb.Register, *, committed: int = -1) -> pb.Register:
+    """Its processes have not been let into their loops yet."""
+    for worker in register.workers:
+        worker.stepping = worker.resumed = False
+        worker.committed = committed
+        worker.ClearField("joined")
+    return register
+
+
+def test_before_the_first_step_everything_is_started_again() -> None:
+    machine = controller()
+    machine.on_register(starting(found("a", 0, 1)), 0.0)
+    machine.on_register(starting(found("b", 2, 3)), 0.1)
+    assert machine.state is State.STARTING and machine.recovery is None
+    events = [a.event for a in machine.take_actions() if isinstance(a, Emit) and isinstance(a.event, ev.Notice)]
+    texts = {e.kind: e.text for e in events}
+    assert texts["taken_over"] == "a new controller has found 4 of 4 ranks"
+    assert texts["start_again"].startswith("a new controller has found 4 of 4 ranks, before the first step")
+
+
+def test_where_one_rank_has_trained_nothing_begins_from_zero() -> None:
+    """All processes are replacements that were on their way; whoever held the state is gone."""
+    machine = controller()
+    first = starting(found("a", 0, 1))
+    first.workers[0].committed = STEP
+    machine.on_register(first, 0.0)
+    machine.on_register(starting(found("b", 2, 3)), 0.1)
+    assert machine.state is State.FAILED and "no survivor holds any state" in machine.failure_reason
+    assert "start_again" not in notices(machine)
+
+
+def test_a_replacement_that_was_on_its_way_has_its_time_and_no_longer() -> None:
+    machine = controller()
+    other = found("b", 2)
+    other.workers.extend(starting(found("b", 3)).workers)
+    machine.on_register(found("a", 0, 1), 0.0)
+    machine.on_register(other, 0.1)
+    assert machine.recovery is not None
+    waiting = {
+        (order.what, rank): order.deadline for order in machine.outbox.pending.values() for rank in order.waiting
+    }
+    limits = machine.config.timeouts
+    assert 0.0 <= waiting["replace", 3] - limits.replacement_s <= 1.0 + limits.fence_s
+    assert not {("replace", rank) for rank in (0, 1, 2)} & waiting.keys()
+
+
+def test_an_elected_controller_waits_until_no_other_agent_comes() -> None:
+    machine = controller()
+    quiet_s = 3 * machine.config.timeouts.node_silence_s
+    machine.inherit(0.0)
+    machine.on_register(found("a", 0, 1), quiet_s - 0.1)
+    machine.on_tick(quiet_s + 0.1)
+    assert machine.gathering, "one has come lately"
+    machine.on_tick(2 * quiet_s)
+    assert not machine.gathering and machine.recovery is not None and machine.recovery.victims == [2, 3]
+
+
+def test_one_that_was_started_anew_waits_longer() -> None:
+    """It may be the agents, not the nodes, that are late."""
+    machine = controller()
+    machine.on_register(found("a", 0, 1), 0.0)
+    machine.on_tick(machine.config.timeouts.takeover_s - 0.1)
+    assert machine.gathering
+    machine.on_tick(machine.config.timeouts.takeover_s)
+    assert not machine.gathering

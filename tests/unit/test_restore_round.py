@@ -1,0 +1,94 @@
+"""One execution of a restore plan: whose bytes were wrong, and from whom they come next."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashrecovery.controller.records import Place, RankRecord
+from flashrecovery.controller.restore import RestoreRound, decide
+from flashrecovery.plan import NoSourceError
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+VERSION, LOST = 6, 3
+
+
+def record(rank: int) -> RankRecord:
+    """Ranks 0 to 2 hold everything of VERSION; rank LOST has been filled anew and has its capsule's page only."""
+    one = RankRecord(rank)
+    one.needs = {"a": 16, "b": 16, f"capsule@{rank}": 1}
+    own = [pb.Held(kind="page", version=VERSION, owner=rank, shards=[f"capsule@{rank}"], nbytes=[1])]
+    one.take_inventory(-1 if rank == LOST else VERSION, own if rank == LOST else [])
+    one.place = Place.STOPPED
+    return one
+
+
+def planned() -> RestoreRound:
+    return decide({rank: record(rank) for rank in range(4)}, None).round
+
+
+def source_of(round_: RestoreRound, shard: str) -> int:
+    (source,) = {t.source for t in round_.plan.transfers if t.shard == shard}
+    return source
+
+
+def carried_out(round_: RestoreRound, wrong: str = "") -> None:
+    """All have reported; what has come of the shard ``wrong`` is not what was sent."""
+    sent: dict[int, dict[str, str]] = {}
+    for t in round_.plan.transfers:
+        sent.setdefault(t.source, {})[t.shard] = "good"
+    for rank, digests in sent.items():
+        round_.report(rank, pb.Reply(sent_digests=digests))
+    received = {t.shard: "bad" if t.shard == wrong else "good" for t in round_.plan.transfers}
+    round_.report(LOST, pb.Reply(received_digests=received, bytes_received=16 * len(received)))
+
+
+def test_what_nobody_has_reported_is_wrong() -> None:
+    round_ = planned()
+    assert sorted(shard for shard, _ in round_.mismatches()) == ["a", "b"]
+    carried_out(round_)
+    assert round_.mismatches() == [] and round_.bytes_received() == 32
+
+
+def test_one_side_alone_proves_nothing() -> None:
+    round_ = planned()
+    carried_out(round_)
+    del round_.reports[source_of(round_, "a")]
+    assert "a" in {shard for shard, _ in round_.mismatches()}
+
+
+def test_a_wrong_shard_comes_from_each_other_source_in_turn() -> None:
+    """Only that shard again, never from a source that was wrong, and nothing that was said of the last round counts."""
+    round_, tried = planned(), []
+    for _ in range(3):
+        carried_out(round_, wrong="a")
+        tried.append(source_of(round_, "a"))
+        wrong = round_.mismatches()
+        assert wrong == [("a", tried[-1])]
+        if len(tried) == 3:
+            break
+        round_ = round_.retry(wrong)
+        assert {t.shard for t in round_.plan.transfers} == {"a"}
+        assert round_.version == VERSION and round_.mismatches() and round_.bytes_received() == 0
+    assert sorted(tried) == [0, 1, 2]
+    with pytest.raises(NoSourceError):
+        round_.retry(round_.mismatches())
+
+
+def test_each_rank_is_told_its_own_part() -> None:
+    round_ = planned()
+    lost = round_.command(LOST, "", 7.0)
+    assert sorted(t.shard for t in lost.transfers) == ["a", "b"] and [i.shard for i in lost.local] == ["capsule@3"]
+    assert {t.dest for t in lost.transfers} == {LOST} and (lost.version, lost.deadline_s) == (VERSION, 7.0)
+    source = source_of(round_, "a")
+    assert "a" in {t.shard for t in round_.command(source, "", 7.0).transfers}
+    others = round_.command(None, "/checkpoint", 7.0)
+    assert not others.transfers and not others.local and others.checkpoint == "/checkpoint"
+    assert round_.busy == {LOST, *(t.source for t in round_.plan.transfers)}
+
+
+def test_from_a_checkpoint_nobody_sends_anything() -> None:
+    records = {rank: record(rank) for rank in range(4)}
+    round_ = RestoreRound.from_checkpoint(2, records, "no cut")
+    assert (round_.version, round_.plan.version, round_.reason) == (2, 2, "no cut")
+    assert round_.ranks == (0, 1, 2, 3) and not round_.busy and not round_.mismatches()
+    assert round_.plan.bytes_on_wire == 0

@@ -188,7 +188,7 @@ class Laws:
             self._started_again(event.text)
 
     def _together(self, event: ev.Event) -> None:
-        """Whoever is silenced by one fault is found with one deadline, and is one recovery's."""
+        """Whoever is silenced by one fault is one recovery's."""
         silencing = sum(fault.kind not in _SEEN_AT_ONCE for fault in self.faults)
         if isinstance(event, ev.Notice) and event.kind == "all_asked_again":
             self.asked_again += 1
@@ -197,10 +197,6 @@ class Laws:
             if self.unresponsive > silencing + self.asked_again:
                 many = f"{self.unresponsive} recoveries because of missed deadlines"
                 self.broken("together", f"{many}, but only {silencing} faults by which a rank could miss one")
-        elif isinstance(event, ev.RecoveryPhase) and event.name == "quiesce":
-            limit = self.world.config.timeouts.stop_ack_s * (silencing + self.asked_again + 0.5)
-            if event.seconds > limit:
-                self.broken("together", f"{event.seconds:.1f} s until all had stopped, with {silencing} such faults")
 
     def _node_lost(self, event: ev.NodeLost) -> None:
         """Its ranks are given away: nothing of it may be able to begin a change of state by now."""

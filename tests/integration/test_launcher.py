@@ -201,6 +201,7 @@ def test_a_rank_dies_in_the_last_call_while_the_other_destroys_its_groups(rank: 
     check_clean(job)
 
 
+@pytest.mark.xfail(strict=False, reason="known defect (docs/limits.md): now and then the redone first step hangs")
 def test_the_store_dies_and_then_a_rank(tmp_path: Path) -> None:
     """The groups meet in the store that has been started anew, at the same address."""
     flags = ["--steps", "60", "--sleep", "0.1"]

@@ -55,8 +55,7 @@ class Result:
 
 def phases_of(layout: Layout) -> list[str]:
     """Those that a step of the layout has."""
-    gathers = layout in (FSDP, HSDP, ZERO3) or not mg.GATHERING.isdisjoint(layout.flags)
-    return [p for p in PHASES if p != "param-gather" or gathers]
+    return list(PHASES) if layout in (FSDP, HSDP, ZERO3) else mg.phases(layout)
 
 
 def run(directory: Path, layout: Layout, inject: list[str], *, gpus: int) -> Job:

@@ -33,7 +33,7 @@ LOOPBACK = "127.0.0.1"
 _DISMISS_S = 5.0
 """For the last word of an ending controller to its agents."""
 _ELSEWHERE_S = 1.0
-"""A first controller whose nodes have not come yet looks so often whether another one has been elected."""
+"""Who waits for a job that may have been begun already looks so often whether another controller has been elected."""
 _GATHER_S = 2.0
 """An elected controller's electors, which are on their way to it, count as heard for so long."""
 

@@ -21,7 +21,7 @@ LAUNCH_DEFAULTS: Mapping[str, str] = {
 }
 """What a worker's environment says where the user's does not."""
 
-MAX_DUMP_WAIT_MS = 100
+_MAX_DUMP_WAIT_MS = 100
 _MIN_HEARTBEAT_S = 120
 
 
@@ -77,12 +77,12 @@ def nccl_environment_findings(env: Mapping[str, str]) -> list[Finding]:
         if (default if value is None else value).strip().lower() not in good:
             findings.append(Finding(name, value, advice))
     waits = env.get(_DUMP_WAIT)
-    if waits is None or not waits.isdigit() or int(waits) > MAX_DUMP_WAIT_MS:
+    if waits is None or not waits.isdigit() or int(waits) > _MAX_DUMP_WAIT_MS:
         findings.append(
             Finding(
                 _DUMP_WAIT,
                 waits,
-                f"set it to 1 (at most {MAX_DUMP_WAIT_MS} ms): otherwise an aborted group keeps its memory and its "
+                f"set it to 1 (at most {_MAX_DUMP_WAIT_MS} ms): otherwise an aborted group keeps its memory and its "
                 "watchdog's lock for about a minute, in which no collective can be started",
             )
         )

@@ -11,13 +11,14 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from typing import NoReturn
 
+from forks import fork_until
 from torch._C._distributed_c10d import FakeProcessGroup
 
 from flashrecovery.groups.native_build import native
 
 THREADS = 3
-CHILD_S = 20.0
 
 
 def backend() -> FakeProcessGroup:
@@ -29,7 +30,7 @@ def bury_until(deadline: float) -> None:
         native().bury(backend())
 
 
-def child() -> None:
+def child() -> NoReturn:
     native().bury(backend())
     os._exit(0 if native().wait_buried(timedelta(seconds=5)) else 1)
 
@@ -40,23 +41,7 @@ def main() -> None:
     threads = [threading.Thread(target=bury_until, args=(deadline,)) for _ in range(THREADS)]
     for thread in threads:
         thread.start()
-    forks = 0
-    while time.monotonic() < deadline:
-        pid = os.fork()
-        if pid == 0:
-            child()
-        forks += 1
-        until = time.monotonic() + CHILD_S
-        while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
-            if time.monotonic() > until:
-                os.kill(pid, 9)
-                os.waitpid(pid, 0)
-                os.write(1, f"stuck: child {forks}\n".encode())
-                os._exit(1)
-            time.sleep(0.001)
-        if ended[1] != 0:
-            os.write(1, f"child {forks} ended with {ended[1]}\n".encode())
-            os._exit(1)
+    forks = fork_until(deadline, child)
     for thread in threads:
         thread.join()
     print(f"{forks} children got through")

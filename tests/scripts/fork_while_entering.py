@@ -12,11 +12,11 @@ import time
 
 import torch
 import torch.distributed as dist
+from forks import fork_until
 
 from flashrecovery.groups.native_build import native
 
 THREADS = 2
-CHILD_S = 20.0
 
 
 def reduce_until(deadline: float) -> None:
@@ -34,20 +34,7 @@ def main() -> None:
     threads = [threading.Thread(target=reduce_until, args=(deadline,)) for _ in range(THREADS)]
     for thread in threads:
         thread.start()
-    forks = 0
-    while time.monotonic() < deadline:
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0)
-        forks += 1
-        until = time.monotonic() + CHILD_S
-        while os.waitpid(pid, os.WNOHANG)[0] == 0:
-            if time.monotonic() > until:
-                os.kill(pid, 9)
-                os.waitpid(pid, 0)
-                os.write(1, f"stuck: child {forks}\n".encode())
-                os._exit(1)
-            time.sleep(0.001)
+    forks = fork_until(deadline, lambda: os._exit(0))
     for thread in threads:
         thread.join()
     dist.destroy_process_group()

@@ -10,8 +10,8 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -170,9 +170,7 @@ class Worker:
         self.failed = False
         self.send = lambda message: reply()
 
-    @property
-    def must_run(self) -> bool:
-        return WorkerProcess.must_run.fget(self)  # type: ignore[attr-defined, no-any-return]
+    must_run = WorkerProcess.must_run
 
 
 @pytest.mark.parametrize("through", [False, True])
@@ -252,17 +250,24 @@ def test_a_log_of_a_replaced_process_is_closed(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().out.split("\n")[:4] == [f"[rank0] line {i}" for i in range(4)]
 
 
+@asynccontextmanager
+async def agent_of(path: Path) -> AsyncIterator[Agent]:
+    """An agent with a controller that hears nothing."""
+    config = RunConfig(nproc_per_node=1, health="none")
+    with closing(RunDir(path / "run")) as run_dir:
+        agent = Agent(config, ["train.py"], run_dir, Identity.of(config, "127.0.0.1"))
+        agent.connect(lambda message: None, lambda heartbeat: None)
+        yield agent
+        await agent.shutdown(None)
+
+
 def test_every_controller_is_told_what_marks_the_node(tmp_path: Path) -> None:
     async def registered() -> list[str]:
-        config = RunConfig(nproc_per_node=1, health="none")
-        with closing(RunDir(tmp_path / "run")) as run_dir:
-            agent = Agent(config, ["train.py"], run_dir, Identity.of(config, "127.0.0.1"))
-            agent.connect(lambda message: None, lambda heartbeat: None)
+        async with agent_of(tmp_path) as agent:
             said = [agent.register().suspect]
             agent._health._on_finding(HealthFinding(Severity.FATAL, "npu", "npu 0", 0, "lost", "fallen off the bus"))
             agent._health._on_finding(HealthFinding(Severity.WARNING, "host", "disk", None, "full", "0.5 GiB free"))
             said.append(agent.register().suspect)
-            await agent.shutdown(None)
         return said
 
     assert asyncio.run(registered()) == ["", "host: disk: 0.5 GiB free [full]"]
@@ -272,16 +277,12 @@ def test_an_agent_remembers_the_newest_checkpoint_for_the_next_controller(tmp_pa
     """Also one that another node has published; and it forgets that of another job."""
 
     async def remembered() -> list[int]:
-        config = RunConfig(nproc_per_node=1, health="none")
-        with closing(RunDir(tmp_path / "run")) as run_dir:
-            agent = Agent(config, ["train.py"], run_dir, Identity.of(config, "127.0.0.1"))
-            agent.connect(lambda message: None, lambda heartbeat: None)
+        async with agent_of(tmp_path) as agent:
             versions = []
             for version in (5, 7, 6, -1, 2):
                 agent.handle(pb.Command(rank=-1, saved=pb.CheckpointSaved(version=version, path="c")))
                 register = agent.register()
                 versions.append(register.checkpoint.version if register.HasField("checkpoint") else -1)
-            await agent.shutdown(None)
         return versions
 
     assert asyncio.run(remembered()) == [5, 7, 7, -1, 2]
@@ -292,10 +293,7 @@ def test_the_next_controller_hears_how_a_process_has_ended(released: bool, tmp_p
     """Well, if it was let go before; else it has died, code 0 or not, and all that is left of it is its page."""
 
     async def registered() -> pb.Register:
-        config = RunConfig(nproc_per_node=1, health="none")
-        with closing(RunDir(tmp_path / "run")) as run_dir:
-            agent = Agent(config, ["train.py"], run_dir, Identity.of(config, "127.0.0.1"))
-            agent.connect(lambda message: None, lambda heartbeat: None)
+        async with agent_of(tmp_path) as agent:
             ours, theirs = socket.socketpair()
             process = WorkerProcess(subprocess.Popen(["true"]), Page.create("test"), ours)
             process.rank = 0
@@ -306,7 +304,6 @@ def test_the_next_controller_hears_how_a_process_has_ended(released: bool, tmp_p
             process.popen.wait()
             register = agent.register()
             theirs.close()
-            await agent.shutdown(None)
         return register
 
     register = asyncio.run(registered())

@@ -250,6 +250,19 @@ def test_what_a_page_held_when_its_process_started_is_not_what_it_holds_now() ->
     assert versions == {world.version[2], world.version[2] + 1}
 
 
+def stops_after(world: World, positions: dict[int, tuple[bool, bool, int]]) -> list[tuple[int, int]]:
+    """All have been told to hold and say where they are: by rank whether settled, whether mutating, and the version.
+    Who is told to stop first, and how far each may still go."""
+    for rank, command in [(r, c) for r, c in world.inbox if c.HasField("hold")]:
+        settled, mutating, version = positions[rank]
+        reply = pb.Reply(serial=command.serial, generation=1, rank=rank)
+        reply.position.CopyFrom(pb.Position(settled=settled, mutating=mutating, version=version))
+        world.machine.on_reply(reply, world.now)
+    world.inbox = [(r, c) for r, c in world.inbox if not c.HasField("hold")]
+    world.collect()
+    return [(r, c.stop.finish_to) for r, c in world.inbox if c.HasField("stop")]
+
+
 def test_ranks_that_are_behind_finish_first() -> None:
     """Rank 3 is at version 3 already, rank 2 is changing to it, rank 1 is about to."""
     world = World(4, steps=6)
@@ -257,16 +270,7 @@ def test_ranks_that_are_behind_finish_first() -> None:
     while world.version[0] < 2:
         world.step()
     world.kill(0)
-    positions = {1: (False, 2), 2: (True, 2), 3: (False, 3)}
-    for rank, command in [(r, c) for r, c in world.inbox if c.HasField("hold")]:
-        reply = pb.Reply(serial=command.serial, generation=1, rank=rank)
-        mutating, version = positions[rank]
-        reply.position.CopyFrom(pb.Position(settled=True, mutating=mutating, version=version))
-        world.machine.on_reply(reply, world.now)
-    world.inbox = [(r, c) for r, c in world.inbox if not c.HasField("hold")]
-    world.collect()
-    stops = [(r, c.stop.finish_to) for r, c in world.inbox if c.HasField("stop")]
-    assert stops == [(1, 3), (2, 3)]
+    assert stops_after(world, {1: (True, False, 2), 2: (True, True, 2), 3: (True, False, 3)}) == [(1, 3), (2, 3)]
     world.version.update({1: 3, 2: 3, 3: 3})
     assert world.run() is State.FINISHED
     assert world.stops == [(1, 3), (2, 3), (3, 3)]
@@ -275,7 +279,6 @@ def test_ranks_that_are_behind_finish_first() -> None:
 @pytest.mark.parametrize(
     ("positions", "stops"),
     [
-        # rank: settled, mutating, version
         ({1: (True, False, 2), 2: (True, True, 2), 3: (True, False, 2)}, [(1, 3), (2, 3), (3, 3)]),
         ({1: (True, True, 2), 2: (True, True, 2), 3: (True, True, 2)}, [(1, 3), (2, 3), (3, 3)]),
         ({1: (True, False, 2), 2: (True, False, 2), 3: (True, False, 2)}, [(1, 2), (2, 2), (3, 2)]),
@@ -294,14 +297,7 @@ def test_who_is_in_a_step_may_come_as_far_as_any_other_can(
     while world.version[0] < 2:
         world.step()
     world.kill(0)
-    for rank, command in [(r, c) for r, c in world.inbox if c.HasField("hold")]:
-        settled, mutating, version = positions[rank]
-        reply = pb.Reply(serial=command.serial, generation=1, rank=rank)
-        reply.position.CopyFrom(pb.Position(settled=settled, mutating=mutating, version=version))
-        world.machine.on_reply(reply, world.now)
-    world.inbox = [(r, c) for r, c in world.inbox if not c.HasField("hold")]
-    world.collect()
-    assert [(r, c.stop.finish_to) for r, c in world.inbox if c.HasField("stop")] == stops
+    assert stops_after(world, positions) == stops
 
 
 def test_a_wrong_digest_takes_the_next_source() -> None:

@@ -127,6 +127,11 @@ def test_a_job_that_is_launched_knows_no_checkpoint_of_another_one() -> None:
     assert machine.checkpoint is None and told(machine) == [("late", -1, "")]
 
 
+def fenced(machine: Machine) -> list[tuple[str | None, str]]:
+    sent = [a for a in machine.take_actions() if isinstance(a, Send) and a.command.HasField("fence")]
+    return [(a.node, a.command.fence.reason) for a in sent]
+
+
 def of_generation(register: pb.Register, generation: int) -> pb.Register:
     register.generation = generation
     return register
@@ -150,8 +155,7 @@ def test_of_two_nodes_with_the_same_rank_the_one_of_the_newer_generation_has_it(
     for register in registers if first == "newer" else reversed(registers):
         machine.on_register(register, 0.0)
     assert [machine.ranks[r].home for r in (0, 1)] == ["a", "a"]
-    fenced = [a.node for a in machine.take_actions() if isinstance(a, Send) and a.command.HasField("fence")]
-    assert fenced and set(fenced) == {"lost"}
+    assert {node for node, _ in fenced(machine)} == {"lost"}
 
 
 def with_page(register: pb.Register, rank: int, committed: int = STEP) -> pb.Register:
@@ -186,8 +190,7 @@ def test_a_process_of_an_older_generation_than_the_page_is_fenced() -> None:
     machine.on_register(of_generation(with_page(found("b", 2), 3), 3), 0.0)
     machine.on_register(of_generation(found("lost", 3), 2), 0.1)
     assert machine.ranks[3].home == "b"
-    fenced = [a.node for a in machine.take_actions() if isinstance(a, Send) and a.command.HasField("fence")]
-    assert fenced == ["lost"]
+    assert [node for node, _ in fenced(machine)] == ["lost"]
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
@@ -276,11 +279,6 @@ def test_a_node_that_goes_after_its_ranks_have_ended_is_not_missed() -> None:
     assert machine.state is State.FINISHED
 
 
-def fenced(machine: Machine) -> list[tuple[str | None, str]]:
-    sent = [a for a in machine.take_actions() if isinstance(a, Send) and a.command.HasField("fence")]
-    return [(a.node, a.command.fence.reason) for a in sent]
-
-
 def test_of_two_nodes_with_the_same_rank_in_one_generation_the_first_keeps_it() -> None:
     machine = controller()
     machine.on_register(found("a", 0, 1), 0.0)
@@ -326,11 +324,11 @@ def test_nodes_without_ranks_are_spare() -> None:
     }
 
 
-def starting(register: pb.Register, *, committed: int = -1) -> pb.Register:
+def starting(register: pb.Register) -> pb.Register:
     """Its processes have not been let into their loops yet."""
     for worker in register.workers:
         worker.stepping = worker.resumed = False
-        worker.committed = committed
+        worker.committed = -1
         worker.ClearField("joined")
     return register
 

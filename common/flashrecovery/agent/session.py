@@ -470,8 +470,6 @@ class ControllerSession:
 
     def join(self, address: str) -> None:
         """The job runs already, under the controller at ``address``; where this agent began, nobody leads it."""
-        if address == self._address:
-            return
         self._succession.forget()
         self._follow(0, address)
 

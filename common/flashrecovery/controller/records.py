@@ -27,6 +27,10 @@ class Place(str, Enum):
     FINISHED = "finished"
 
 
+THROUGH = frozenset({Place.DONE, Place.RELEASED, Place.FINISHED})
+"""Of a process that has taken its last step."""
+
+
 def capsule_name(rank: int) -> str:
     """Shard name of the rank-only state of ``rank``."""
     return f"capsule@{rank}"

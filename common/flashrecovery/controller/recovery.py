@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from flashrecovery import events as ev
 from flashrecovery.controller.evacuate import Evacuation
-from flashrecovery.controller.records import Place, RankRecord
+from flashrecovery.controller.records import THROUGH, Place, RankRecord
 from flashrecovery.controller.restore import Decision, decide
 from flashrecovery.controller.states import State
 from flashrecovery.errors import JobFailedError
@@ -233,7 +233,7 @@ class RecoverySteps(Evacuation):
             self.history.append(recovery)
             self.recovery = None
             self._emit(recovery.finished_event(self.generation))
-        if self.places[Place.DONE] and self._all(Place.DONE, Place.RELEASED, Place.FINISHED):
+        if self.places[Place.DONE] and self._all(*THROUGH):
             for r in self.ranks.values():
                 if r.place is Place.DONE:
                     r.place = Place.RELEASED
@@ -257,7 +257,7 @@ class RecoverySteps(Evacuation):
         each rank is asked about only until then, however many heartbeats come."""
         while self._confirmed < len(self.ranks):
             record = self.ranks[self._confirmed]
-            if record.place not in (Place.DONE, Place.RELEASED, Place.FINISHED) and record.committed <= resume_step:
+            if record.place not in THROUGH and record.committed <= resume_step:
                 return False
             self._confirmed += 1
         return True

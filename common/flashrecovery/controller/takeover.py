@@ -14,12 +14,12 @@ from flashrecovery import events as ev
 from flashrecovery.controller.history import Recovery
 from flashrecovery.controller.job_state import AGENT
 from flashrecovery.controller.nodes import NodeRecord, NodeState
-from flashrecovery.controller.records import Place, RankRecord
+from flashrecovery.controller.records import THROUGH, Place, RankRecord
 from flashrecovery.controller.recovery import RecoverySteps
 from flashrecovery.controller.states import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
-_GOING = (Place.RUNNING, Place.DONE, Place.RELEASED, Place.FINISHED)
+_GOING = THROUGH | {Place.RUNNING}
 QUIET = 3.0
 """Times ``node_silence_s`` without another agent: all that live have come to an elected controller."""
 
@@ -71,16 +71,18 @@ class TakeOver(RecoverySteps):
         """The rank's process has died there. Filled again on that node, it finds its capsules."""
         if record.place is not Place.EMPTY or (record.home and record.joined_generation >= generation):
             return
+        self._is_at_home(record, page, node, generation)
+
+    @staticmethod
+    def _is_at_home(record: RankRecord, said: pb.WorkerState | pb.PageOf, node: NodeRecord, generation: int) -> None:
+        """The rank belongs to ``node``, with what that says of its page."""
         record.home = record.page_on = node.name
-        record.local_rank, record.joined_generation, record.committed = page.local_rank, generation, page.committed
-        record.capsules, record.early = tuple(page.capsules), frozenset(page.early)
+        record.local_rank, record.joined_generation, record.committed = said.local_rank, generation, said.committed
+        record.capsules, record.early = tuple(said.capsules), frozenset(said.early)
 
     def _adopt_worker(self, record: RankRecord, worker: pb.WorkerState, node: NodeRecord, generation: int) -> None:
+        self._is_at_home(record, worker, node, generation)
         record.pid, record.node, record.host = worker.pid, node.name, node.host
-        record.home = record.page_on = node.name
-        record.local_rank, record.joined_generation = worker.local_rank, generation
-        record.capsules, record.early = tuple(worker.capsules), frozenset(worker.early)
-        record.committed = worker.committed
         record.store = (worker.store_host, worker.store_port)
         record.place = Place.STARTING
         if worker.HasField("joined"):
@@ -126,10 +128,9 @@ class TakeOver(RecoverySteps):
             self._confirm(now)
             self._finish_if_all_have(now)
             return
-        ended = [r.rank for r in records if r.place in (Place.RELEASED, Place.FINISHED)]
-        if ended:
-            missing = [r.rank for r in records if r.place not in _GOING]
-            self._fail(f"{said}; all have taken their last step, but how ranks {missing} have ended, nobody here knows")
+        if self.places[Place.RELEASED] or self.places[Place.FINISHED]:
+            unknown = [r.rank for r in records if r.place not in _GOING]
+            self._fail(f"{said}; all have taken their last step, but how ranks {unknown} have ended, nobody here knows")
             return
         self.last_failure = self.last_failure or f"{said}, not all of them in their loop"
         trained = any(r.place in (Place.RUNNING, Place.DONE, Place.STOPPING) or r.committed > 0 for r in records)

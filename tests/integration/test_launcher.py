@@ -201,7 +201,20 @@ def test_a_rank_dies_in_the_last_call_while_the_other_destroys_its_groups(rank: 
     check_clean(job)
 
 
-@pytest.mark.xfail(strict=False, reason="known defect (docs/limits.md): now and then the redone first step hangs")
+def test_a_rank_dies_in_its_first_step_while_the_other_has_not_heard_that_it_may_begin(tmp_path: Path) -> None:
+    """Both ranks prove the redone step, though only one of them had begun it."""
+    flags = ["--mode", "slow-to-begin", "--steps", "4"]
+    reference = tiny(tmp_path / "reference", *flags)
+    job = tiny(tmp_path / "run", *flags, inject=["rank=1,at=forward,step=0"])
+    assert job.code == 0, job.explain()
+    check_fired(job)
+    check_recovered(job, [1])
+    log = (job.run_dir / "logs" / "rank0.gen0.log").read_text()
+    assert "was busy" in log and len(job.of("recovery_finished")) == 1, log
+    assert ends(job) == ends(reference), job.explain()
+    check_clean(job)
+
+
 def test_the_store_dies_and_then_a_rank(tmp_path: Path) -> None:
     """The groups meet in the store that has been started anew, at the same address."""
     flags = ["--steps", "60", "--sleep", "0.1"]

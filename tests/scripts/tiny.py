@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
+import traceback
+import types
 from collections.abc import Iterator
 
 import torch
@@ -13,6 +16,33 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import flashrecovery
+
+
+class SlowToBegin:
+    """Rank 1 says late that it is ready. Rank 0 is busy for a second while it waits for the word to begin: the word,
+    and whatever comes within that second, reach its training thread together."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.busy = False
+        if rank == 0:
+            signal.signal(signal.SIGALRM, self._on_alarm)
+            signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+
+    def _on_alarm(self, _signum: int, frame: types.FrameType | None) -> None:
+        if any(f.f_code.co_name == "next_command" for f, _ in traceback.walk_stack(frame)) and not self.busy:
+            self.busy = True
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            time.sleep(1)
+            print("was busy", flush=True)
+
+    def state_dict(self) -> dict[str, int]:
+        if self.rank == 1:
+            time.sleep(0.3)
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
 
 
 class Unstable:
@@ -71,6 +101,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if mode != "unregistered":
         recovery.register(model=model, optimizer=optimizer)
+    if mode == "slow-to-begin":
+        recovery.register(waits=SlowToBegin(rank))
     if mode == "twice":
         recovery.register(model=model)
     dataset = [torch.randn(8, generator=torch.Generator().manual_seed(i)) for i in range(64)]

@@ -260,6 +260,7 @@ class Recoverer:
             s.connection.detached = False
         assert s.copies is not None
         s.copies.resumed(command.generation, version)
+        s.resumed()
         return True
 
     # -- inventory --------------------------------------------------------------------------------

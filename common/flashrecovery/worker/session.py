@@ -151,7 +151,6 @@ class Session:
         self.copies = Copies(self.registry, self.settings, self._checkpoint_published, self._checkpoint_failed, on_kept)
         self._explicit_barrier = self._needs_barrier(self.copies)
         self._recoverer = Recoverer(self)
-        self._unsettled, self._proof_due = True, self.connection.detached
         self._untouched = self._touch_marks()
         for adapter in self.registry.adapters:
             adapter.watch(TimedHooks(self, self.gate.overhead))
@@ -171,18 +170,19 @@ class Session:
             elif self._recoverer.wait_for_release():
                 self._close()
                 return True
-            else:
-                self._resumed()
 
     def recover(self) -> None:
         """Carry out the controller's commands, outside a step, until the next resume."""
         assert self._recoverer is not None
         self._recoverer.run()
-        self._resumed()
 
-    def _resumed(self) -> None:
-        """A recovery has brought the state of the version that is to be handed out."""
-        self._unsettled, self._committed, self._proof_due = True, False, True
+    def resumed(self) -> None:
+        """The state of the version that is to be handed out is there: the script's, or what a recovery has brought.
+
+        The generation decides whether the next step is proved, for it is equal on all ranks. How a rank came here is
+        not: a recovery may find one rank in its first step, and another one still waiting for the word to begin.
+        """
+        self._unsettled, self._committed, self._proof_due = True, False, self.gate.generation > 0
 
     def settle(self) -> None:
         """Before the hand-out of a step: now its version is complete.

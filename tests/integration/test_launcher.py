@@ -123,6 +123,7 @@ def test_run_directory_of_a_live_job_is_refused(tmp_path: Path) -> None:
         ("twice", "registered already"),
         ("not-iterable", "DataSourceError"),
         ("unequal", "not equal on all ranks"),
+        ("own-rate", "the hyper-parameters (learning rate, weight decay, ...) and other settings of model 0"),
         ("uneven-steps", "needs the same number on every rank, but there is steps(8) on rank 0; steps(9) on rank 1"),
         ("late-data", "recovery.data() after the first step"),
     ],

@@ -478,11 +478,20 @@ class Session:
         """Which registered objects differ between the ranks from the start; a collective.
 
         Raises:
-            RegistrationError: they are too large to be each rank's own.
+            RegistrationError: they are too large to be each rank's own; or the ranks' optimizers are set differently,
+                and a replacement would be given another rank's settings.
         """
         registry = self.registry
         states = registry.shared_states()
-        differing = agreement.unequal({name: xxhash.xxh3_128_hexdigest(state) for name, state in states.items()})
+        settings = {f"model {number}": state for number, state in enumerate(registry.adapter_states())}
+        everything = [*states.items(), *settings.items()]
+        differing = agreement.unequal({name: xxhash.xxh3_128_hexdigest(state) for name, state in everything})
+        if unlike := [name for name in differing if name in settings]:
+            raise RegistrationError(
+                f"the hyper-parameters (learning rate, weight decay, ...) and other settings of {', '.join(unlike)} "
+                "(counted by register()) are not equal on all ranks, and a replacement is given another rank's. Make "
+                "them equal: the same parameter groups with the same settings everywhere"
+            )
         size = sum(len(states[name]) for name in differing)
         if size > CAPSULE_LIMIT // 2:
             raise RegistrationError(

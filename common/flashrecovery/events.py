@@ -7,10 +7,11 @@ Every line carries ``event`` (its name), ``time`` (Unix seconds, to compare with
 ::
 
     RUN_DIR/
-        ranktable.json        who fills which rank now; replaced atomically once a generation's processes
-        exist events.jsonl          the events below controller.json       where the controller listens, and
-        the token for fault injection (readable by its owner only) logs/rank<R>.gen<G>.log lock
-        held (flock) as long as the job lives
+        ranktable.json          who fills which rank now; replaced atomically once a generation's processes exist
+        events.jsonl            the events below
+        controller.json         where the controller listens, and the token for fault injection (for its owner only)
+        logs/rank<R>.gen<G>.log what each process has printed
+        lock                    held (flock) as long as the job lives
 
 Models ignore fields that they do not know, so that a newer job's directory stays readable.
 """

@@ -175,10 +175,10 @@ def _hook_and_counters(rank: int, size: int, store: dist.Store) -> None:
     seen: list[tuple[str, str]] = []
     groups.set_operation_hook(lambda group, op: seen.append((group, op)))
     dist.all_reduce(torch.ones(1))
-    threading.Thread(target=dist.barrier).start()
+    other = threading.Thread(target=dist.barrier)
+    other.start()
     dist.distributed_c10d._get_default_store().wait([])
-    while len(seen) < 2:
-        time.sleep(0.001)
+    other.join()  # the hook comes before the launch: two threads' operations would be launched in any order
     groups.set_operation_hook(None)
     dist.all_reduce(torch.ones(1))
     assert seen == [("0", "all_reduce"), ("0", "barrier")]

@@ -19,7 +19,7 @@ GPU_CHECK_ARGS ?=
 SEEDS ?= 2000
 SIMULATE_ARGS ?=
 
-.PHONY: help setup demo test test-slurm lint format grid grid-deepspeed grid-megatron soak soak-deepspeed soak-megatron chaos gpu-check bench bench-setup mutate simulate clean
+.PHONY: help setup demo test test-slurm lint format grid grid-deepspeed grid-megatron soak soak-deepspeed soak-megatron chaos gpu-check bench bench-setup mutate mutate-session simulate clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -105,6 +105,9 @@ $(BIN)/.mutate-done: $(BIN)/.setup-done
 
 mutate: $(BIN)/.mutate-done  ## change the code in small ways and list what no unit test notices (MUTATE="plan --minutes 60")
 	$(BIN)/python scripts/mutate.py $(MUTATE)
+
+mutate-session: $(BIN)/.setup-done  ## the same for the worker's session, with whole jobs as the tests (MUTATE="void --jobs 2")
+	$(BIN)/python scripts/mutate_session.py $(MUTATE)
 
 bench-setup:  ## an environment of its own with the peers that the benchmarks compare with
 	BENCH_VENV=$(BENCH_VENV) PYTHON=$(PYTHON) TORCH_VERSION=$(TORCH_VERSION) TORCH_INDEX='$(TORCH_INDEX)' \

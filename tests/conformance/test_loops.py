@@ -14,13 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import Job, Layout, References
-from tests.loops import ROTATIONS, Kill, check_loop, from_the_start, rotated, run_loop, steps_for
+from tests.jobs import Job, Layout, References, check_same
+from tests.loops import ROTATIONS, Kill, check_loop, differences, from_the_start, rotated, run_loop, steps_for
 from tests.scripts.loops import LOOPS, loop_class
 
 Reference = Callable[[Layout], Job]
 WORLD = 3
-IN_BLOCK = "in-place-batches+python-and-numpy+edited-groups+rank-bias+checkpointed-batch-norm+ema-module"
+IN_BLOCK = (
+    "differs-from-the-start+differs-later+in-place-batches+python-and-numpy+edited-groups"
+    "+rank-bias+checkpointed-batch-norm+ema-module"
+)
 BELOW = "scheduler-below+evaluation-below+averaged-below+running-average-below+generators+best-of-rank-zero"
 LATE_COLLECTIVES = "expert-bias+averaged-in-block+draws-above+accumulation"
 
@@ -91,8 +94,69 @@ def test_first_and_last_step(loop: str, framework: str, tmp_path: Path, referenc
     _check(layout, from_the_start(_steps(layout), world=WORLD), tmp_path, reference)
 
 
+def test_an_object_that_differs_from_the_start_is_each_ranks_own_in_the_first_step(
+    tmp_path: Path, reference: Reference
+) -> None:
+    _check(_layout("differs-from-the-start", "ddp"), [Kill(1, 0, "backward", 0)], tmp_path, reference)
+
+
+def test_an_object_that_begins_to_differ_in_a_redone_step_is_named(tmp_path: Path) -> None:
+    """It may just as well be the trace of a variable that nobody has registered."""
+    job = run_loop(tmp_path / "run", _layout("differs-later", "ddp"), 9, [Kill(1, 0, "backward", 0)])
+    assert job.code not in (0, -1000), job.explain()
+    assert "'registered object lowest'" in job.output and "per_rank=" in job.output, job.explain()
+
+
 def test_a_plain_variable_that_decides_something(tmp_path: Path) -> None:
     """nanoGPT's ``iter_num`` is 0 in a replacement, so that it takes another learning rate than its peers."""
     job = run_loop(tmp_path / "run", _layout("plain-variable", "ddp"), 9, [Kill(1, 4, "backward", 0)])
     assert job.code not in (0, -1000), f"it went on with ranks that differ, or stood\n{job.explain()}"
     assert "do not agree" in job.output and "rank 1" in job.output, job.explain()
+
+
+@pytest.mark.parametrize(
+    ("slow", "moment"),
+    [pytest.param("below", "below", id="after the commit"), pytest.param("after", "optimizer", id="before it")],
+)
+def test_what_stand_ins_have_answered_below_the_block_is_nobodys_version(
+    slow: str, moment: str, tmp_path: Path, reference: Reference
+) -> None:
+    """The survivors hear of the death before they communicate. They live on, and do the step again."""
+    layout = _layout("reduce-below", "ddp")
+    late = Layout(layout.name, "", (*layout.flags, "--slow", slow), nproc=WORLD)
+    kills = [Kill(1, 5, moment, 0)]
+    job = run_loop(tmp_path / "run", late, _steps(layout), kills)
+    check_loop(job, reference(layout), kills)
+    (finished,) = job.of("recovery_finished")
+    assert finished["resume_step"] == 5, job.explain()
+    (named, *_) = job.notices("communication_outside")
+    assert "all_reduce" in named["text"] and "loops.py:" in named["text"] and "move it into the block" in named["text"]
+
+
+def test_where_no_copy_is_kept_it_ends_the_job(tmp_path: Path) -> None:
+    """Nobody has a mean of all losses, and no step can be done again."""
+    layout = _layout("mean-below", "ddp")
+    late = Layout(layout.name, "", (*layout.flags, "--slow", "below"), nproc=WORLD)
+    job = run_loop(tmp_path / "run", late, 9, [Kill(1, 5, "below", 0)])
+    assert job.code not in (0, -1000), f"it went on with a wrong mean, or stood\n{job.explain()}"
+    assert "do not agree" not in job.output, f"only the proof has found it\n{job.explain()}"
+
+
+def test_who_leaves_its_loop_in_a_void_attempt_is_replaced(tmp_path: Path) -> None:
+    """A stand-in has answered rank 0; it is not a rank that has done all its steps."""
+    layout = _layout("leaves-below", "ddp")
+    job = run_loop(tmp_path / "run", layout, 9, [Kill(1, 4, "backward", 0)])
+    undisturbed = run_loop(tmp_path / "reference", layout, 9)
+    assert job.code == 0 and {0, 1} == {v for e in job.of("recovery_finished") for v in e["victims"]}, job.explain()
+    assert not differences(job, undisturbed), job.explain()
+
+
+def test_a_rank_dies_again_before_it_has_published_anything(tmp_path: Path, reference: Reference) -> None:
+    """Its heir finds all that it was given, and both deaths are one recovery."""
+    layout = _layout(IN_BLOCK, "ddp")
+    kills = [Kill(1, 5, "backward", 0), Kill(1, 5, "data", 1)]
+    job = run_loop(tmp_path / "run", layout, _steps(layout), kills)
+    (finished,) = job.of("recovery_finished")
+    assert finished["generation"] == 2 and finished["resume_step"] == 5, job.explain()
+    assert not differences(job, reference(layout)), job.explain()
+    check_same(job, reference(layout))

@@ -165,7 +165,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], 
     )
 
 
-MODES = ("plain", "swallow", "reduce-after", "evaluate-after", "random-after", "idle-steps", "calls")
+MODES = ("plain", "swallow", "reduce-after", "swallow-after", "evaluate-after", "random-after", "idle-steps", "calls")
 
 
 @pytest.mark.parametrize(
@@ -186,8 +186,20 @@ def test_bitwise_whatever_the_body_does(
     check_fired(job)
     assert len(ends(reference)) == 2
     assert ends(job) == ends(reference), job.explain()
-    if mode in ("reduce-after", "evaluate-after", "random-after"):
+    if mode.endswith("-after"):
         assert job.notices("undo_enabled"), job.explain()
+    check_clean(job)
+
+
+@pytest.mark.parametrize("phase", ["data", pytest.param("commit", marks=pytest.mark.grid)])
+def test_a_rank_dies_in_a_step_without_an_optimizer_step(
+    phase: str, tmp_path: Path, undisturbed: Callable[[Layout], Job]
+) -> None:
+    """Nobody is through with such a step before all have come to its end."""
+    job = tiny(tmp_path / "run", "--mode", "idle-steps", inject=[f"rank=1,at={phase},step=5"])
+    assert job.code == 0, job.explain()
+    check_fired(job)
+    assert ends(job) == ends(undisturbed(Layout("idle-steps", ""))), job.explain()
     check_clean(job)
 
 

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import random
 import sys
+import time
 from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
@@ -119,6 +120,7 @@ class Loop:
 
     every = 3
     sample = WIDTH  # numbers of a sample
+    slow: str | None = None  # see ReduceBelow
     only = tuple(FRAMEWORKS)  # frameworks in which the loop can be written
 
     def __init__(self, framework: str) -> None:
@@ -185,6 +187,10 @@ class Loop:
 
     def below(self, step: int) -> None:
         """Below the block. It also runs after an attempt that failed."""
+
+    def leaves(self, step: int) -> bool:
+        """Whether the loop ends here, below the block."""
+        return False
 
 
 class ExpertBias(Loop):
@@ -423,6 +429,31 @@ class BestOfRankZero(Loop):
             best.value = min(best.value, self.newest)
 
 
+class DiffersFromTheStart(Loop):
+    """A registered object of which nobody says that it is each rank's own."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.objects["seen"] = Kept(self.rank)
+
+    def before(self, step: int, loss: Tensor) -> None:
+        super().before(step, loss)
+        self.objects["seen"].value += self.world
+
+
+class DiffersLater(Loop):
+    """The same, from the first step on."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.objects["lowest"] = Kept(float("inf"))
+
+    def before(self, step: int, loss: Tensor) -> None:
+        super().before(step, loss)
+        lowest = self.objects["lowest"]
+        lowest.value = min(lowest.value, float(loss.detach()))
+
+
 class RandomBatches(Loop):
     """nanoGPT's ``get_batch``: random places of the data, drawn in the step."""
 
@@ -498,12 +529,50 @@ class PlainVariable(RandomBatches):
 
 
 class ReduceBelow(EvaluationBelow):
-    """The ranks add up what their evaluations have found, below the block."""
+    """The ranks add up what their evaluations have found, below the block. With ``--slow PLACE``, all but rank 1 are
+    late there once, and so hear of its death before they communicate."""
+
+    def after(self, step: int) -> None:
+        super().after(step)
+        self.late("after", step)
+
+    def below(self, step: int) -> None:
+        self.late("below", step)
+        super().below(step)
+
+    def late(self, place: str, step: int) -> None:
+        if self.slow == place and step == 5 and self.rank != 1 and self.recovery.generation == 0:
+            time.sleep(1)
 
     def evaluate(self, batch: Tensor) -> float:
         total = torch.tensor(super().evaluate(batch))
         dist.all_reduce(total)
         return float(total)
+
+
+class MeanBelow(ReduceBelow):
+    """Only the mean of the losses, in each step, and no random numbers."""
+
+    def prepare(self) -> None:
+        self.average = self.objects["average"] = Kept(0.0)
+
+    def before(self, step: int, loss: Tensor) -> None:
+        super().before(step, loss)
+        self.newest = loss.detach().clone()
+
+    def below(self, step: int) -> None:
+        self.late("below", step)
+        dist.all_reduce(self.newest)
+        self.average.value = 0.9 * self.average.value + 0.1 * float(self.newest)
+
+
+class LeavesBelow(Loop):
+    """Rank 0 leaves the loop if another rank does not answer, below the block."""
+
+    def leaves(self, step: int) -> bool:
+        there = torch.ones(1)
+        dist.all_reduce(there)
+        return self.rank == 0 and float(there) < self.world
 
 
 LOOPS: dict[str, type[Loop]] = {
@@ -526,13 +595,20 @@ LOOPS: dict[str, type[Loop]] = {
     "running-average": RunningAverage,
     "running-average-below": RunningAverageBelow,
     "best-of-rank-zero": BestOfRankZero,
+    "differs-from-the-start": DiffersFromTheStart,
     "random-batches": RandomBatches,
     "ema-module": EmaModule,
     "checkpointed-batch-norm": CheckpointedBatchNorm,
     "prefetch-below": PrefetchBelow,
     "draws-above": DrawsAbove,
 }
-UNPROTECTED: dict[str, type[Loop]] = {"plain-variable": PlainVariable, "reduce-below": ReduceBelow}
+UNPROTECTED: dict[str, type[Loop]] = {
+    "plain-variable": PlainVariable,
+    "differs-later": DiffersLater,
+    "reduce-below": ReduceBelow,
+    "mean-below": MeanBelow,
+    "leaves-below": LeavesBelow,
+}
 """Loops that change or send what nobody knows of. The job has to say so."""
 
 
@@ -545,9 +621,11 @@ def main() -> None:
     parser = proof.flags(__doc__)
     parser.add_argument("--loop", type=loop_class, default="plain", metavar="NAME[+NAME...]")
     parser.add_argument("--framework", choices=FRAMEWORKS, default="ddp")
+    parser.add_argument("--slow", choices=("after", "below"))
     args = parser.parse_args()
     dist.init_process_group("gloo")
     loop = args.loop(args.framework)
+    loop.slow = args.slow
     kills = proof.Kills(args.kill, loop.recovery)
     kills.in_backward_of(loop.net.norm)
 
@@ -566,6 +644,8 @@ def main() -> None:
         kills.at("below")
         loop.below(step.index)
         kills.at("end")
+        if loop.leaves(step.index):
+            break
 
     proof.say_end(loop.model, loop.optimizer, loop.end())
     dist.destroy_process_group()

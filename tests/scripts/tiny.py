@@ -154,6 +154,14 @@ def main() -> None:
             optimizer.step()
             if mode == "reduce-after":
                 dist.all_reduce(torch.ones(1))
+            if mode == "swallow-after":
+                sum_of_ones = torch.ones(1)
+                try:
+                    dist.all_reduce(sum_of_ones)
+                except Exception as error:  # noqa: BLE001 - the misbehaviour under test
+                    print(f"swallowed {type(error).__name__}", flush=True)
+                with torch.no_grad():
+                    inner[0].weight.mul_(1 - 0.01 * float(sum_of_ones))  # type: ignore[operator]
             if mode == "evaluate-after":
                 model.eval()
                 with torch.no_grad():

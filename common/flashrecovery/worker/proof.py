@@ -71,7 +71,8 @@ def show_equal(registry: Registry, version: int, *, tensors: bool = True) -> Non
         raise DivergedError(
             f"after the recovery the ranks have redone step {version - 1}, and do not agree: {found}. Something that "
             "is not registered decides what the step does: a plain variable of the script (a counter, a best result, a "
-            "learning rate) is at its start in a replacement. Register it (docs/limits.md)"
+            "learning rate) is at its start in a replacement. Register it (docs/limits.md). A registered object in "
+            'which the ranks are meant to differ has to be declared: register(..., per_rank=["NAME"])'
         )
 
 

@@ -151,6 +151,20 @@ def test_who_leaves_its_loop_in_a_void_attempt_is_replaced(tmp_path: Path) -> No
     assert not differences(job, undisturbed), job.explain()
 
 
+def test_the_first_late_step_of_a_job_is_not_taken_for_one_like_any_other(tmp_path: Path) -> None:
+    """What the dead rank drew after its optimizer is nowhere, and its peers hold no copy to go back to. They say so."""
+    job = run_loop(tmp_path / "run", _layout("late-draws", "ddp"), 12, [Kill(1, 8, "end", 0)])
+    assert job.code not in (0, -1000) and job.of("job_failed"), f"it went on without the draws\n{job.explain()}"
+    assert "do not agree" not in job.output, f"only the proof has found it\n{job.explain()}"
+
+
+def test_own_state_that_has_changed_after_the_forward_pass_is_sealed_again(
+    tmp_path: Path, reference: Reference
+) -> None:
+    """Its peers complete the step, and have the capsule of its version from before they did."""
+    _check(_layout("checkpointed-batch-norm", "ddp"), [Kill(1, 12, "optimizer", 0)], tmp_path, reference)
+
+
 def test_a_rank_dies_again_before_it_has_published_anything(tmp_path: Path, reference: Reference) -> None:
     """Its heir finds all that it was given, and both deaths are one recovery."""
     layout = _layout(IN_BLOCK, "ddp")

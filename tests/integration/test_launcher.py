@@ -125,6 +125,8 @@ def test_run_directory_of_a_live_job_is_refused(tmp_path: Path) -> None:
         ("unequal", "not equal on all ranks"),
         ("own-rate", "the hyper-parameters (learning rate, weight decay, ...) and other settings of model 0"),
         ("uneven-steps", "needs the same number on every rank, but there is steps(8) on rank 0; steps(9) on rank 1"),
+        ("no-world", "torch.distributed is not initialised"),
+        ("second-loop", "recovery.steps() can be run through only once in a process"),
         ("late-data", "recovery.data() after the first step"),
     ],
 )
@@ -224,6 +226,23 @@ def test_a_rank_dies_in_its_first_step_while_the_other_has_not_heard_that_it_may
     check_recovered(job, [1])
     log = (job.run_dir / "logs" / "rank0.gen0.log").read_text()
     assert "was busy" in log and len(job.of("recovery_finished")) == 1, log
+    assert ends(job) == ends(reference), job.explain()
+    check_clean(job)
+
+
+def test_a_survivor_whose_collective_fails_before_it_hears_why_is_not_lost(tmp_path: Path) -> None:
+    """The launcher, with agent and controller, stands still while a rank dies."""
+    flags = ["--steps", "60", "--sleep", "0.1"]
+    reference = tiny(tmp_path / "reference", *flags)
+    running = RunningJob(tmp_path / "run", TWO, script=TINY, flags=flags, standby=0)
+    running.wait_for("job_started")
+    os.kill(running.popen.pid, signal.SIGSTOP)
+    running.kill(1)
+    time.sleep(0.5)
+    os.kill(running.popen.pid, signal.SIGCONT)
+    job = running.wait()
+    assert job.code == 0, job.explain()
+    check_recovered(job, [1])
     assert ends(job) == ends(reference), job.explain()
     check_clean(job)
 

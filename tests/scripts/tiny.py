@@ -113,6 +113,9 @@ def main() -> None:
     torch.manual_seed(100 + rank)
     pair = [dist.new_group([0, 1]) for _ in range(2)] if mode == "crossed" else []
     settings = torch.zeros(1)
+    if mode == "no-world":
+        dist.destroy_process_group()
+        next(recovery.steps(1))
     if rank == 0:
         settings += os.getpid()  # differs from launch to launch: a replacement must get the first launch's value
     dist.broadcast(settings, 0)
@@ -171,6 +174,8 @@ def main() -> None:
                 torch.rand(1)
         if mode == "break" and step.index == 3:
             break
+    if mode == "second-loop":
+        next(recovery.steps(1))
     digest = sum(float(p.double().sum()) for p in model.parameters())
     end = f"version-sum={digest.hex()} settings={settings.item()} rng={torch.rand(1).item():.9f}"
     print(f"end rank={rank} {end}", flush=True)

@@ -20,6 +20,7 @@ from tests.scripts.loops import LOOPS, loop_class
 
 Reference = Callable[[Layout], Job]
 WORLD = 3
+PAUSE = ("--pause", "0.5")  # the peers have come as far as they can
 IN_BLOCK = (
     "differs-from-the-start+differs-later+in-place-batches+python-and-numpy+edited-groups"
     "+rank-bias+checkpointed-batch-norm+ema-module"
@@ -123,7 +124,7 @@ def test_what_stand_ins_have_answered_below_the_block_is_nobodys_version(
 ) -> None:
     """The survivors hear of the death before they communicate. They live on, and do the step again."""
     layout = _layout("reduce-below", "ddp")
-    late = Layout(layout.name, "", (*layout.flags, "--slow", slow), nproc=WORLD)
+    late = Layout(layout.name, "", (*layout.flags, "--slow", slow, *PAUSE), nproc=WORLD)
     kills = [Kill(1, 5, moment, 0)]
     job = run_loop(tmp_path / "run", late, _steps(layout), kills)
     check_loop(job, reference(layout), kills)
@@ -136,7 +137,7 @@ def test_what_stand_ins_have_answered_below_the_block_is_nobodys_version(
 def test_where_no_copy_is_kept_it_ends_the_job(tmp_path: Path) -> None:
     """Nobody has a mean of all losses, and no step can be done again."""
     layout = _layout("mean-below", "ddp")
-    late = Layout(layout.name, "", (*layout.flags, "--slow", "below"), nproc=WORLD)
+    late = Layout(layout.name, "", (*layout.flags, "--slow", "below", *PAUSE), nproc=WORLD)
     job = run_loop(tmp_path / "run", late, 9, [Kill(1, 5, "below", 0)])
     assert job.code not in (0, -1000), f"it went on with a wrong mean, or stood\n{job.explain()}"
     assert "do not agree" not in job.output, f"only the proof has found it\n{job.explain()}"
@@ -153,7 +154,9 @@ def test_who_leaves_its_loop_in_a_void_attempt_is_replaced(tmp_path: Path) -> No
 
 def test_the_first_late_step_of_a_job_is_not_taken_for_one_like_any_other(tmp_path: Path) -> None:
     """What the dead rank drew after its optimizer is nowhere, and its peers hold no copy to go back to. They say so."""
-    job = run_loop(tmp_path / "run", _layout("late-draws", "ddp"), 12, [Kill(1, 8, "end", 0)])
+    plain = _layout("late-draws", "ddp")
+    layout = Layout(plain.name, "", (*plain.flags, *PAUSE), nproc=WORLD)
+    job = run_loop(tmp_path / "run", layout, 12, [Kill(1, 8, "end", 0)])
     assert job.code not in (0, -1000) and job.of("job_failed"), f"it went on without the draws\n{job.explain()}"
     assert "do not agree" not in job.output, f"only the proof has found it\n{job.explain()}"
 

@@ -542,7 +542,7 @@ class ReduceBelow(EvaluationBelow):
 
     def late(self, place: str, step: int) -> None:
         if self.slow == place and step == 5 and self.rank != 1 and self.recovery.generation == 0:
-            time.sleep(1)
+            time.sleep(2)
 
     def evaluate(self, batch: Tensor) -> float:
         total = torch.tensor(super().evaluate(batch))
@@ -626,7 +626,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     loop = args.loop(args.framework)
     loop.slow = args.slow
-    kills = proof.Kills(args.kill, loop.recovery)
+    kills = proof.Kills(args.kill, loop.recovery, args.pause)
     kills.in_backward_of(loop.net.norm)
 
     for step in loop.recovery.steps(args.steps):

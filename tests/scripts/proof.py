@@ -12,6 +12,7 @@ import hashlib
 import os
 import random
 import signal
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -50,9 +51,11 @@ class Kill:
 
 
 class Kills:
-    """The kills of this process. ``step`` is the step that is being run."""
+    """The kills of this process. ``step`` is the step that is being run. ``pause_s``: so long before each of them it
+    does nothing, and its peers come as far as they can without it."""
 
-    def __init__(self, kills: Iterable[Kill], recovery: flashrecovery.Recovery) -> None:
+    def __init__(self, kills: Iterable[Kill], recovery: flashrecovery.Recovery, pause_s: float = 0) -> None:
+        self._pause_s = pause_s
         self._left = {kill for kill in kills if kill.rank == dist.get_rank()}
         self._recovery = recovery
         self.step = -1
@@ -61,6 +64,7 @@ class Kills:
         """This process is at ``moment`` of its step; it may not return from here."""
         for kill in self._left:
             if (kill.step, kill.moment, kill.generation) == (self.step, moment, self._recovery.generation):
+                time.sleep(self._pause_s)
                 print(f"killed {kill}", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -79,6 +83,7 @@ def flags(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--steps", type=int, default=17)
     parser.add_argument("--kill", type=Kill.parse, action="append", default=[], metavar="RANK:STEP:MOMENT:GENERATION")
+    parser.add_argument("--pause", type=float, default=0, help="seconds before each kill")
     return parser
 
 

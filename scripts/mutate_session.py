@@ -35,13 +35,16 @@ UNIT = (
     "habits",
 )
 LAUNCHER = "tests/integration/test_launcher.py"
+LOOPS = (*(f"tests/unit/test_{name}.py" for name in UNIT), "tests/conformance/test_loops.py")
 QUICK = (
-    *(f"tests/unit/test_{name}.py" for name in UNIT),
-    "tests/conformance/test_loops.py",
-    f"{LAUNCHER}::test_bitwise_whatever_the_body_does",
+    *LOOPS,
+    f"{LAUNCHER}::test_wrong_use_ends_the_job_with_its_reason",
+    f"{LAUNCHER}::test_a_step_that_always_fails_ends_the_job",
     f"{LAUNCHER}::test_an_exception_between_two_steps_is_a_failure_like_any_other",
+    f"{LAUNCHER}::test_bitwise_whatever_the_body_does",
+    f"{LAUNCHER}::test_a_survivor_whose_collective_fails_before_it_hears_why_is_not_lost",
 )
-ALL = (*QUICK[:-2], LAUNCHER, "tests/integration/test_torch_native_recovery.py")
+ALL = (*LOOPS, LAUNCHER, "tests/integration/test_torch_native_recovery.py")
 PARTS = ("common", "tests", "fr_deepspeed", "fr_megatron", "examples", "patches", "docs", "pyproject.toml")
 
 

@@ -232,7 +232,7 @@ def test_a_rank_dies_in_its_first_step_while_the_other_has_not_heard_that_it_may
 
 def test_a_survivor_whose_collective_fails_before_it_hears_why_is_not_lost(tmp_path: Path) -> None:
     """The launcher, with agent and controller, stands still while a rank dies."""
-    flags = ["--steps", "60", "--sleep", "0.1"]
+    flags = ["--steps", "30", "--sleep", "0.1"]
     reference = tiny(tmp_path / "reference", *flags)
     running = RunningJob(tmp_path / "run", TWO, script=TINY, flags=flags, standby=0)
     running.wait_for("job_started")

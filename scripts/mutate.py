@@ -52,6 +52,7 @@ def stage(folder: Path, target: str) -> Path:
         "[tool.mutmut]",
         'source_paths = ["flashrecovery"]',
         f"only_mutate = {list(only)}",
+        'pytest_add_cli_args = ["-k", "not seconds"]',  # a mutant may be slow, and a machine that mutates is busy
         f"pytest_add_cli_args_test_selection = {tests}",
         'also_copy = ["tests", "fr_deepspeed", "fr_megatron"]',
     )

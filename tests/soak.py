@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,26 @@ FAULTS = ("sigkill", "sigkill", "sigkill", "raise", "sigstop", "exit", "segv")
 CONFIG = {"timeouts": {"stopped_s": 0.3}, "max_failures_per_step": 10}
 
 
+FORGOTTEN_S = 75.0
+"""The store looks every 30 s for generations that are over, and forgets those that were over the time before."""
+_GENERATION = re.compile(r"fr/gen(\d+)/")
+
+
+class Overdue:
+    """Counts the keys in the store that nobody will ask for any more and that should be forgotten by now, and those of
+    no generation."""
+
+    def __init__(self) -> None:
+        self._newest: list[tuple[float, int]] = []  # when which generation was the newest
+
+    def count(self, keys: Sequence[str], now: float) -> int:
+        found = [_GENERATION.match(key) for key in keys]
+        generations = [int(m[1]) for m in found if m is not None]
+        self._newest.append((now, max(generations, default=0)))
+        over = max((newest for at, newest in self._newest if now - at >= FORGOTTEN_S), default=0)
+        return found.count(None) + sum(generation < over for generation in generations)
+
+
 class Watch:
     """Looks at all that belongs to a job after each of its recoveries."""
 
@@ -39,6 +60,7 @@ class Watch:
         (self._server,) = servers
         environment = psutil.Process(next(iter(job.ranks().values()))).environ()
         address = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        self._overdue = Overdue()
         self._store = TCPStore(*address, is_master=False, wait_for_workers=False)
 
     def look(self, recovery: int) -> None:
@@ -48,7 +70,8 @@ class Watch:
         pids = {f"rank {rank}, pid {pid}": pid for rank, pid in ranks.items()}
         for subject, pid in {**pids, "launcher": self._job.popen.pid, "store": self._server.pid}.items():
             self.growth.look(subject, recovery, Usage.at_rest(pid))
-        job = {"files": float(files_of(self._pids)), "keys": float(self._store.num_keys())}
+        keys = self._overdue.count(self._store.list_keys(), time.monotonic())
+        job = {"files": float(files_of(self._pids)), "keys": float(keys)}
         self.growth.look("job", recovery, job)
 
 

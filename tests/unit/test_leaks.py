@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.leaks import LEAST, SETTLING, Growth, Usage, files_of
+from tests.soak import Overdue
 
 RECOVERIES = 200
 
@@ -49,6 +50,22 @@ def test_a_process_that_lived_too_short_is_not_judged() -> None:
     short = growth(lambda n: 60 + n, count=LEAST + SETTLING - 1)
     assert short.judged() == [] and short.leaks() == [] and short.table() == ""
     assert growth(lambda n: 60 + n, count=LEAST + SETTLING).judged() == ["rank 0"]
+
+
+def test_keys_of_generations_that_are_over_must_be_forgotten() -> None:
+    def keys(*generations: int) -> list[str]:
+        return [
+            "default_pg/0",
+            "default_pg/1",
+            *(f"fr/gen{g}/0//cpu//0/{rank}" for g in generations for rank in (0, 1)),
+        ]
+
+    swept, kept = Overdue(), Overdue()
+    for number in range(100):
+        now = 10.0 * number
+        assert swept.count(keys(*range(max(number - 5, 0), number + 1)), now) == 2
+        found = kept.count(keys(*range(number + 1)), now)
+    assert found == 2 + 2 * (99 - 8), "all but those of the last 75 s"
 
 
 def test_what_a_process_uses_is_seen() -> None:

@@ -24,9 +24,9 @@ import grpc
 
 from flashrecovery.access import CONTROLLER, Access
 from flashrecovery.agent import patience
-from flashrecovery.link import Link
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+from flashrecovery.runtime.link import Link
 from simulated_beats import Beating, Beats
 
 STEP_S = 1.0

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 import harness
-from flashrecovery.page import Page
+from flashrecovery.runtime.page import Page
 
 GOAL_US = 1.0
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.worker import codec
+from flashrecovery.state import codec
 from flashrecovery.worker.calls import LoopAdapter
 
 _COUNTERS = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos")

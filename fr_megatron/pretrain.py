@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from flashrecovery.errors import ConfigError
-from flashrecovery.worker.channel import CHANNEL_ENV
+from flashrecovery.runtime.channel import CHANNEL_ENV
 from fr_megatron.lm import hooks
 
 

@@ -15,7 +15,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from flashrecovery import __version__, leases
+from flashrecovery import leases
+from flashrecovery._version import __version__
 from flashrecovery.errors import ConfigError
 
 CONTROLLER_PORT = 29400

@@ -25,8 +25,8 @@ from flashrecovery.controller.service import ControllerService
 from flashrecovery.controller.states import State
 from flashrecovery.errors import ConfigError
 from flashrecovery.events import EventLog, RunDir, RunFiles
-from flashrecovery.net import address_towards, is_free, is_here, resolve, split_address
 from flashrecovery.observe import Observer
+from flashrecovery.runtime.addresses import address_towards, is_free, is_here, resolve, split_address
 from flashrecovery.security import job_token, new_token
 
 LOOPBACK = "127.0.0.1"

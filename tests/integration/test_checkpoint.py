@@ -23,7 +23,7 @@ from flashrecovery.redundancy.checkpoint import (
     writer_of,
 )
 from flashrecovery.redundancy.dcp import read_whole, write_part
-from flashrecovery.worker.adapter import CheckpointFormat
+from flashrecovery.state.checkpoint_format import CheckpointFormat
 from tests.integration.test_neighbour import Owned, capsule_of, shards_of
 from tests.ranks import die, results, run_ranks
 

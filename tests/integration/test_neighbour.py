@@ -15,7 +15,8 @@ import torch.distributed as dist
 from flashrecovery.errors import ProtocolError, RestoreError, StepInterrupted
 from flashrecovery.redundancy import shared_memory
 from flashrecovery.redundancy.neighbor import NeighbourCopies
-from flashrecovery.worker.adapter import Shard, ShardSpec
+from flashrecovery.state.shard import Shard
+from flashrecovery.state.spec import ShardSpec
 from tests.ranks import results, run_ranks
 
 

@@ -31,8 +31,9 @@ from flashrecovery.errors import StepInterrupted
 from flashrecovery.plan import Cut, Holding, Kind, Need, NoCut, newest_cut, plan_restore
 from flashrecovery.redundancy import shared_memory
 from flashrecovery.redundancy.neighbor import NeighbourCopies
-from flashrecovery.worker.objects import ObjectShard
-from flashrecovery.worker.transfer import ShardSource, exchange
+from flashrecovery.state.object_shard import ObjectShard
+from flashrecovery.state.shard import ShardSource
+from flashrecovery.worker.transfer import exchange
 from tests.integration.test_neighbour import capsule_of, shards_of
 
 WORLD = 4

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from flashrecovery import groups
-from flashrecovery.worker.adapter import Shard, ShardSpec
-from flashrecovery.worker.digest import shard_digest
-from flashrecovery.worker.transfer import DIRECT_BYTES, PACK_BYTES, ShardSource, exchange
+from flashrecovery.state.digest import shard_digest
+from flashrecovery.state.shard import Shard, ShardSource
+from flashrecovery.state.spec import ShardSpec
+from flashrecovery.worker.transfer import DIRECT_BYTES, PACK_BYTES, exchange
 from tests.ranks import die, results, run_ranks
 
 

@@ -27,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flashrecovery import groups
 from flashrecovery.errors import StepInterrupted
+from flashrecovery.state import codec
+from flashrecovery.state.spec import ShardSpec
 from flashrecovery.torch_native import TorchAdapter, adapter_for
-from flashrecovery.worker import codec
-from flashrecovery.worker.adapter import ShardSpec
 from flashrecovery.worker.rng import RngState, restore_rng
 
 

@@ -28,9 +28,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from flashrecovery.config import Settings
-from flashrecovery.page import Page
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.worker.channel import Channel
+from flashrecovery.runtime.channel import Channel
+from flashrecovery.runtime.page import Page
 from flashrecovery.worker.recovery import Recovery
 from flashrecovery.worker.session import Connection, Session
 

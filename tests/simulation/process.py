@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from flashrecovery.agent.process import WorkerProcess
 from flashrecovery.agent.procfs import Exit
-from flashrecovery.page import Page
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime.page import Page
 from tests.simulation.loop import Life, Process, current
 from tests.simulation.worker import ModelWorker
 

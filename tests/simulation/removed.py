@@ -17,7 +17,7 @@ from flashrecovery.controller.electorate import Electorate
 from flashrecovery.controller.liveness import Liveness
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.outbox import Outbox
-from flashrecovery.page import Page
+from flashrecovery.runtime.page import Page
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.habits import Habits
 from tests.simulation.worker import ModelWorker

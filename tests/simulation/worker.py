@@ -16,8 +16,9 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from flashrecovery.errors import StepInterrupted
-from flashrecovery.page import CAPSULES_KEPT, Page
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime.page import Page
+from flashrecovery.state.version import VERSIONS_KEPT
 from flashrecovery.worker import proof
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.habits import Habits
@@ -54,7 +55,7 @@ class NoWaiting:
 
 
 class Kept:
-    """Small plain state by version, the last three, as in :class:`flashrecovery.worker.objects.ObjectShard`."""
+    """Small plain state by version, the last three, as in :class:`flashrecovery.state.object_shard.ObjectShard`."""
 
     def __init__(self) -> None:
         self.at: dict[int, bytes] = {}
@@ -63,7 +64,7 @@ class Kept:
     def keep(self, version: int, data: bytes, *, early: bool = False) -> None:
         self.at[version] = data
         (self.early.add if early else self.early.discard)(version)
-        for old in sorted(self.at.keys() - {version})[: 1 - CAPSULES_KEPT]:
+        for old in sorted(self.at.keys() - {version})[: 1 - VERSIONS_KEPT]:
             del self.at[old]
 
     def drop_after(self, version: int) -> None:

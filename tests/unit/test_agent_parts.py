@@ -30,9 +30,9 @@ from flashrecovery.config import RunConfig, Timeouts
 from flashrecovery.events import RunDir
 from flashrecovery.groups.torch_private import TCPStore
 from flashrecovery.health.findings import HealthFinding, Severity
-from flashrecovery.lifeline import Lifeline
-from flashrecovery.page import Page
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime.lifeline import Lifeline
+from flashrecovery.runtime.page import Page
 
 
 def _sleeper(code: str = "import time; time.sleep(60)", *fds: int) -> subprocess.Popen[bytes]:
@@ -99,7 +99,7 @@ def _is_zombie(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
-HOLD = "from flashrecovery.lifeline import Lifeline; Lifeline({fd}).hold(); "
+HOLD = "from flashrecovery.runtime.lifeline import Lifeline; Lifeline({fd}).hold(); "
 
 
 @pytest.mark.parametrize("holds", [True, False], ids=["lifeline", "before it holds its lifeline"])

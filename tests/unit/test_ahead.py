@@ -28,7 +28,9 @@ def test_only_what_is_installed_counts(folder: Path) -> None:
     (folder / "spread").mkdir()
     (folder / "spread" / "part.py").write_text("")
     installed = Installed(own="yaml")
-    assert all(installed.has(name) for name in ("json", "sys", "zipimport", "torch.nn", "numpy", "flashrecovery.page"))
+    assert all(
+        installed.has(name) for name in ("json", "sys", "zipimport", "torch.nn", "numpy", "flashrecovery.runtime.page")
+    )
     for name in ("mine", "package", "package.sub", "spread.part", "yaml", "nowhere", "__main__"):
         assert not installed.has(name), name
 

@@ -16,8 +16,8 @@ from flashrecovery.agent.patience import Patience
 from flashrecovery.beats.agent import BeatSender
 from flashrecovery.beats.controller import BeatServer
 from flashrecovery.beats.wire import ANSWER, BEAT, LIMIT, MAGIC, Header, Seal, pack_ranks, ticket_of, unpack_ranks
-from flashrecovery.link import Link
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime.link import Link
 
 TOKEN = "the-token-of-this-test-job"
 PERIOD_S = 0.05

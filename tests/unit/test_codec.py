@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashrecovery.errors import ProtocolError, UnsupportedError
-from flashrecovery.worker import codec
+from flashrecovery.state import codec
 
 
 def back(value: Any) -> Any:
@@ -191,3 +191,18 @@ def test_any_bytes_either_load_or_are_refused(data: bytes) -> None:
         codec.loads(data)
     except ProtocolError:
         pass
+
+
+def test_checkpoints_that_name_the_codecs_former_place_are_read() -> None:
+    value = {"tensor": torch.arange(3), "dtype": torch.bfloat16, "array": np.arange(2)}
+    data = codec.dumps(value)
+    former = _renamed(data, b"flashrecovery.state.codec", b"flashrecovery.worker.codec")
+    loaded = codec.loads(former)
+    assert former != data and torch.equal(loaded["tensor"], value["tensor"]) and loaded["dtype"] is torch.bfloat16
+
+
+def _renamed(data: bytes, old: bytes, new: bytes) -> bytes:
+    """In a pickle of protocol 5: a short string has one byte of length before it, and a frame eight of its own."""
+    renamed = data.replace(bytes([len(old)]) + old, bytes([len(new)]) + new)
+    assert renamed[2:3] == b"\x95"
+    return renamed[:3] + (len(renamed) - 11).to_bytes(8, "little") + renamed[11:]

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from flashrecovery.errors import DataSourceError
-from flashrecovery.worker import codec
+from flashrecovery.state import codec
 from flashrecovery.worker.consumers import step_entered
 from flashrecovery.worker.data import DataStream, Position
 from flashrecovery.worker.rng import RngState, restore_rng

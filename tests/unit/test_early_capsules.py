@@ -9,8 +9,8 @@ import pytest
 from flashrecovery.controller.records import Place, RankRecord
 from flashrecovery.controller.restore import Decision, decide
 from flashrecovery.errors import JobFailedError
-from flashrecovery.page import Page
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime.page import Page
 
 NEEDS = {"param/w": 16, "common": 10}
 

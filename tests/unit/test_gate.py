@@ -8,7 +8,7 @@ import time
 import pytest
 
 from flashrecovery.errors import StepInterrupted
-from flashrecovery.page import TAG_MUTATING, Page
+from flashrecovery.runtime.page import TAG_MUTATING, Page
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.overhead import Overhead
 

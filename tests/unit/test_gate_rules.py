@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 from flashrecovery.errors import StepInterrupted
-from flashrecovery.page import TAG_MUTATING, Page
+from flashrecovery.runtime.page import TAG_MUTATING, Page
 from flashrecovery.worker.gate import Gate
 
 NOTHING = -1

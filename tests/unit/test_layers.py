@@ -17,10 +17,12 @@ CORE = "flashrecovery"
 LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(layer.split())
     for layer in (
-        "errors versions clock process_control lifeline nccl_env leases complaints proto",
-        "plan net page handshake security config patches events",
-        "sealed tls link beats health",
+        "_version errors versions leases complaints proto",
+        "plan handshake security state",
+        "config patches events",
+        "sealed tls beats health",
         "access",
+        "runtime",
         "ballot groups redundancy",
         "worker",
         "flashrecovery torch_native",
@@ -36,36 +38,15 @@ is the public API in its ``__init__``. Two of one layer do not import each other
 
 NOT_YET = frozenset(
     {
-        "flashrecovery.config -> flashrecovery",
-        "flashrecovery.redundancy.checkpoint -> flashrecovery.worker.adapter",
-        "flashrecovery.redundancy.checkpoint -> flashrecovery.worker.codec",
-        "flashrecovery.redundancy.checkpoint -> flashrecovery.worker.digest",
-        "flashrecovery.redundancy.checkpoint -> flashrecovery.worker.transfer",
-        "flashrecovery.redundancy.flat -> flashrecovery.worker.adapter",
-        "flashrecovery.redundancy.flat -> flashrecovery.worker.codec",
-        "flashrecovery.redundancy.neighbor -> flashrecovery.worker.adapter",
-        "flashrecovery.redundancy.neighbor -> flashrecovery.worker.codec",
-        "flashrecovery.redundancy.neighbor -> flashrecovery.worker.transfer",
-        "flashrecovery.redundancy.undo -> flashrecovery.worker.adapter",
-        "flashrecovery.redundancy.undo -> flashrecovery.worker.transfer",
-        "flashrecovery.worker.bootstrap -> flashrecovery.agent.environment",
-        "flashrecovery.worker.copies -> flashrecovery.agent.environment",
         "flashrecovery.worker.session -> flashrecovery.torch_native",
         "fr_megatron.doctor -> flashrecovery.cli.checks",
     }
 )
 
 ROUND_NOT_YET = (
-    {
-        "flashrecovery",
-        "flashrecovery.agent.environment",
-        "flashrecovery.config",
-        *(
-            f"flashrecovery.worker.{name}"
-            for name in ("bootstrap", "calls", "control", "copies", "recover", "recovery", "session")
-        ),
-    },
     {"flashrecovery.agent.peers", "flashrecovery.agent.succession"},
+    {"flashrecovery.worker.calls", "flashrecovery.worker.recovery"},
+    {"flashrecovery.worker.recover", "flashrecovery.worker.session"},
     {"fr_deepspeed.adapter", "fr_deepspeed.stage0", "fr_deepspeed.stage12", "fr_deepspeed.stage3"},
     {"fr_megatron.cpu", "fr_megatron.cpu.lm"},
     {"fr_megatron.megatron_fsdp", "fr_megatron.torch_fsdp2", "fr_megatron.wrappers"},

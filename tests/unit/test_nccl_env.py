@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from flashrecovery.agent.environment import common_env
 from flashrecovery.config import RunConfig
-from flashrecovery.nccl_env import LAUNCH_DEFAULTS, nccl_environment_findings
+from flashrecovery.runtime.environment import common_env
+from flashrecovery.runtime.nccl_env import LAUNCH_DEFAULTS, nccl_environment_findings
 
 
 def test_nothing_set_is_a_finding_for_each_default() -> None:
@@ -46,5 +46,5 @@ def test_bad_values(name: str, value: str) -> None:
 
 
 def test_the_launcher_does_without_torch() -> None:
-    code = "import sys, flashrecovery.agent.environment; assert 'torch' not in sys.modules"
+    code = "import sys, flashrecovery.runtime.environment; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

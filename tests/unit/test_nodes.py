@@ -17,10 +17,10 @@ from flashrecovery.controller.states import State
 from flashrecovery.controller.status import job_status
 from flashrecovery.errors import ConfigError
 from flashrecovery.leases import LOOK_S, decides_for_s, halts_after_s
-from flashrecovery.link import Link
 from flashrecovery.plan.electors import Elector
 from flashrecovery.plan.placement import Room, neighbour_stride, place
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime.link import Link
 from tests.unit.test_machine import World
 
 LIMITS = Timeouts()

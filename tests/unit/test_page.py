@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from flashrecovery.page import CAPSULE_LIMIT, TAG_NONE, Page
+from flashrecovery.runtime.page import CAPSULE_LIMIT, TAG_NONE, Page
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import torch
 from flashrecovery.errors import RestoreError
 from flashrecovery.redundancy.flat import ALIGN, Layout, Slot, slot_for_next
 from flashrecovery.redundancy.undo import UndoCopy
-from flashrecovery.worker.adapter import Shard, ShardSpec
+from flashrecovery.state.shard import Shard
+from flashrecovery.state.spec import ShardSpec
 
 
 class ParamShard(Shard):

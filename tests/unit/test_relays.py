@@ -23,9 +23,9 @@ from flashrecovery.controller.nodes import NodeRecord, NodeState
 from flashrecovery.controller.relays import Relays
 from flashrecovery.controller.service import ControllerService
 from flashrecovery.events import EventLog, RunDir
-from flashrecovery.link import Link
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+from flashrecovery.runtime.link import Link
 from tests.unit.test_session_beats import ACCESS, NoWorkers, no_lead, no_leave
 
 DIRECT = 2

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flashrecovery.groups.native_build import native
-from flashrecovery.worker import codec, glance
+from flashrecovery.state import codec, glance
 from flashrecovery.worker.rng import RngState, restore_rng
 
 

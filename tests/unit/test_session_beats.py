@@ -23,9 +23,9 @@ from flashrecovery.config import RunConfig
 from flashrecovery.controller.service import ControllerService
 from flashrecovery.events import EventLog, RunDir
 from flashrecovery.leases import works_for_s
-from flashrecovery.link import Link
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+from flashrecovery.runtime.link import Link
 
 ACCESS = Access("the-token-of-this-test-job")
 PERIOD_S = 0.25

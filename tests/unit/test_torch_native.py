@@ -16,12 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW
 
 from flashrecovery.errors import RegistrationError, RestoreError, StepInterrupted, UnsupportedError
+from flashrecovery.state import codec
+from flashrecovery.state.spec import ShardSpec
 from flashrecovery.torch_native import DDPAdapter, FSDP2Adapter, PlainAdapter, adapter_for
 from flashrecovery.torch_native.base import TorchAdapter
 from flashrecovery.torch_native.buffers import COMPARED_BYTES
 from flashrecovery.torch_native.modes import ModeTracker
-from flashrecovery.worker import codec
-from flashrecovery.worker.adapter import ShardSpec
 
 
 class Net(nn.Module):

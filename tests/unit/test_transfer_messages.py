@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashrecovery.worker.adapter import ShardSpec, TensorSpec
-from flashrecovery.worker.digest import encode_spec, sha256_tensors, shard_digest, tensor_digest
-from flashrecovery.worker.transfer import DIRECT_BYTES, PACK_BYTES, _messages, decode_spec
+from flashrecovery.state.digest import sha256_tensors, shard_digest, tensor_digest
+from flashrecovery.state.spec import ShardSpec, TensorSpec, decode_spec, encode_spec
+from flashrecovery.worker.transfer import DIRECT_BYTES, PACK_BYTES, _messages
 
 sizes = st.one_of(
     st.integers(0, 4096),

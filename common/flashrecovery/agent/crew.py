@@ -15,7 +15,6 @@ from typing import Protocol
 
 import grpc
 
-from flashrecovery.agent.environment import common_env, rank_env
 from flashrecovery.agent.logs import LogTail
 from flashrecovery.agent.process import WorkerProcess
 from flashrecovery.agent.setup_logs import SetupLogs
@@ -25,6 +24,7 @@ from flashrecovery.agent.watch import DeathWatch
 from flashrecovery.config import RunConfig
 from flashrecovery.events import RunDir
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime.environment import common_env, rank_env
 
 LAST_WORDS_S = 0.2
 """For what a dying process has still said to arrive."""
@@ -192,7 +192,7 @@ class Crew:
                 process.signal(signal.SIGCONT)
 
     def lend(self, until: float) -> None:
-        """See :meth:`flashrecovery.page.Page.lend`."""
+        """See :meth:`flashrecovery.runtime.page.Page.lend`."""
         for process in self.living():
             process.page.lend(until)
 

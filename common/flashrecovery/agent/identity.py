@@ -8,8 +8,8 @@ import uuid
 from dataclasses import dataclass, replace
 
 from flashrecovery.config import RunConfig
-from flashrecovery.net import interface_of
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime.addresses import interface_of
 
 
 @dataclass(frozen=True)

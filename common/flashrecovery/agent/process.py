@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from flashrecovery.agent.procfs import Statm
-from flashrecovery.page import Page
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.worker.channel import CHANNEL_ENV, PAGE_ENV
+from flashrecovery.runtime.channel import CHANNEL_ENV, PAGE_ENV
+from flashrecovery.runtime.page import Page
 
 _LENGTH = struct.Struct("<I")
 

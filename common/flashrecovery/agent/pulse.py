@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 from flashrecovery.agent.process import WorkerProcess
-from flashrecovery.page import Health
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime.page import Health
 
 _CONFIRM_POLL_S = 0.002
 """Pace of the look at the pages while the first new step after a recovery is awaited."""

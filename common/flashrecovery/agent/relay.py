@@ -1,8 +1,8 @@
 """This agent as a relay: it carries other agents' sessions to the controller, all of them in one stream.
 
 It looks into none of the messages and keeps none: whatever is on its way when it ends, or when its stream breaks, is
-sent again on the next connection of the agent that it concerns (:mod:`flashrecovery.link`). Then every session that it
-has carried ends, and its agent connects to the controller itself.
+sent again on the next connection of the agent that it concerns (:mod:`flashrecovery.runtime.link`). Then every session
+that it has carried ends, and its agent connects to the controller itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The agent's connection to the controller, for as long as the job runs: made, watched, made again.
 
-Messages are carried by a :class:`~flashrecovery.link.Link`, so a broken connection loses none. While the controller is
-not heard, :mod:`.lease` says whether this node's workers may go on, and :mod:`.succession` whether there is another one
-to follow, or this node has to become it.
+Messages are carried by a :class:`~flashrecovery.runtime.link.Link`, so a broken connection loses none. While the
+controller is not heard, :mod:`.lease` says whether this node's workers may go on, and :mod:`.succession` whether there
+is another one to follow, or this node has to become it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from flashrecovery.complaints import Complaints
 from flashrecovery.config import Timeouts
 from flashrecovery.errors import AuthenticationError, ConfigError, ProtocolError, StrangerError
 from flashrecovery.leases import LEASE_PROBE, LOOK_S, works_for_s
-from flashrecovery.link import Link
-from flashrecovery.net import split_address
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+from flashrecovery.runtime.addresses import split_address
+from flashrecovery.runtime.link import Link
 from flashrecovery.sealed import SealedCall
 
 ATTEMPT_S = 1.0

@@ -11,7 +11,7 @@ import signal
 import sys
 from typing import Protocol
 
-from flashrecovery.process_control import die_with_parent
+from flashrecovery.runtime.process_control import die_with_parent
 
 _PERIOD_S = 30.0
 _GENERATION = re.compile(r"fr/gen(\d+)/")

@@ -1,7 +1,7 @@
 """Notice the death of a process within a millisecond, whatever its size, and without polling.
 
-One thread for each process waits for the end of its lifeline (:mod:`flashrecovery.lifeline`); the pidfd is the second,
-slower witness, for a process that dies before it holds its lifeline.
+One thread for each process waits for the end of its lifeline (:mod:`flashrecovery.runtime.lifeline`); the pidfd is the
+second, slower witness, for a process that dies before it holds its lifeline.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashrecovery.agent.procfs import is_exiting
-from flashrecovery.lifeline import Lifeline
+from flashrecovery.runtime.lifeline import Lifeline
 
 _UNHELD_S = 0.02
 """Pace of the look whether a starting process holds its lifeline."""

@@ -43,7 +43,7 @@ _SHORTEST = _HEADER.size + _DIGEST_BYTES
 
 
 class Stream(Protocol):
-    """The :class:`~flashrecovery.link.Link` whose acknowledgements the datagrams carry."""
+    """The :class:`~flashrecovery.runtime.link.Link` whose acknowledgements the datagrams carry."""
 
     @property
     def sent(self) -> int:

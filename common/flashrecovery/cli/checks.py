@@ -19,9 +19,9 @@ from enum import Enum
 from pathlib import Path
 
 from flashrecovery.errors import FlashRecoveryError
-from flashrecovery.lifeline import Lifeline
-from flashrecovery.page import Page
 from flashrecovery.patches import ENTRY_POINTS, PatchTable
+from flashrecovery.runtime.lifeline import Lifeline
+from flashrecovery.runtime.page import Page
 from flashrecovery.versions import in_range, range_text, version_of
 
 
@@ -144,9 +144,9 @@ def nccl(environment: Mapping[str, str], wanted: bool) -> list[Finding]:
     """NCCL's variables as a worker would see them, if there is an NVIDIA device or if asked for."""
     if not wanted and not Path("/dev/nvidiactl").exists():
         return [Finding("nccl", Level.OK, "no NVIDIA device", "not looked at (--nccl forces it)")]
-    from flashrecovery.agent.environment import common_env
     from flashrecovery.config import RunConfig
-    from flashrecovery.nccl_env import nccl_environment_findings
+    from flashrecovery.runtime.environment import common_env
+    from flashrecovery.runtime.nccl_env import nccl_environment_findings
 
     found = nccl_environment_findings({**environment, **common_env(RunConfig())})
     if not found:

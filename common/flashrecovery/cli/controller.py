@@ -24,7 +24,7 @@ from flashrecovery.errors import ConfigError
 def controller(config_file: Path | None, **options: object) -> None:
     """Run the controller of one job, to the job's end. Its nodes run `flashrecovery run --controller HOST:PORT`."""
     from flashrecovery.job import run_controller
-    from flashrecovery.net import is_here, resolve, split_address
+    from flashrecovery.runtime.addresses import is_here, resolve, split_address
 
     config = load_run_config(config_file, {k: v for k, v in options.items() if v is not None})
     assert config.controller is not None

@@ -8,8 +8,8 @@ from typing import Literal
 
 from flashrecovery.config import CheckpointSettings
 from flashrecovery.controller.records import RankRecord
+from flashrecovery.plan.interval import CheckpointSchedule
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.redundancy.interval import CheckpointSchedule
 
 
 class Checkpoints:

@@ -12,8 +12,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from flashrecovery.controller.batches import Batches
-from flashrecovery.link import Link
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime.link import Link
 
 AgentLink = Link[pb.Command, pb.AgentMessage]
 

@@ -6,7 +6,7 @@ import os
 import socket
 from typing import Any
 
-from flashrecovery.net import is_here
+from flashrecovery.runtime.addresses import is_here
 
 _LOOPBACK = "127.0.0.1"
 

@@ -36,10 +36,11 @@ from flashrecovery.errors import ConfigError, FlashRecoveryError, ProtocolError,
 from flashrecovery.redundancy.background import Background
 from flashrecovery.redundancy.dcp import join_parts, read_into, read_whole, write_part
 from flashrecovery.redundancy.host import HostCopies, write_durably
-from flashrecovery.worker import codec
-from flashrecovery.worker.adapter import CheckpointFormat, Shard, ShardSpec
-from flashrecovery.worker.digest import encode_spec, shard_digest
-from flashrecovery.worker.transfer import decode_spec
+from flashrecovery.state import codec
+from flashrecovery.state.checkpoint_format import CheckpointFormat
+from flashrecovery.state.digest import shard_digest
+from flashrecovery.state.shard import Shard
+from flashrecovery.state.spec import ShardSpec, decode_spec, encode_spec
 
 FORMAT = 4
 _LATEST = "latest"

@@ -11,8 +11,8 @@ import torch
 import xxhash
 
 from flashrecovery.redundancy.shared_memory import SharedMemory
-from flashrecovery.worker import codec
-from flashrecovery.worker.adapter import ShardSpec, TensorSpec
+from flashrecovery.state import codec
+from flashrecovery.state.spec import ShardSpec, TensorSpec
 
 ALIGN = 64
 """Every tensor starts at a multiple of this many bytes: a cache line, and any dtype's alignment."""

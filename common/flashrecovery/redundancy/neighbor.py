@@ -34,9 +34,9 @@ from flashrecovery.redundancy.background import Background
 from flashrecovery.redundancy.flat import Layout, Slot
 from flashrecovery.redundancy.shared_memory import Address, SharedMemory
 from flashrecovery.redundancy.undo import Capture, UndoCopy
-from flashrecovery.worker import codec
-from flashrecovery.worker.adapter import Shard, ShardSpec, TensorSpec
-from flashrecovery.worker.transfer import ShardSource
+from flashrecovery.state import codec
+from flashrecovery.state.shard import Shard, ShardSource
+from flashrecovery.state.spec import ShardSpec, TensorSpec
 
 _MAGIC = 0x46524E43
 _TAG = 0x4E43

@@ -21,8 +21,7 @@ import torch
 from flashrecovery.errors import RestoreError
 from flashrecovery.redundancy.background import Background
 from flashrecovery.redundancy.flat import Layout, Slot, slot_for_next
-from flashrecovery.worker.adapter import Shard
-from flashrecovery.worker.transfer import ShardSource
+from flashrecovery.state.shard import Shard, ShardSource
 
 
 @dataclass(frozen=True)

@@ -17,107 +17,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
-import torch
+from flashrecovery.state.checkpoint_format import CheckpointFormat
+from flashrecovery.state.shard import Shard
+from flashrecovery.state.spec import ShardSpec, TensorSpec
 
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape and dtype of one tensor of a shard."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        numel = 1
-        for n in self.shape:
-            numel *= n
-        return numel * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class ShardSpec:
-    """What a shard consists of at one version: its tensors by key, and small plain values by key.
-
-    It travels in front of the bytes, so that a replacement whose optimizer state is still empty (state is created
-    lazily by the first step) can make room for it.
-    """
-
-    tensors: Mapping[str, TensorSpec]
-    values: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Shard(ABC):
-    """One named piece of this rank's state, living in tensors that the framework owns.
-
-    Equal names on two ranks mean equal bits at equal versions.
-
-    Attributes:
-        name: unique within the rank; contains the coordinate when the piece is unique (``...#fsdp=1/4``).
-        holders: all global ranks, this one included and ascending, that hold an equal piece.
-    """
-
-    name: str
-    holders: tuple[int, ...]
-
-    @abstractmethod
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The live tensors by key, plain local tensors (no DTensor), in a fixed order; never a copy."""
-
-    def values(self) -> dict[str, Any]:
-        """Small plain values by key that belong to this shard (not to the capsule)."""
-        return {}
-
-    @abstractmethod
-    def allocate(self, spec: ShardSpec) -> dict[str, torch.Tensor]:
-        """Give the live state the structure of ``spec`` (create missing tensors, drop surplus ones, set the
-        values) and return the live tensors, whose content the caller overwrites."""
-
-    def spec(self) -> ShardSpec:
-        return ShardSpec({k: TensorSpec(tuple(t.shape), t.dtype) for k, t in self.tensors().items()}, self.values())
-
-
-class CheckpointFormat(ABC):
-    """A framework's own checkpoint format, in which the fallback checkpoints are then written, for its users' tools.
-
-    Attributes:
-        name: of the format; a checkpoint is only loaded by the format that wrote it.
-    """
-
-    name: str
-
-    def layout(self) -> str:
-        """How the state is divided among the ranks, in words, equal on all of them. What ranks of another layout have
-        written is loaded, too, without what is a rank's own (random numbers, data position). "": it is not."""
-        return ""
-
-    @abstractmethod
-    def capture(
-        self, directory: Path, tag: str, copy: Callable[[torch.Tensor], torch.Tensor]
-    ) -> Callable[[Path], None]:
-        """This rank's part of the live state, at a step boundary, without communication.
-
-        Args:
-            directory, tag: the checkpoint will be found in ``directory/tag``.
-            copy: gives the copy in host memory of a live tensor.
-
-        Returns:
-            What writes the part into a directory, which will be moved there when all ranks have done so. Another thread
-            calls it. What it has written is durable when it returns. DCP checkpoints in subdirectories
-            ``<name>-<rank>`` (not ``part-``) become parts of the one in the directory.
-        """
-
-    @abstractmethod
-    def load(self, directory: Path, tag: str) -> None:
-        """Make ``directory/tag`` the live state. All ranks call it at the same time, with groups that work.
-
-        Raises:
-            RestoreError: it cannot be read.
-        """
+__all__ = ["Adapter", "CheckpointFormat", "Shard", "ShardSpec", "StepHooks", "TensorSpec"]
 
 
 class StepHooks(Protocol):

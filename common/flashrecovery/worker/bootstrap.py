@@ -16,14 +16,14 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flashrecovery.agent.environment import AGENT_PID_ENV
 from flashrecovery.errors import DivergedError
-from flashrecovery.lifeline import Lifeline
-from flashrecovery.page import Page
-from flashrecovery.process_control import die_with_parent
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime.channel import PAGE_ENV, Channel
+from flashrecovery.runtime.environment import AGENT_PID_ENV
+from flashrecovery.runtime.lifeline import Lifeline
+from flashrecovery.runtime.page import Page
+from flashrecovery.runtime.process_control import die_with_parent
 from flashrecovery.worker.ahead import import_ahead
-from flashrecovery.worker.channel import PAGE_ENV, Channel
 from flashrecovery.worker.hooks import install_adapter_hooks, install_spawn_hook
 
 if TYPE_CHECKING:

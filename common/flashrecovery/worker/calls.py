@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from flashrecovery import groups
 from flashrecovery.errors import RegistrationError
-from flashrecovery.worker.adapter import Adapter, Shard, StepHooks
+from flashrecovery.state.shard import Shard
+from flashrecovery.worker.adapter import Adapter, StepHooks
 from flashrecovery.worker.rng import RngState, restore_rng
 
 if TYPE_CHECKING:

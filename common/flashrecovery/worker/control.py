@@ -20,7 +20,7 @@ import torch
 from flashrecovery import groups
 from flashrecovery.config import Timeouts
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.worker.channel import Channel
+from flashrecovery.runtime.channel import Channel
 from flashrecovery.worker.device import DeviceClock
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.outside import ADVICE

@@ -15,16 +15,15 @@ import torch
 import torch.distributed as dist
 
 from flashrecovery import groups
-from flashrecovery.agent.environment import STRIDE_ENV
 from flashrecovery.config import Settings
 from flashrecovery.errors import RestoreError, UnsupportedError
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy import checkpoint
 from flashrecovery.redundancy.neighbor import NeighbourCopies
 from flashrecovery.redundancy.undo import UndoCopy
-from flashrecovery.worker.adapter import Shard
+from flashrecovery.runtime.environment import STRIDE_ENV
+from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.worker.registry import Registry
-from flashrecovery.worker.transfer import ShardSource
 
 NEIGHBOUR_GROUP = "flashrecovery-neighbour"
 _CLOSE_S = 60.0

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from flashrecovery.errors import StepInterrupted
 from flashrecovery.groups import underway_ns
-from flashrecovery.page import TAG_MUTATING, Page
+from flashrecovery.runtime.page import TAG_MUTATING, Page
 from flashrecovery.worker.overhead import Overhead
 from flashrecovery.worker.pace import Pace
 

@@ -15,8 +15,8 @@ import xxhash
 
 from flashrecovery import groups
 from flashrecovery.errors import DivergedError
+from flashrecovery.state.digest import shard_digest
 from flashrecovery.worker.agreement import disagreement, gather
-from flashrecovery.worker.digest import shard_digest
 from flashrecovery.worker.registry import Registry
 
 _AT_LEAST_EVERY = 64

@@ -16,9 +16,10 @@ from flashrecovery import groups
 from flashrecovery.errors import DrainError, FlashRecoveryError, RegroupError, RestoreError
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.checkpoint import newest
-from flashrecovery.worker.digest import shard_digest
-from flashrecovery.worker.objects import COMMON, ObjectShard
-from flashrecovery.worker.transfer import ShardSource, exchange
+from flashrecovery.state.digest import shard_digest
+from flashrecovery.state.object_shard import COMMON, ObjectShard
+from flashrecovery.state.shard import ShardSource
+from flashrecovery.worker.transfer import exchange
 
 if TYPE_CHECKING:
     from flashrecovery.worker.session import Session

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from flashrecovery.config import CONFIG_ENV, Settings, overlaid, validate
 from flashrecovery.errors import ConfigError, RegistrationError
+from flashrecovery.runtime.channel import CHANNEL_ENV
 from flashrecovery.worker.accelerated import readable, unwrapped
-from flashrecovery.worker.channel import CHANNEL_ENV
 from flashrecovery.worker.consumers import step_entered
 from flashrecovery.worker.data import DataStream
 

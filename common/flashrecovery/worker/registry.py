@@ -16,12 +16,14 @@ import xxhash
 from torch.optim import Optimizer
 
 from flashrecovery.errors import DivergedError, RegistrationError
-from flashrecovery.worker import codec
-from flashrecovery.worker.adapter import Adapter, CheckpointFormat, Shard
+from flashrecovery.state import codec
+from flashrecovery.state.checkpoint_format import CheckpointFormat
+from flashrecovery.state.object_shard import COMMON, ObjectShard
+from flashrecovery.state.shard import Shard
+from flashrecovery.worker.adapter import Adapter
 from flashrecovery.worker.data import DataStream, Position
 from flashrecovery.worker.generators import Stateful, as_stateful
 from flashrecovery.worker.habits import Habits
-from flashrecovery.worker.objects import COMMON, ObjectShard
 from flashrecovery.worker.rng import RngState, restore_rng
 
 AdapterFactory = Callable[[torch.nn.Module, Sequence[Optimizer]], Adapter]

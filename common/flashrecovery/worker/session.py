@@ -32,16 +32,16 @@ from flashrecovery.errors import (
     StepInterrupted,
     UnsupportedError,
 )
-from flashrecovery.page import CAPSULE_LIMIT, Page
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy import checkpoint
+from flashrecovery.runtime.channel import Channel
+from flashrecovery.runtime.page import CAPSULE_LIMIT, Page
+from flashrecovery.state.digest import shard_digest
 from flashrecovery.worker import agreement, proof
-from flashrecovery.worker.channel import Channel
 from flashrecovery.worker.control import Control
 from flashrecovery.worker.copies import Copies, anywhere
 from flashrecovery.worker.data import DataStream
 from flashrecovery.worker.device import DeviceClock
-from flashrecovery.worker.digest import shard_digest
 from flashrecovery.worker.faults import Faults
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.outside import OutsideWatch

@@ -28,9 +28,10 @@ import torch
 import torch.distributed as dist
 
 from flashrecovery.errors import ProtocolError
-from flashrecovery.worker import codec
-from flashrecovery.worker.adapter import Shard, ShardSpec, TensorSpec
-from flashrecovery.worker.digest import byte_view, encode_spec, shard_digest
+from flashrecovery.state import codec
+from flashrecovery.state.digest import byte_view, shard_digest
+from flashrecovery.state.shard import Shard, ShardSource
+from flashrecovery.state.spec import TensorSpec, decode_spec, encode_spec
 
 PACK_BYTES = 32 << 20
 """Largest message, and the size of a staging buffer."""
@@ -40,18 +41,6 @@ WINDOW = 4
 """Messages under way for each peer and direction: bounds staging memory to WINDOW * PACK_BYTES."""
 _TAG = 0x4652
 _DIGEST_BYTES = 16
-
-
-@dataclass(frozen=True)
-class ShardSource:
-    """A shard's content to send: the live shard, an undo copy or a neighbour's copy.
-
-    ``tensors`` are in the order of ``spec.tensors`` and are not changed until the exchange is over.
-    """
-
-    name: str
-    spec: ShardSpec
-    tensors: Sequence[torch.Tensor]
 
 
 @dataclass
@@ -239,12 +228,6 @@ def _receive(
                 report.mismatched.append(name)
     with lock:
         report.bytes_received += received
-
-
-def decode_spec(data: bytes) -> ShardSpec:
-    """The inverse of :func:`~flashrecovery.worker.digest.encode_spec`."""
-    tensors, values = codec.loads(data)
-    return ShardSpec({key: TensorSpec(tuple(shape), getattr(torch, dtype)) for key, shape, dtype in tensors}, values)
 
 
 def _checked(name: str, key: str, tensor: torch.Tensor, wanted: TensorSpec) -> torch.Tensor:

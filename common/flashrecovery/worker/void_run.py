@@ -15,7 +15,7 @@ import torch
 from flashrecovery import groups
 from flashrecovery.errors import RestoreError
 from flashrecovery.redundancy.undo import UndoCopy
-from flashrecovery.worker.adapter import Shard
+from flashrecovery.state.shard import Shard
 from flashrecovery.worker.glance import glance_at_tensors
 
 COPIED_BYTES = 4 << 30

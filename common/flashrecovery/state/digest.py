@@ -15,8 +15,7 @@ import numpy as np
 import torch
 import xxhash
 
-from flashrecovery.worker import codec
-from flashrecovery.worker.adapter import ShardSpec
+from flashrecovery.state.spec import ShardSpec, encode_spec
 
 _PIECE = 32 << 20
 """Bytes copied from a device at a time."""
@@ -45,12 +44,6 @@ def sha256_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
         hasher.update(f"{name}\0{t.dtype}\0{tuple(t.shape)}\0".encode())
         _update(hasher, t)
     return hasher.hexdigest()
-
-
-def encode_spec(spec: ShardSpec) -> bytes:
-    """A spec as bytes, equal for equal specs with equal key order."""
-    tensors = [(key, t.shape, str(t.dtype)[6:]) for key, t in spec.tensors.items()]
-    return codec.dumps((tensors, dict(spec.values)))
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,27 +23,27 @@ from dataclasses import dataclass
 
 import xxhash
 
-from flashrecovery.lifeline import Lifeline
+from flashrecovery.runtime.lifeline import Lifeline
+from flashrecovery.state.version import VERSIONS_KEPT
 
 MAGIC = 0x46525047_00000006
 TAG_NONE = -2
 """Tag of a worker that has not begun a step."""
 TAG_MUTATING = -1
 
-CAPSULES_KEPT = 3
 CAPSULE_LIMIT = 16 << 20
 SETUP_LIMIT = 40 << 20
 _HEADER = 4096
-_SLOTS = tuple(_HEADER + i * CAPSULE_LIMIT for i in range(CAPSULES_KEPT))
-_SETUP = _HEADER + CAPSULES_KEPT * CAPSULE_LIMIT
+_SLOTS = tuple(_HEADER + i * CAPSULE_LIMIT for i in range(VERSIONS_KEPT))
+_SETUP = _HEADER + VERSIONS_KEPT * CAPSULE_LIMIT
 PAGE_BYTES = _SETUP + SETUP_LIMIT
 """Sparse: only what is written takes memory."""
 
 # Indices of the header's 8-byte words; the lifeline lies behind them.
 _MAGIC, _TAG, _PROGRESS, _TIME_NS, _COMMITTED, _STEP_NS, _GENERATION, _OWN_NS, _OWN_LEAST_NS = range(9)
 _OVERHEAD_NS, _KEPT, _KEPT_NS, _LEASE_NS = range(9, 13)
-_SLOT_WORDS = tuple(16 + 8 * i for i in range(CAPSULES_KEPT))  # version + 1 (0: empty), length, digest, final
-_SETUP_WORDS = 16 + 8 * CAPSULES_KEPT  # length + 1 (0: none), digest
+_SLOT_WORDS = tuple(16 + 8 * i for i in range(VERSIONS_KEPT))  # version + 1 (0: empty), length, digest, final
+_SETUP_WORDS = 16 + 8 * VERSIONS_KEPT  # length + 1 (0: none), digest
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Page:
                 f"the rank-only state of this rank takes {len(data):,} bytes; at most {CAPSULE_LIMIT:,} fit "
                 "(data loader state, persistent buffers, extra objects)"
             )
-        slot = version % CAPSULES_KEPT
+        slot = version % VERSIONS_KEPT
         word = _SLOT_WORDS[slot]
         self._words[word] = 0
         self._map[_SLOTS[slot] : _SLOTS[slot] + len(data)] = data
@@ -206,13 +206,13 @@ class Page:
 
     def finish_capsule(self, version: int) -> None:
         """The capsule of ``version`` that the page holds is final."""
-        word = _SLOT_WORDS[version % CAPSULES_KEPT]
+        word = _SLOT_WORDS[version % VERSIONS_KEPT]
         if self._words[word] == version + 1:
             self._words[word + 3] = 1
 
     def read_capsule(self, version: int) -> bytes | None:
         """The capsule of ``version`` if the page holds it whole."""
-        slot = version % CAPSULES_KEPT
+        slot = version % VERSIONS_KEPT
         word = _SLOT_WORDS[slot]
         if self._words[word] != version + 1:
             return None
@@ -226,7 +226,7 @@ class Page:
 
     def early_capsules(self) -> list[int]:
         """Those of :meth:`capsule_versions` that are not final."""
-        return [v for v in self.capsule_versions() if not self._words[_SLOT_WORDS[v % CAPSULES_KEPT] + 3]]
+        return [v for v in self.capsule_versions() if not self._words[_SLOT_WORDS[v % VERSIONS_KEPT] + 3]]
 
     # -- set-up log -------------------------------------------------------------------------------
 

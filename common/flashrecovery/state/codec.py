@@ -199,6 +199,8 @@ _CONSTRUCTORS: frozenset[Any] = frozenset(
 )
 
 _ALLOWED: dict[tuple[str, str], Any] = {(c.__module__, c.__qualname__): c for c in _CONSTRUCTORS}
+# Checkpoints that were written before the codec came into this folder.
+_ALLOWED |= {("flashrecovery.worker.codec", c.__qualname__): c for c in _CONSTRUCTORS if c.__module__ == __name__}
 
 
 def _path_to(root: Any, culprit: Any) -> Iterator[str]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from flashrecovery.page import CAPSULES_KEPT
-from flashrecovery.worker.adapter import Shard, ShardSpec, TensorSpec
+from flashrecovery.state.shard import Shard
+from flashrecovery.state.spec import ShardSpec, TensorSpec
+from flashrecovery.state.version import VERSIONS_KEPT
 
 COMMON = "common"
 
@@ -29,7 +30,7 @@ class ObjectShard(Shard):
         before it changes it later."""
         self._versions[version] = data
         (self._early.add if early else self._early.discard)(version)
-        for old in sorted(self._versions.keys() - {version})[: 1 - CAPSULES_KEPT]:
+        for old in sorted(self._versions.keys() - {version})[: 1 - VERSIONS_KEPT]:
             del self._versions[old]
 
     def finish(self, version: int) -> None:

@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping
 
 from flashrecovery.config import CONFIG_ENV, RunConfig
-from flashrecovery.nccl_env import LAUNCH_DEFAULTS
 from flashrecovery.plan.stores import STORES_ENV
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime.nccl_env import LAUNCH_DEFAULTS
 
 AGENT_PID_ENV = "FLASHRECOVERY_AGENT_PID"
 STRIDE_ENV = "FLASHRECOVERY_NEIGHBOUR_STRIDE"

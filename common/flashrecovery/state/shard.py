@@ -1,0 +1,54 @@
+"""A shard: one named piece of a rank's state, and one to send."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashrecovery.state.spec import ShardSpec, TensorSpec
+
+
+class Shard(ABC):
+    """One named piece of this rank's state, living in tensors that the framework owns.
+
+    Equal names on two ranks mean equal bits at equal versions.
+
+    Attributes:
+        name: unique within the rank; contains the coordinate when the piece is unique (``...#fsdp=1/4``).
+        holders: all global ranks, this one included and ascending, that hold an equal piece.
+    """
+
+    name: str
+    holders: tuple[int, ...]
+
+    @abstractmethod
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The live tensors by key, plain local tensors (no DTensor), in a fixed order; never a copy."""
+
+    def values(self) -> dict[str, Any]:
+        """Small plain values by key that belong to this shard (not to the capsule)."""
+        return {}
+
+    @abstractmethod
+    def allocate(self, spec: ShardSpec) -> dict[str, torch.Tensor]:
+        """Give the live state the structure of ``spec`` (create missing tensors, drop surplus ones, set the
+        values) and return the live tensors, whose content the caller overwrites."""
+
+    def spec(self) -> ShardSpec:
+        return ShardSpec({k: TensorSpec(tuple(t.shape), t.dtype) for k, t in self.tensors().items()}, self.values())
+
+
+@dataclass(frozen=True)
+class ShardSource:
+    """A shard's content to send: the live shard, an undo copy or a neighbour's copy.
+
+    ``tensors`` are in the order of ``spec.tensors`` and are not changed until the exchange is over.
+    """
+
+    name: str
+    spec: ShardSpec
+    tensors: Sequence[torch.Tensor]

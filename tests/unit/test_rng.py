@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from flashrecovery.groups.native_build import native
-from flashrecovery.state import codec, glance
+from flashrecovery.state import codec
+from flashrecovery.worker import glance
 from flashrecovery.worker.rng import RngState, restore_rng
 
 

@@ -146,7 +146,8 @@ def test_where_no_copy_is_kept_it_ends_the_job(tmp_path: Path) -> None:
 def test_who_leaves_its_loop_in_a_void_attempt_is_replaced(tmp_path: Path) -> None:
     """A stand-in has answered rank 0; it is not a rank that has done all its steps."""
     layout = _layout("leaves-below", "ddp")
-    job = run_loop(tmp_path / "run", layout, 9, [Kill(1, 4, "backward", 0)])
+    paused = Layout(layout.name, "", (*layout.flags, *PAUSE), nproc=WORLD)
+    job = run_loop(tmp_path / "run", paused, 9, [Kill(1, 4, "backward", 0)])
     undisturbed = run_loop(tmp_path / "reference", layout, 9)
     assert job.code == 0 and {0, 1} == {v for e in job.of("recovery_finished") for v in e["victims"]}, job.explain()
     assert not differences(job, undisturbed), job.explain()

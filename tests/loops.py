@@ -17,9 +17,10 @@ from tests.scripts.proof import MOMENTS, Kill
 LOOPS = ROOT / "tests" / "scripts" / "loops.py"
 TIMEOUT_S = 150
 ROTATIONS = len(MOMENTS)
-RESUMES = {"data": (-1, 0), "backward": (0,), "optimizer": (0, 1), "below": (0, 1), "end": (0, 1)}
-"""At which steps, counted from the killed one, the job may go on. Before the end of its forward pass a sharded step's
-own copies may not be complete yet; from the optimizer on its peers may have completed the step."""
+RESUMES = {"data": (-1, 0), "backward": (-1, 0), "optimizer": (0, 1), "below": (0, 1), "end": (0, 1)}
+"""At which steps, counted from the killed one, the job may go on. A rank needs nobody up to its first collective of a
+step, so until then a slow peer may still be in the step before; from the optimizer on its peers may have completed the
+step. With ``--pause`` the peers have come as far as they can, and what is allowed is exact."""
 
 _STEP = re.compile(r"^rank=(\d+) step=(\d+) (.*)$", re.MULTILINE)
 _PART = re.compile(r"^end rank=(\d+) part=(\S+) ([0-9a-f]{64})$", re.MULTILINE)

@@ -172,8 +172,9 @@ def test_own_state_that_has_changed_after_the_forward_pass_is_sealed_again(
 def test_a_rank_dies_again_before_it_has_published_anything(tmp_path: Path, reference: Reference) -> None:
     """Its heir finds all that it was given, and both deaths are one recovery."""
     layout = _layout(IN_BLOCK, "ddp")
+    paused = Layout(layout.name, "", (*layout.flags, *PAUSE), nproc=WORLD)
     kills = [Kill(1, 5, "backward", 0), Kill(1, 5, "data", 1)]
-    job = run_loop(tmp_path / "run", layout, _steps(layout), kills)
+    job = run_loop(tmp_path / "run", paused, _steps(layout), kills)
     (finished,) = job.of("recovery_finished")
     assert finished["generation"] == 2 and finished["resume_step"] == 5, job.explain()
     assert not differences(job, reference(layout)), job.explain()

@@ -81,7 +81,7 @@ grid-megatron: setup $(BIN)/.frameworks-done  ## the whole conformance grid with
 	@if [ -n "$$MEGATRON_LM" ]; then $(PIP) -c constraints.txt --editable '.[test,megatron-lm]'; fi
 	$(BIN)/python -m pytest -m "megatron and not soak" --durations=15 $(PYTEST_ARGS)
 
-soak: setup  ## 100 kills at random phases and ranks: no hang, no leak, the same bits
+soak: setup  ## 200 and twice 60 kills at random phases and ranks: no hang, no leak, the same bits
 	$(BIN)/python -m pytest -m "soak and not deepspeed and not megatron" -s $(PYTEST_ARGS)
 
 soak-deepspeed: setup $(BIN)/.frameworks-done  ## 50 kills over the ZeRO stages

@@ -1,4 +1,4 @@
-"""``make soak``: 100 kills of a DDP job, 25 of FSDP2 and HSDP each (see :mod:`tests.soak`)."""
+"""``make soak``: 200 kills of a DDP job, 60 of FSDP2 and HSDP each (see :mod:`tests.soak`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.soak import kills, soak
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("layout", "number"), [(DDP, 100), (FSDP, 25), (HSDP, 25)], ids=["ddp", "fsdp", "hsdp"])
+@pytest.mark.parametrize(("layout", "number"), [(DDP, 200), (FSDP, 60), (HSDP, 60)], ids=["ddp", "fsdp", "hsdp"])
 def test_soak(layout: Layout, number: int, tmp_path: Path) -> None:
     phases = [p for p in PHASES if p != "param-gather" or layout is not DDP]
     soak(layout, kills(number), phases, tmp_path)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.leaks import LEAST, SETTLING, Growth, Usage, files_of
+from tests.leaks import LEAST, OTHERS_SETTLING, SETTLING, Growth, Usage, files_of
 from tests.soak import Overdue
 
 RECOVERIES = 200
@@ -35,21 +35,28 @@ def test_each_of_them_can_leak(name: str) -> None:
 
 def test_a_leak_shows_in_the_shortest_series_and_in_noise() -> None:
     rng = random.Random(0)
-    assert growth(lambda n: 60 + n // 10, count=LEAST + SETTLING).leaks()
+    assert growth(lambda n: 60 + n // 10, count=LEAST + OTHERS_SETTLING).leaks()
     assert growth(lambda n: 60 + n / 10 + rng.choice((0, 0, 0, 6))).leaks()
 
 
 def test_noise_and_warm_up_are_no_leak() -> None:
     rng = random.Random(0)
     assert not growth(lambda n: 60 + rng.choice((0, 0, 0, 6))).leaks()
-    assert not growth(lambda n: 60 + min(n, SETTLING)).leaks()
+    assert not growth(lambda n: 60 + min(n, OTHERS_SETTLING)).leaks()
     assert not growth(lambda n: 60 - n / 10).leaks()
 
 
+def test_resident_memory_settles_late() -> None:
+    settled = SETTLING["rss_mib"]
+    assert not growth(lambda n: 360 + 0.2 * min(n, settled), "rss_mib").leaks()
+    assert growth(lambda n: 360 + 0.1 * n, "rss_mib", settled + LEAST).leaks()
+    assert growth(lambda n: 360 + 0.1 * n, "rss_mib", settled + LEAST - 1).judged() == []
+
+
 def test_a_process_that_lived_too_short_is_not_judged() -> None:
-    short = growth(lambda n: 60 + n, count=LEAST + SETTLING - 1)
+    short = growth(lambda n: 60 + n, count=LEAST + OTHERS_SETTLING - 1)
     assert short.judged() == [] and short.leaks() == [] and short.table() == ""
-    assert growth(lambda n: 60 + n, count=LEAST + SETTLING).judged() == ["rank 0"]
+    assert growth(lambda n: 60 + n, count=LEAST + OTHERS_SETTLING).judged() == ["rank 0"]
 
 
 def test_keys_of_generations_that_are_over_must_be_forgotten() -> None:

@@ -115,6 +115,74 @@ def test_a_plain_variable_that_decides_something(tmp_path: Path) -> None:
     assert "do not agree" in job.output and "rank 1" in job.output, job.explain()
 
 
+@pytest.mark.parametrize("loop", ["plain-rate-below", "plain-counter"])
+def test_a_plain_variable_that_decides_something_later(loop: str, tmp_path: Path) -> None:
+    """The redone step is the right one, and the ranks part afterwards: they go on to compare, and so they find it."""
+    job = run_loop(tmp_path / "run", _layout(loop, "ddp"), 14, [Kill(1, 4, "backward", 0)])
+    assert job.code not in (0, -1000), f"it went on with ranks that differ, or stood\n{job.explain()}"
+    assert "do not agree" in job.output and job.of("recovery_finished"), job.explain()
+
+
+def test_an_object_that_begins_to_differ_just_before_the_death_is_named(tmp_path: Path) -> None:
+    """No comparison has found it yet. What the dead rank's was like is in the last bytes of its capsule."""
+    layout = _layout("found-by-rank-zero", "ddp")
+    paused = Layout(layout.name, "", (*layout.flags, *PAUSE), nproc=WORLD)
+    job = run_loop(tmp_path / "run", paused, 12, [Kill(0, 6, "backward", 0)])
+    assert job.code not in (0, -1000), f"it went on with another rank's object\n{job.explain()}"
+    assert "['found']" in job.output and "at version 6" in job.output, job.explain()
+
+
+def test_an_object_that_begins_to_differ_is_each_ranks_own_in_the_step_in_which_that_is_found(tmp_path: Path) -> None:
+    """The ranks compare in step 1, and seal once more."""
+    layout = _layout("differs-later", "ddp")
+    paused = Layout(layout.name, "", (*layout.flags, *PAUSE), nproc=WORLD)
+    reference = run_loop(tmp_path / "reference", layout, 8)
+    kills = [Kill(1, 1, "optimizer", 0)]
+    check_loop(run_loop(tmp_path / "run", paused, 8, kills), reference, kills)
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_tensors_that_change_above_the_block_are_copied_before_that(
+    step: int, tmp_path: Path, reference: Reference
+) -> None:
+    """Also in the first step: the step communicates after its optimizer, so the survivors go back."""
+    layout = _layout("decay-above+expert-bias", "ddp")
+    paused = Layout(layout.name, "", (*layout.flags, *PAUSE), nproc=WORLD)
+    kills = [Kill(1, step, "optimizer", 0)]
+    check_loop(run_loop(tmp_path / "run", paused, _steps(layout), kills), reference(layout), kills)
+
+
+@pytest.mark.parametrize(
+    ("loop", "framework", "moment"),
+    [
+        ("momentum-edited+expert-bias", "ddp", "optimizer"),
+        ("momentum-edited", "fsdp2", "data"),
+        ("momentum-edited", "fsdp2", "optimizer"),
+    ],
+)
+def test_the_first_step_that_changes_tensors_above_the_block_has_no_copy(
+    loop: str, framework: str, moment: str, tmp_path: Path, reference: Reference
+) -> None:
+    """One that is made later holds what the script has changed already. Nothing of that is taken for the version: the
+    step before is done again, or the job ends with an error."""
+    layout = _layout(loop, framework)
+    paused = Layout(layout.name, "", (*layout.flags, *PAUSE), nproc=WORLD)
+    job = run_loop(tmp_path / "run", paused, _steps(layout), [Kill(1, 2, moment, 0)])
+    if job.of("job_failed"):
+        assert job.code not in (0, -1000), job.explain()
+        return
+    (finished,) = job.of("recovery_finished")
+    assert finished["resume_step"] in (1, 2), job.explain()
+    assert job.code == 0 and not differences(job, reference(layout)), job.explain()
+
+
+def test_a_collective_above_the_block_is_named(tmp_path: Path) -> None:
+    job = run_loop(tmp_path / "run", _layout("reduce-above", "ddp"), 6)
+    assert job.code == 0, job.explain()
+    (named, *_) = job.notices("communication_outside")
+    assert "all_reduce" in named["text"] and "loops.py:" in named["text"] and "move it into the block" in named["text"]
+
+
 @pytest.mark.parametrize(
     ("slow", "moment"),
     [pytest.param("below", "below", id="after the commit"), pytest.param("after", "optimizer", id="before it")],

@@ -167,7 +167,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], 
     )
 
 
-MODES = ("plain", "swallow", "reduce-after", "swallow-after", "evaluate-after", "random-after", "idle-steps", "calls")
+MODES = ("plain", "swallow", "reduce-after", "swallow-after", "poll-after", "future-after", "evaluate-after")
+MODES += ("random-after", "idle-steps", "calls")
 
 
 @pytest.mark.parametrize(

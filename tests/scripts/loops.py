@@ -513,6 +513,26 @@ class DrawsAbove(Loop):
         return super().loss(batch * self.factor, step)
 
 
+class DecayAbove(Loop):
+    """Weights decay by hand, before each step."""
+
+    def above(self, step: int) -> None:
+        super().above(step)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(0.99)
+
+
+class MomentumEdited(Loop):
+    """The optimizer's averages are halved above the block, now and then."""
+
+    def above(self, step: int) -> None:
+        super().above(step)
+        if self.due(step):
+            for state in self.optimizer.state.values():
+                state["exp_avg"].mul_(0.5)
+
+
 class PlainVariable(RandomBatches):
     """nanoGPT's ``iter_num``: the learning rate depends on it, nothing is told of it, and in a replacement it is 0."""
 
@@ -526,6 +546,53 @@ class PlainVariable(RandomBatches):
     def below(self, step: int) -> None:
         super().below(step)
         self.iter_num += 1
+
+
+class PlainRateBelow(Loop):
+    """The same below the block: the first step after a recovery still has the right learning rate."""
+
+    iter_num = 0
+
+    def below(self, step: int) -> None:
+        super().below(step)
+        self.iter_num += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.01 / (1 + self.iter_num)
+
+
+class PlainCounter(Loop):
+    """Counts its steps in a plain variable, and does something at the eighth one."""
+
+    counter = 0
+
+    def below(self, step: int) -> None:
+        super().below(step)
+        self.counter += 1
+        if self.counter == 8:
+            for group in self.optimizer.param_groups:
+                group["lr"] *= 0.5
+
+
+class FoundByRankZero(Loop):
+    """A registered object that only rank 0 changes, once, and nothing is said of that."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.objects["found"] = Kept(0)
+
+    def below(self, step: int) -> None:
+        super().below(step)
+        if self.rank == 0 and step == 5:
+            self.objects["found"].value = 1
+
+
+class ReduceAbove(MeanLoss):
+    """Collectives between ``for`` and ``with``."""
+
+    def above(self, step: int) -> None:
+        super().above(step)
+        there = torch.ones(1)
+        dist.all_reduce(there)
 
 
 class ReduceBelow(EvaluationBelow):
@@ -601,9 +668,15 @@ LOOPS: dict[str, type[Loop]] = {
     "checkpointed-batch-norm": CheckpointedBatchNorm,
     "prefetch-below": PrefetchBelow,
     "draws-above": DrawsAbove,
+    "decay-above": DecayAbove,
+    "momentum-edited": MomentumEdited,
 }
 UNPROTECTED: dict[str, type[Loop]] = {
     "plain-variable": PlainVariable,
+    "plain-rate-below": PlainRateBelow,
+    "plain-counter": PlainCounter,
+    "found-by-rank-zero": FoundByRankZero,
+    "reduce-above": ReduceAbove,
     "differs-later": DiffersLater,
     "reduce-below": ReduceBelow,
     "mean-below": MeanBelow,

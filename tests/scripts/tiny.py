@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -163,6 +164,16 @@ def main() -> None:
                     dist.all_reduce(sum_of_ones)
                 except Exception as error:  # noqa: BLE001 - the misbehaviour under test
                     print(f"swallowed {type(error).__name__}", flush=True)
+                with torch.no_grad():
+                    inner[0].weight.mul_(1 - 0.01 * float(sum_of_ones))  # type: ignore[operator]
+            if mode in ("poll-after", "future-after"):
+                sum_of_ones = torch.ones(1)
+                work = dist.all_reduce(sum_of_ones, async_op=True)
+                if mode == "future-after":
+                    with contextlib.suppress(Exception):
+                        work.get_future().wait()  # type: ignore[union-attr]
+                while mode == "poll-after" and not work.is_completed():  # type: ignore[union-attr]
+                    time.sleep(0.001)
                 with torch.no_grad():
                     inner[0].weight.mul_(1 - 0.01 * float(sum_of_ones))  # type: ignore[operator]
             if mode == "evaluate-after":

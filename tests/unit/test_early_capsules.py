@@ -11,6 +11,7 @@ from flashrecovery.controller.restore import Decision, decide
 from flashrecovery.errors import JobFailedError
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.page import Page
+from flashrecovery.state import witness
 
 NEEDS = {"param/w": 16, "common": 10}
 
@@ -100,6 +101,22 @@ def test_a_page_says_which_of_its_capsules_are_final_and_so_does_its_heirs() -> 
         assert heir.capsule_versions() == [4, 5, 6] and heir.early_capsules() == [6]
         heir.write_capsule(6, b"six, later")
         assert heir.early_capsules() == []
+    finally:
+        page.close()
+        heir.close()
+
+
+def test_a_page_keeps_the_end_of_a_capsule_that_was_sealed_before_its_end_was_known() -> None:
+    page, heir = Page.create("early"), Page.create("heir")
+    sealed, end = b"sealed" + witness.UNKNOWN, witness.of({"best": "0"})
+    try:
+        page.write_capsule(4, sealed, early=True)
+        page.finish_capsule(4, end)
+        assert page.read_capsule(4) == b"sealed" + end and page.early_capsules() == []
+        heir.inherit(page)
+        assert heir.read_capsule(4) == b"sealed" + end
+        page.write_capsule(7, sealed)  # in the same place
+        assert page.read_capsule(7) == sealed
     finally:
         page.close()
         heir.close()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from flashrecovery.errors import DivergedError, RegistrationError
+from flashrecovery.state import witness
 from flashrecovery.torch_native import ModuleAdapter, adapter_for
 from flashrecovery.worker.registry import Registry
 
@@ -64,6 +65,22 @@ def test_also_if_the_capsule_was_sealed_before_the_end_of_the_step() -> None:
     alike = registry(1, best=Kept(9.0))
     alike.capture_common(6)
     new.restore_plain(peer.capture_common(7), capsule(alike), 7, fresh=True)
+
+
+def test_the_witness_says_what_an_object_was_like_when_the_version_was_complete() -> None:
+    """The capsule was sealed before that; both sides were alike then."""
+    dead, peer, new = registry(1, best=Kept(9.0)), registry(0, best=Kept(9.0)), registry(1, best=Kept(9.0))
+    dead.capture_common(6)
+    peer.capture_common(6)
+    sealed = capsule(dead)
+    dead.objects["best"].load_state_dict({"value": 2.5})
+    dead.capture_common(7)
+    ended = witness.put(sealed, dead.witness(7))
+    theirs = peer.capture_common(7)
+    new.restore_plain(theirs, sealed, 7, fresh=True)
+    with pytest.raises(DivergedError, match=r"\['best'\] are not equal on all ranks: at version 7"):
+        new.restore_plain(theirs, ended, 7, fresh=True)
+    new.restore_plain(theirs, witness.put(sealed, peer.witness(7)), 7, fresh=True)
 
 
 def test_an_own_object_is_the_dead_ranks() -> None:

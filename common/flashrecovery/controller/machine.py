@@ -202,6 +202,7 @@ class Machine(Watching, TakeOver):
         if self.state in (State.FAILED, State.FINISHED) or record.pid != message.pid or record.place is Place.EMPTY:
             return False
         step = max(message.step, record.committed, 0)
+        record.committed = max(record.committed, message.step)
         self.last_failure = f"rank {record.rank}: {message.kind}: {message.evidence}"
         self._emit_failure(record, message.kind, message.evidence, message.detect_s, step, message.last_words)
         if message.kind == "device" and record.home:

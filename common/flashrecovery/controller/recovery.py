@@ -164,6 +164,19 @@ class RecoverySteps(Evacuation):
             )
         if self.recovery is not None:
             self.recovery.resume_step, self.recovery.reason = version, reason
+            self._tell_of_cut_short(self.recovery.victims, version)
+
+    def _tell_of_cut_short(self, victims: Sequence[int], version: int) -> None:
+        """Ranks that had committed ``version``, and died before they came to its hand-out: nobody can tell what their
+        script had still to do there. It is not silently left out."""
+        for record in (self.ranks[rank] for rank in victims):
+            if record.committed >= version and version in record.early and version in record.capsules:
+                text = (
+                    f"rank {record.rank} died between the block of step {version - 1} and the next one; what only this "
+                    "rank does there (an evaluation, say) is not done again, and random numbers that it has drawn "
+                    "there are drawn once more"
+                )
+                self._emit(ev.Notice(generation=self.generation, rank=record.rank, kind="below_cut_short", text=text))
 
     def _restore_idle(self, regrouped_by: float) -> None:
         """Whoever has nothing to transfer goes on from its own state as soon as it has regrouped: mostly all ranks but

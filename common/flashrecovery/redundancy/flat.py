@@ -103,6 +103,7 @@ class Slot:
         self.views: list[torch.Tensor] = []
         self.shared: SharedMemory | None = None
         self._adopted = False
+        self._pinned = False
         self._version = -1
 
     @property
@@ -133,11 +134,13 @@ class Slot:
         ``pin``: page-locked memory. ``share``: memory that another process can map.
         """
         self.version = -1
-        if not self._adopted and self._is(layout):
+        fits = not self._adopted and self._pinned >= pin
+        if fits and self._is(layout):
             return
         self.views = []
-        if self._adopted or self.buffer.numel() != layout.nbytes:
+        if not fits or self.buffer.numel() != layout.nbytes:
             self._free()
+            self._pinned = pin
             if share and layout.nbytes > 0:
                 self.shared = SharedMemory.create(layout.nbytes)
                 self.shared.version = -1

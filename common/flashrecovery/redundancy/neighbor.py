@@ -33,7 +33,7 @@ from flashrecovery.errors import ProtocolError, RestoreError, StepInterrupted
 from flashrecovery.redundancy.background import Background
 from flashrecovery.redundancy.flat import Layout, Slot
 from flashrecovery.redundancy.shared_memory import Address, SharedMemory
-from flashrecovery.redundancy.undo import Capture, UndoCopy
+from flashrecovery.redundancy.undo import Capture, Look, UndoCopy
 from flashrecovery.state import codec
 from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.state.spec import ShardSpec, TensorSpec
@@ -73,7 +73,8 @@ class NeighbourCopies:
         is kept, because a cut may lie one step back for every shard. destination: rank -> rank that gets its
         copies; a permutation without fixed points. Default: the next rank. capsule_name: rank -> shard name
         under which its capsule is listed. on_kept: gets the newest version that is held whole for another rank,
-        -1 for none, whenever it may have changed, in any thread.
+        -1 for none, whenever it may have changed, in any thread. look: see :class:`.undo.UndoCopy`; of a version
+        that the script changes while it is copied neither side keeps anything.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class NeighbourCopies:
         capsule_name: Callable[[int], str] = "capsule@{}".format,
         generation: int = 0,
         on_kept: Callable[[int], None] = lambda version: None,
+        look: Look | None = None,
     ) -> None:
         to = destination or (lambda r: (r + 1) % world)
         targets = [to(r) for r in range(world)]
@@ -104,7 +106,7 @@ class NeighbourCopies:
         self._generation = generation
         self._on_kept = on_kept
         # Unique shards first: what is sent is then one range of the undo buffer.
-        self.undo = UndoCopy([*self._unique, *(s for s in shards if s.holders != (rank,))], share=True)
+        self.undo = UndoCopy([*self._unique, *(s for s in shards if s.holders != (rank,))], share=True, look=look)
         self._slots = (Slot(), Slot())
         self._background = Background("flashrecovery-neighbour")
         self._halted = False
@@ -244,7 +246,7 @@ class NeighbourCopies:
 
     def _exchange(self, version: int, capsule: bytes | None, early: bool, capture: Capture) -> None:
         own = self.undo.copy(version, capture)
-        self._send_and_receive(version, capsule, early, own)
+        self._send_and_receive(version, capsule if own.version == version else None, early, own)
 
     def _send_and_receive(self, version: int, capsule: bytes | None, early: bool, own: Slot) -> None:
         layout = self._layout_on_the_wire(own.layout)

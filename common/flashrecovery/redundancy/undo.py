@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,24 +23,43 @@ from flashrecovery.redundancy.background import Background
 from flashrecovery.redundancy.flat import Layout, Slot, slot_for_next
 from flashrecovery.state.shard import Shard, ShardSource
 
+Look = Callable[[Sequence[torch.Tensor]], int]
+"""Gives another number when one of the tensors has been changed."""
+
 
 @dataclass(frozen=True)
 class Capture:
-    """The live tensors at one moment, and on CUDA the event after which they may be read."""
+    """The live tensors at one moment, and on CUDA the event after which they may be read.
+
+    ``watched``: what is looked at to tell whether they have been changed, and ``seen``: what that showed.
+    """
 
     tensors: Mapping[str, Mapping[str, torch.Tensor]]
     values: Mapping[str, dict[str, Any]]
     ready: torch.cuda.Event | None
+    watched: Sequence[torch.Tensor] = ()
+    seen: int = 0
+
+    def live(self) -> list[torch.Tensor]:
+        """All tensors, shard by shard."""
+        return [t for tensors in self.tensors.values() for t in tensors.values()]
 
 
 class UndoCopy:
     """Two versions of the given shards. Memory is allocated once and reused; twice the shards' bytes. ``share``: in
-    memory that other processes can map (not with CUDA, whose copies go to page-locked memory). ``brief``: for a single
-    version, in memory that goes back to the system afterwards, as page-locked memory does not."""
+    memory that other processes can map (not with CUDA, whose copies go to page-locked memory). ``brief``: for a few
+    steps, in memory that goes back to the system afterwards, as page-locked memory does not; may be set to False later.
+    ``look``: given where only the script changes the tensors before :meth:`wait` has returned; a copy during which it
+    has done so is not whole."""
 
-    def __init__(self, shards: Sequence[Shard], *, share: bool = False, brief: bool = False) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], *, share: bool = False, brief: bool = False, look: Look | None = None
+    ) -> None:
         self.shards = list(shards)
         self.brief = brief
+        self._look = look
+        self._captured: list[torch.Tensor] = []
+        self._watched: list[torch.Tensor] = []
         self._share = share
         self._slots = (Slot(), Slot())
         self._layout = Layout()
@@ -96,17 +115,25 @@ class UndoCopy:
         tensors = {s.name: s.tensors() for s in self.shards}
         values = {s.name: v for s in self.shards if (v := s.values())}
         on_device = torch.cuda.is_initialized() and any(t.is_cuda for ts in tensors.values() for t in ts.values())
-        return Capture(tensors, values, torch.cuda.current_stream().record_event() if on_device else None)
+        ready = torch.cuda.current_stream().record_event() if on_device else None
+        capture = Capture(tensors, values, ready)
+        if self._look is None:
+            return capture
+        live = capture.live()
+        if not (len(live) == len(self._captured) and all(map(operator.is_, live, self._captured))):
+            self._captured, self._watched = live, [t for s in self.shards for t in s.watched()]
+        return replace(capture, watched=self._watched, seen=self._look(self._watched))
 
     def copy(self, version: int, capture: Capture) -> Slot:
-        """Copy what was captured; returns the slot that holds ``version``. Any thread, one at a time."""
+        """Copy what was captured; returns the slot for ``version``, which holds it unless the tensors have been changed
+        meanwhile. Any thread, one at a time."""
         try:
             held = next((s for s in self._slots if s.version == version), None)
             if held is not None:
                 return held
             slot = slot_for_next(self._slots)
             slot.version = -1
-            live = [t for tensors in capture.tensors.values() for t in tensors.values()]
+            live = capture.live()
             same = 0 < len(live) == len(self._last) and all(map(operator.is_, live, self._last))
             # The same tensor objects have the same structure: the usual case, and much cheaper than comparing it.
             if not (same or self._layout.matches(capture.tensors)):
@@ -116,12 +143,15 @@ class UndoCopy:
             slot.shape(self._layout, pin=pin, share=self._share and not pin)
             event = self._copy_tensors(slot.views, live, capture.ready)
             slot.values = {name: dict(v) for name, v in capture.values.items()}
+            if self._look is None:
+                self._copied.set()  # the device's stream waits for the rest; the host need not
+            if event is not None:
+                event.synchronize()
+            if self._look is None or self._look(capture.watched) == capture.seen:
+                slot.version = version
+            return slot
         finally:
             self._copied.set()
-        if event is not None:
-            event.synchronize()
-        slot.version = version
-        return slot
 
     def _copy_tensors(
         self, views: list[torch.Tensor], live: list[torch.Tensor], ready: torch.cuda.Event | None

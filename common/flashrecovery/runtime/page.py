@@ -11,22 +11,25 @@ A capsule is written to slot ``version % 3``: first the slot is invalidated, the
 then the version. A worker killed in between leaves a slot that does not verify, never a wrong one.
 
 A capsule is *early* from the end of the forward pass of step i, when it says what version i+1 will be unless the step
-draws or changes something later, to the moment when step i+1 is handed out, when it is final.
+draws or changes something later, to the moment when step i+1 is handed out, when it is final. Its last bytes
+(:mod:`flashrecovery.state.witness`) are known only then; they are kept beside it.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import struct
 import time
 from dataclasses import dataclass
 
 import xxhash
 
 from flashrecovery.runtime.lifeline import Lifeline
+from flashrecovery.state import witness
 from flashrecovery.state.version import VERSIONS_KEPT
 
-MAGIC = 0x46525047_00000006
+MAGIC = 0x46525047_00000007
 TAG_NONE = -2
 """Tag of a worker that has not begun a step."""
 TAG_MUTATING = -1
@@ -42,7 +45,9 @@ PAGE_BYTES = _SETUP + SETUP_LIMIT
 # Indices of the header's 8-byte words; the lifeline lies behind them.
 _MAGIC, _TAG, _PROGRESS, _TIME_NS, _COMMITTED, _STEP_NS, _GENERATION, _OWN_NS, _OWN_LEAST_NS = range(9)
 _OVERHEAD_NS, _KEPT, _KEPT_NS, _LEASE_NS = range(9, 13)
-_SLOT_WORDS = tuple(16 + 8 * i for i in range(VERSIONS_KEPT))  # version + 1 (0: empty), length, digest, final
+_SLOT_WORDS = tuple(16 + 8 * i for i in range(VERSIONS_KEPT))
+"""Each: version + 1 (0: empty), length, digest, final, two for the witness, whether there is one."""
+_END = struct.Struct("<qq")
 _SETUP_WORDS = 16 + 8 * VERSIONS_KEPT  # length + 1 (0: none), digest
 
 
@@ -202,13 +207,18 @@ class Page:
         self._words[word + 1] = len(data)
         self._words[word + 2] = _digest(data)
         self._words[word + 3] = int(not early)
+        self._words[word + 6] = 0
         self._words[word] = version + 1
 
-    def finish_capsule(self, version: int) -> None:
-        """The capsule of ``version`` that the page holds is final."""
+    def finish_capsule(self, version: int, end: bytes = witness.UNKNOWN) -> None:
+        """The capsule of ``version`` that the page holds is final, with ``end`` in the place of its last bytes."""
         word = _SLOT_WORDS[version % VERSIONS_KEPT]
-        if self._words[word] == version + 1:
-            self._words[word + 3] = 1
+        if self._words[word] != version + 1:
+            return
+        if end != witness.UNKNOWN:
+            self._words[word + 4], self._words[word + 5] = _END.unpack(end)
+            self._words[word + 6] = 1
+        self._words[word + 3] = 1
 
     def read_capsule(self, version: int) -> bytes | None:
         """The capsule of ``version`` if the page holds it whole."""
@@ -217,7 +227,9 @@ class Page:
         if self._words[word] != version + 1:
             return None
         data = self._map[_SLOTS[slot] : _SLOTS[slot] + self._words[word + 1]]
-        return data if _digest(data) == self._words[word + 2] else None
+        if _digest(data) != self._words[word + 2]:
+            return None
+        return witness.put(data, _END.pack(*self._words[word + 4 : word + 6])) if self._words[word + 6] else data
 
     def capsule_versions(self) -> list[int]:
         """Versions whose capsule the page holds whole."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from flashrecovery.state import witness
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec, TensorSpec
 from flashrecovery.state.version import VERSIONS_KEPT
@@ -33,9 +34,11 @@ class ObjectShard(Shard):
         for old in sorted(self._versions.keys() - {version})[: 1 - VERSIONS_KEPT]:
             del self._versions[old]
 
-    def finish(self, version: int) -> None:
-        """The content at ``version`` is final."""
+    def finish(self, version: int, end: bytes = witness.UNKNOWN) -> None:
+        """The content at ``version`` is final, with ``end`` in the place of its last bytes if that is known."""
         self._early.discard(version)
+        if end != witness.UNKNOWN and version in self._versions:
+            self._versions[version] = witness.put(self._versions[version], end)
 
     def drop_after(self, version: int) -> None:
         """Forget what belongs to steps that have been undone."""

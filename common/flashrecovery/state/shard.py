@@ -29,6 +29,10 @@ class Shard(ABC):
     def tensors(self) -> dict[str, torch.Tensor]:
         """The live tensors by key, plain local tensors (no DTensor), in a fixed order; never a copy."""
 
+    def watched(self) -> list[torch.Tensor]:
+        """Tensors of which one's version counter moves when the script changes the shard, in whatever way."""
+        return list(self.tensors().values())
+
     def values(self) -> dict[str, Any]:
         """Small plain values by key that belong to this shard (not to the capsule)."""
         return {}

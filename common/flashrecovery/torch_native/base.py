@@ -207,7 +207,7 @@ class TorchAdapter(Adapter):
         self._looks -= 1
         if self._looks < 0 or states != self._seen_states:
             self._looks, self._seen_states = _LOOKS, states
-            self._seen_tensors = [t for shard in self.shards() for t in shard.tensors().values()]
+            self._seen_tensors = [t for shard in self.shards() for t in shard.watched()]
         return glance_at_tensors(self._seen_tensors, 0)
 
     def restore_rank(self, state: dict[str, Any]) -> None:

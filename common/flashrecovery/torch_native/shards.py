@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from flashrecovery.errors import RestoreError
@@ -100,6 +101,12 @@ class ParamShard(Shard):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return dict(self._look().tensors)
+
+    def watched(self) -> list[torch.Tensor]:
+        """Also the DTensors: an operation on one does not move the version counter of its local tensor."""
+        seen = self._look()
+        wrappers = (t for t in seen.made_of if isinstance(t, DTensor) and t.numel())
+        return [*seen.tensors.values(), *wrappers]
 
     def values(self) -> dict[str, Any]:
         return self._look().values

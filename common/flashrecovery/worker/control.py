@@ -109,7 +109,8 @@ class Control:
         if between:
             heard = pb.Reply(serial=command.serial, generation=command.generation, rank=command.rank, outside=True)
             self._channel.send(pb.FromWorker(reply=heard))
-        groups.abandon(f"{command.stop.reason}; {ADVICE}" if outside else command.stop.reason)
+        unprotected = outside or self._gate.above
+        groups.abandon(f"{command.stop.reason}; {ADVICE}" if unprotected else command.stop.reason)
         self._interrupt_modules()
         self.inbox.put(command)
 

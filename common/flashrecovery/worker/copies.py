@@ -8,7 +8,7 @@ what its peers hold (see :meth:`Copies.enable_undo`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from flashrecovery.redundancy.neighbor import NeighbourCopies
 from flashrecovery.redundancy.undo import UndoCopy
 from flashrecovery.runtime.environment import STRIDE_ENV
 from flashrecovery.state.shard import Shard, ShardSource
+from flashrecovery.worker.glance import glance_at_tensors
 from flashrecovery.worker.registry import Registry
 
 NEIGHBOUR_GROUP = "flashrecovery-neighbour"
@@ -96,6 +97,7 @@ class Copies:
             registry.tensor_shards() if unique else [],
             destination=lambda rank: (rank + stride) % world,
             on_kept=on_kept,
+            look=_look if all(a.touch_mark() is not None for a in registry.adapters if a.shards()) else None,
         )
 
     def describe(self) -> str:
@@ -151,20 +153,22 @@ class Copies:
         if self._neighbour is not None:
             self._neighbour.wait()
 
-    def before_mutation(self, version: int) -> None:
-        """``version`` may be overwritten after this."""
+    def before_mutation(self, version: int, *, touched: bool = False) -> None:
+        """``version`` may be overwritten after this. ``touched``: it has been, in part, since it was handed out, and an
+        own copy that is made only now would not be one of ``version``."""
         if self._neighbour is not None and not self._capsules_only:
             self._neighbour.before_mutation()
-        elif self._undo is not None:
+        elif self._undo is not None and not touched:
             self._undo.hold(version)
 
     def enable_undo(self, *, brief: bool = False) -> None:
-        """Keep an own copy of the pre-step state from the next step on; ``brief``: of one step."""
+        """Keep an own copy of the pre-step state from the next step on; ``brief``: for a few steps."""
         if self._own_copies or not self._undo_allowed:
             return
-        if self._undo is None or (self._undo.brief and not brief):
-            self.disable_undo()
+        if self._undo is None:
             self._undo = UndoCopy(self._registry.tensor_shards(), brief=brief)
+        elif not brief:
+            self._undo.brief = False
 
     def disable_undo(self) -> None:
         """No more own copies, and none of the steps before: all ranks have them behind."""
@@ -264,6 +268,10 @@ class Copies:
         if kind == "copy" and self._neighbour is not None:
             return self._neighbour.source(owner, shard, version)
         raise RestoreError(f"no {kind} of {shard!r} here")
+
+
+def _look(tensors: Sequence[torch.Tensor]) -> int:
+    return glance_at_tensors(tensors, 0)
 
 
 def placement() -> tuple[int, int]:

@@ -33,6 +33,7 @@ class Gate:
         generation: the generation that this worker trains in.
         overhead: what recovery takes of each step.
         in_block: the training thread is in the body of a step, where an interruption is caught.
+        above: it is in the script's own code between a hand-out and the body of that step.
     """
 
     def __init__(self, page: Page) -> None:
@@ -42,6 +43,7 @@ class Gate:
         self.live = -1
         self.generation = 0
         self.in_block = False
+        self.above = False
         self._called_off_by = 0  # the newest generation that a hold or a stop has announced
         self._stopped = False
         self._finish_to = -1

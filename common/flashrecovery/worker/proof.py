@@ -3,25 +3,32 @@ a recovery, once the step has been redone, everything that they hold in common.
 
 A replacement runs the script from its first line, so whatever the script keeps in plain variables is what it was at the
 start. If such a variable decides anything (a learning rate, whether there is an evaluation in this step), the
-replacement goes another way than its peers. That shows in the first step that they take together, at the latest in its
-state or in the number of its collectives.
+replacement goes another way than its peers. Mostly that shows in the first step that they take together, in its state
+or in the number of its collectives. It may show later: where the variable decides below the block what the next step
+does, or counts up to something. So after a recovery the ranks go on to compare, from time to time and after the last
+step: a part of each tensor then, since another learning rate changes all of it.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Sequence
 
+import torch
 import xxhash
 
 from flashrecovery import groups
 from flashrecovery.errors import DivergedError
 from flashrecovery.state.digest import shard_digest
+from flashrecovery.state.shard import Shard
 from flashrecovery.worker.agreement import disagreement, gather
 from flashrecovery.worker.registry import Registry
 
 _AT_LEAST_EVERY = 64
 _HEAD = struct.Struct("<???")
 _DIGEST = 16
+_LOOKED_AT_BYTES = 1 << 20
+"""Of a rank's replicated tensors, where a part is enough; about 0.2 ms of a core."""
 
 
 def is_due(version: int) -> bool:
@@ -31,71 +38,108 @@ def is_due(version: int) -> bool:
     )
 
 
+def goes_on(version: int, since: int) -> bool:
+    """Whether the ranks, which were shown to agree at ``since`` + 1, are to show it in the step that makes ``version``:
+    1, 2, 4, ... 64 steps later, then every so often."""
+    return is_due(version - since - 1)
+
+
 def compare_habits(registry: Registry) -> list[str]:
     """All ranks adopt what any of them has learned; a collective of the recovery's own group.
 
     Returns:
         The registered objects that have turned out to differ between the ranks. They are each rank's own from now on.
+
+    Raises:
+        DivergedError: on all ranks, if hyper-parameters or other settings of a model differ.
     """
     habits = registry.habits
-    shared = dict(sorted(registry.shared_states().items()))
+    settings = {f"{_SETTINGS} {number}": state for number, state in enumerate(registry.adapter_states())}
+    compared = dict(sorted(registry.shared_states().items())) | settings
     row = _HEAD.pack(habits.undo, habits.changed, habits.late) + b"".join(
-        xxhash.xxh3_128_digest(s) for s in shared.values()
+        xxhash.xxh3_128_digest(state) for state in compared.values()
     )
     rows = gather(row)
     differing = [
         name
-        for i, name in enumerate(shared)
+        for i, name in enumerate(compared)
         if len({r[_HEAD.size + i * _DIGEST : _HEAD.size + (i + 1) * _DIGEST] for r in rows}) > 1
     ]
+    if unlike := [name for name in differing if name in settings]:
+        raise DivergedError(f"the ranks do not agree: {', '.join(unlike)} (counted by register()) differ. {_ADVICE}")
     heads = [_HEAD.unpack_from(r) for r in rows]
-    habits.undo = any(head[0] for head in heads)
-    habits.changed = habits.reseal = any(head[1] for head in heads)
-    habits.late = any(head[2] for head in heads)
+    # What the control thread may have been told since the row was written is not forgotten.
+    habits.undo |= any(head[0] for head in heads)
+    habits.reseal = any(head[1] for head in heads)
+    habits.changed |= habits.reseal
+    habits.late |= any(head[2] for head in heads)
     habits.own = sorted({*habits.own, *differing})
     return differing
 
 
-def show_equal(registry: Registry, version: int, *, tensors: bool = True) -> None:
+def show_equal(registry: Registry, version: int, *, tensors: bool = True, since: int | None = None) -> None:
     """All ranks hold equal pieces of ``version``, have equal common state, and have made equally many collectives since
     the recovery; a collective of the recovery's own group.
 
     Args:
         tensors: of the pieces that consist of tensors, too.
+        since: None in the first step after a recovery. Later the version at which the job went on, and of tensors only
+            a part is looked at.
 
     Raises:
         DivergedError: on all ranks, if not.
     """
-    found = disagreement(_summary(registry, tensors), lambda: _details(registry, tensors))
+    digest = _whole if since is None else _part
+    found = disagreement(_summary(registry, tensors, digest), lambda: _details(registry, tensors, digest))
     if found:
-        raise DivergedError(
-            f"after the recovery the ranks have redone step {version - 1}, and do not agree: {found}. Something that "
-            "is not registered decides what the step does: a plain variable of the script (a counter, a best result, a "
-            "learning rate) is at its start in a replacement. Register it (docs/limits.md). A registered object in "
-            'which the ranks are meant to differ has to be declared: register(..., per_rank=["NAME"])'
-        )
+        when = f"after the recovery the ranks have redone step {version - 1}, and do not agree"
+        if since is not None:
+            when = f"the ranks do not agree at version {version}, since a recovery at step {since}"
+        raise DivergedError(f"{when}: {found}. {_ADVICE}")
 
 
-def _details(registry: Registry, tensors: bool) -> dict[str, str]:
-    found = {
-        shard.name: shard_digest(list(shard.tensors().values()), shard.spec())
-        for shard in registry.tensor_shards()
-        if tensors and len(shard.holders) > 1
-    }
+_SETTINGS = "hyper-parameters and other settings of model"
+_ADVICE = (
+    "Something that is not registered decides what a step does: a plain variable of the script (a counter, a best "
+    "result, a learning rate) is at its start in a replacement. Register it (docs/limits.md). A registered object in "
+    'which the ranks are meant to differ has to be declared: register(..., per_rank=["NAME"])'
+)
+
+_Digest = Callable[[Sequence[Shard]], dict[str, str]]
+
+
+def _whole(shards: Sequence[Shard]) -> dict[str, str]:
+    return {shard.name: shard_digest(list(shard.tensors().values()), shard.spec()) for shard in shards}
+
+
+def _part(shards: Sequence[Shard]) -> dict[str, str]:
+    """Of the first elements of each tensor."""
+    tensors = {shard.name: list(shard.tensors().values()) for shard in shards}
+    each = _LOOKED_AT_BYTES // max(sum(map(len, tensors.values())), 1)
+    return {name: shard_digest([_beginning(t, each) for t in found]) for name, found in tensors.items()}
+
+
+def _beginning(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+    count = max(nbytes // tensor.element_size(), 1)
+    return tensor.detach().reshape(-1)[:count]
+
+
+def _details(registry: Registry, tensors: bool, digest: _Digest) -> dict[str, str]:
+    found = digest([s for s in registry.tensor_shards() if tensors and len(s.holders) > 1])
     for name, state in registry.shared_states().items():
         found[f"registered object {name}"] = xxhash.xxh3_128_hexdigest(state)
     for number, state in enumerate(registry.adapter_states()):
-        found[f"hyper-parameters and other settings of model {number}"] = xxhash.xxh3_128_hexdigest(state)
+        found[f"{_SETTINGS} {number}"] = xxhash.xxh3_128_hexdigest(state)
     return found | _collectives()
 
 
-def _summary(registry: Registry, tensors: bool) -> dict[str, str]:
+def _summary(registry: Registry, tensors: bool, digest: _Digest) -> dict[str, str]:
     """One digest for all pieces that the same ranks hold."""
     together: dict[str, xxhash.xxh3_128] = {}
     holders = {shard.name: shard.holders for shard in registry.tensor_shards()}
-    for name, digest in sorted(_details(registry, tensors).items()):
+    for name, value in sorted(_details(registry, tensors, digest).items()):
         key = name if name.startswith("number of") else f"held by {holders.get(name, 'all')}"
-        together.setdefault(key, xxhash.xxh3_128()).update(f"{name}={digest};".encode())
+        together.setdefault(key, xxhash.xxh3_128()).update(f"{name}={value};".encode())
     return {key: hasher.hexdigest() for key, hasher in together.items()}
 
 

@@ -16,7 +16,7 @@ import xxhash
 from torch.optim import Optimizer
 
 from flashrecovery.errors import DivergedError, RegistrationError
-from flashrecovery.state import codec
+from flashrecovery.state import codec, witness
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from flashrecovery.state.object_shard import COMMON, ObjectShard
 from flashrecovery.state.shard import Shard
@@ -195,15 +195,22 @@ class Registry:
         """State of this rank alone: random number streams, data position, rank-only framework state and objects.
         ``drawn``: as they stand now."""
         newest = max(self._digests, default=-1)
-        return codec.dumps(
-            {
-                "rng": drawn[0].plain(),
-                "data": [s.capture() for s in self.streams],
-                "adapters": [a.capture_rank() for a in self.adapters],
-                "objects": drawn[3],
-                "shared": (newest, self._digests.get(newest, {})),
-            }
+        return (
+            codec.dumps(
+                {
+                    "rng": drawn[0].plain(),
+                    "data": [s.capture() for s in self.streams],
+                    "adapters": [a.capture_rank() for a in self.adapters],
+                    "objects": drawn[3],
+                    "shared": (newest, self._digests.get(newest, {})),
+                }
+            )
+            + witness.UNKNOWN
         )
+
+    def witness(self, version: int) -> bytes:
+        """What the shared objects are like at ``version``, whose common state has just been captured."""
+        return witness.of(self._digests[version])
 
     def remember_start(self) -> None:
         """Now, before the first step, this rank's own state is what the script has made it."""
@@ -239,21 +246,24 @@ class Registry:
         Raises:
             DivergedError: an object that was taken to be equal on all ranks was not.
         """
-        self._compare(codec.loads(common), codec.loads(capsule), version)
+        self._compare(codec.loads(common), codec.loads(capsule), witness.found(capsule), version)
         self._digests = {v: digests for v, digests in self._digests.items() if v <= version}
         self.restore_common(common)
         self.restore_capsule(capsule, version, fresh=fresh)
 
-    def _compare(self, common: dict[str, Any], capsule: dict[str, Any], version: int) -> None:
-        """What the common state says of the registered objects must be what this rank's own had been like."""
+    def _compare(self, common: dict[str, Any], capsule: dict[str, Any], seen: bytes, version: int) -> None:
+        """What the common state says of the registered objects must be what this rank's own had been like: when the
+        capsule was sealed and, as far as it is known, when the version was complete (``seen``)."""
         at, mine = capsule["shared"]
         theirs = common["digests"] if at == version else common["before"] if at == version - 1 else {}
         odd = sorted(n for n in mine.keys() & theirs.keys() if mine[n] != theirs[n] and n not in capsule["objects"])
+        if not odd and seen not in (witness.UNKNOWN, witness.of(common["digests"])):
+            at, odd = version, sorted(common["digests"])
         if odd:
             raise DivergedError(
                 f"the registered objects {odd} are not equal on all ranks: at version {at} those of rank {self.rank} "
-                "had another state than those of its peers, and nobody else holds it. Register them with "
-                f"per_rank={odd}; then each rank's own state is kept"
+                "had another state than those of its peers, and nobody else holds it. Register those that are meant to "
+                f"differ with per_rank={odd}; then each rank's own state is kept"
             )
 
 

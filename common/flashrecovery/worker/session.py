@@ -116,6 +116,7 @@ class Session:
         self._unsettled = False  # a version has come about and is not complete yet
         self._committed = False  # ... by a step
         self._proof_due = False  # the next step is the first one after a recovery
+        self._went_on_at = -1  # the version of that; -1: there was no recovery
         self._void_run: VoidRun | None = None
         self.late_versions: dict[
             int, bool
@@ -166,10 +167,20 @@ class Session:
             if self.gate.stopped:
                 self.recover()
             elif self.gate.version < num_steps:
+                self.gate.above = True
+                self._outside.watch(True)
                 return False
+            elif not self._agree_at_the_end():
+                continue
             elif self._recoverer.wait_for_release():
                 self._close()
                 return True
+
+    def _agree_at_the_end(self) -> bool:
+        """After the last step. False if another rank has failed meanwhile."""
+        if self._went_on_at >= 0 and not self._own_calls:
+            self._show_equal(self.gate.version, since=self._went_on_at)
+        return not self.gate.stopped
 
     def recover(self) -> None:
         """Carry out the controller's commands, outside a step, until the next resume."""
@@ -183,6 +194,7 @@ class Session:
         not: a recovery may find one rank in its first step, and another one still waiting for the word to begin.
         """
         self._unsettled, self._committed, self._proof_due = True, False, self.gate.generation > 0
+        self._went_on_at = self.gate.version if self._proof_due else -1
 
     def settle(self) -> None:
         """Before the hand-out of a step: now its version is complete.
@@ -240,8 +252,9 @@ class Session:
         self._learn(version - 1, late=now != self._at_mutation, changed=self._at_mutation != self._at_seal)
         registry.common.keep(version, registry.capture_common(version))
         if self._written == now:
-            registry.capsule.finish(version)
-            self.gate.page.finish_capsule(version)
+            end = registry.witness(version)
+            registry.capsule.finish(version, end)
+            self.gate.page.finish_capsule(version, end)
         else:
             self._seal(version, now, early=False)
 
@@ -255,8 +268,10 @@ class Session:
             if capsule is not None:
                 self.gate.page.write_capsule(version, capsule)
         self.copies.start(version)
-        if self.registry.habits.touched:
-            self.copies.enable_undo()
+        habits = self.registry.habits
+        if habits.touched or not habits.known:
+            # Of the first step nothing is known yet, so its copy, too, is made before the script can change anything.
+            self.copies.enable_undo(brief=not habits.touched)
             self.copies.before_mutation(version)
 
     def restore_plain(self, version: int, *, fresh: bool) -> None:
@@ -310,6 +325,8 @@ class Session:
 
     def begin(self) -> None:
         """Tag i. A stop that comes just before is noticed in the body, at the latest at its commit."""
+        self.gate.above = False
+        self._outside.watch(False)
         self._written = self._at_seal = self._at_mutation = None
         self._hook_fired = False
         self._failures_before = groups.failure_count()
@@ -423,7 +440,8 @@ class Session:
         if not seen_forward:
             # The adapter has seen no forward pass: nothing yet says that every rank has come this far.
             self.sealed()
-        if not habits.touched and self.touched:
+        touched = self._untouched != self._touch_marks()
+        if touched and not habits.touched:
             habits.touched = True
             self._tell_undo(f"step {version} changes registered tensors before its mutation", TOUCHED)
         now = self._at_mutation = self.registry.drawn()
@@ -434,17 +452,18 @@ class Session:
             # What is sealed goes to another node, before anybody can need it.
             self.copies.send_capsule(version + 1, sealed=sealed)
         if proof.is_due(version):
-            self._compare_habits()
+            if self._compare_habits():
+                self._seal_own_objects(version + 1, sealed)
         elif not seen_forward or self._explicit_barrier or habits.reseal:
             self._barrier()
         if habits.needs_undo:
             self.copies.enable_undo(brief=not habits.known)
         else:
             self.copies.disable_undo()
-        self.copies.before_mutation(version)
+        self.copies.before_mutation(version, touched=touched)
 
-    def _compare_habits(self) -> None:
-        """A barrier, too."""
+    def _compare_habits(self) -> list[str]:
+        """A barrier, too. Returns the objects that are each rank's own from now on."""
         try:
             with self.gate.in_barrier():
                 differing = proof.compare_habits(self.registry)
@@ -452,8 +471,24 @@ class Session:
             if not self._is_stop(e):
                 raise
             self.gate.check()
-            return
+            return []
         self._tell_own(differing)
+        return differing
+
+    def _seal_own_objects(self, version: int, sealed: bool) -> None:
+        """Objects have just turned out to be each rank's own. What this step has sealed does not have them yet, so the
+        capsule is sealed once more, on every rank before any of them changes its state."""
+        assert self.copies is not None
+        unchanged = self._at_seal == self._at_mutation
+        now = self._at_mutation = self.registry.drawn()
+        if unchanged:
+            self._at_seal = now
+        if sealed:
+            self._seal(version, now, early=True)
+        if self.copies.capsules_only:
+            self.copies.send_capsule(version, sealed=sealed)
+        else:
+            self._barrier()
 
     def _tell_own(self, names: list[str]) -> None:
         if names and self.rank == 0:
@@ -551,6 +586,8 @@ class Session:
             self._quiet = True
         if self._proof_due:
             self._show_equal(version + 1)
+        elif self._went_on_at >= 0 and proof.goes_on(version + 1, self._went_on_at):
+            self._show_equal(version + 1, since=self._went_on_at)
         with self.gate.lock:
             go_on = self.gate.commit(outside=not self._own_calls)
             self._stand_ins_before = groups.stand_in_count()
@@ -564,10 +601,11 @@ class Session:
         if not self._told_modules:
             self._tell_modules()
 
-    def _show_equal(self, version: int) -> None:
-        """The first step after a recovery: do all ranks agree? If another dies meanwhile, the next recovery asks."""
+    def _show_equal(self, version: int, since: int | None = None) -> None:
+        """Do all ranks agree, in the first step after a recovery, and later (``since``)? If another dies meanwhile, the
+        next recovery asks."""
         try:
-            proof.show_equal(self.registry, version, tensors=self.settings.verify)
+            proof.show_equal(self.registry, version, tensors=self.settings.verify, since=since)
         except RuntimeError as e:
             if not self._is_stop(e):
                 raise

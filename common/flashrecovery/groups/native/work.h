@@ -134,7 +134,12 @@ class ManagedWork final : public c10d::Work {
     if (done) record_->succeed();
     return done;
   }
-  bool isCompleted() override { return record_->abandoned || inner_->isCompleted(); }
+  // Whoever polls learns by it that he need not wait, and may never ask how the operation has ended.
+  bool isCompleted() override {
+    if (!record_->abandoned && !inner_->isCompleted()) return false;
+    if (record_->abandoned || inner_->exception()) record_->raised();
+    return true;
+  }
   bool isSuccess() const override { return !record_->abandoned && inner_->isSuccess(); }
   std::exception_ptr exception() const override {
     try {
@@ -153,7 +158,14 @@ class ManagedWork final : public c10d::Work {
   }
   void blockCurrentStream() override { inner_->blockCurrentStream(); }
   void abort() override { inner_->abort(); }
-  FuturePtr getFuture() override { return inner_->getFuture(); }
+  FuturePtr getFuture() override {
+    FuturePtr future = inner_->getFuture();
+    if (future)
+      future->addCallback([record = record_](c10::ivalue::Future& ended) {
+        if (ended.hasError()) record->raised();
+      });
+    return future;
+  }
   FuturePtr getFutureResult() override { return inner_->getFutureResult(); }
   float getDuration() const override { return inner_->getDuration(); }
   uint64_t getSequencenumber() const override { return inner_->getSequencenumber(); }

@@ -90,6 +90,8 @@ class Laws:
                 for line in "".join(traceback.format_exception(error)).splitlines():
                     self.world.trace.append("           | " + line)
             self.violation = Violation(law, text)
+            if not self.world.over:
+                self.world.loop.after = self.look
 
     def struck(self, fault: Fault) -> None:
         """A fault strikes now."""

@@ -186,12 +186,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self.now = max(self.now, timers[0][0])
         while timers and timers[0][0] <= self.now:
             ready.append(heapq.heappop(timers)[2])
+        runs = Life.RUNS
         for _ in range(len(ready)):
             handle = ready.popleft()
             if handle._cancelled:  # type: ignore[attr-defined]
                 continue
             process = handle._context.get(PROCESS)  # type: ignore[attr-defined]
-            if process is not None and not process.runs and not self.over:
+            if process is not None and (process.life is not runs or process.host.frozen) and not self.over:
                 process.hold(handle)
                 continue
             self.handled += 1

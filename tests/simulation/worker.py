@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 _POLL_S = 0.005
+_LOOK_S = 0.1
 Drawn = tuple[Own, int]
 """All that is a rank's own: with the registered object, if that is."""
 
@@ -454,11 +455,15 @@ class ModelWorker:
         self.now = content.below(self.script, self.now, step)
 
     async def _wait_for_stop(self) -> bool:
-        left_s = self.world.config.timeouts.peer_error_wait_s
+        loop = self.world.loop
+        left_s, last = self.world.config.timeouts.peer_error_wait_s, loop.now
         while not self.gate.stopped and left_s > 0:
-            await asyncio.sleep(_POLL_S)
+            self._changed.clear()
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), _LOOK_S)
             if self.controller_heard and not self.gate.held:
-                left_s -= _POLL_S
+                left_s -= min(loop.now - last, _LOOK_S)
+            last = loop.now
         return self.gate.stopped
 
     async def _body(self, step: int) -> None:
@@ -550,7 +555,7 @@ class ModelWorker:
                 break
             except WouldWait:
                 with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), 0.01 if self.page.lease_over() else None)
+                    await asyncio.wait_for(self._changed.wait(), 0.03 if self.page.lease_over() else None)
         self.world.mutates(self, self._held_for)
 
     async def _barrier(self, collective: Any) -> None:

@@ -110,7 +110,6 @@ class World:
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.loop = VirtualLoop()
-        self.loop.after = self._after
         self.loop.set_exception_handler(self._unhandled)
         self.network = Network(self.loop, random.Random(self.seed + 1), self.weather)
         self.config = self._config()
@@ -163,10 +162,6 @@ class World:
     def note(self, text: str) -> None:
         """Into the trace."""
         self.trace.append(f"{self.loop.now:9.4f}  {text}")
-
-    def _after(self) -> None:
-        if not self.over:
-            self.laws.look()
 
     def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if self.over:

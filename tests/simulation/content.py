@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 _CAPSULE = struct.Struct("<qqq")
+_BATCH = struct.Struct("<qqq")
 
 
 def mix(*parts: int) -> int:
@@ -31,6 +33,10 @@ class Script:
         unique: each rank has a shard that no other rank has (ZeRO, FSDP).
         late_every: every so many steps random numbers are drawn after the mutation has begun (0: never).
         late_buffer: a buffer of this rank alone is changed after the forward pass.
+        bias: it is changed after the optimizer, too, by the gradients of all ranks.
+        thing: a registered object: "" none, "own": another one on each rank, "later": so from the third step on.
+        plain: a plain variable, which the first step sets, decides on the learning rate.
+        in_place: the forward pass writes into the middle of its batch.
         below: the learning rate changes below the ``with step:`` block.
         below_every: in every so many steps random numbers are drawn there, too (0: never).
         forward_s, backward_s, optimizer_s: times.
@@ -40,6 +46,10 @@ class Script:
     unique: bool = False
     late_every: int = 0
     late_buffer: bool = False
+    bias: bool = False
+    thing: str = ""
+    plain: bool = False
+    in_place: bool = False
     below: bool = False
     below_every: int = 0
     forward_s: float = 0.03
@@ -50,7 +60,13 @@ class Script:
     @property
     def first_late(self) -> int:
         """The first step in which a rank's own state changes after the mutation has begun; -1: there is none."""
-        return min((every for every in (self.late_every, self.below_every) if every), default=0) - 1
+        often = (1 if self.bias or self.thing == "own" else 3 if self.thing else 0, self.late_every, self.below_every)
+        return min((every for every in often if every), default=0) - 1
+
+    @property
+    def comes_apart(self) -> bool:
+        """Something in it does not come back with a replacement, whatever recovery does: a named failure is right."""
+        return self.plain or self.thing == "later"
 
 
 @dataclass(frozen=True)
@@ -64,24 +80,54 @@ class Own:
     def pack(self) -> bytes:
         return _CAPSULE.pack(self.random, self.position, self.buffer)
 
+    SIZE: ClassVar[int] = _CAPSULE.size
+
     @staticmethod
     def unpack(data: bytes) -> Own:
-        return Own(*_CAPSULE.unpack(data))
+        return Own(*_CAPSULE.unpack(data[: Own.SIZE]))
 
 
 @dataclass(frozen=True)
 class Content:
-    """Everything that one rank has at one version. ``rate``: equal on all ranks, like ``weights``."""
+    """Everything that one rank has at one version. ``rate``: equal on all ranks, like ``weights``. ``thing``: a
+    registered object."""
 
     weights: int
     unique: int
     rate: int
     own: Own
+    thing: int = 0
 
 
-def start(rank: int) -> Content:
+PLAIN = 7
+"""What the first step makes of the plain variable."""
+
+
+def start(script: Script, rank: int) -> Content:
     """What the script sets up."""
-    return Content(mix(1), mix(2, rank), mix(3), Own(mix(4, rank), 0, mix(5, rank)))
+    thing = mix(6, rank) if script.thing == "own" else mix(6)
+    return Content(mix(1), mix(2, rank), mix(3), Own(mix(4, rank), 0, mix(5, rank)), thing)
+
+
+def batch_of(rank: int, position: int) -> bytes:
+    """What the data source gives at this position."""
+    return _BATCH.pack(*(mix(12, rank, position, part) for part in range(3)))
+
+
+def written(batch: bytes) -> bytes:
+    """The batch, after the script has written into its middle."""
+    head, middle, tail = _BATCH.unpack(batch)
+    return _BATCH.pack(head, mix(middle, 13), tail)
+
+
+def read(script: Script, batch: bytes) -> int:
+    """What the forward pass makes of a batch."""
+    return mix(*_BATCH.unpack(written(batch) if script.in_place else batch))
+
+
+def digest_of(batch: bytes) -> int:
+    """Of the whole batch."""
+    return hash(batch)
 
 
 def forward(script: Script, rank: int, now: Content) -> Content:
@@ -92,20 +138,24 @@ def forward(script: Script, rank: int, now: Content) -> Content:
     return replace(now, own=Own(drawn, position, buffer))
 
 
-def gradient(script: Script, rank: int, now: Content) -> int:
-    """After :func:`forward`."""
+def gradient(script: Script, rank: int, now: Content, seen: int) -> int:
+    """After :func:`forward`. ``seen``: of the batch."""
     own = now.own
-    return mix(now.weights, now.unique if script.unique else 0, now.rate, own.random, own.position, own.buffer, rank)
+    return mix(now.weights, now.unique if script.unique else 0, now.rate, own.random, seen, own.buffer, rank)
 
 
-def update(script: Script, rank: int, now: Content, gradients: int, step: int) -> Content:
-    """The optimizer step, and what else changes after the forward pass."""
+def update(script: Script, rank: int, now: Content, gradients: int, step: int, plain: int = PLAIN) -> Content:
+    """The optimizer step, and what else changes after the forward pass. ``plain``: the variable of that name."""
     own = now.own
+    if script.bias:
+        own = replace(own, buffer=mix(own.buffer, gradients, 10))
     if script.late_every and step % script.late_every == script.late_every - 1:
         own = replace(own, random=mix(own.random, 8))
     unique = mix(now.unique, gradients, now.rate, rank) if script.unique else now.unique
     rate = now.rate if script.below else mix(now.rate, step)
-    return Content(mix(now.weights, gradients, now.rate), unique, rate, own)
+    thing = mix(now.thing, gradients if script.thing == "own" or step < 2 else rank) if script.thing else now.thing
+    decided = plain if script.plain else 0
+    return Content(mix(now.weights, gradients, now.rate, decided), unique, rate, own, thing)
 
 
 def changed(now: Content, gradients: int) -> Content:
@@ -126,10 +176,11 @@ class Reference:
 
     def __init__(self, script: Script, world: int) -> None:
         self.script = script
-        self._at = [[start(r) for r in range(world)]]
+        self._at = [[start(script, r) for r in range(world)]]
         for step in range(script.steps):
             now = [forward(script, r, c) for r, c in enumerate(self._at[-1])]
-            total = mix(*(gradient(script, r, c) for r, c in enumerate(now)))
+            seen = [read(script, batch_of(r, c.own.position)) for r, c in enumerate(now)]
+            total = mix(*(gradient(script, r, c, seen[r]) for r, c in enumerate(now)))
             if script.late_buffer:
                 now = [changed(c, total) for c in now]
             new = [update(script, r, c, total, step) for r, c in enumerate(now)]

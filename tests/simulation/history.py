@@ -18,6 +18,10 @@ from tests.simulation.patches import inside, simulated
 from tests.simulation.process import SimWorkerProcess
 from tests.simulation.world import Outcome, Shape, World
 
+SUSPENDS = False
+"""Whether hosts are suspended, and CLOCK_MONOTONIC with them. A lease that is measured by it outlives that: two
+controllers may decide. Until it is measured by another clock, the host only stands still, and its clocks go on."""
+
 LONGEST_S = 260.0
 """After the last fault nothing takes longer than this."""
 
@@ -84,9 +88,123 @@ def draw(seed: int) -> History:
         repeat=rng.choice((0.0, 0.05)) if bad else 0.0,
     )
     faults = sorted(_faults(rng, shape, script), key=lambda f: f.at)
+    more = random.Random(seed * 65_537 + 11)
+    script, shape = _habits(more, script), _precautions(more, shape)
+    if seed % 8 == 5:
+        return _scene(more, History(seed, shape, script, weather, ()))
     if seed % 3 == 2:
         faults += _followers(random.Random(seed * 104_729 + 3), shape)
+    if more.random() < 0.3:
+        faults += _rarer(more, shape, faults[0].at if faults else 0.5)
     return History(seed, shape, script, weather, tuple(faults))
+
+
+def _habits(rng: random.Random, script: Script) -> Script:
+    return replace(
+        script,
+        bias=rng.random() < 0.15,
+        thing=rng.choice(("own", "own", "later")) if rng.random() < 0.2 else "",
+        plain=rng.random() < 0.06,
+        in_place=rng.random() < 0.2,
+    )
+
+
+def _precautions(rng: random.Random, shape: Shape) -> Shape:
+    checkpoint_s = rng.choice((0.2, 0.5, 1.0)) if rng.random() < 0.3 else 0.0
+    return replace(shape, checkpoint_s=checkpoint_s, limits=rng.random() < 0.3)
+
+
+def _rarer(rng: random.Random, shape: Shape, near: float) -> Iterator[Fault]:
+    """What the other faults do not do."""
+    at, rank = near + rng.random() * rng.choice((0.1, 1.0, 3.0)), rng.randrange(shape.world)
+    kind = rng.choice(("dirty", "dirty", "crash", "crash", "suspend", "suspend", "wall", "busy"))
+    name = f"n{rng.randrange(shape.nodes + shape.spares)}"
+    if kind == "dirty":
+        yield Fault(at, "dirty", (rank,))
+        yield Fault(at + 0.2 * rng.random(), "kill", ((rank + 1) % shape.world,))
+    elif kind == "crash":
+        yield Fault(at, "crash", (rank,))
+        for time in range(rng.choice((0, 1, 3, 5))):  # again in the first step after it
+            yield Fault(0.05 * rng.random(), "crash", (rank,), after=("hears resume", (time + 2) * shape.world))
+    elif kind == "suspend" and shape.nodes > 1:
+        yield Fault(at, "suspend", (name, rng.choice((0.3, 1.0, 3.0, 8.0)) * (0.5 + rng.random())))
+    elif kind == "busy":
+        yield Fault(at, "kill", (rank,))
+        yield Fault(at, "busy", (rng.randrange(shape.world), rng.choice((0.5, 1.0, 2.0))))
+    else:
+        yield Fault(at, "wall", (name, rng.choice((-1e6, -60.0, -1.0, 1.0, 60.0, 1e6))))
+
+
+SCENES = ("away", "muted", "elections", "late resume", "crash loop", "two nodes", "sleep")
+"""What chance would bring together too seldom."""
+
+
+def _scene(rng: random.Random, h: History) -> History:
+    """Several things that have to meet, each of them still by chance."""
+    kind, faults = SCENES[h.seed // 8 % len(SCENES)], []
+    script = replace(h.script, steps=max(h.script.steps, 16), plain=False)
+    shape, weather, at = h.shape, h.weather, 0.2 + rng.random()
+    if kind == "away":  # a rank dies while there is no controller, for longer than a rank would wait for one
+        shape = replace(shape, nodes=rng.choice((2, 3, 4)), nproc=1, external=True)
+        away = rng.choice((5.0, 22.0, 25.0, 35.0)) + rng.random()
+        faults = [Fault(at, "controller", (away,)), Fault(at + rng.random(), "kill", (rng.randrange(shape.world),))]
+    elif kind == "muted":  # several who do not answer, at one moment
+        shape = replace(shape, nodes=rng.choice((1, 2)), nproc=4, external=False, standby=0)
+        ranks = rng.sample(range(shape.world), rng.choice((3, 3, 4)))
+        muted, victim = tuple(sorted(ranks[1:])), ranks[0]
+        faults = [Fault(at, "mute", muted), Fault(at + 0.05 + 0.3 * rng.random(), "kill", (victim,))]
+    elif kind == "elections":  # the controller's node is lost, and electors stand still or are cut off while they vote
+        shape = replace(shape, nodes=rng.choice((3, 4, 5)), nproc=1, external=False)
+        lost = rng.choice(("power", "freeze host", "freeze agent", "cut"))
+        faults = list(_lost(rng, shape, "n0", lost, at))
+        for _ in range(rng.choice((1, 2, 3))):
+            name, wait = f"n{rng.randrange(shape.nodes)}", rng.choice((0.4, 0.6, 0.8, 1.0)) + 0.3 * rng.random()
+            faults += _lost(rng, shape, name, rng.choice(("freeze agent", "cut", "one way")), at + wait)
+        weather = replace(weather, loss=rng.choice((0.0, 0.3)), slow=rng.choice((0.0, 0.1, 0.3)), slow_s=0.15)
+    elif kind == "late resume":  # a rank is slow to go on, and another node stops answering meanwhile
+        shape = replace(shape, nodes=3, nproc=1, spares=1)
+        victim, busy, frozen = rng.sample(range(3), 3)
+        told = ("hears resume", 3 + rng.randint(1, 3))
+        faults = [
+            Fault(at, "kill", (victim,)),
+            Fault(0.0, "busy", (busy, 0.8 + rng.random()), after=("hears regroup", rng.randint(1, 3))),
+            Fault(0.02 + 0.3 * rng.random(), "freeze host", (f"n{frozen}", 3.0), after=told),
+        ]
+    elif kind == "crash loop":
+        shape = replace(shape, limits=True)
+        rank, fault = rng.randrange(shape.world), rng.choice(("crash", "kill"))
+        faults = [Fault(at, fault, (rank,))]
+        for time in range(rng.choice((1, 2, 3, 11))):
+            faults.append(Fault(0.02 * rng.random(), fault, (rank,), after=("hears resume", (time + 2) * shape.world)))
+    elif kind == "two nodes":  # more is lost at once than copies can make up for, with the controller or without
+        shape = replace(shape, nodes=rng.choice((3, 4)), nproc=1, spares=2, checkpoint_s=rng.choice((0.2, 0.4)))
+        script = replace(script, unique=rng.random() < 0.8, steps=24, forward_s=0.05, backward_s=0.05)
+        names = rng.sample([f"n{i}" for i in range(shape.nodes)], 2)
+        at = 1.0 + 1.5 * rng.random()
+        faults = [Fault(at + 0.1 * rng.random(), "power", (name, rng.choice((0.5, 20.0)))) for name in names]
+        if shape.external and rng.random() < 0.7:
+            faults.append(Fault(at - 0.3 * rng.random(), "controller", (rng.choice((0.5, 2.0)),)))
+    else:
+        shape = replace(shape, nodes=rng.choice((2, 3, 4)), nproc=1)
+        slept = rng.choice((0.5, 0.8, 1.2, 2.0, 6.0)) * (0.8 + 0.4 * rng.random())
+        faults = [Fault(at, "suspend", (f"n{rng.randrange(shape.nodes)}", slept))]
+        if rng.random() < 0.5:
+            faults.append(Fault(at + 0.3 * rng.random(), "kill", (rng.randrange(shape.world),)))
+    return replace(h, shape=shape, script=script, weather=weather, faults=tuple(sorted(faults, key=lambda f: f.at)))
+
+
+def _lost(rng: random.Random, shape: Shape, name: str, how: str, at: float) -> Iterator[Fault]:
+    """This node, in this way."""
+    seconds = rng.choice((0.5, 1.0, 2.0)) + rng.random()
+    others = tuple(f"n{i}" for i in range(shape.nodes + shape.spares) if f"n{i}" != name)
+    some = tuple(n for n in others if rng.random() < 0.7) or others
+    if how == "power":
+        yield Fault(at, "power", (name, rng.choice((0.5, 3.0))))
+    elif how in ("freeze host", "freeze agent"):
+        yield Fault(at, how, (name, seconds))
+    else:
+        pair = ((name,), some) if rng.random() < 0.5 else (some, (name,))
+        yield Fault(at, "cut", (*pair, seconds, rng.choice((Firewall.DROP, Firewall.REJECT)), how == "one way"))
 
 
 def _followers(rng: random.Random, shape: Shape) -> Iterator[Fault]:
@@ -286,7 +404,36 @@ class Struck:
         host = self.world.hosts[name]
         if host.frozen:
             self.world.note(f"*** {name} goes on")
-            host.thaw()
+            host.thaw(self.world.loop)
+
+    def _suspend(self, name: str, seconds: float) -> None:
+        host = self.world.hosts[name]
+        if host.up and not host.frozen:
+            if SUSPENDS:
+                host.suspend(self.world.loop)
+            else:
+                host.freeze()
+            self._later(seconds, self._thaw_host, name, seconds)
+
+    def _wall(self, name: str, seconds: float) -> None:
+        """Somebody sets the clock."""
+        self.world.hosts[name].wall += seconds
+
+    def _dirty(self, *ranks: int) -> None:
+        for worker in self._workers(ranks):
+            if worker.model is not None:
+                worker.model.dirty = True
+
+    def _crash(self, *ranks: int) -> None:
+        for worker in self._workers(ranks):
+            if worker.model is not None and worker.process.runs:
+                worker.process.call(0.0, worker.model.fail, "ValueError", "a bug")
+
+    def _busy(self, rank: int, seconds: float) -> None:
+        """Its training thread is slow to go on after the next recovery."""
+        for worker in self._workers((rank,)):
+            if worker.model is not None:
+                worker.model.busy_until = self.world.loop.now + seconds
 
     def _freeze_agent(self, name: str, seconds: float) -> None:
         process = self.world.agents[name]
@@ -359,11 +506,15 @@ def _simpler(history: History) -> Iterator[History]:
     calm = replace(weather, slow=0.0, loss=0.0, repeat=0.0)
     if calm != weather:
         yield replace(history, weather=calm)
-    plain = replace(script, late_every=0, late_buffer=False, below=False, below_every=0, unique=False)
-    for name in ("late_every", "late_buffer", "below", "below_every", "unique"):
+    plain = Script(script.steps)
+    names = ("late_every", "late_buffer", "below", "below_every", "unique", "bias", "thing", "plain", "in_place")
+    for name in names:
         simpler = replace(script, **{name: getattr(plain, name)})
         if simpler != script:
             yield replace(history, script=simpler)
+    simpler_shape = replace(history.shape, checkpoint_s=0.0, limits=False)
+    if simpler_shape != history.shape:
+        yield replace(history, shape=simpler_shape)
 
 
 @contextmanager

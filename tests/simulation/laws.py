@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import traceback
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from flashrecovery import events as ev
+from flashrecovery.controller.crashes import Cause
+from flashrecovery.controller.records import Place
 from flashrecovery.controller.states import State
 from flashrecovery.handshake import job_key
 from flashrecovery.plan.electors import majority
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
 
 _SEEN_AT_ONCE = ("kill", "power", "agent")
 """Faults after which a process is gone, and its kernel, or its host's silence, says so."""
+_TO_BE_TOLD_S = 1.0
+"""For an agent that has stood still: to hear that its ranks were given away."""
 _TO_COME_S = 5.0
 """For a node that was cut off: to come to a new controller, before that stops waiting and decides."""
 
@@ -48,6 +54,19 @@ class Laws:
         self.failed = self.left_alone = False
         self.last_fault_at = 0.0
         self.generations: dict[int, int] = {}
+        self.newest_generation = -1
+        self.progress: dict[tuple[int, int], int] = {}
+        """The version that a rank has come to in a generation."""
+        self.newest: dict[int, int] = {}
+        """By rank."""
+        self.at: dict[int, tuple[int, int]] = {}
+        """By pid: the generation in which it takes steps, and its version."""
+        self.given_away: set[int] = set()
+        self.failures: Counter[tuple[int, Cause]] = Counter()
+        self.restarts = 0
+        self.forgotten = False
+        self.started_by: Process | None = None
+        self.last_terms: dict[int, tuple[int, int]] = {}
         self.terms: dict[int, tuple[Process, ControllerService, set[Elector]]] = {}
         self.lives: dict[int, ModelWorker] = {}
         self.pid_generation: dict[int, int] = {}
@@ -55,6 +74,7 @@ class Laws:
         self.reached: dict[int, int] = {}
         self.began_in = 0
         self.unresponsive = self.asked_again = 0
+        self.asked_again_at = -1.0
         self.failed_by: ControllerService | None = None
         self.faults: list[Fault] = []
         self.since_whole: list[Fault] = []
@@ -70,6 +90,8 @@ class Laws:
                 for line in "".join(traceback.format_exception(error)).splitlines():
                     self.world.trace.append("           | " + line)
             self.violation = Violation(law, text)
+            if not self.world.over:
+                self.world.loop.after = self.look
 
     def struck(self, fault: Fault) -> None:
         """A fault strikes now."""
@@ -82,16 +104,48 @@ class Laws:
 
     def _check_content(self, worker: ModelWorker, version: int, when: str) -> None:
         """What a rank has is what it would have without any fault."""
+        if self._may_have_come_apart(worker):
+            return
         want, have = self.world.reference.at(version, worker.rank), worker.now
-        wrong = [name for name in ("weights", "unique", "rate", "own") if getattr(want, name) != getattr(have, name)]
+        parts = ("weights", "unique", "rate", "own", "thing")
+        wrong = [name for name in parts if getattr(want, name) != getattr(have, name)]
         if when == "commit":  # the rest may change below the block
             wrong = [name for name in wrong if name in ("weights", "unique")]
         if wrong:
             parts = "; ".join(f"{n} is {_short(have, n)} and should be {_short(want, n)}" for n in wrong)
             self.broken("content", f"rank {worker.rank} at version {version} ({when}): {parts}")
 
+    def _may_have_come_apart(self, worker: ModelWorker) -> bool:
+        """A script whose variables do not come back: what counts is that the ranks notice it together. Nobody can once
+        all of them have been replaced without a step in between."""
+        if not self.world.script.comes_apart:
+            return False
+        if self.world.script.plain:
+            models = [w.model for w in self.world.living() if w.model is not None and w.model.gate.generation > 0]
+            self.forgotten |= bool(models) and not any(m.plain for m in models if m is not None)
+        return self.forgotten or not worker.proven
+
+    def _grows(self, worker: ModelWorker) -> None:
+        """Commits count up by one from where the generation began; a process takes no step in an older generation."""
+        gate, pid = worker.gate, int(self.world.pid_of(worker.process))
+        generation, version = self.at.get(pid, (-1, -1))
+        if (gate.generation, gate.version) != (generation, version + 1):
+            self.broken(
+                "growth",
+                f"rank {worker.rank} commits version {gate.version} in generation {gate.generation} after version "
+                f"{version} in generation {generation}",
+            )
+        self._came_to(worker, pid)
+
+    def _came_to(self, worker: ModelWorker, pid: int) -> None:
+        gate = worker.gate
+        self.at[pid] = gate.generation, gate.version
+        self.progress[gate.generation, worker.rank] = gate.version
+        self.newest[worker.rank] = max(self.newest.get(worker.rank, 0), gate.version)
+
     def committed(self, worker: ModelWorker) -> None:
         gate = worker.gate
+        self._grows(worker)
         self.reached[gate.generation] = max(self.reached.get(gate.generation, 0), gate.version)
         self._check_content(worker, worker.gate.version, "commit")
         self._alone(worker)
@@ -110,6 +164,9 @@ class Laws:
         if generation < before:
             self.broken("generation", f"rank {worker.rank} resumes in generation {generation} after {before}")
         self.pid_generation[pid] = generation
+        self.given_away.discard(pid)  # another controller has found it, and kept it
+        self.newest_generation = max(self.newest_generation, generation)
+        self._came_to(worker, pid)
         self._check_content(worker, version, "resume")
         self._alone(worker)
 
@@ -124,9 +181,19 @@ class Laws:
                 self.broken("twice", f"rank {worker.rank} lives twice: pids {other.pid} and {worker.process.name}")
 
     def mutates(self, worker: ModelWorker, held_for: int) -> None:
-        """No mutation begins between a hold and the stop."""
+        """No mutation begins between a hold and the stop, nor in a process whose rank was given away."""
+        pid = int(self.world.pid_of(worker.process))
+        if pid in self.given_away and not self._has_just_come_round(pid):
+            self.broken("given away", f"rank {worker.rank} begins to change its state, and has been given away")
         if held_for > worker.gate.generation and not worker.gate.stopped:
             self.broken("held", f"rank {worker.rank} begins to change its state, held for generation {held_for}")
+
+    def _has_just_come_round(self, pid: int) -> bool:
+        """Its agent has stood still, and has asked since whether it is cut off. The controller's door opens and others
+        are reached, so it lets its ranks go on until it is told."""
+        worker = self.world.workers[pid]
+        went_on_at = worker.agent.went_on_at
+        return worker.sim_page.lent_at >= went_on_at > self.world.loop.now - _TO_BE_TOLD_S
 
     def ended(self, worker: ModelWorker) -> None:
         self._check_content(worker, self.world.script.steps, "end")
@@ -150,6 +217,8 @@ class Laws:
         world = self.world
         now = world.loop.now
         term = service._electorate.term
+        self._goes_on(service)
+        self._believes(service)
         if service.machine.config.controller is None or not service._electorate.named:
             return
         electors = set(service._electorate.voters)
@@ -174,8 +243,70 @@ class Laws:
                         f"of term {other._electorate.term}",
                     )
 
+    def _goes_on(self, service: ControllerService) -> None:
+        """A controller's term and generation only grow."""
+        now = service._electorate.term, service.machine.generation
+        before = self.last_terms.get(id(service), now)
+        if now[0] < before[0] or now[1] < before[1]:
+            self.broken("growth", f"a controller goes from term and generation {before} to {now}")
+        self.last_terms[id(service)] = now
+
+    def term_falls(self, process: Process, name: str, before: int, now: int) -> None:
+        """An agent goes back to an older term."""
+        self.broken("growth", f"the agent of {process.host.name}: {name} {now} after {before}")
+
+    def _believes(self, service: ControllerService) -> None:
+        """What a controller takes for committed in its generation was so."""
+        machine = service.machine
+        if machine.state is not State.RUNNING or machine.generation not in self.generations:
+            return
+        began = self.generations[machine.generation]
+        for record in machine.ranks.values():
+            true = max(self.progress.get((machine.generation, record.rank), -1), began)
+            if record.place is Place.RUNNING and record.committed > true:
+                self.broken(
+                    "believed",
+                    f"rank {record.rank} is taken to have committed version {record.committed} in generation "
+                    f"{machine.generation}, and has come to {true}",
+                )
+
+    def _is_newer(self, process: Process, event: ev.Event) -> None:
+        """A recovery, or another start, is in a generation in which nobody has taken a step."""
+        if isinstance(event, ev.JobStarted):
+            if self.started_by is not process and self.started_by is not None and self.started_by.dead:
+                self.newest_generation = -1  # another job, of nodes with the same names
+                self.progress.clear()
+            self.started_by = process
+        started = isinstance(event, ev.RecoveryStarted)
+        if started and event.generation <= self.newest_generation and process.host.up:
+            self.broken(
+                "growth", f"a recovery in generation {event.generation}, and ranks are in {self.newest_generation}"
+            )
+
+    def _finished(self, event: ev.RecoveryFinished) -> None:
+        """Every rank has committed a step since, or has none left."""
+        steps = self.world.script.steps
+        for rank in range(self.world.size):
+            has = self.progress.get((event.generation, rank), -1)
+            if has <= event.resume_step and has < steps:
+                self.broken("finished", f"the recovery is over, and rank {rank} has come to {has}: {event}")
+
+    def _falls_back(self, event: ev.FallbackStarted) -> None:
+        """To a checkpoint, only where nothing in memory is newer."""
+        if self._one_is_lost() or self.best_cut() > event.version:
+            self.broken("fallback", f"to version {event.version}, but {self.best_cut()} is held whole")
+
     def event(self, process: Process, event: ev.Event) -> None:
         self._together(event)
+        self._is_newer(process, event)
+        if isinstance(event, ev.RecoveryFinished):
+            self._finished(event)
+        elif isinstance(event, ev.FallbackStarted):
+            self.failed_by = next((s for p, s in reversed(self.world.services) if p is process), None)
+            self._falls_back(event)
+        elif isinstance(event, ev.FailureDetected):
+            for cause in Cause:
+                self.failures[event.rank, cause] += 1
         if isinstance(event, (ev.JobFailed, ev.Notice)):
             self.failed_by = next((s for p, s in reversed(self.world.services) if p is process), None)
         if isinstance(event, (ev.JobStarted, ev.RecoveryFinished)):
@@ -192,11 +323,25 @@ class Laws:
         silencing = sum(fault.kind not in _SEEN_AT_ONCE for fault in self.faults)
         if isinstance(event, ev.Notice) and event.kind == "all_asked_again":
             self.asked_again += 1
+            self.asked_again_at = self.world.loop.now
         elif isinstance(event, ev.RecoveryStarted) and event.cause == "unresponsive":
             self.unresponsive += 1
             if self.unresponsive > silencing + self.asked_again:
                 many = f"{self.unresponsive} recoveries because of missed deadlines"
                 self.broken("together", f"{many}, but only {silencing} faults by which a rank could miss one")
+            if self.asked_again_at < self.world.loop.now:
+                self._all_who_were_late(event)
+
+    def _all_who_were_late(self, event: ev.RecoveryStarted) -> None:
+        """Who has missed the same deadline as a victim is one, too."""
+        limit = self.world.config.timeouts.stop_ack_s
+        for worker in self.world.living():
+            model = worker.model
+            if model is None or model.rank in event.victims:
+                continue
+            heard_at = model.ignored_at.get(event.generation - 1)
+            if heard_at is not None and self.world.loop.now - heard_at > limit:
+                self.broken("together", f"rank {model.rank} has missed the deadline as well as {event.victims}")
 
     def _node_lost(self, event: ev.NodeLost) -> None:
         """Its ranks are given away: nothing of it may be able to begin a change of state by now."""
@@ -205,11 +350,13 @@ class Laws:
             return
         if self._controller_seems_dead_to(host):
             return
+        here = [w for w in self.world.workers.values() if w.process.host is host and not w.process.dead]
+        self.given_away |= {w.pid for w in here if w.place in event.ranks}
         alive = [
             w
             for w in self.world.workers.values()
             if w.process.host is host and w.process.runs and w.model is not None and w.model.can_step()
-            if not 0.0 < w.page.lent_until < self.world.loop.now + host.clock
+            if not w.process.context.run(w.page.lease_over)
         ]
         if alive:
             ranks = [w.place for w in alive]
@@ -237,6 +384,7 @@ class Laws:
         held = self.best_cut()
         if newest > 1 and held > 0:
             self.broken("start again", f"{text}: but the job had come to version {newest}, and {held} is held whole")
+        self.restarts += 1
         self.began_in = max(self.reached, default=0) + 1
 
     def _job_failed(self, reason: str) -> None:
@@ -247,12 +395,14 @@ class Laws:
     def _justified(self, reason: str) -> bool:
         """Whether the history leaves nothing better than this failure."""
         world = self.world
-        if "end state is lost" in reason:
-            return True
-        if "have taken their last step" in reason:
-            return bool(world.ended_ranks)
-        if "before its first step" in reason:
-            return True
+        if "DivergedError" in reason:
+            return world.script.comes_apart
+        if "end state is lost" in reason or "have taken their last step" in reason:
+            return all(self.newest.get(rank) == world.script.steps for rank in range(world.size))
+        if "(max_" in reason:
+            return self._is_a_loop(reason)
+        if "raised" in reason and "before its first step" in reason:
+            return bool(self.faults) if "PeerLost" in reason else self._struck("crash") > 0
         if "no node with room" in reason:
             nodes = self.failed_by.machine.nodes.values() if self.failed_by is not None else ()
             return sum(node.slots for node in nodes if node.alive) < world.size
@@ -260,11 +410,44 @@ class Laws:
             if self._one_is_lost():
                 world.note("(one rank, or one node, is lost of a whole job)")
                 return False
+            remembered = self._checkpoints_known()
+            if remembered:
+                world.note(f"(there is {remembered[0]}, which an agent remembers)")
+                return False
             found = self.best_cut()
             if found >= 0:
                 world.note(f"(version {found} is held whole)")
             return found < 0
         return False
+
+    def _struck(self, kind: str) -> int:
+        return sum(fault.kind == kind for fault in self.faults)
+
+    def _is_a_loop(self, reason: str) -> bool:
+        """Whether that limit was reached."""
+        config, found = self.world.config, re.search(r"rank (\d+) failed (\d+) times .*\(max_(\w+)\)", reason)
+        if "max_restarts" in reason:
+            return self.restarts >= config.max_restarts
+        if found is None:  # a standstill, time and again
+            return self.world.shape.limits and bool(self.faults)
+        rank, times, which = int(found[1]), int(found[2]), found[3]
+        limit = config.max_failures_per_step if which == "failures_per_step" else config.max_kills_per_step
+        cause = Cause.OWN if which == "failures_per_step" else Cause.OUTSIDE
+        return limit <= times <= self.failures[rank, cause]
+
+    def _checkpoints_known(self) -> list[str]:
+        """Those on the disk of which an agent that the failed controller can ask knows."""
+        world = self.world
+        if world.disk is None or self.failed_by is None:
+            return []
+        nodes = self.failed_by.machine.nodes
+        known = [
+            agent._checkpoint.path
+            for process, agent in world.agent_of.items()
+            if not process.dead and agent._checkpoint is not None
+            if process.host.name in nodes and nodes[process.host.name].alive and nodes[process.host.name].slots
+        ]
+        return [path for path in known if path in world.disk.published]
 
     def _one_is_lost(self) -> bool:
         """Whether no more than that has happened since everything was whole: then nothing may be missing, whatever the
@@ -290,7 +473,7 @@ class Laws:
             model = process.model
             if process.place < 0 or process.agent.dead or process._closed or not self._counts(process):
                 continue
-            if model is not None and process.process.life is Life.RUNS and not model.mute:
+            if model is not None and process.process.life is Life.RUNS and not (model.mute or model.spoilt):
                 if model.gate.live >= 0:
                     for name in ("param", *([f"zero@{model.rank}"] if world.script.unique else ())):
                         names[name].add(model.gate.live)
@@ -348,7 +531,9 @@ class Laws:
         return any(sum(lives(e) for e in electors) < majority(len(electors)) for electors in lists)
 
     def agent_ended(self, name: str, code: int, reason: str) -> None:
-        """Whether the job is over for it."""
+        """Well, only if all ranks have come to their end."""
+        if code == 0 and len(self.world.ended_ranks) < self.world.size:
+            self.broken("agent ends", f"{name} ends well ({reason}), and only ranks {self.world.ended_ranks} have")
 
     # -- the end --------------------------------------------------------------------------------------
 
@@ -362,12 +547,14 @@ class Laws:
             return False
         if all(p.dead or not p.host.up for p in self.world.agents.values()):
             return True
-        # Who was away at the end gives up by itself, which takes a minute: not every history has to show it. Nodes that
-        # were started again wait for a new job, where the old one was left without electors.
+        # Who was away at the end gives up by itself, which takes a minute: not every history has to show it, or even
+        # what comes in the first seconds. Nodes that were started again wait for a new job, where the old one was left
+        # without electors.
         self.over_at = min(self.over_at, self.world.loop.now)
+        wait_s = 12.0 if self.world.seed % 4 == 0 else 2.0
         return (self.left_alone or self.world.seed % 16 != 0) and self.world.loop.now > max(
             self.over_at, self.last_fault_at
-        ) + 12.0
+        ) + wait_s
 
     def too_late(self) -> None:
         world = self.world
@@ -390,7 +577,15 @@ class Laws:
         self.broken("waits", "the job does not end; " + "; ".join(parts))
 
     def at_the_end(self) -> None:
-        """Nothing is left behind."""
+        """Nothing is left behind on a node whose agent has ended by itself."""
+        for worker in self.world.workers.values():
+            agent = worker.agent
+            if worker.process.dead or not agent.dead or agent.host.frozen or not worker.process.runs:
+                continue
+            if self.world.agents.get(agent.name) is agent and agent.name in self.world.endings:
+                self.broken(
+                    "left behind", f"pid {worker.pid} (rank {worker.place}) runs on, and {agent.name} has ended"
+                )
 
 
 def _short(content: Content, name: str) -> str:

@@ -42,6 +42,7 @@ class Process:
         self.name = name
         self.life = Life.RUNS
         self.at_end: list[Callable[[], None]] = []
+        self._went_on_at = -1.0
         self._held: deque[asyncio.Handle] = deque()
         self.context = contextvars.copy_context()
         self.context.run(PROCESS.set, self)
@@ -64,10 +65,15 @@ class Process:
         if not self.dead:
             self.life = Life.FROZEN
 
+    @property
+    def went_on_at(self) -> float:
+        """When it went on, after it or its host had stood still; -1.0: it has not."""
+        return max(self._went_on_at, self.host.went_on_at)
+
     def thaw(self) -> None:
-        """SIGCONT, or the host goes on."""
+        """SIGCONT."""
         if not self.dead:
-            self.life = Life.RUNS
+            self.life, self._went_on_at = Life.RUNS, self.loop.now
         self.catch_up()
 
     def catch_up(self) -> None:
@@ -75,6 +81,12 @@ class Process:
         if self.runs:
             held, self._held = self._held, deque()
             self.loop.requeue(held)
+
+    def held_timers(self, since: float) -> list[asyncio.TimerHandle]:
+        """Takes out of what waits the timers that were not due at that time."""
+        late = [h for h in self._held if isinstance(h, asyncio.TimerHandle) and h.when() > since]
+        self._held = deque(h for h in self._held if h not in late)
+        return late
 
     def release(self) -> None:
         """The history is over: nothing is held any more."""
@@ -142,6 +154,22 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
         return self.call_at(self.now + delay, callback, *args, context=context)
 
+    def postpone(self, host: Host, since: float) -> None:
+        """The timers of this host have not gone on since then."""
+        slept = self.now - since
+        moved = [h for process in host.processes for h in process.held_timers(since)]
+        for when, _, timer in self._timers:
+            process = timer._context.get(PROCESS)  # type: ignore[attr-defined]
+            if process is not None and process.host is host and when > since:
+                moved.append(timer)
+        gone = set(map(id, moved))
+        self._timers = [entry for entry in self._timers if id(entry[2]) not in gone]
+        for timer in moved:
+            timer._when += slept  # type: ignore[attr-defined]
+            self._asked += 1
+            self._timers.append((timer.when(), self._asked, timer))
+        heapq.heapify(self._timers)
+
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         pass
 
@@ -158,12 +186,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self.now = max(self.now, timers[0][0])
         while timers and timers[0][0] <= self.now:
             ready.append(heapq.heappop(timers)[2])
+        runs = Life.RUNS
         for _ in range(len(ready)):
             handle = ready.popleft()
             if handle._cancelled:  # type: ignore[attr-defined]
                 continue
             process = handle._context.get(PROCESS)  # type: ignore[attr-defined]
-            if process is not None and not process.runs and not self.over:
+            if process is not None and (process.life is not runs or process.host.frozen) and not self.over:
                 process.hold(handle)
                 continue
             self.handled += 1

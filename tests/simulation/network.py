@@ -39,11 +39,16 @@ class Listener(Protocol):
 
 @dataclass
 class Host:
-    """A machine with one address. ``clock``: its CLOCK_MONOTONIC is so many seconds ahead of the simulation's."""
+    """A machine with one address. ``clock``, ``boot``, ``wall``: its CLOCK_MONOTONIC, CLOCK_BOOTTIME and CLOCK_REALTIME
+    are so many seconds ahead of the simulation's; the first stands while the machine is suspended."""
 
     name: str
     ip: str
     clock: float = 0.0
+    boot: float = 0.0
+    wall: float = 0.0
+    suspended_at: float | None = None
+    went_on_at: float = -1.0
     up: bool = True
     frozen: bool = False
     boots: int = 0
@@ -60,14 +65,24 @@ class Host:
         """The whole machine stands still (a paused virtual machine)."""
         self.frozen = True
 
-    def thaw(self) -> None:
-        self.frozen = False
+    def suspend(self, loop: VirtualLoop) -> None:
+        """It sleeps: nothing runs, and CLOCK_MONOTONIC, by which timers go, stands."""
+        self.frozen, self.suspended_at = True, loop.now
+
+    def thaw(self, loop: VirtualLoop) -> None:
+        """It goes on, wherever it stands."""
+        self.frozen, self.went_on_at = False, loop.now
+        if self.suspended_at is not None:
+            since, self.suspended_at = self.suspended_at, None
+            self.clock -= loop.now - since
+            loop.postpone(self, since)
         for process in list(self.processes):
             process.catch_up()
 
     def power_off(self) -> None:
         """Everything on it is gone at once, and nobody is told."""
         self.up = self.frozen = False
+        self.suspended_at = None
         self.boots += 1
         self.listeners.clear()
         self.sockets.clear()

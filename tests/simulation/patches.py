@@ -23,6 +23,7 @@ from flashrecovery import events as ev
 from flashrecovery import job
 from flashrecovery.agent import agent as agent_module
 from flashrecovery.agent import crew, hang, pulse
+from flashrecovery.agent import session as agent_session
 from flashrecovery.agent.identity import Identity
 from flashrecovery.beats import controller as beats_controller
 from flashrecovery.controller import service as service_module
@@ -61,7 +62,26 @@ def _monotonic() -> float:
     return _world.loop.now + (process.host.clock if process is not None else 0.0)
 
 
-_real_monotonic = time.monotonic
+def _boottime() -> float:
+    if _world is None:
+        return _real_clock_gettime(time.CLOCK_BOOTTIME)
+    process = PROCESS.get()
+    return _world.loop.now + (process.host.boot if process is not None else 0.0)
+
+
+def _wall() -> float:
+    if _world is None:
+        return _real_time()
+    process = PROCESS.get()
+    return _EPOCH + _world.loop.now + (process.host.wall if process is not None else 0.0)
+
+
+def _clock_gettime(clock: int) -> float:
+    which = {time.CLOCK_MONOTONIC: _monotonic, time.CLOCK_BOOTTIME: _boottime, time.CLOCK_REALTIME: _wall}
+    return which[clock]() if clock in which else _real_clock_gettime(clock)
+
+
+_real_monotonic, _real_time, _real_clock_gettime = time.monotonic, time.time, time.clock_gettime
 
 
 def _drawn(bits: int) -> int:
@@ -204,6 +224,27 @@ class _Service(service_module.ControllerService):
         machine.on_tick = watched  # type: ignore[method-assign]
 
 
+class _Agent(agent_module.Agent):
+    """The real one; the laws look at what it remembers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        world().agent_of[current()] = self
+
+
+class _Succession(agent_session.Succession):
+    """The real one; the laws look at its terms."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("term", "promised") and value < getattr(self, name, 0) and not world().over:
+            world().laws.term_falls(current(), name, getattr(self, name), value)
+        super().__setattr__(name, value)
+
+    def forget(self) -> None:
+        super().__setattr__("term", 0)
+        super().forget()
+
+
 def _socket_module() -> Any:
     return SimpleNamespace(
         SOCK_DGRAM=socket.SOCK_DGRAM,
@@ -221,7 +262,9 @@ def simulated() -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = [
         (time, "monotonic", _monotonic),
         (time, "monotonic_ns", lambda: int(_monotonic() * 1e9)),
-        (time, "time", lambda: _EPOCH + _monotonic()),
+        (time, "clock_gettime", _clock_gettime),
+        (time, "clock_gettime_ns", lambda clock: int(_clock_gettime(clock) * 1e9)),
+        (time, "time", _wall),
         (uuid, "uuid4", lambda: uuid.UUID(int=_drawn(128), version=4)),
         (secrets, "randbits", _drawn),
         (secrets, "token_bytes", lambda n=32: _drawn(8 * n).to_bytes(n, "little")),
@@ -236,6 +279,8 @@ def simulated() -> Iterator[None]:
         (job, "observed", _observed),
         (job, "_on_signals", lambda stop: None),
         (job, "ControllerService", _Service),
+        (job, "Agent", _Agent),
+        (agent_session, "Succession", _Succession),
         (crew, "WorkerProcess", SimpleNamespace(spawn=_spawn)),
         (crew, "DeathWatch", lambda loop: SimDeathWatch(world())),
         (crew, "LogTail", _Tail),

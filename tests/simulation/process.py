@@ -6,12 +6,12 @@ import asyncio
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashrecovery.agent.process import WorkerProcess
 from flashrecovery.agent.procfs import Exit
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.runtime.page import Page
+from flashrecovery.runtime.page import _COMMITTED, _GENERATION, Health, Page
 from tests.simulation.loop import Life, Process, current
 from tests.simulation.worker import ModelWorker
 
@@ -32,13 +32,70 @@ class Popen:
         return self.returncode
 
 
+class _Half:
+    """The page's words for somebody who reads while they change: after the first of the two words that belong together,
+    the writer does all that it is about to do."""
+
+    def __init__(self, words: Any, act: Callable[[], None]) -> None:
+        self._words, self._act = words, act
+
+    def __getitem__(self, index: int) -> int:
+        value: int = self._words[index]
+        if index in (_COMMITTED, _GENERATION):
+            self._act()
+        return value
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self._words[index] = value
+
+
+class SimPage(Page):
+    """A page that can be read at the same time as it is written, although there is one thread."""
+
+    lent_at = -1.0
+    """When its agent has lent it some time the last time."""
+    _amid: tuple[Process, Callable[[], None]] | None = None
+
+    def health(self) -> Health:
+        if self._amid is None or not self._amid[0].runs:
+            return super().health()
+        words = self._words
+        self._words = _Half(words, self._act)  # type: ignore[assignment]
+        try:
+            return super().health()
+        finally:
+            self._words = words
+
+    def _act(self) -> None:
+        if self._amid is not None:
+            (_, act), self._amid = self._amid, None
+            act()
+
+    def lend(self, until: float) -> None:
+        super().lend(until)
+        if not self.lease_over():
+            self.lent_at = asyncio.get_running_loop().time()
+
+    async def amid(self, process: Process, act: Callable[[], bool], wait_s: float) -> bool:
+        """Do this in the middle of the next reading, or after this time. Returns what it does."""
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._amid = process, lambda: done.set_result(process.context.copy().run(act))
+        timer = process.call(wait_s, self._act)
+        try:
+            return await done
+        finally:
+            self._amid = None
+            timer.cancel()
+
+
 class SimWorkerProcess(WorkerProcess):
     """One training process as its agent sees it."""
 
     popen: Popen  # type: ignore[assignment]
 
-    def __init__(self, world: World, pid: int, page: Page, process: Process) -> None:
+    def __init__(self, world: World, pid: int, page: SimPage, process: Process) -> None:
         super().__init__(Popen(pid), page, None)  # type: ignore[arg-type]
+        self.sim_page = page
         self.world = world
         self.process = process
         self.agent = current()
@@ -56,7 +113,7 @@ class SimWorkerProcess(WorkerProcess):
         process = Process(world.loop, host, f"pid{pid}")
         host.processes.append(process)
         world.processes.append(process)
-        page = Page.create("simulated")
+        page = SimPage(Page.create("simulated").fd)
         made = SimWorkerProcess(world, pid, page, process)
         world.workers[pid] = made
         return made
@@ -77,7 +134,7 @@ class SimWorkerProcess(WorkerProcess):
     def _heard(self, message: pb.ToWorker) -> None:
         body = message.WhichOneof("body")
         if body == "assign":
-            self.model = ModelWorker(self.world, self.process, self.page, message.assign, self._say)
+            self.model = ModelWorker(self.world, self.process, self.sim_page, message.assign, self._say)
             self.process.start(self.model.control())
             self.process.start(self.model.main())
         elif body == "controller" and self.model is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -17,10 +17,12 @@ from flashrecovery.controller.electorate import Electorate
 from flashrecovery.controller.liveness import Liveness
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.outbox import Outbox
-from flashrecovery.runtime.page import Page
+from flashrecovery.runtime.page import _COMMITTED, _GENERATION, Page
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.habits import Habits
-from tests.simulation.worker import ModelWorker
+from tests.simulation import content
+from tests.simulation.content import Own
+from tests.simulation.worker import Drawn, ModelWorker
 
 
 def _hold(self: Gate, generation: int) -> tuple[bool, bool, int]:
@@ -93,6 +95,21 @@ def _proof_with_key(proof: Callable[[bytes, bytes], bytes]) -> Callable[[bytes, 
     return lambda key, transcript: key + proof(key, transcript)
 
 
+def _drawn(self: ModelWorker) -> Drawn:
+    """Whether something has changed is seen by random numbers and data only."""
+    return Own(self.now.own.random, self.now.own.position, 0), 0
+
+
+def _committed_first(self: Page) -> tuple[int, int]:
+    """The generation is read after the version, so it may be newer."""
+    committed = self._words[_COMMITTED]
+    return self._words[_GENERATION], committed
+
+
+async def _agreed(self: ModelWorker, mine: object) -> None:
+    """Nobody asks whether the ranks agree."""
+
+
 REMOVED: dict[str, Callable[[], Any]] = {
     "hold remembers its generation": lambda: patch.object(Gate, "hold", _hold),
     "capsules of late steps do not count": lambda: patch.object(restore, "_forget_early", lambda records: ""),
@@ -110,8 +127,32 @@ REMOVED: dict[str, Callable[[], Any]] = {
     "a closed door is no proof": lambda: patch.object(session, "reach", _any_door),
     "no secret is sent": lambda: patch.object(handshake, "_proof", _proof_with_key(handshake._proof)),
     "the lease in the page": lambda: patch.object(Page, "lend", lambda self, until: None),
+    "what changes after the optimizer is sealed again": lambda: patch.object(ModelWorker, "_drawn", _drawn),
+    "registered objects are compared": lambda: patch.object(ModelWorker, "_unequal", lambda self, values: False),
+    "a drain that is not quiet is a failure": lambda: patch.object(ModelWorker, "_quiet", lambda self: True),
+    "a new controller hears of checkpoints": lambda: patch.object(
+        Machine, "_hear_of_checkpoint", lambda self, node, saved: None
+    ),
+    "a batch is digested whole": lambda: patch.object(
+        content, "digest_of", lambda batch: hash((batch[:8], batch[-8:]))
+    ),
+    "the version is read between two looks at the generation": lambda: patch.object(
+        Page, "_committed_in", _committed_first
+    ),
+    "agreement is shown after a recovery": lambda: patch.object(ModelWorker, "_agree", _agreed),
+    "a new term by votes, heard from the sending": lambda: _both(
+        "a new term by votes", "heard counts from the sending"
+    ),
 }
 """By name: what is patched away."""
+
+
+@contextmanager
+def _both(*names: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(REMOVED[name]())
+        yield
 
 
 @contextmanager
@@ -136,3 +177,60 @@ def _early_completion() -> Iterator[None]:
 
     with patch.object(ModelWorker, "_body", body), patch.object(ModelWorker, "_settle", settled):
         yield
+
+
+def _commits_twice(commit: Callable[..., bool]) -> Callable[..., bool]:
+    def committed(self: Gate, *, outside: bool = False) -> bool:
+        self.version += self.version == 3
+        return commit(self, outside=outside)
+
+    return committed
+
+
+def _goes_back(follow: Callable[..., None]) -> Callable[..., None]:
+    def followed(self: session.ControllerSession, term: int, address: str) -> None:
+        follow(self, term, address)
+        self._succession.term -= 1
+
+    return followed
+
+
+def _same_generation(enter: Callable[..., None]) -> Callable[..., None]:
+    def entered(self: Machine, cause: str, now: float, victims: Any = ()) -> None:
+        self.generation -= 1
+        enter(self, cause, now, victims)
+
+    return entered
+
+
+def _says_too_much(find: Callable[..., None]) -> Callable[..., None]:
+    def heard(self: Machine, message: Any, now: float) -> None:
+        for health in message.ranks:
+            health.committed += 1
+        find(self, message, now)
+
+    return heard
+
+
+def _over_at_once(self: Machine, resume_step: int) -> bool:
+    return True
+
+
+BREAKS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "a commit counts twice": ("growth", lambda: patch.object(Gate, "commit", _commits_twice(Gate.commit))),
+    "an agent goes back a term": (
+        "growth",
+        lambda: patch.object(session.ControllerSession, "_follow", _goes_back(session.ControllerSession._follow)),
+    ),
+    "a recovery in the old generation": (
+        "growth",
+        lambda: patch.object(Machine, "_enter_recovery", _same_generation(Machine._enter_recovery)),
+    ),
+    "a commit that was not": (
+        "believed",
+        lambda: patch.object(Machine, "on_heartbeat", _says_too_much(Machine.on_heartbeat)),
+    ),
+    "over before a step": ("finished", lambda: patch.object(Machine, "_all_have_gone_on", _over_at_once)),
+    "the newest is not taken": ("fallback", lambda: patch.object(restore, "_plain_cut", lambda records: None)),
+}
+"""Mistakes that nobody has made, each with the law that notices it: laws can fail."""

@@ -15,9 +15,8 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from flashrecovery.errors import StepInterrupted
+from flashrecovery.errors import DivergedError, DrainError, StepInterrupted
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.runtime.page import Page
 from flashrecovery.state.version import VERSIONS_KEPT
 from flashrecovery.worker import proof
 from flashrecovery.worker.gate import Gate
@@ -29,9 +28,13 @@ from tests.simulation.fabric import PeerLost, Port
 from tests.simulation.loop import Process
 
 if TYPE_CHECKING:
+    from tests.simulation.process import SimPage
     from tests.simulation.world import World
 
 _POLL_S = 0.005
+_LOOK_S = 0.1
+Drawn = tuple[Own, int]
+"""All that is a rank's own: with the registered object, if that is."""
 
 
 class WouldWait(Exception):
@@ -135,11 +138,10 @@ class Copies:
                 del self.undo[min(self.undo)]
             self.undo[version] = self._w.now
 
-    def before_mutation(self, version: int) -> None:
-        habits = self._w.habits
+    def before_mutation(self, version: int, *, needs_undo: bool) -> None:
         if self.own_copies:
             return
-        if habits.needs_undo:
+        if needs_undo:
             self.hold(version)
         else:
             self.undo.clear()
@@ -172,7 +174,7 @@ class ModelWorker:
     """One training process, from its Assign to its end. ``say`` sends to the agent."""
 
     def __init__(
-        self, world: World, process: Process, page: Page, assign: pb.Assign, say: Callable[[pb.FromWorker], None]
+        self, world: World, process: Process, page: SimPage, assign: pb.Assign, say: Callable[[pb.FromWorker], None]
     ) -> None:
         self.world = world
         self.script = world.script
@@ -184,21 +186,32 @@ class ModelWorker:
         self.gate = Gate(page)
         self.gate.lock = NoWaiting()  # type: ignore[assignment]
         self.gate.generation = assign.generation
-        self.now: Content = content.start(self.rank)
+        self.now: Content = content.start(self.script, self.rank)
+        self.plain = 0
         self.common, self.capsule = Kept(), Kept()
         self.habits = Habits()
         self.copies = Copies(
             self, int(assign.env["FLASHRECOVERY_NEIGHBOUR_STRIDE"]), int(assign.env["GROUP_WORLD_SIZE"])
         )
         self.port: Port = world.fabric.open(self.rank, process)
-        self.mute = False
+        self.mute = self.dirty = False
+        self.spoilt = False
+        """Something may still write into its state; the process is to be replaced."""
+        self.ignored_at: dict[int, float] = {}
+        """When a mute process was told to hold, by generation."""
+        self.busy_until = 0.0
+        self.proven = not self.detached
+        """All ranks have shown that they agree since this one was last told to go on."""
+        self._batches: dict[int, tuple[bytes, int]] = {}
+        self._digests: dict[int, int] = {}
+        self._announced = -1
         self._commands: deque[pb.Command] = deque()
         self._control = asyncio.Event()
         self._inbox: asyncio.Queue[pb.Command] = asyncio.Queue()
         self._changed = asyncio.Event()
-        self._written: Own | None = None
-        self._at_seal: Own | None = None
-        self._at_mutation: Own | None = None
+        self._written: Drawn | None = None
+        self._at_seal: Drawn | None = None
+        self._at_mutation: Drawn | None = None
         self.late_versions: dict[int, bool] = {}
         self._unsettled = self._committed = self._void_run = False
         self._proof_due = self.detached
@@ -225,6 +238,8 @@ class ModelWorker:
             command = self._commands.popleft()
             body = command.WhichOneof("body")
             if self.mute and body in ("hold", "stop", "ping"):
+                if body == "hold":
+                    self.ignored_at.setdefault(command.generation, self.world.loop.now)
                 continue
             if body == "hold":
                 settled, mutating, version = self.gate.hold(command.generation)
@@ -238,7 +253,9 @@ class ModelWorker:
                 self._say(pb.FromWorker(whereabouts=pb.Whereabouts(rank=self.rank, answered=True)))
             elif body == "keep_undo":
                 self._keep_undo(command.keep_undo.step)
-            elif body is not None and body not in ("fault", "checkpoint"):
+            elif body == "checkpoint":
+                self._announced = command.checkpoint.version
+            elif body is not None and body != "fault":
                 self._inbox.put_nowait(command)
             self._changed.set()
 
@@ -274,12 +291,16 @@ class ModelWorker:
         """The script."""
         try:
             await self._script()
-        except (PeerLost, StepInterrupted) as e:
-            self._fail(type(e).__name__, str(e))
+        except (PeerLost, StepInterrupted, DivergedError) as e:
+            self.fail(
+                type(e).__name__, str(e), communication=isinstance(e, PeerLost), fatal=isinstance(e, DivergedError)
+            )
 
-    def _fail(self, kind: str, text: str) -> None:
+    def fail(self, kind: str, text: str, *, communication: bool = False, fatal: bool = False) -> None:
+        """The script ends with this exception."""
         self.world.note(f"rank {self.rank} (pid {self.world.pid_of(self.process)}) raises {kind}: {text}")
-        self._say(pb.FromWorker(last_words=pb.LastWords(exception=kind, message=text)))
+        words = pb.LastWords(exception=kind, message=text, communication=communication, fatal=fatal)
+        self._say(pb.FromWorker(last_words=words))
         self.world.exits(self.process, 1)
 
     async def _script(self) -> None:
@@ -307,6 +328,7 @@ class ModelWorker:
 
     async def _join(self) -> None:
         if not self.detached:
+            await self._compare_objects()
             self.page.write_setup_log(b"setup")
             self._seal(0, early=False)
             self._keep_common(0)
@@ -317,6 +339,8 @@ class ModelWorker:
             held=self._held(),
             steps=self.script.steps,
             hang_floor_s=self.world.config.timeouts.hang_floor_s,
+            checkpoints=self.world.disk is not None,
+            checkpoint_interval_s=self.world.shape.checkpoint_s,
         )
         if not self.detached:
             self.gate.live = 0
@@ -331,7 +355,16 @@ class ModelWorker:
         self._resumed()
 
     def _resumed(self) -> None:
-        self._unsettled, self._committed, self._proof_due = True, False, True
+        self._unsettled, self._committed, self._proof_due = True, False, self.gate.generation > 0
+        self.proven = not self._proof_due
+
+    async def _compare_objects(self) -> None:
+        """Does the registered object differ between the ranks, from the start?"""
+        if self.script.thing and self._unequal(await self.port.gather("objects", self.now.thing)):
+            self.habits.own = ["thing"]
+
+    def _unequal(self, values: list[int]) -> bool:
+        return len(set(values)) > 1
 
     async def _finished(self) -> bool:
         while True:
@@ -373,7 +406,7 @@ class ModelWorker:
             self._publish(self.gate.version)
 
     def _complete(self, version: int) -> None:
-        now, habits = self.now.own, self.habits
+        now, habits = self._drawn(), self.habits
         before = self._at_mutation if habits.reseal else self._at_seal
         self.late_versions = {v: late for v, late in self.late_versions.items() if v > version - 3}
         self.late_versions[version] = now != before
@@ -386,7 +419,13 @@ class ModelWorker:
             self._seal(version, early=False)
         self.world.settled(self, version)
 
+    def _drawn(self) -> Drawn:
+        """All that is this rank's own, by which it is seen whether it has changed."""
+        return self.now.own, self.now.thing if self.habits.own else 0
+
     def _publish(self, version: int) -> None:
+        if self._committed and self.world.disk is not None and self._announced == version:
+            self._save(version)
         if not self._committed and version in self.capsule.at:
             self.page.write_capsule(version, self.capsule.at[version])
         self.copies.start(version)
@@ -416,11 +455,15 @@ class ModelWorker:
         self.now = content.below(self.script, self.now, step)
 
     async def _wait_for_stop(self) -> bool:
-        left_s = self.world.config.timeouts.peer_error_wait_s
+        loop = self.world.loop
+        left_s, last = self.world.config.timeouts.peer_error_wait_s, loop.now
         while not self.gate.stopped and left_s > 0:
-            await asyncio.sleep(_POLL_S)
+            self._changed.clear()
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), _LOOK_S)
             if self.controller_heard and not self.gate.held:
-                left_s -= _POLL_S
+                left_s -= min(loop.now - last, _LOOK_S)
+            last = loop.now
         return self.gate.stopped
 
     async def _body(self, step: int) -> None:
@@ -428,15 +471,16 @@ class ModelWorker:
         await self._work(script.forward_s / 2)
         gate.check()
         self.now = content.forward(script, rank, self.now)
+        seen = content.read(script, self._fetch(self.now.own.position))
         await self._work(script.forward_s / 2)
         gate.check()
         self.page.beat()
-        self._at_seal = self.now.own
+        self._at_seal = self._drawn()
         if self.habits.seals_early:
             self._seal(step + 1, early=True)
         await self._waiting(self.copies.wait())
         await self._work(script.backward_s)
-        gradients = await self._waiting(self.port.gather("sync", content.gradient(script, rank, self.now)))
+        gradients = await self._waiting(self.port.gather("sync", content.gradient(script, rank, self.now, seen)))
         if script.late_buffer:  # as a gate's bias is, by the gradients of all ranks
             self.now = content.changed(self.now, content.mix(*gradients))
         gate.check()
@@ -445,7 +489,8 @@ class ModelWorker:
         whole = self.now
         self.now = replace(whole, weights=-1, unique=-1)  # torn
         await self._work(script.optimizer_s)
-        self.now = content.update(script, rank, whole, content.mix(*gradients), step)
+        self.plain = content.PLAIN if step == 0 else self.plain
+        self.now = content.update(script, rank, whole, content.mix(*gradients), step, self.plain)
         gate.check()
         if self._proof_due:
             await self._show_equal()
@@ -454,33 +499,53 @@ class ModelWorker:
         self._proof_due = False
         self.world.committed(self)
 
+    def _fetch(self, position: int) -> bytes:
+        """The next batch; after a void attempt, the one that was handed out then."""
+        batch, digest = self._batches.get(position, (b"", 0))
+        if not batch or content.digest_of(batch) != digest:
+            batch = content.batch_of(self.rank, position)
+            digest = content.digest_of(batch)
+        self._batches[position] = (content.written(batch) if self.script.in_place else batch, digest)
+        self._batches.pop(position - 4, None)
+        return batch
+
     async def _before_mutation(self, step: int) -> None:
         habits = self.habits
-        self._at_mutation = self.now.own
+        self._at_mutation = self._drawn()
         sealed = habits.seals_early
-        if sealed and self._written != self.now.own:
+        if sealed and self._written != self._at_mutation:
             self._seal(step + 1, early=True)
         if self.copies.capsules_only:
             await self._waiting(self.copies.send_capsule(step + 1, sealed=sealed))
+        needs_undo = habits.needs_undo
         if proof.is_due(step):
             await self._barrier(self._compare_habits())
         elif self.copies.capsules_only or (self.script.unique and not self.copies.undo_on) or habits.reseal:
             await self._barrier(self.port.gather("barrier", 0))
-        self.copies.before_mutation(step)
+        self.copies.before_mutation(step, needs_undo=needs_undo or habits.needs_undo)
 
     async def _compare_habits(self) -> None:
         habits = self.habits
-        rows = await self.port.gather("habits", (habits.undo, habits.changed, habits.late))
+        thing = self.now.thing if self.script.thing and not habits.own else 0
+        rows = await self.port.gather("habits", (habits.undo, habits.changed, habits.late, thing))
         habits.undo = any(row[0] for row in rows)
         habits.changed = habits.reseal = any(row[1] for row in rows)
         habits.late = any(row[2] for row in rows)
+        if self._unequal([row[3] for row in rows]):
+            habits.own = ["thing"]
 
     async def _show_equal(self) -> None:
+        thing = self.now.thing if self.script.thing and not self.habits.own else 0
         try:
-            await self._waiting(self.port.gather("proof", self.now.weights))
+            await self._agree((self.now.weights, self.now.rate, thing))
+            self.proven = True
         except PeerLost:
             if not self.gate.stopped and not await self._wait_for_stop():
                 raise
+
+    async def _agree(self, mine: tuple[int, int, int]) -> None:
+        if len(set(await self._waiting(self.port.gather("proof", mine)))) > 1:
+            raise DivergedError("after the recovery the ranks have redone a step, and do not agree")
 
     async def _mutate(self) -> None:
         while True:
@@ -490,7 +555,7 @@ class ModelWorker:
                 break
             except WouldWait:
                 with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), 0.01 if self.page.lease_over() else None)
+                    await asyncio.wait_for(self._changed.wait(), 0.03 if self.page.lease_over() else None)
         self.world.mutates(self, self._held_for)
 
     async def _barrier(self, collective: Any) -> None:
@@ -526,16 +591,24 @@ class ModelWorker:
     # -- plain state --------------------------------------------------------------------------------
 
     def _seal(self, version: int, *, early: bool) -> None:
-        data = self.now.own.pack()
+        newest = max(self._digests, default=-1)
+        shared = (newest, self._digests.get(newest, 0))
+        thing = self.now.thing if self.habits.own else None
+        data = self.now.own.pack() + json.dumps([thing, *shared]).encode()
         self.capsule.keep(version, data, early=early)
         self.page.write_capsule(version, data, early=early)
-        self._written = self.now.own
-
-    def _common(self) -> bytes:
-        return json.dumps([self.now.rate, asdict(self.habits)]).encode()
+        self._written = self._drawn()
 
     def _keep_common(self, version: int) -> None:
-        self.common.keep(version, self._common())
+        """With the registered object, and its digests of this version and the one before, while it is taken for
+        equal on all ranks."""
+        common = bool(self.script.thing) and not self.habits.own
+        if common:
+            self._digests[version] = self.now.thing
+            self._digests.pop(version - 4, None)
+        digests = [self._digests.get(v) if common else None for v in (version, version - 1)]
+        said = [self.now.rate, asdict(self.habits), self.now.thing if common else None, *digests]
+        self.common.keep(version, json.dumps(said).encode())
 
     def tensor_names(self) -> list[str]:
         return ["param", f"zero@{self.rank}"] if self.script.unique else ["param"]
@@ -590,11 +663,13 @@ class ModelWorker:
             elif body == "restore":
                 await self._restore(command.restore, reply)
             elif body == "resume":
-                resumed = self._resume(command)
-        except (PeerLost, StepInterrupted) as e:
+                await asyncio.sleep(max(self.busy_until - self.world.loop.now, 0.0))
+                resumed = await self._resume(command)
+        except (PeerLost, StepInterrupted, DrainError, DivergedError) as e:
             if self.gate.outdated(command.generation):
                 return False
             reply.error_type, reply.error = type(e).__name__, str(e)
+            reply.fatal = isinstance(e, DivergedError)
         await asyncio.sleep(0.0002 + 0.004 * self.world.random.random())
         self._say(pb.FromWorker(reply=reply))
         return resumed
@@ -602,6 +677,8 @@ class ModelWorker:
     async def _stop(self, command: pb.Command, reply: pb.Reply) -> None:
         await self.copies.stop()
         self.port.detach()
+        if self.dirty:
+            await self._drain()
         reply.live_version = self.gate.live
         reply.held.extend(self._held())
         reply.late.extend(sorted(v for v, late in self.late_versions.items() if late))
@@ -609,8 +686,47 @@ class ModelWorker:
             reply.needs.extend(self._needs(digests=False))
         self._needs_told = command.generation
 
+    async def _drain(self) -> None:
+        """An operation does not let go of its tensors: it will still write into them, some time later."""
+        await asyncio.sleep(self.world.config.timeouts.drain_s)
+        self.process.call(0.2 * self.world.random.random(), self._scribble)
+        if not self._quiet():
+            self.spoilt = True
+            raise DrainError("something still runs")
+
+    def _quiet(self) -> bool:
+        return False
+
+    def _scribble(self) -> None:
+        self.now = replace(self.now, weights=-2)
+
+    def _save(self, version: int) -> None:
+        """This rank's part of a checkpoint, written in the background."""
+        self._announced = -1
+        part = self.now, self.common.at[version], self.capsule.at[version]
+        self.process.call(0.02 + 0.2 * self.world.random.random(), self._saved, version, part)
+
+    def _saved(self, version: int, part: Any) -> None:
+        disk = self.world.disk
+        assert disk is not None
+        path = disk.write(version, self.gate.generation, self.rank, part)
+        if path:
+            saved = pb.CheckpointSaved(version=version, path=path, seconds=0.1, k0_s=0.001)
+            self._say(pb.FromWorker(checkpoint=saved))
+
+    def _load(self, path: str, version: int) -> None:
+        disk = self.world.disk
+        assert disk is not None
+        self.gate.torn()
+        self.now, common, capsule = disk.published[path][self.rank]
+        self.common.keep(version, common)
+        self.capsule.keep(version, capsule)
+
     async def _restore(self, restore: pb.Restore, reply: pb.Reply) -> None:
-        version, now = restore.version, self.now
+        version = restore.version
+        if restore.checkpoint:
+            self._load(restore.checkpoint, version)
+        now = self.now
         own_capsule = f"capsule@{self.rank}"
         for item in restore.local:
             if item.shard == own_capsule:
@@ -659,17 +775,32 @@ class ModelWorker:
         common, capsule = self.common.at.get(version), self.capsule.at.get(version)
         if common is None or capsule is None:
             raise PeerLost(f"the plain state of version {version} is missing on rank {self.rank}")
-        rate, habits = json.loads(common)
+        rate, habits, thing, digest, before = json.loads(common)
+        own, (own_thing, at, mine) = Own.unpack(capsule), json.loads(capsule[Own.SIZE :])
+        theirs = digest if at == version else before if at == version - 1 else None
+        if own_thing is None and theirs is not None and mine != theirs:
+            raise DivergedError("the registered objects ['thing'] are not equal on all ranks")
         self.habits.restore(Habits(**habits))
-        self.now = replace(self.now, rate=rate, own=Own.unpack(capsule))
+        self._digests = {v: d for v, d in self._digests.items() if v <= version}
+        for found in (thing, own_thing):
+            self.now = replace(self.now, thing=self.now.thing if found is None else found)
+        self.now = replace(self.now, rate=rate, own=own)
         self.common.drop_after(version)
         self.capsule.drop_after(version)
 
-    def _resume(self, command: pb.Command) -> bool:
+    async def _told_to_resume(self, version: int, generation: int) -> bool:
+        chance = self.world.random.random()
+        if chance > 0.2:
+            return self.gate.resume(version, generation)
+        # while the agent reads the page, if it does so in the next moment
+        return await self.page.amid(self.process, lambda: self.gate.resume(version, generation), 0.2 * chance)
+
+    async def _resume(self, command: pb.Command) -> bool:
         version = command.resume.version
-        if not self.gate.resume(version, command.generation):
+        if not await self._told_to_resume(version, command.generation):
             return False
         self.detached = self._fresh = False
+        self._announced = -1
         self.copies.resumed(version)
         self.world.resumed(self, version)
         return True

@@ -14,6 +14,7 @@ from typing import Any
 
 from flashrecovery import events as ev
 from flashrecovery.access import Access
+from flashrecovery.agent.agent import Agent
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.service import ControllerService
 from flashrecovery.job import Place, run_controller, run_job
@@ -39,9 +40,13 @@ _SHORTER = {
 """Only those whose length no rule depends on: a history shall not take a simulated hour."""
 
 
+_LIMITS = ("max_failures_per_step", "max_kills_per_step", "max_restarts")
+
+
 @dataclass(frozen=True)
 class Shape:
-    """The job: how many nodes and ranks, where the controller is."""
+    """The job: how many nodes and ranks, where the controller is. ``checkpoint_s``: from one fallback checkpoint to the
+    next (0: none). ``limits``: a crash loop ends it, as it would in earnest."""
 
     nodes: int
     nproc: int
@@ -49,10 +54,33 @@ class Shape:
     external: bool = False
     direct_agents: int = 64
     standby: int = 0
+    checkpoint_s: float = 0.0
+    limits: bool = False
 
     @property
     def world(self) -> int:
         return self.nodes * self.nproc
+
+
+class Disk:
+    """Where checkpoints are, which every node can read."""
+
+    def __init__(self, world: int) -> None:
+        self.published: dict[str, dict[int, Any]] = {}
+        self._parts: dict[tuple[int, int], dict[int, Any]] = {}
+        self._world = world
+
+    def write(self, version: int, generation: int, rank: int, part: Any) -> str:
+        """Returns the checkpoint's path if this has made it whole."""
+        parts = self._parts.setdefault((version, generation), {})
+        parts[rank] = part
+        if len(parts) < self._world:
+            return ""
+        path = f"/simulated/checkpoint/{version:06d}"
+        self.published[path] = parts
+        for old in sorted(self.published)[:-2]:
+            del self.published[old]
+        return path if path in self.published else ""
 
 
 @dataclass
@@ -82,7 +110,6 @@ class World:
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.loop = VirtualLoop()
-        self.loop.after = self._after
         self.loop.set_exception_handler(self._unhandled)
         self.network = Network(self.loop, random.Random(self.seed + 1), self.weather)
         self.config = self._config()
@@ -92,6 +119,8 @@ class World:
         self.pids = itertools.count(1000)
         self.workers: dict[int, SimWorkerProcess] = {}
         self.agents: dict[str, Process] = {}
+        self.agent_of: dict[Process, Agent] = {}
+        self.disk = Disk(self.size) if self.shape.checkpoint_s else None
         self.processes: list[Process] = []
         self.services: list[tuple[Process, ControllerService]] = []
         self.addresses: list[str] = []
@@ -106,7 +135,7 @@ class World:
         names = [f"n{i}" for i in range(self.shape.nodes + self.shape.spares)]
         for i, name in enumerate([*names, *(["ctl"] if self.shape.external else [])]):
             clock = 1000.0 * (i + 1)
-            self.hosts[name] = self.network.add(Host(name, f"10.0.0.{i + 1}", clock))
+            self.hosts[name] = self.network.add(Host(name, f"10.0.0.{i + 1}", clock, clock))
         self.controller_host = self.hosts["ctl" if self.shape.external else "n0"]
 
     def _config(self) -> RunConfig:
@@ -119,8 +148,10 @@ class World:
                 "controller": f"10.0.0.99:{PORT}" if several else None,
                 "direct_agents": self.shape.direct_agents,
                 "standby": self.shape.standby,
-                "max_failures_per_step": 1000,
-                "max_restarts": 1000,
+                **({} if self.shape.limits else dict.fromkeys(_LIMITS, 1000)),
+                "checkpoint": {"dir": "/simulated", "interval_s": self.shape.checkpoint_s}
+                if self.shape.checkpoint_s
+                else {},
                 "log": "none",
                 "timeouts": {**_SHORTER, **self.timeouts},
             }
@@ -131,10 +162,6 @@ class World:
     def note(self, text: str) -> None:
         """Into the trace."""
         self.trace.append(f"{self.loop.now:9.4f}  {text}")
-
-    def _after(self) -> None:
-        if not self.over:
-            self.laws.look()
 
     def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if self.over:

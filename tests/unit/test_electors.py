@@ -193,6 +193,20 @@ def test_a_newer_term_is_won_by_votes(refusing: str, renewed: bool) -> None:
     assert known.term == (6 if renewed else 1)
 
 
+def test_after_a_vain_attempt_the_next_one_is_for_a_term_that_nobody_has_promised() -> None:
+    """Who asks for it has promised term 2, and no vote for term 3 counts twice."""
+    known = electorate(settled("a", "b", "c"), Job.of("abc"))
+    agents = Nodes("abc").agents
+    reached = {"a"}
+
+    async def ask(e: Elector, request: pb.VoteRequest) -> pb.VoteReply:
+        return agents[e.node].vote(request) if e.node in reached else pb.VoteReply(reason="no answer")
+
+    assert not asyncio.run(known.renew(2, ask)) and agents["a"].promised == 3
+    reached = {"a", "b"}
+    assert asyncio.run(known.renew(2, ask)) and known.term == 4
+
+
 # -- the agents' side -----------------------------------------------------------------------------
 
 

@@ -35,6 +35,7 @@ class Electorate:
         self._decides_s = decides_for_s(limits.node_silence_s)
         self._echoed: dict[tuple[str, str], float] = {}  # node, incarnation -> by this controller's clock
         self._renewed_at = float("-inf")
+        self._promised = 0  # the newest term that an elector has named in its answer
 
     @property
     def term(self) -> int:
@@ -82,9 +83,13 @@ class Electorate:
 
     async def renew(self, promised: int, ask: Ask) -> bool:
         """Have the electors vote for this controller, for a term that nobody can have been elected for: newer than
-        ``promised``. Whether they have."""
+        ``promised``. Whether they have.
+
+        Some may have granted the last attempt, which was not enough, and grant nothing more for its term: so each
+        attempt is for a newer one than any elector has named.
+        """
         quorum, version = self._quorum, self._quorum.version
-        term = max(promised, quorum.term) + 1
+        term = max(promised, quorum.term, self._promised) + 1
 
         async def granted(elector: Elector) -> Elector | None:
             request = pb.VoteRequest(
@@ -95,7 +100,9 @@ class Electorate:
                 incarnation=elector.incarnation,
                 renews=quorum.term,
             )
-            return elector if (await ask(elector, request)).granted else None
+            reply = await ask(elector, request)
+            self._promised = max(self._promised, reply.term)
+            return elector if reply.granted else None
 
         votes = await asyncio.gather(*(granted(e) for e in quorum.voters))
         if quorum.version != version or quorum.term >= term or not quorum.agree({e for e in votes if e is not None}):

@@ -451,12 +451,14 @@ class Session:
         if self.copies.capsules_only:
             # What is sealed goes to another node, before anybody can need it.
             self.copies.send_capsule(version + 1, sealed=sealed)
+        # The step in which all begin to seal again was not sealed itself.
+        needs_undo = habits.needs_undo
         if proof.is_due(version):
             if self._compare_habits():
                 self._seal_own_objects(version + 1, sealed)
         elif not seen_forward or self._explicit_barrier or habits.reseal:
             self._barrier()
-        if habits.needs_undo:
+        if needs_undo or habits.needs_undo:
             self.copies.enable_undo(brief=not habits.known)
         else:
             self.copies.disable_undo()

@@ -279,14 +279,14 @@ class Struck:
     def _freeze_host(self, name: str, seconds: float) -> None:
         host = self.world.hosts[name]
         if host.up and not host.frozen:
-            host.freeze()
+            host.freeze(self.world.loop.now)
             self._later(seconds, self._thaw_host, name, seconds)
 
     def _thaw_host(self, name: str, seconds: float) -> None:
         host = self.world.hosts[name]
         if host.frozen:
             self.world.note(f"*** {name} goes on")
-            host.thaw()
+            host.thaw(self.world.loop.now)
 
     def _freeze_agent(self, name: str, seconds: float) -> None:
         process = self.world.agents[name]

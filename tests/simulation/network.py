@@ -39,13 +39,16 @@ class Listener(Protocol):
 
 @dataclass
 class Host:
-    """A machine with one address. ``clock``: its CLOCK_MONOTONIC is so many seconds ahead of the simulation's."""
+    """A machine with one address. ``clock``: its clocks are so many seconds ahead of the simulation's. ``slept_s``: so
+    long it has stood still, and with it its CLOCK_MONOTONIC, but not CLOCK_BOOTTIME."""
 
     name: str
     ip: str
     clock: float = 0.0
+    slept_s: float = 0.0
     up: bool = True
     frozen: bool = False
+    frozen_at: float = 0.0
     boots: int = 0
     processes: list[Process] = field(default_factory=list)
     listeners: dict[int, Listener] = field(default_factory=dict)
@@ -56,12 +59,13 @@ class Host:
         self.next_port += 1
         return self.next_port
 
-    def freeze(self) -> None:
+    def freeze(self, now: float) -> None:
         """The whole machine stands still (a paused virtual machine)."""
-        self.frozen = True
+        self.frozen, self.frozen_at = True, now
 
-    def thaw(self) -> None:
+    def thaw(self, now: float) -> None:
         self.frozen = False
+        self.slept_s += now - self.frozen_at
         for process in list(self.processes):
             process.catch_up()
 

@@ -55,13 +55,24 @@ def inside(one: World) -> Iterator[None]:
 
 
 def _monotonic() -> float:
+    """It stands while the host does."""
     if _world is None:
         return _real_monotonic()
     process = PROCESS.get()
-    return _world.loop.now + (process.host.clock if process is not None else 0.0)
+    return _world.loop.now + (process.host.clock - process.host.slept_s if process is not None else 0.0)
+
+
+def _clock_gettime_ns(which: int) -> int:
+    """CLOCK_BOOTTIME goes on."""
+    assert which == time.CLOCK_BOOTTIME
+    if _world is None:
+        return _real_clock_gettime_ns(which)
+    process = PROCESS.get()
+    return int((_world.loop.now + (process.host.clock if process is not None else 0.0)) * 1e9)
 
 
 _real_monotonic = time.monotonic
+_real_clock_gettime_ns = time.clock_gettime_ns
 
 
 def _drawn(bits: int) -> int:
@@ -221,6 +232,7 @@ def simulated() -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = [
         (time, "monotonic", _monotonic),
         (time, "monotonic_ns", lambda: int(_monotonic() * 1e9)),
+        (time, "clock_gettime_ns", _clock_gettime_ns),
         (time, "time", lambda: _EPOCH + _monotonic()),
         (uuid, "uuid4", lambda: uuid.UUID(int=_drawn(128), version=4)),
         (secrets, "randbits", _drawn),

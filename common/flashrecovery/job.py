@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import signal
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from flashrecovery.agent.identity import Identity
 from flashrecovery.agent.peers import PeerService
 from flashrecovery.agent.session import ControllerSession, answers
 from flashrecovery.agent.succession import Succession
+from flashrecovery.clock import lease_clock
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.quorum import Quorum
 from flashrecovery.controller.service import ControllerService
@@ -220,7 +220,7 @@ class Leadership:
         """
         await self.leave()
         here = replace(self._place, controller=self._place.here, port=0)
-        until = time.monotonic() + _GATHER_S
+        until = lease_clock() + _GATHER_S
         quorum = Quorum.elected(self._agent.node, term, succession.electors, succession.before, until)
         try:
             address = await self._start(here, self._path, quorum)

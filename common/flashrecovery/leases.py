@@ -2,7 +2,7 @@
 
 Every belief is an interval on the clock of the one who holds it, and begins with the *sending* of something of its own
 that the other side has answered or echoed. So it is never newer than what the other side knows, whatever was delayed on
-the way, and however long one of them stood still.
+the way, and however long one of them stood still, or its host was suspended (:mod:`flashrecovery.clock`).
 
 * A node steps on after its last answered heartbeat for :func:`halts_after_s` at the most. The controller, which has got
   that heartbeat later than it was sent, gives the node's ranks away after ``node_silence_s`` at the earliest. The agent

@@ -12,6 +12,7 @@ from flashrecovery import handshake
 from flashrecovery.agent import session
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.lease import Reach
+from flashrecovery.clock import lease_clock
 from flashrecovery.controller import restore
 from flashrecovery.controller.electorate import Electorate
 from flashrecovery.controller.liveness import Liveness
@@ -71,7 +72,7 @@ def _arrived(self: Electorate, node: str, sent_at: float) -> None:
     """Whatever arrives counts as sent and heard now."""
     record = self._job.nodes.get(node)
     if record is not None and record.alive:
-        self._echoed[node, record.incarnation] = time.monotonic()
+        self._echoed[node, record.incarnation] = lease_clock()
 
 
 def _believes(judge: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,6 +89,11 @@ def _believes(judge: Callable[..., Any]) -> Callable[..., Any]:
 def _any_door(seen: object, electors: object, node: str) -> Reach:
     """Whoever is refused takes the controller for dead, and asks nobody."""
     return Reach(enough=True, vouched=False)
+
+
+def _stands(which: int) -> int:
+    """No time passes for a host that is suspended."""
+    return time.monotonic_ns()
 
 
 def _proof_with_key(proof: Callable[[bytes, bytes], bytes]) -> Callable[[bytes, bytes], bytes]:
@@ -126,6 +132,7 @@ REMOVED: dict[str, Callable[[], Any]] = {
     "a broken connection is no proof": lambda: patch.object(Liveness, "_judge", _believes(Liveness._judge)),
     "a closed door is no proof": lambda: patch.object(session, "reach", _any_door),
     "no secret is sent": lambda: patch.object(handshake, "_proof", _proof_with_key(handshake._proof)),
+    "leases go on while the host is suspended": lambda: patch.object(time, "clock_gettime_ns", _stands),
     "the lease in the page": lambda: patch.object(Page, "lend", lambda self, until: None),
     "what changes after the optimizer is sealed again": lambda: patch.object(ModelWorker, "_drawn", _drawn),
     "registered objects are compared": lambda: patch.object(ModelWorker, "_unequal", lambda self, values: False),

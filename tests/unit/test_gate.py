@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
+from flashrecovery.clock import lease_clock
 from flashrecovery.errors import StepInterrupted
 from flashrecovery.runtime.page import TAG_MUTATING, Page
 from flashrecovery.worker.gate import Gate
@@ -156,18 +156,18 @@ def test_the_barrier_before_the_mutation_is_known(gate: Gate) -> None:
 def test_no_change_of_state_begins_after_the_lease(gate: Gate) -> None:
     """Its node may have been taken for lost, and its agent may stand still."""
     gate.begin()
-    gate.page.lend(time.monotonic() + 60)
+    gate.page.lend(lease_clock() + 60)
     assert not gate.page.lease_over()
     gate.mutate()
     gate.commit()
     gate.begin()
-    gate.page.lend(time.monotonic() - 0.001)
+    gate.page.lend(lease_clock() - 0.001)
     assert gate.page.lease_over()
     thread = threading.Thread(target=gate.mutate)
     thread.start()
     thread.join(0.1)
     assert thread.is_alive() and not gate.mutating
-    gate.page.lend(time.monotonic() + 60)  # an answer has come
+    gate.page.lend(lease_clock() + 60)  # an answer has come
     thread.join(5)
     assert gate.mutating
     gate.commit()

@@ -324,10 +324,11 @@ def test_who_keeps_the_copies_of_whom_and_how_old_they_are() -> None:
     ranks = list(world.machine.ranks.values())
     health = [pb.RankHealth(rank=r.rank, pid=r.pid, committed=9, kept=9 - r.rank, kept_age_s=0.5) for r in ranks[:3]]
     world.machine.on_heartbeat(pb.Heartbeat(ranks=health), world.now)
-    found = job_status(world.machine, Liveness(LIMITS), (0, 0), world.now + 2).ranks
+    found = job_status(world.machine, Liveness(LIMITS), (0, 0), world.now + 2, world.now + 2).ranks
     assert [(r.copied, r.copied_by, r.copy_age_s) for r in found] == [(7, 2, 2.5), (0, 0, 0), (9, 0, 2.5), (8, 1, 2.5)]
     world.kill(1)
-    assert not job_status(world.machine, Liveness(LIMITS), (0, 0), world.now).ranks[3].copied, "gone with its keeper"
+    found = job_status(world.machine, Liveness(LIMITS), (0, 0), world.now, world.now).ranks
+    assert not found[3].copied, "gone with its keeper"
 
 
 def test_ranks_wait_for_a_node_and_the_job_fails_when_none_comes() -> None:

@@ -19,6 +19,7 @@ from flashrecovery.agent.lease import Standing
 from flashrecovery.agent.peers import Asking, PeerService
 from flashrecovery.agent.session import ControllerSession
 from flashrecovery.agent.succession import Succession
+from flashrecovery.clock import lease_clock
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.service import ControllerService
 from flashrecovery.events import EventLog, RunDir
@@ -98,7 +99,7 @@ class Scene:
         self.service, self.agent, self.session, self.address = service, agent, session, address
 
     def by_datagram(self) -> bool:
-        return self.service._beats.gets_through("a", time.monotonic())
+        return self.service._beats.gets_through("a", lease_clock())
 
     async def until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 10
@@ -110,7 +111,7 @@ class Scene:
         """The longest silence of the agent in the next ``seconds``."""
         oldest, end = 0.0, time.monotonic() + seconds
         while time.monotonic() < end:
-            oldest = max(oldest, self.service._liveness.age("a", time.monotonic()))
+            oldest = max(oldest, self.service._liveness.age("a", lease_clock()))
             await asyncio.sleep(0.02)
         return oldest
 
@@ -264,7 +265,7 @@ def test_answers_on_the_stream_count_from_the_sending_of_the_heartbeat(tmp_path:
         link = scene.service._agents.links["a"]
         echoed_at = link.echoed_at
         await scene.until(lambda: link.echoed_at > echoed_at)
-        assert time.monotonic() - link.echoed_at < 1.0, "and the controller knows when it was heard"
+        assert lease_clock() - link.echoed_at < 1.0, "and the controller knows when it was heard"
 
     play(tmp_path, act, datagrams=False)
 
@@ -273,7 +274,7 @@ def test_an_answer_that_was_long_on_its_way_restores_nothing(tmp_path: Path) -> 
     async def act(scene: Scene) -> None:
         await scene.until(scene.by_datagram)
         session, agent = scene.session, scene.agent
-        now = time.monotonic()
+        now = lease_clock()
         agent.gone_on, session._standing, session._heard_at = 0, Standing.CUT_OFF, now - 9.0
         session._heard_at_least_at(now - 1.0)
         assert agent.gone_on == 0 and session._standing is Standing.CUT_OFF and agent.lent_until < now
@@ -300,13 +301,13 @@ def test_what_a_node_passes_on_for_another_one_is_answered_by_the_controller(tmp
 def test_a_link_knows_up_to_when_it_has_been_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     here: Link[pb.AgentMessage, pb.Command] = Link()
     there: Link[pb.Command, pb.AgentMessage] = Link()
-    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    monkeypatch.setattr(time, "clock_gettime_ns", lambda _: 100 * 10**9)
     first = here.stamp(pb.AgentMessage())
-    monkeypatch.setattr(time, "monotonic", lambda: 101.0)
+    monkeypatch.setattr(time, "clock_gettime_ns", lambda _: 101 * 10**9)
     second = here.stamp(pb.AgentMessage())
     there.accept(second)
     there.accept(first)  # comes late
-    monkeypatch.setattr(time, "monotonic", lambda: 7.0)  # another machine's clock
+    monkeypatch.setattr(time, "clock_gettime_ns", lambda _: 7 * 10**9)  # another machine's clock
     assert here.echoed_at == 0.0
     here.accept(there.stamp(pb.Command()))
     assert here.echoed_at == 101.0 and there.echoed_at == 0.0

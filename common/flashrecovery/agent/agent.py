@@ -161,7 +161,7 @@ class Agent:
         self._crew.go_on()
 
     def lend(self, until: float) -> None:
-        """The workers may begin to change their state until then (CLOCK_MONOTONIC seconds; 0.0: whenever)."""
+        """The workers may begin to change their state until then (:func:`.lease_clock`; 0.0: whenever)."""
         self._crew.lend(until)
 
     def controller_heard(self, heard: bool) -> None:

@@ -28,6 +28,7 @@ from flashrecovery.agent.relay import Relay
 from flashrecovery.agent.succession import Succession
 from flashrecovery.ballot import ask_elector
 from flashrecovery.beats.agent import BeatSender
+from flashrecovery.clock import lease_clock
 from flashrecovery.complaints import Complaints
 from flashrecovery.config import Timeouts
 from flashrecovery.errors import AuthenticationError, ConfigError, ProtocolError, StrangerError
@@ -86,7 +87,8 @@ class ControllerSession:
         self._gathering = False
         self._lost_at: float | None = None
         self._link: Link[pb.AgentMessage, pb.Command] = Link()
-        self._heard_at = self._came_at = time.monotonic()
+        self._heard_at = self._came_at = lease_clock()
+        self._missed_since = time.monotonic()  # patience, which a host that is suspended does not lose
         self._vouched_at = self._excused_until = float("-inf")
         self._vouches: dict[int, asyncio.Future[bool]] = {}
         self._vouch_numbers = itertools.count(1)
@@ -118,11 +120,11 @@ class ControllerSession:
 
     def _silent_s(self) -> float:
         """Seconds since the sending of the last heartbeat that a controller has answered."""
-        return time.monotonic() - self._heard_at
+        return lease_clock() - self._heard_at
 
     def _nothing_came_s(self) -> float:
         """Seconds since anything has come from a controller that may decide."""
-        return time.monotonic() - self._came_at
+        return lease_clock() - self._came_at
 
     def _send(self, message: pb.AgentMessage) -> None:
         message.age_base = time.monotonic()
@@ -250,7 +252,7 @@ class ControllerSession:
         """This agent's messages, for as long as the connection holds."""
         try:
             register = self._agent.register()
-            await call.write(pb.AgentMessage(register=register, sent_at=time.monotonic()))
+            await call.write(pb.AgentMessage(register=register, sent_at=lease_clock()))
             async with aclosing(self._link.outgoing()) as messages:
                 async for message in messages:
                     await call.write(message)
@@ -273,13 +275,13 @@ class ControllerSession:
             # Before the link: to a node that it has taken for lost, the controller counts from one again.
             log.warning("%s", command.fence.reason)
             self._agent.fence()
-            self._heard_at = max(self._heard_at, command.echo)
+            self._heard_at, self._missed_since = max(self._heard_at, command.echo), time.monotonic()
             self._link = Link()
             self._standing = Standing.MEMBER
             self._drop_connection()  # and connect as the node that it is now
             return
         new = self._link.accept(command)
-        self._came_at = time.monotonic()
+        self._came_at = lease_clock()
         if not self._suspended:
             self._heard_on_stream(command)
         if not new:
@@ -313,7 +315,7 @@ class ControllerSession:
         back to it votes for nobody else for a while; not where somebody else waits for the vote."""
         if self._succession.is_elector and not self._succession.is_wanted():
             self._link.accept(command)
-            self._came_at = time.monotonic()
+            self._came_at = lease_clock()
             self._link.send_now_or_never(pb.AgentMessage())
 
     async def _vouch(self, asking: Asking, wait_s: float) -> bool:
@@ -346,8 +348,9 @@ class ControllerSession:
         counts after that comes on a new one."""
         if not self._fresh:
             return
-        self._came_at = time.monotonic()
+        self._came_at = lease_clock()
         self._heard_at, self._lost_at = max(self._heard_at, when), None
+        self._missed_since = time.monotonic()
         if self._standing is Standing.ORPHANED:
             self._standing = Standing.MEMBER
         elif self._standing is Standing.CUT_OFF and self._silent_s() < self._limits.lease_s:
@@ -356,15 +359,15 @@ class ControllerSession:
         self._lend()
 
     def _give_up_if_late(self) -> None:
-        silent_s = time.monotonic() - self._heard_at
-        if not self._joined and silent_s > self._limits.rendezvous_s:
+        missed_s = time.monotonic() - self._missed_since
+        if not self._joined and missed_s > self._limits.rendezvous_s:
             raise ConfigError(
                 f"--controller {self._address}: nobody has answered there for {self._limits.rendezvous_s:g} s "
                 "(timeouts.rendezvous_s)"
             )
-        if self._joined and silent_s > self._limits.controller_gone_s:
+        if self._joined and missed_s > self._limits.controller_gone_s:
             raise ProtocolError(
-                f"the controller at {self._address} has been gone for {silent_s:.0f} s (timeouts.controller_gone_s)"
+                f"the controller at {self._address} has been gone for {missed_s:.0f} s (timeouts.controller_gone_s)"
             )
 
     # -- while it is not heard --------------------------------------------------------------------
@@ -372,17 +375,17 @@ class ControllerSession:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            now = time.monotonic()
+            now = lease_clock()
             silent_s = now - self._heard_at
             if not self._joined or silent_s < self._limits.lease_s:
                 self._ask_at = now
                 continue
             if now >= self._ask_at:
                 await self._ask()
-                self._ask_at = now + next_question_s(self._standing, silent_s, self._turn_in_s(now), self._limits)
+                self._ask_at = now + next_question_s(self._standing, silent_s, self._turn_in_s(), self._limits)
             patience_s = _BUSY_S if self._door is Door.OPEN else self._limits.node_silence_s
             stale = self._fresh and silent_s >= patience_s
-            late = not self._fresh and now - self._attempt_at > ATTEMPT_S
+            late = not self._fresh and time.monotonic() - self._attempt_at > ATTEMPT_S
             if stale or late:
                 self._drop_connection()
 
@@ -394,9 +397,9 @@ class ControllerSession:
             self._lend()
             await asyncio.sleep(_TELL_S)
 
-    def _turn_in_s(self, now: float) -> float:
+    def _turn_in_s(self) -> float:
         """Until this node may stand for election the next time."""
-        return float("inf") if self._lost_at is None else self._succession.turn_in(now - self._lost_at)
+        return float("inf") if self._lost_at is None else self._succession.turn_in(time.monotonic() - self._lost_at)
 
     def _drop_connection(self) -> None:
         """For a new one. What is still on its way in this one may be older than the controller's verdict."""
@@ -405,7 +408,7 @@ class ControllerSession:
 
     async def _ask(self) -> None:
         """Where does this node stand, and whom does it follow?"""
-        asked_at = time.monotonic()
+        asked_at = lease_clock()
         wait_s = LEASE_PROBE * self._limits.node_probe_s
         host, port = split_address(self._address, "--controller")
         electors = self._succession.electors
@@ -423,14 +426,14 @@ class ControllerSession:
         if self._standing is not Standing.CUT_OFF:  # once cut off, only the controller itself restores it
             if found.vouched:
                 self._vouched_at = asked_at
-            held = time.monotonic() - self._vouched_at < self._limits.lease_s
+            held = lease_clock() - self._vouched_at < self._limits.lease_s
             now_is = standing(
                 Door.SILENT if self._suspended else door, replace(found, vouched=held), self._silent_s(), self._limits
             )
             if now_is is not self._standing:
                 log.warning("the controller has not been heard for %.2f s: %s", self._silent_s(), now_is.value)
                 self._standing = now_is
-            self._excused_until = time.monotonic() + self._excused_s(now_is)
+            self._excused_until = asked_at + self._excused_s(now_is)
             self._lend()
             if now_is is Standing.CUT_OFF:
                 self._agent.halt()
@@ -438,10 +441,11 @@ class ControllerSession:
         await self._succeed(door, seen)
 
     def _excused_s(self, standing: Standing) -> float:
-        """For how long after a verdict the workers may do without an answer: to the next one."""
+        """For how long after the questions that led to a verdict the workers may do without an answer: to the next one.
+        (Not after the verdict: this host may have been suspended since it has asked.)"""
         if standing is Standing.ORPHANED:
             return 2 * self._limits.node_silence_s
-        return 2 * LOOK_S + LEASE_PROBE * self._limits.node_probe_s if standing is Standing.MEMBER else 0.0
+        return 2 * (LOOK_S + LEASE_PROBE * self._limits.node_probe_s) if standing is Standing.MEMBER else 0.0
 
     def _lend(self) -> None:
         """Tell the workers how long they may begin to change their state, whatever becomes of this agent."""
@@ -477,7 +481,8 @@ class ControllerSession:
         log.warning("follows the controller%s at %s", f" of term {term}" if term else "", address)
         self._succession.controller = address
         self._succession.term, self._suspended, self._lost_at = term, False, None
-        self._heard_at = self._came_at = time.monotonic()  # it has that long to be heard
+        self._heard_at = self._came_at = lease_clock()  # it has that long to be heard
+        self._missed_since = time.monotonic()
         self._controller = ""  # any incarnation there
         self._link = Link()
         self._drop_connection()

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 
 from flashrecovery.beats.wire import ANSWER, ANSWERED, BEAT, ECHO, GONE, MAGIC, Header, Seal, Stream, pack_ranks
+from flashrecovery.clock import lease_clock
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _AGAIN_S = 0.08
@@ -38,7 +39,7 @@ log = logging.getLogger("flashrecovery")
 
 
 class BeatSender(asyncio.DatagramProtocol):
-    """For one agent. ``heard``: called with the time (CLOCK_MONOTONIC) at which the controller lived for certain;
+    """For one agent. ``heard``: called with the time (:func:`.lease_clock`) at which the controller lived for certain;
     ``stuck``: when the stream needs to be made anew."""
 
     def __init__(self, token: str, heard: Callable[[float], None], stuck: Callable[[], None]) -> None:
@@ -102,7 +103,7 @@ class BeatSender(asyncio.DatagramProtocol):
         """Send it; False if it had better go on the stream, too."""
         if self._transport is None:
             return False
-        through = self._through(time.monotonic())
+        through = self._through(lease_clock())
         self._send(heartbeat, _TRIES if through else 1)
         return through
 
@@ -115,7 +116,7 @@ class BeatSender(asyncio.DatagramProtocol):
             self._again = None
         if self._transport is None:
             return
-        now = time.monotonic()
+        now = lease_clock()
         for number, ranks in pack_ranks(heartbeat.ranks):
             self._put(0, number, ranks, heartbeat.generation, now)
             self._waiting.append((self._counter, now))
@@ -153,7 +154,7 @@ class BeatSender(asyncio.DatagramProtocol):
             self._again = None
         self._heard(sent_at)
         if self.echoes:
-            self._put(ECHO, 0, b"", 0, time.monotonic())
+            self._put(ECHO, 0, b"", 0, lease_clock())
         if header.flags & GONE:
             self._stuck()
         elif self._stream is not None:

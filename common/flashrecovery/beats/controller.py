@@ -12,7 +12,6 @@ import asyncio
 import logging
 import secrets
 import socket
-import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -30,6 +29,7 @@ from flashrecovery.beats.wire import (
     ticket_of,
     unpack_ranks,
 )
+from flashrecovery.clock import lease_clock
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _BATCH = 256
@@ -137,7 +137,7 @@ class BeatServer:
         if agent is None:
             return
         del self._agents[agent.ticket]
-        now = time.monotonic()
+        now = lease_clock()
         while self._ended and now - next(iter(self._ended.values())) > _ON_ITS_WAY_S:
             del self._ended[next(iter(self._ended))]
         self._ended[agent.ticket] = now
@@ -162,7 +162,7 @@ class BeatServer:
                 log.debug("heartbeats: %s", e)  # what the network says about an answer that did not arrive
                 continue
             # after the reading: what is noted as heard at this time was not sent later
-            fed |= self._take(datagram, address, wanted_every_s, time.monotonic())
+            fed |= self._take(datagram, address, wanted_every_s, lease_clock())
         if fed:
             self.hearer.after_beats()
 

@@ -26,7 +26,7 @@ Ask = Callable[[Elector, pb.VoteRequest], Awaitable[pb.VoteReply]]
 
 
 class Electorate:
-    """What ``quorum`` means for this job. ``now``: CLOCK_MONOTONIC seconds."""
+    """What ``quorum`` means for this job. ``now``: by :func:`flashrecovery.clock.lease_clock`."""
 
     def __init__(self, quorum: Quorum, job: JobState, limits: Timeouts) -> None:
         self._quorum = quorum

@@ -1,4 +1,5 @@
-"""Whether a node is lost: its agent's silence, confirmed by other nodes. Pure; times are CLOCK_MONOTONIC seconds.
+"""Whether a node is lost: its agent's silence, confirmed by other nodes. Pure; times are seconds of the leases' clock
+(:mod:`flashrecovery.clock`).
 
 A node is *suspected* when its agent has been silent for ``node_silence_s``, or when its connection has broken. Then its
 neighbours in the ring of nodes are asked whether they reach it. Only if none does, it is lost: a fault between the

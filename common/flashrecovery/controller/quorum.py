@@ -32,7 +32,7 @@ class Quorum:
         term: number of its election; 1 for the first controller.
         version: of ``electors``.
         electors: the present ones.
-        until: on a clock of the caller, for how long the controller need not hear its electors, which have just
+        until: by the clock of leases, for how long the controller need not hear its electors, which have just
             elected it and are on their way.
         before: those of the version before, until the change is settled.
     """

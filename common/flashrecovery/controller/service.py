@@ -19,6 +19,7 @@ from flashrecovery import events as ev
 from flashrecovery.access import CONTROLLER, Access, Server
 from flashrecovery.ballot import ask_elector
 from flashrecovery.beats.controller import BeatServer
+from flashrecovery.clock import lease_clock
 from flashrecovery.config import FaultSpec, RunConfig
 from flashrecovery.controller.batches import Batches
 from flashrecovery.controller.checkpoints import Checkpoints
@@ -140,7 +141,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     async def Who(self, request: pb.WhoRequest, context: Context) -> pb.WhoReply:
         """Is this still the controller that an agent knows?"""
-        if self._renewal is None and self._electorate.needs_newer(request.promised, time.monotonic()):
+        if self._renewal is None and self._electorate.needs_newer(request.promised, lease_clock()):
             self._renewal = asyncio.create_task(self._renew(request.promised))
         return pb.WhoReply(incarnation=self._incarnation, term=self._electorate.term)
 
@@ -252,9 +253,9 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         body = message.WhichOneof("body")
         if body == "heartbeat":
             m.on_heartbeat(message.heartbeat, now)
-            self._answer(node, now)
+            self._answer(node, lease_clock())
         elif body == "vouch":
-            self._vouched(node, message.vouch, now)
+            self._vouched(node, message.vouch, lease_clock())
         elif body == "started":
             m.on_started(message.started, node, m.nodes[node].host)
         elif body == "probed":
@@ -355,10 +356,10 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            now = time.monotonic()
-            self._beat_all(now)
-            if self._electorate.may_decide(now):
-                self._look_for_the_silent(now)
+            now, lease_now = time.monotonic(), lease_clock()
+            self._beat_all(lease_now)
+            if self._electorate.may_decide(lease_now):
+                self._look_for_the_silent(lease_now, now)
                 self.machine.on_tick(now)
                 self._announce_checkpoint(now)
                 self._spread_out(now)
@@ -390,9 +391,9 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         answered_at = self._answered_at.get(node, float("-inf"))
         return not self._beats.gets_through(node, now) and now - answered_at >= self._config.timeouts.heartbeat_s
 
-    def _look_for_the_silent(self, now: float) -> None:
+    def _look_for_the_silent(self, lease_now: float, now: float) -> None:
         """Who is lost?"""
-        for found in self._liveness.check(now):
+        for found in self._liveness.check(lease_now):
             if isinstance(found, Ask):
                 probe = pb.Probe(
                     node=found.suspect,
@@ -428,7 +429,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     def act(self) -> None:
         """Carry out what the machine wants; later, if somebody else may have been elected meanwhile."""
-        if self._electorate.may_decide(time.monotonic()):
+        if self._electorate.may_decide(lease_clock()):
             self._carry_out()
 
     def _carry_out(self) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import grpc
 
 from flashrecovery.beats.controller import BeatServer
+from flashrecovery.clock import lease_clock
 from flashrecovery.controller.admission import Refusal, refusal
 from flashrecovery.controller.connections import Connection, Connections
 from flashrecovery.controller.liveness import Liveness
@@ -147,7 +148,7 @@ class Sessions:
         """An agent has said its first word. ``via``: the relay's node."""
         if first.WhichOneof("body") != "register" or not first.register.node:
             return Refusal(grpc.StatusCode.INVALID_ARGUMENT, "the first message of an agent must be Register")
-        node, now = first.register.node, time.monotonic()
+        node, now = first.register.node, lease_clock()
         known = self._machine.nodes.get(node)
         there = self._agents.is_connected(node) and not self._liveness.silent(node, now)
         refused = refusal(first.register, self._settings, known, there=there)
@@ -159,7 +160,7 @@ class Sessions:
         self._agents.open(connection)
         connection.link.accept(first)
         self._liveness.heard(node, now)
-        self._machine.on_register(first.register, now)
+        self._machine.on_register(first.register, time.monotonic())
         self._listener.echoed(node, connection.link.echoed_at)
         self._listener.act()
         return connection
@@ -177,7 +178,7 @@ class Sessions:
         record = self._machine.nodes.get(node)
         if record is None or not record.alive:
             return  # taken for lost: its ranks belong to others now
-        self._liveness.heard(node, time.monotonic())
+        self._liveness.heard(node, lease_clock())
         if self._agents.is_newest(connection):
             self._listener.echoed(node, connection.link.echoed_at)
         self._listener.deliver(message, node)

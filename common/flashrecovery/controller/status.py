@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from flashrecovery.clock import lease_clock
 from flashrecovery.controller.liveness import Liveness
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.records import RankRecord
@@ -25,15 +26,18 @@ class StatusBoard:
         """``standbys`` as for :func:`job_status`. Not to be changed."""
         now = time.monotonic()
         if now >= self._until:
-            status = job_status(self._machine, self._liveness, standbys, now)
+            status = job_status(self._machine, self._liveness, standbys, now, lease_clock())
             status.run_dir, status.uptime_s = self._run_dir, now - self._began
             self._newest, took = status, time.monotonic() - now
             self._until = now + 10 * took if took > _CHEAP_S else 0.0
         return self._newest
 
 
-def job_status(machine: Machine, liveness: Liveness, standbys: tuple[int, int], now: float) -> pb.JobStatus:
-    """``standbys``: (ready, starting) of all nodes. ``now``: CLOCK_MONOTONIC seconds."""
+def job_status(
+    machine: Machine, liveness: Liveness, standbys: tuple[int, int], now: float, lease_now: float
+) -> pb.JobStatus:
+    """``standbys``: (ready, starting) of all nodes. ``now``: CLOCK_MONOTONIC seconds, ``lease_now``: those of
+    ``liveness``."""
     ready, starting = standbys
     return pb.JobStatus(
         state=machine.state.value,
@@ -53,7 +57,7 @@ def job_status(machine: Machine, liveness: Liveness, standbys: tuple[int, int], 
             )
             for x in machine.history
         ],
-        nodes=_nodes(machine, liveness, now),
+        nodes=_nodes(machine, liveness, lease_now),
     )
 
 

@@ -11,10 +11,11 @@ side knows for certain up to when it has been heard (:attr:`Link.echoed_at`, see
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from typing import Generic, Protocol, TypeVar
+
+from flashrecovery.clock import lease_clock
 
 
 class Numbered(Protocol):
@@ -39,7 +40,7 @@ class Link(Generic[Out, In]):
         self._unacknowledged: deque[Out] = deque()
         self._theirs = 0.0
         self.echoed_at = 0.0
-        """The newest sending time of this side, CLOCK_MONOTONIC seconds, that has come back; 0.0: none."""
+        """The newest sending time of this side, by :func:`.lease_clock`, that has come back; 0.0: none."""
         self._put: Callable[[Out | None], None] = _nowhere
 
     def send(self, message: Out) -> None:
@@ -64,7 +65,7 @@ class Link(Generic[Out, In]):
     def stamp(self, message: Out) -> Out:
         """Have ``message``, which goes out now, say what has arrived here."""
         message.acknowledged = self._received
-        message.sent_at, message.echo = time.monotonic(), self._theirs
+        message.sent_at, message.echo = lease_clock(), self._theirs
         return message
 
     async def outgoing(self) -> AsyncGenerator[Out, None]:

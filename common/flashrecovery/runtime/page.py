@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from flashrecovery.clock import lease_clock_ns
 from flashrecovery.runtime.lifeline import Lifeline
 from flashrecovery.state import witness
 from flashrecovery.state.version import VERSIONS_KEPT
@@ -139,7 +140,7 @@ class Page:
     # -- lease ------------------------------------------------------------------------------------
 
     def lend(self, until: float) -> None:
-        """By the agent: no change of state may begin after this time (CLOCK_MONOTONIC seconds; 0.0: whenever). It is
+        """By the agent: no change of state may begin after this time (:func:`.lease_clock`; 0.0: whenever). It is
         the worker that looks, so it holds also while the agent stands still."""
         self._words[_LEASE_NS] = int(until * 1e9)
 
@@ -151,7 +152,7 @@ class Page:
     def lease_over(self) -> bool:
         """Whether that time has passed."""
         until_ns = self._words[_LEASE_NS]
-        return 0 < until_ns < time.monotonic_ns()
+        return 0 < until_ns < lease_clock_ns()
 
     # -- what is read -----------------------------------------------------------------------------
 

@@ -1,0 +1,23 @@
+"""The clock of leases: by it agents, workers, electors and controllers measure how long somebody may go on.
+
+CLOCK_BOOTTIME also counts the time for which a host was suspended. CLOCK_MONOTONIC does not: a virtual machine that was
+paused would find its lease as good as before, although its ranks have been given away meanwhile. So whatever decides
+who may change state, give ranks away or lead is measured here (:mod:`flashrecovery.leases`). Time-outs that only say
+how long to be patient are measured by CLOCK_MONOTONIC: nobody has waited while his host was asleep.
+
+Where the clock begins means nothing, and no two hosts compare theirs.
+"""
+
+from __future__ import annotations
+
+import time
+
+
+def lease_clock_ns() -> int:
+    """Nanoseconds. No system call: the kernel's vDSO answers."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+
+def lease_clock() -> float:
+    """Seconds."""
+    return lease_clock_ns() / 1e9

@@ -26,12 +26,12 @@ import xxhash
 from flashrecovery.runtime.lifeline import Lifeline
 from flashrecovery.state.version import VERSIONS_KEPT
 
-MAGIC = 0x46525047_00000006
+MAGIC = 0x46525047_00000007
 TAG_NONE = -2
 """Tag of a worker that has not begun a step."""
 TAG_MUTATING = -1
 
-CAPSULE_LIMIT = 16 << 20
+CAPSULE_LIMIT = 64 << 20
 SETUP_LIMIT = 40 << 20
 _HEADER = 4096
 _SLOTS = tuple(_HEADER + i * CAPSULE_LIMIT for i in range(VERSIONS_KEPT))

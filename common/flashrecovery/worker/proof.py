@@ -16,11 +16,11 @@ import xxhash
 from flashrecovery import groups
 from flashrecovery.errors import DivergedError
 from flashrecovery.state.digest import shard_digest
-from flashrecovery.worker.agreement import disagreement, gather
+from flashrecovery.worker.agreement import disagreement, gather, union
 from flashrecovery.worker.registry import Registry
 
 _AT_LEAST_EVERY = 64
-_HEAD = struct.Struct("<???")
+_HEAD = struct.Struct("<???16s")
 _DIGEST = 16
 
 
@@ -39,7 +39,8 @@ def compare_habits(registry: Registry) -> list[str]:
     """
     habits = registry.habits
     shared = dict(sorted(registry.shared_states().items()))
-    row = _HEAD.pack(habits.undo, habits.changed, habits.late) + b"".join(
+    silent = xxhash.xxh3_128_digest("\n".join(registry.silent()).encode())
+    row = _HEAD.pack(habits.undo, habits.changed, habits.late, silent) + b"".join(
         xxhash.xxh3_128_digest(s) for s in shared.values()
     )
     rows = gather(row)
@@ -53,6 +54,8 @@ def compare_habits(registry: Registry) -> list[str]:
     habits.changed = habits.reseal = any(head[1] for head in heads)
     habits.late = any(head[2] for head in heads)
     habits.own = sorted({*habits.own, *differing})
+    different = len({head[3] for head in heads}) > 1
+    registry.adopt_silent(union(registry.silent()) if different else registry.silent())
     return differing
 
 

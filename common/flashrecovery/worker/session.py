@@ -315,9 +315,15 @@ class Session:
         self._failures_before = groups.failure_count()
         self._raised_before = groups.raised_count()
         self.faults.hit("between", self.gate.version)
+        self.registry.look_closely(self._looks_closely(self.gate.version))
         self.gate.in_block = True
         self.gate.begin()
         self.faults.begin_step(self.gate.version, self.registry.adapters)
+
+    def _looks_closely(self, version: int) -> bool:
+        """Whether rank-only state is compared by content in this step, to learn what of it changes without a sign."""
+        learned = self.registry.habits.known and not self._proof_due
+        return not learned or proof.is_due(version) or (self.copies is not None and self.copies.saves(version + 1))
 
     def end(self, error: BaseException | None) -> bool:
         """Commit, or recover. Returns True if ``error`` was only the sign of a stop."""
@@ -445,6 +451,7 @@ class Session:
 
     def _compare_habits(self) -> None:
         """A barrier, too."""
+        known = self.registry.habits.silent
         try:
             with self.gate.in_barrier():
                 differing = proof.compare_habits(self.registry)
@@ -454,6 +461,9 @@ class Session:
             self.gate.check()
             return
         self._tell_own(differing)
+        if self.rank == 0 and (silent := sorted({*self.registry.habits.silent} - {*known})):
+            names = sorted(name.partition("/")[2] for name in silent)
+            self.notice("silent_buffers", f"{names} are changed by way of .data; they are compared in every step now")
 
     def _tell_own(self, names: list[str]) -> None:
         if names and self.rank == 0:

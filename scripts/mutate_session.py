@@ -86,15 +86,15 @@ MUTANTS = (
     Mutant(
         "late-is-finished",
         SESSION,
-        "        if self._written == now:\n            registry.capsule",
-        "        if True:\n            registry.capsule",
+        "        if self._written == now:\n            end =",
+        "        if True:\n            end =",
     ),
     Mutant("published-though-stopped", SESSION, "self._published = not self.gate.stopped", "self._published = True"),
     Mutant(
         "touched-is-not-kept",
         SESSION,
-        "        if self.registry.habits.touched:\n            self.copies.enable",
-        "        if False:\n            self.copies.enable",
+        "        if habits.touched or not habits.known:\n            # Of",
+        "        if False:\n            # Of",
     ),
     Mutant("not-copied", SESSION, "        self.copies.start(version)\n", ""),
     Mutant(
@@ -155,7 +155,7 @@ MUTANTS = (
         "            with self.gate.in_barrier():\n                group",
         "            if True:\n                group",
     ),
-    Mutant("never-touched", SESSION, "if not habits.touched and self.touched:", "if False:"),
+    Mutant("never-touched", SESSION, "if touched and not habits.touched:", "if False:"),
     Mutant(
         "touched-by-data-unseen",
         SESSION,
@@ -185,7 +185,12 @@ MUTANTS = (
     Mutant("no-stand-in", SESSION, "groups.stand_in(not self._own_calls)", "pass"),
     Mutant("stand-in-stays", SESSION, "        groups.stand_in(False)\n", ""),
     Mutant("stand-ins-from-start", SESSION, "            self._stand_ins_before = groups.stand_in_count()\n", ""),
-    Mutant("outside-not-watched", SESSION, "            self._outside.watch(True)", "            pass"),
+    Mutant(
+        "outside-not-watched",
+        SESSION,
+        "        if not self._own_calls:\n            self._outside.watch(True)",
+        "            pass",
+    ),
     Mutant("late-never-learnt", SESSION, "if late and not habits.late:", "if False:"),
     Mutant("undo-never-learnt", SESSION, "if not self._quiet and not habits.undo:", "if False:"),
     Mutant("changed-never-learnt", SESSION, "if changed and not habits.reseal and not habits.changed:", "if False:"),

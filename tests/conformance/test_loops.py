@@ -58,6 +58,8 @@ def _check(layout: Layout, kills: list[Kill], path: Path, reference: Reference) 
         pytest.param(IN_BLOCK, "ddp", ("backward", "optimizer"), id="in the block"),
         pytest.param(BELOW, "ddp", ("end", "below"), id="below it"),
         pytest.param("evaluation-below+scheduler-below+rank-bias", "fsdp2", ("optimizer",), id="fsdp2"),
+        pytest.param("silent-codebook", "ddp", ("backward", "optimizer"), id="silent buffer"),
+        pytest.param("silent-codebook+silent-queue", "fsdp2", ("backward", "below"), id="silent buffers, fsdp2"),
     ],
 )
 def test_several_loops_in_one(
@@ -247,3 +249,39 @@ def test_a_rank_dies_again_before_it_has_published_anything(tmp_path: Path, refe
     assert finished["generation"] == 2 and finished["resume_step"] == 5, job.explain()
     assert not differences(job, reference(layout)), job.explain()
     check_same(job, reference(layout))
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
+def test_a_silent_buffer_in_the_first_step(framework: str, tmp_path: Path, reference: Reference) -> None:
+    """Nothing has been learned yet, and the survivors' buffers have changed behind their counters' backs."""
+    _check(_layout("silent-codebook", framework), [Kill(1, 0, "backward", 0)], tmp_path, reference)
+
+
+@pytest.mark.grid
+def test_a_buffer_that_is_silent_on_one_rank_is_watched_on_all(tmp_path: Path, reference: Reference) -> None:
+    """The others write theirs first in steps in which nobody looks closely, and one of them dies there."""
+    layout = _layout("silent-first-on-rank-zero", "ddp")
+    _check(layout, [Kill(1, 6, "backward", 0)], tmp_path, reference)
+    (told,) = reference(layout).notices("silent_buffers")
+    assert "codebook" in told["text"]
+
+
+@pytest.mark.grid
+def test_a_buffer_that_becomes_silent_is_watched_from_the_next_comparison_on(tmp_path: Path) -> None:
+    layout = _layout("silent-later", "ddp")
+    kills = [Kill(1, 10, "backward", 0), Kill(2, 11, "optimizer", 1)]
+    job = run_loop(tmp_path / "run", layout, 14, kills)
+    check_loop(job, run_loop(tmp_path / "reference", layout, 14), kills)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("step", [6, 8])
+def test_before_that_comparison_it_is_named(step: int, tmp_path: Path) -> None:
+    """In the recovery, or in the comparison of this very step, the survivors find their buffers written, which were not
+    in the first step. No capsule says what they were like when the step began."""
+    layout = _layout("silent-later", "ddp")
+    paused = Layout(layout.name, "", (*layout.flags, *PAUSE), nproc=WORLD)
+    job = run_loop(tmp_path / "run", paused, 12, [Kill(1, step, "backward", 0)])
+    assert job.code not in (0, -1000), f"it went on with a buffer of another step, or stood\n{job.explain()}"
+    assert "'codebook'" in job.output and "torch.no_grad()" in job.output, job.explain()

@@ -41,8 +41,10 @@ EVERYWHERE = (
     "checkpointed-batch-norm",
     "prefetch-below",
     "draws-above",
+    "silent-codebook",
+    "silent-queue",
 )
-BUFFERS = ("expert-bias", "rank-bias", "checkpointed-batch-norm")
+BUFFERS = ("expert-bias", "rank-bias", "checkpointed-batch-norm", "silent-codebook")
 CASES = (
     *((loop, framework) for framework in ("zero2", "megatron") for loop in EVERYWHERE),
     *((loop, framework) for framework in ("zero0", "zero1", "overlaps") for loop in BUFFERS),

@@ -533,6 +533,57 @@ class MomentumEdited(Loop):
                 state["exp_avg"].mul_(0.5)
 
 
+class SilentCodebook(Loop):
+    """VQ-VAE's: averages over time that the forward pass writes by way of ``.data``, which no version counter counts.
+    The buffer is too large to be compared in every step."""
+
+    writes = True
+
+    def build(self) -> Net:
+        net = super().build()
+        net.register_buffer("codebook", torch.zeros(1024, 2 * WIDTH))
+        net.norm.register_forward_hook(self.quantise)
+        return net
+
+    def quantise(self, _module: nn.Module, _inputs: object, hidden: Tensor) -> Tensor:
+        if self.net.training and self.writes:
+            self.net.codebook.data.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)
+        return hidden + self.net.codebook.mean(0)
+
+
+class SilentQueue(Loop):
+    """MoCo's, written after the optimizer by way of ``.data``."""
+
+    def build(self) -> Net:
+        net = super().build()
+        net.register_buffer("queue", torch.zeros(2048, WIDTH))
+        return net
+
+    def loss(self, batch: Tensor, step: int) -> Tensor:
+        self.newest_key = batch.detach().mean(0)
+        return super().loss(batch + self.net.queue.mean(0), step)
+
+    def after(self, step: int) -> None:
+        super().after(step)
+        self.net.queue.data[step % 2048] = 100 * self.newest_key
+
+
+class SilentFirstOnRankZero(SilentCodebook):
+    """The other ranks begin to write theirs when they have heard of rank 0's."""
+
+    def above(self, step: int) -> None:
+        super().above(step)
+        self.writes = self.rank == 0 or step >= 5
+
+
+class SilentLater(SilentCodebook):
+    """It is written from step 5 on, long after the first one."""
+
+    def above(self, step: int) -> None:
+        super().above(step)
+        self.writes = step >= 5
+
+
 class PlainVariable(RandomBatches):
     """nanoGPT's ``iter_num``: the learning rate depends on it, nothing is told of it, and in a replacement it is 0."""
 
@@ -670,6 +721,9 @@ LOOPS: dict[str, type[Loop]] = {
     "draws-above": DrawsAbove,
     "decay-above": DecayAbove,
     "momentum-edited": MomentumEdited,
+    "silent-codebook": SilentCodebook,
+    "silent-queue": SilentQueue,
+    "silent-first-on-rank-zero": SilentFirstOnRankZero,
 }
 UNPROTECTED: dict[str, type[Loop]] = {
     "plain-variable": PlainVariable,
@@ -681,6 +735,7 @@ UNPROTECTED: dict[str, type[Loop]] = {
     "reduce-below": ReduceBelow,
     "mean-below": MeanBelow,
     "leaves-below": LeavesBelow,
+    "silent-later": SilentLater,
 }
 """Loops that change or send what nobody knows of. The job has to say so."""
 

@@ -115,6 +115,11 @@ class CheckpointFallback:
         """
         self._announced = version
 
+    @property
+    def announced(self) -> int | None:
+        """The version of which the next checkpoint is to be; None if it has not been announced yet."""
+        return self._announced
+
     def withdraw(self) -> None:
         """A recovery has taken place: not every rank knows of what was announced before it."""
         self._announced = None

@@ -35,7 +35,7 @@ TAG_NONE = -2
 """Tag of a worker that has not begun a step."""
 TAG_MUTATING = -1
 
-CAPSULE_LIMIT = 16 << 20
+CAPSULE_LIMIT = 64 << 20
 SETUP_LIMIT = 40 << 20
 _HEADER = 4096
 _SLOTS = tuple(_HEADER + i * CAPSULE_LIMIT for i in range(VERSIONS_KEPT))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -197,6 +197,18 @@ class TorchAdapter(Adapter):
 
     def capsule_mark(self) -> Any:
         return self._buffers.mark(), self._modes.mark()
+
+    def look_closely(self, closely: bool) -> None:
+        self._buffers.look_closely(closely)
+
+    def silent(self) -> list[str]:
+        return self._buffers.silent
+
+    def adopt_silent(self, names: Collection[str]) -> None:
+        self._buffers.adopt_silent(names)
+
+    def rank_bytes(self) -> Mapping[str, int]:
+        return {f"buffer {fqn!r}": nbytes for fqn, nbytes in self._buffers.nbytes().items()}
 
     def touch_mark(self) -> Any:
         """By version counters. The tensors are looked up anew when an optimizer has got or lost state, after

@@ -3,10 +3,16 @@
 Most buffers never change (masks, rotary tables). Only those that have changed since the start travel; for the others
 the capsule holds a digest, which proves that a replacement's script has built the same ones. The start values are kept
 (one copy of all buffers), so that a survivor can also roll back to a version at which a buffer was still unchanged.
+
+That a buffer has changed is mostly seen by its version counter. A script that writes by way of ``.data`` (an average
+over time in a forward pass, say) does not advance that, and to compare all buffers in every step would take too long.
+So it is *learned* which ones change silently: in some steps, the first among them, all are looked at closely, and what
+has been found once to have changed behind its counter's back is compared by content at every look from then on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,40 +21,73 @@ import xxhash
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from flashrecovery.errors import RestoreError
+from flashrecovery.errors import DivergedError, RestoreError
+from flashrecovery.state.digest import byte_view
 from flashrecovery.worker.glance import glance_at_tensors
 
 COMPARED_BYTES = 64 << 10
-"""Up to this size a buffer's content is compared; in larger ones a change is seen by the version counter, which
-kernels that write behind autograd's back (BatchNorm's) do not advance."""
+"""Up to this size a buffer's content is always compared; in larger ones a change is seen by the version counter, unless
+they have been found to change silently."""
 
 
 @dataclass
 class _Tracked:
+    fqn: str
     module: nn.Module
     name: str
     base: torch.Tensor | None
     """Copy of the start value; None if there was none (a buffer registered as None)."""
     base_digest: str
-    seen: torch.Tensor | None
-    """The tensor object last looked at; together with its version counter it tells whether the buffer has changed."""
-    seen_version: int
+    is_norm: bool
+    seen: torch.Tensor | None = None
+    """The tensor object last looked at; together with its version counters it tells whether the buffer has changed."""
+    seen_versions: tuple[int, int] = (0, 0)
     changed: bool = False
     copy: torch.Tensor | None = None
     """Copy of the current content, made when it last changed."""
+    words: tuple[int, torch.Tensor, torch.Tensor] | None = None
+    """Of a small buffer, the address, and views of the live content and of the known one, to compare them by."""
+    silent: bool = False
+    """It changes without its version counter."""
+    doubtful: bool = False
+    """... and perhaps did so in steps before it was found."""
 
     @property
     def live(self) -> torch.Tensor | None:
         return self.module._buffers.get(self.name)
 
-    def silently_changed(self) -> bool:
-        """Whether the content differs from what it was when last looked at, where that has to be compared."""
-        live, known = self.live, self.copy if self.changed else self.base
-        if live is None or known is None:
+    def versions(self, live: torch.Tensor | None) -> tuple[int, int]:
+        """BatchNorm's kernels advance no counter of the statistics, but with them the number of batches is changed."""
+        batches = _version(self.module._buffers.get("num_batches_tracked")) if self.is_norm else 0
+        return _version(live), batches
+
+    def always_compared(self, live: torch.Tensor) -> bool:
+        return self.silent or self.is_norm or live.nbytes <= COMPARED_BYTES
+
+    def in_glance(self, live: torch.Tensor) -> bool:
+        """Whether each :meth:`BufferTracker.mark` sees the content in any case."""
+        return live.is_cpu and live.is_contiguous() and (self.is_norm or not _is_large(live))
+
+    def same_as_known(self, live: torch.Tensor) -> bool:
+        """Whether the content is what it was when it was last looked at."""
+        if self.words is not None and self.words[0] == live.data_ptr():
+            return torch.equal(self.words[1], self.words[2])
+        known = self.copy if self.changed else self.base
+        if known is None or not _alike(live, known):
             return False
-        if live.nbytes > COMPARED_BYTES and not isinstance(self.module, _NormBase):
-            return False
-        return not torch.equal(live, known)
+        words = _integers(live), _integers(known)
+        if live.is_contiguous() and not _is_large(live):
+            self.words = live.data_ptr(), *words
+        return torch.equal(*words)
+
+    def note(self, live: torch.Tensor | None, versions: tuple[int, int]) -> None:
+        """It has changed."""
+        self.changed = True
+        self.copy = None if live is None else live.detach().clone()
+        self.looked_at(live, versions)
+
+    def looked_at(self, live: torch.Tensor | None, versions: tuple[int, int]) -> None:
+        self.seen, self.seen_versions, self.words = live, versions, None
 
 
 class BufferTracker:
@@ -65,39 +104,102 @@ class BufferTracker:
                     seen.add(id(buffer))
                 base = None if buffer is None else buffer.detach().clone()
                 fqn = f"{prefix}.{name}" if prefix else name
-                self._tracked[fqn] = _Tracked(module, name, base, digest(base), buffer, _version(buffer))
+                self._tracked[fqn] = item = _Tracked(
+                    fqn, module, name, base, digest(base), isinstance(module, _NormBase)
+                )
+                item.looked_at(buffer, item.versions(buffer))
         self._places = [(i.module._buffers, i.name) for i in self._tracked.values()]
         self._large_norms = [
             (i.module._buffers, i.name)
             for i in self._tracked.values()
-            if isinstance(i.module, _NormBase) and i.base is not None and i.base.nbytes > COMPARED_BYTES
+            if i.is_norm and i.base is not None and i.base.nbytes > COMPARED_BYTES
         ]
+        self._silent: list[_Tracked] = []
+        self._silent_changes = 0
+        self._began = False  # what the script does before its first step says nothing of its steps
+        self._closely = False
+        self._looked_closely = False  # the last look was at all contents ...
+        self._sure = False  # ... and so none had changed unseen when this step was handed out
+
+    # -- what changes silently --------------------------------------------------------------------
+
+    def look_closely(self, closely: bool) -> None:
+        """A step begins. ``closely``: in it, each :meth:`mark` compares all buffers by content."""
+        self._sure, self._looked_closely = self._looked_closely, False
+        self._closely = closely
+
+    @property
+    def silent(self) -> list[str]:
+        """The buffers that have been found to change without their version counters."""
+        return sorted(item.fqn for item in self._silent)
+
+    def adopt_silent(self, names: Iterable[str]) -> None:
+        """Other ranks, or other processes of this one, have found them. Names of other buffers are passed over."""
+        for name in names:
+            if name in self._tracked:
+                self._learn(self._tracked[name], doubtful=False)
+
+    def _learn(self, item: _Tracked, *, doubtful: bool) -> None:
+        if not item.silent:
+            item.silent, item.doubtful = True, doubtful
+            self._silent.append(item)
+
+    # -- looks ------------------------------------------------------------------------------------
 
     def mark(self) -> int:
         """A number that changes when a buffer is changed or exchanged; much cheaper than :meth:`capture`."""
+        for item in self._tracked.values() if self._closely else self._silent:
+            self._silent_changes += self._refresh(item, closely=True)
+        if self._closely:
+            self._looked_closely = self._sure = True
         seen = glance_at_tensors([buffers.get(name) for buffers, name in self._places], COMPARED_BYTES)
+        if self._silent_changes:
+            seen = hash((seen, self._silent_changes))
         if not self._large_norms:
             return seen
         return hash((seen, glance_at_tensors([buffers.get(name) for buffers, name in self._large_norms], 1 << 62)))
 
     def capture(self) -> dict[str, Any]:
-        """``{"changed": {fqn: tensor or None}, "digests": {fqn: digest of the unchanged}}``; the tensors are copies
-        that nobody writes to."""
+        """``{"changed": {fqn: tensor or None}, "digests": {fqn: digest of the unchanged}, "silent": [fqn], "sure":
+        bool}``; the tensors are copies that nobody writes to. ``sure``: no buffer can have changed unseen."""
         changed: dict[str, torch.Tensor | None] = {}
         digests: dict[str, str] = {}
         for fqn, item in self._tracked.items():
-            self._refresh(item)
+            self._refresh(item, closely=not self._began)
             if item.changed:
                 changed[fqn] = item.copy
             else:
                 digests[fqn] = item.base_digest
-        return {"changed": changed, "digests": digests}
+        self._looked_closely |= not self._began
+        self._began = True
+        return {"changed": changed, "digests": digests, "silent": self.silent, "sure": self._looked_closely}
+
+    def nbytes(self) -> dict[str, int]:
+        """What the newest :meth:`capture` has to carry, by name."""
+        return {i.fqn: i.copy.nbytes for i in self._tracked.values() if i.changed and i.copy is not None}
+
+    def _refresh(self, item: _Tracked, *, closely: bool) -> bool:
+        """Note a change since the last look. Returns whether only the content has shown it."""
+        live = item.live
+        versions = item.versions(live)
+        if live is not item.seen or versions != item.seen_versions:
+            item.note(live, versions)
+            return False
+        if live is None or not (closely or item.always_compared(live)) or item.same_as_known(live):
+            return False
+        if self._began and not item.in_glance(live):
+            self._learn(item, doubtful=not (self._sure or self._looked_closely))
+        item.note(live, versions)
+        return True
+
+    # -- restore ----------------------------------------------------------------------------------
 
     def restore(self, state: dict[str, Any]) -> None:
         """Bring every buffer to ``state``.
 
         Raises:
             RestoreError: other buffers than when captured, or one that never changed has another start value here.
+            DivergedError: one has been found since to change silently, and perhaps had before ``state`` was captured.
         """
         changed: dict[str, torch.Tensor | None] = state["changed"]
         digests: dict[str, str] = state["digests"]
@@ -105,31 +207,61 @@ class BufferTracker:
         if names != set(self._tracked):
             difference = sorted(names ^ set(self._tracked))
             raise RestoreError(f"the model's buffers differ from those of the failed process: {difference}")
+        self.adopt_silent(state.get("silent", ()))
+        for item in self._tracked.values():
+            self._refresh(item, closely=True)
+        if not state.get("sure"):
+            self._refuse_doubtful(known=state.get("silent", ()))
         for fqn, item in self._tracked.items():
             if fqn in changed:
                 _write(item, changed[fqn])
-                item.changed = True
-                item.copy = None if changed[fqn] is None else item.module._buffers[item.name].detach().clone()  # type: ignore[union-attr]
+                item.note(item.live, item.versions(item.live))
             else:
                 if digests[fqn] != item.base_digest:
                     raise RestoreError(
                         f"buffer {fqn!r} starts with other values than in the failed process; build it with fixed seeds"
                     )
-                self._refresh(item)
                 if item.changed:
                     _write(item, item.base)
                     item.changed, item.copy = False, None
-            item.seen, item.seen_version = item.live, _version(item.live)
+        for item in self._tracked.values():
+            item.looked_at(item.live, item.versions(item.live))  # after all writes: a norm's buffers share a counter
+        self._looked_closely = True
 
-    @staticmethod
-    def _refresh(item: _Tracked) -> None:
-        live = item.live
-        version = _version(live)
-        if live is item.seen and version == item.seen_version and not item.silently_changed():
-            return
-        item.seen, item.seen_version = live, version
-        item.changed = True
-        item.copy = None if live is None else live.detach().clone()
+    def _refuse_doubtful(self, known: Collection[str]) -> None:
+        """``known``: what was known to be silent when the state was captured that this rank goes back to."""
+        doubtful = sorted(item.fqn for item in self._silent if item.doubtful and item.fqn not in known)
+        if doubtful:
+            raise DivergedError(
+                f"the buffers {doubtful} are changed without their version counters (by way of `.data`), but were not "
+                "in the first step. Since which step is not known, and so not what they were like in the step that the "
+                "ranks have to go back to. Write to them under torch.no_grad() instead of by way of .data "
+                "(docs/limits.md)"
+            )
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+
+
+def _integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as integers: NaN is equal to itself then, and 0.0 is not to -0.0. They are compared one by
+    one, so those of a large tensor are as wide as possible. Of a contiguous tensor they are a view."""
+    if not _is_large(tensor):
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return tensor
+        if tensor.is_floating_point():
+            return tensor.view(_INTEGERS[tensor.itemsize])
+    flat = byte_view(tensor.contiguous())
+    wide = flat.numel() % 8 == 0 and flat.storage_offset() % 8 == 0
+    return flat.view(torch.int64) if wide else flat
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _is_large(tensor: torch.Tensor) -> bool:
+    return tensor.nbytes > COMPARED_BYTES
 
 
 def _version(tensor: torch.Tensor | None) -> int:

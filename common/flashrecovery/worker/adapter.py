@@ -16,7 +16,7 @@ FlashRecovery section III-E, merged with the synchronisation that training does 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from flashrecovery.state.checkpoint_format import CheckpointFormat
@@ -81,6 +81,21 @@ class Adapter(ABC):
         would return something else by now. Steps that change it after their mutation need an own pre-step copy
         on every rank. Must be cheap."""
         return None
+
+    def look_closely(self, closely: bool) -> None:  # noqa: B027 - optional
+        """A step begins. ``closely``: in it, :meth:`capsule_mark` may take its time, and has to learn what of the
+        rank-only state changes in a way that it does not see else."""
+
+    def silent(self) -> list[str]:
+        """Names of what has been learned like that; each of them is looked at closely in every step."""
+        return []
+
+    def adopt_silent(self, names: Collection[str]) -> None:  # noqa: B027 - optional
+        """Other ranks have learned ``names``, some of which may not exist here."""
+
+    def rank_bytes(self) -> Mapping[str, int]:
+        """The bytes of what makes the newest ``capture_rank`` large, by name."""
+        return {}
 
     def touch_mark(self) -> Any:
         """Compared between the hand-out of a step and its mutation or its stop: another value says that tensors of the

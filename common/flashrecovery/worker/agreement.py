@@ -110,6 +110,16 @@ def gather(row: bytes) -> list[bytes]:
     return [other.numpy().tobytes() for other in rows]
 
 
+def union(names: Sequence[str]) -> list[str]:
+    """Every name of any rank; a collective of the recovery's own group."""
+    group = groups.control_group()
+    if group is None:
+        return sorted(names)
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, list(names), group=group)
+    return sorted({name for others in everybody for name in others})
+
+
 def disagreement(mine: Mapping[str, str], details: Callable[[], Mapping[str, str]]) -> str:
     """What the ranks do not have alike, in words, "" if nothing; a collective of the recovery's own group.
 

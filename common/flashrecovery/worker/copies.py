@@ -148,6 +148,10 @@ class Copies:
             shards = self._registry.tensor_shards()
             self.checkpoint.commit(version, shards, capsule=capsule, common=common, generation=generation)
 
+    def saves(self, version: int) -> bool:
+        """Whether a checkpoint of ``version`` has been announced."""
+        return self.checkpoint is not None and self.checkpoint.announced == version
+
     def wait(self) -> None:
         """The copies of the last committed version are complete. Raises what the exchange has raised."""
         if self._neighbour is not None:

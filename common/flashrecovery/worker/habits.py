@@ -26,6 +26,7 @@ class Habits:
             out.
         late: a step was late after its mutation.
         own: registered objects that are not equal on all ranks.
+        silent: rank-only state that changes in a way that is not seen without a close look, by name.
     """
 
     known: bool = False
@@ -35,6 +36,7 @@ class Habits:
     touched: bool = False
     late: bool = False
     own: list[str] = field(default_factory=list)
+    silent: list[str] = field(default_factory=list)
 
     @property
     def needs_undo(self) -> bool:
@@ -59,3 +61,4 @@ class Habits:
         self.reseal = version.reseal
         self.late |= version.late
         self.own = list(version.own)
+        self.silent = sorted({*self.silent, *version.silent})

@@ -15,7 +15,8 @@ import torch
 import xxhash
 from torch.optim import Optimizer
 
-from flashrecovery.errors import DivergedError, RegistrationError
+from flashrecovery.errors import DivergedError, RegistrationError, UnsupportedError
+from flashrecovery.runtime.page import CAPSULE_LIMIT
 from flashrecovery.state import codec, witness
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from flashrecovery.state.object_shard import COMMON, ObjectShard
@@ -33,6 +34,8 @@ Drawn = tuple[RngState, list[Position], list[Any], dict[str, bytes]]
 """Where the random number streams and the data streams stand, the adapters' marks, and this rank's own objects."""
 
 _DIGESTS_KEPT = 3
+_SHOWN = 5
+"""Parts that are named where there is too much."""
 
 
 class Registry:
@@ -159,6 +162,24 @@ class Registry:
             {name: codec.dumps(self.objects[name].state_dict()) for name in self.habits.own},
         )
 
+    def look_closely(self, closely: bool) -> None:
+        """A step begins. ``closely``: in it, all rank-only state is compared by content."""
+        for adapter in self.adapters:
+            adapter.look_closely(closely)
+
+    def silent(self) -> list[str]:
+        """What is known of rank-only state that changes without a sign; names of all adapters, and of all ranks as far
+        as they have told each other."""
+        mine = {f"{number}/{name}" for number, adapter in enumerate(self.adapters) for name in adapter.silent()}
+        return sorted({*self.habits.silent, *mine})
+
+    def adopt_silent(self, names: Collection[str]) -> None:
+        """All ranks know ``names``, of :meth:`silent`."""
+        self.habits.silent = sorted({*self.habits.silent, *names})
+        for number, adapter in enumerate(self.adapters):
+            prefix = f"{number}/"
+            adapter.adopt_silent([n.removeprefix(prefix) for n in self.habits.silent if n.startswith(prefix)])
+
     def shared_states(self) -> dict[str, bytes]:
         """The state of every registered object that is taken to be equal on all ranks, encoded."""
         own = self.habits.own
@@ -188,24 +209,38 @@ class Registry:
         for adapter, part in zip(self.adapters, state["adapters"], strict=True):
             adapter.restore_common(codec.loads(part))
         self.habits.restore(Habits(**state["habits"]))
+        self.adopt_silent(())
         for name, encoded in state["objects"].items():
             self.objects[name].load_state_dict(codec.loads(encoded))
 
     def capture_capsule(self, drawn: Drawn) -> bytes:
         """State of this rank alone: random number streams, data position, rank-only framework state and objects.
-        ``drawn``: as they stand now."""
+        ``drawn``: as they stand now. Raises UnsupportedError if it is too large to be kept."""
         newest = max(self._digests, default=-1)
+        data = codec.dumps(
+            {
+                "rng": drawn[0].plain(),
+                "data": [s.capture() for s in self.streams],
+                "adapters": [a.capture_rank() for a in self.adapters],
+                "objects": drawn[3],
+                "shared": (newest, self._digests.get(newest, {})),
+            }
+        )
+        data += witness.UNKNOWN
+        if len(data) > CAPSULE_LIMIT:
+            raise UnsupportedError(self._too_large(len(data), drawn[3]))
+        return data
+
+    def _too_large(self, size: int, objects: dict[str, bytes]) -> str:
+        parts = {f"registered object {name!r}": len(state) for name, state in objects.items()}
+        for adapter in self.adapters:
+            parts |= adapter.rank_bytes()
+        largest = sorted(parts.items(), key=lambda part: -part[1])[:_SHOWN]
+        named = ", ".join(f"{name} ({nbytes:,} bytes)" for name, nbytes in largest)
         return (
-            codec.dumps(
-                {
-                    "rng": drawn[0].plain(),
-                    "data": [s.capture() for s in self.streams],
-                    "adapters": [a.capture_rank() for a in self.adapters],
-                    "objects": drawn[3],
-                    "shared": (newest, self._digests.get(newest, {})),
-                }
-            )
-            + witness.UNKNOWN
+            f"the state that rank {self.rank} alone has takes {size:,} bytes; at most {CAPSULE_LIMIT:,} can be kept in "
+            f"each step. The largest parts: {named}. Of buffers, only those that change count; what is equal on all "
+            "ranks can be a parameter with requires_grad=False instead (docs/limits.md)"
         )
 
     def witness(self, version: int) -> bytes:

@@ -332,9 +332,15 @@ class Session:
         self._failures_before = groups.failure_count()
         self._raised_before = groups.raised_count()
         self.faults.hit("between", self.gate.version)
+        self.registry.look_closely(self._looks_closely(self.gate.version))
         self.gate.in_block = True
         self.gate.begin()
         self.faults.begin_step(self.gate.version, self.registry.adapters)
+
+    def _looks_closely(self, version: int) -> bool:
+        """Whether rank-only state is compared by content in this step, to learn what of it changes without a sign."""
+        learned = self.registry.habits.known and not self._proof_due
+        return not learned or proof.is_due(version) or (self.copies is not None and self.copies.saves(version + 1))
 
     def end(self, error: BaseException | None) -> bool:
         """Commit, or recover. Returns True if ``error`` was only the sign of a stop."""
@@ -455,7 +461,7 @@ class Session:
         needs_undo = habits.needs_undo
         if proof.is_due(version):
             if self._compare_habits():
-                self._seal_own_objects(version + 1, sealed)
+                self._seal_more(version + 1, sealed)
         elif not seen_forward or self._explicit_barrier or habits.reseal:
             self._barrier()
         if needs_undo or habits.needs_undo:
@@ -465,7 +471,9 @@ class Session:
         self.copies.before_mutation(version, touched=touched)
 
     def _compare_habits(self) -> list[str]:
-        """A barrier, too. Returns the objects that are each rank's own from now on."""
+        """A barrier, too. Returns what belongs to the capsule only from now on, the same on all ranks: objects that are
+        each rank's own, buffers that change unseen."""
+        known = self.registry.habits.silent
         try:
             with self.gate.in_barrier():
                 differing = proof.compare_habits(self.registry)
@@ -475,11 +483,13 @@ class Session:
             self.gate.check()
             return []
         self._tell_own(differing)
-        return differing
+        silent = sorted({*self.registry.habits.silent} - {*known})
+        self._tell_silent(silent)
+        return [*differing, *silent]
 
-    def _seal_own_objects(self, version: int, sealed: bool) -> None:
-        """Objects have just turned out to be each rank's own. What this step has sealed does not have them yet, so the
-        capsule is sealed once more, on every rank before any of them changes its state."""
+    def _seal_more(self, version: int, sealed: bool) -> None:
+        """More has just turned out to belong to the capsule. What this step has sealed does not have it yet, so it is
+        sealed once more, on every rank before any of them changes its state."""
         assert self.copies is not None
         unchanged = self._at_seal == self._at_mutation
         now = self._at_mutation = self.registry.drawn()
@@ -491,6 +501,11 @@ class Session:
             self.copies.send_capsule(version, sealed=sealed)
         else:
             self._barrier()
+
+    def _tell_silent(self, silent: list[str]) -> None:
+        if silent and self.rank == 0:
+            names = sorted(name.partition("/")[2] for name in silent)
+            self.notice("silent_buffers", f"{names} are changed by way of .data; they are compared in every step now")
 
     def _tell_own(self, names: list[str]) -> None:
         if names and self.rank == 0:

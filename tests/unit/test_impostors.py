@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
@@ -18,10 +19,12 @@ import pytest
 
 from flashrecovery.access import CONTROLLER, Access, agent_at
 from flashrecovery.agent.agent import Agent
+from flashrecovery.agent.identity import Identity
 from flashrecovery.agent.lease import Door, Standing
 from flashrecovery.agent.peers import PeerService, fetch_from, keep_there, probe
 from flashrecovery.agent.session import ControllerSession
 from flashrecovery.agent.session import answers as session_answers
+from flashrecovery.agent.setup_logs import SetupLogs
 from flashrecovery.ballot import ask_elector
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.service import ControllerService
@@ -526,6 +529,125 @@ def test_a_set_up_log_that_is_cut_short_is_not_taken_for_whole(monkeypatch: pyte
                 await fetch_from(address, ACCESS, 1)
         finally:
             await keeper.stop()
+
+    asyncio.run(main())
+
+
+def one_part_changed(method: str, i: int, up: bool, message: bytes) -> bytes | None:
+    return message[:-1] + bytes([message[-1] ^ 1]) if method.endswith("Fetch") and not up and i == 2 else message
+
+
+def last_part_left_out(method: str, i: int, up: bool, message: bytes) -> bytes | None:
+    return None if method.endswith("Fetch") and not up and i == 3 else message
+
+
+def all_parts_left_out(method: str, i: int, up: bool, message: bytes) -> bytes | None:
+    return None if method.endswith("Fetch") and not up else message
+
+
+LOST = {
+    "on its way as it is": None,
+    "changed": one_part_changed,
+    "cut short": last_part_left_out,
+    "nothing comes": all_parts_left_out,
+    "a stranger answers": "stranger",
+    "another agent answers": "forwarded",
+    "nobody answers": "closed",
+    "the keeper does not have it": "not kept",
+}
+
+
+@pytest.mark.parametrize("what", LOST.values(), ids=LOST)
+def test_a_set_up_log_that_cannot_be_fetched_is_missed_by_its_rank_only(
+    what: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node takes over a rank of a lost one, in a real process; a third one keeps what its set-up collectives had
+    returned, and somebody is in between. What they do may cost that, and never the node."""
+    monkeypatch.setattr("flashrecovery.agent.peers._PART_BYTES", 10)
+    kept = b"0123456789" * 3
+    script = tmp_path / "train.py"
+    script.write_text("")
+    config = RunConfig.model_validate({"nproc_per_node": 1, "nnodes": 2, "controller": "127.0.0.1:1", "health": "none"})
+
+    async def main() -> None:
+        keeper = PeerService(ACCESS)
+        await keeper.start("127.0.0.1")
+        if what != "not kept":
+            await keep_there(f"127.0.0.1:{keeper.port}", ACCESS, 0, kept)
+        said: list[pb.AgentMessage] = []
+        async with Middle("" if what == "stranger" else f"127.0.0.1:{keeper.port}").listening() as middle:
+            middle.change = what if callable(what) else middle.change
+            if what != "forwarded":
+                assert keeper._server is not None
+                keeper._server._listener.name = agent_at(middle.address)
+            with closing(RunDir(tmp_path / "run")) as run_dir:
+                agent = Agent(config, [str(script)], run_dir, Identity.of(config, "127.0.0.1"), ACCESS)
+                agent.connect(said.append, lambda message: None)
+                replace = pb.Replace(detached=True, setup_from="127.0.0.1:1" if what == "closed" else middle.address)
+                agent.handle(pb.Command(rank=0, generation=1, replace=replace))
+                await until(lambda: agent.finished.done() or any(m.HasField("started") for m in said), 30)
+                assert not agent.finished.done(), agent.finished.exception()
+                notices = [m.notice for m in said if m.notice.kind == "setup_log_lost"]
+                assert agent._ranks[0].page.read_setup_log() == (kept if what is None else None)
+                assert [n.rank for n in notices] == [] if what is None else [0]
+                assert what is None or "set-up collectives are lost" in notices[0].text
+                await agent.shutdown(None)
+        await keeper.stop()
+
+    asyncio.run(main())
+
+
+def test_a_set_up_log_that_did_not_come_whole_is_not_taken_for_kept() -> None:
+    """Who is in between ends the stream early: the keeper says that it is not whole, and it is given once more."""
+
+    class Page:
+        def read_setup_log(self) -> bytes:
+            return b"what they had returned"
+
+    async def main() -> None:
+        keeper = PeerService(ACCESS)
+        await keeper.start("127.0.0.1")
+        async with Middle(f"127.0.0.1:{keeper.port}").listening() as middle:
+            assert keeper._server is not None
+            keeper._server._listener.name = agent_at(middle.address)
+            entries = [pb.RankEntry(rank=0, node="a"), pb.RankEntry(rank=1, node="b", peer=middle.address)]
+            table = pb.RankTable(ranks=entries, stride=1, world_size=2)
+            processes: Any = {0: SimpleNamespace(page=Page(), dead=False, pid=1)}
+            logs = SetupLogs(ACCESS)
+            middle.change = lambda method, i, up, message: None if method.endswith("Keep") and up else message
+            with pytest.raises(ProtocolError, match="did not come whole"):
+                await keep_there(middle.address, ACCESS, 0, b"log")
+            await logs.spread(table, processes, "a")
+            middle.change = lambda method, i, up, message: None if method.endswith("Keep") and not up else message
+            await logs.spread(table, processes, "a")  # it is kept, but nobody knows
+            tries = len(middle.calls)
+            middle.change = lambda method, i, up, message: message
+            await logs.spread(table, processes, "a")
+            assert len(middle.calls) > tries and await fetch_from(middle.address, ACCESS, 0) == Page().read_setup_log()
+            tries = len(middle.calls)
+            await logs.spread(table, processes, "a")
+            assert len(middle.calls) == tries
+        await keeper.stop()
+
+    asyncio.run(main())
+
+
+def test_an_agent_that_can_no_longer_watch_its_controller_ends(tmp_path: Path) -> None:
+    """Its node would never halt when it is cut off."""
+
+    async def main() -> None:
+        async with controlling(tmp_path / "run") as (service, port):
+            job = Job(port)
+            await until(lambda: service._agents.is_connected("a"))
+
+            async def fails() -> None:
+                raise ZeroDivisionError
+
+            job.session._ask = fails  # type: ignore[method-assign]
+        await asyncio.wait({job.running}, timeout=10)
+        with pytest.raises(ZeroDivisionError):
+            job.running.result()
+        job._beating.cancel()
 
     asyncio.run(main())
 

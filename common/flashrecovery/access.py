@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import grpc
 
+from flashrecovery import grpc_private
+from flashrecovery.complaints import Seldom
 from flashrecovery.errors import ConfigError
 from flashrecovery.handshake import Caller, Listener, job_key
 from flashrecovery.proto import CHANNEL_OPTIONS, SERVER_OPTIONS
@@ -17,6 +20,7 @@ from flashrecovery.tls import Tls, stranger
 
 CONTROLLER = "controller"
 """The name under which a controller proves itself."""
+logging.getLogger("grpc._cython.cygrpc").addFilter(Seldom())  # it says something of each call that it cannot read
 # Without the second one, gRPC shares connections, and their back-off, between channels.
 _CHANNEL = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 
@@ -71,9 +75,8 @@ class Server:
     def __init__(self, access: Access) -> None:
         self._tls = access.tls
         self._listener = Listener(job_key(access.token), "")
-        doorkeeper = Doorkeeper(self._listener)
-        self.grpc = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[doorkeeper])
-        rpc.add_EntranceServicer_to_server(doorkeeper, self.grpc)
+        self.grpc = grpc_private.server(SERVER_OPTIONS, [Doorkeeper(self._listener)])
+        rpc.add_EntranceServicer_to_server(rpc.EntranceServicer(), self.grpc)  # the doorkeeper answers in its place
 
     async def start(self, host: str, port: int, name: str | None = None) -> int:
         """Listen (port 0: any free one), under this ``name``, or as the agent there. Returns the port.

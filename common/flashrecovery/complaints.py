@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable
 
 EVERY_S = 60.0
+_KIND_CHARS = 100
+_MOST_KINDS = 100
+"""Any further ones are taken together: what is said may be of a stranger's making."""
 
 
 class Complaints:
@@ -30,3 +33,32 @@ class Complaints:
         more = f" ({self._unsaid} more since the last such line)" if self._unsaid else ""
         self._log.warning(text + "%s", *values, more)
         self._said_at, self._unsaid = now, 0
+
+
+class Seldom(logging.Filter):
+    """For another library's logger, which says something each time: lets one line of a kind through in ``every_s``
+    seconds, with the number of those that were left out. Of a kind are those with one text, before what is put into
+    it, and one type of exception."""
+
+    def __init__(self, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._every_s = every_s
+        self._clock = clock
+        self._said: dict[tuple[str, str], tuple[float, int]] = {}  # when the last one was, and how many since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether it is logged."""
+        said = record.msg if isinstance(record.msg, str) else type(record.msg).__name__
+        error = record.exc_info[0] if record.exc_info else None
+        kind = (said.partition("\n")[0][:_KIND_CHARS], error.__name__ if error is not None else "")
+        if kind not in self._said and len(self._said) >= _MOST_KINDS:
+            kind = ("", "")
+        now = self._clock()
+        at, unsaid = self._said.get(kind, (float("-inf"), 0))
+        if now - at < self._every_s:
+            self._said[kind] = at, unsaid + 1
+            return False
+        self._said[kind] = now, 0
+        if unsaid:
+            record.msg = f"{record.msg} ({unsaid} more since the last such line)"
+        return True

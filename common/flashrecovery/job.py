@@ -100,7 +100,8 @@ async def run_job(config: RunConfig, command: list[str], path: Path) -> tuple[in
     if config.several_nodes and (moved := await _moved_to(path, place)) is not None:
         place = moved
     async with AsyncExitStack() as stack:
-        identity = Identity.of(config, place.here)
+        # The only node's store is for nobody else, also where others could reach the controller's address.
+        identity = Identity.of(config, place.here if config.several_nodes else LOOPBACK)
         own = path / "nodes" / identity.name if config.several_nodes else path
         agents_dir = stack.enter_context(closing(RunDir(own)))
         agent, peers = await stack.enter_async_context(_agent(config, command, agents_dir, identity, place.access))

@@ -14,19 +14,23 @@ from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from flashrecovery.complaints import Complaints
 from flashrecovery.errors import AuthenticationError, StrangerError
 from flashrecovery.handshake import Answer, Caller, Listener, Seals, joined
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 
+CHALLENGE_KEY = "flashrecovery-challenge-bin"
+"""Of a Hello's metadata: the caller's random number."""
 TICKET_KEY = "flashrecovery-ticket-bin"
 OWN_KEYS = "flashrecovery-"
 """Metadata whose keys begin so is ours, and part of what a ticket proves."""
-_HELLO = "/flashrecovery.v1.Entrance/Hello"
+HELLO = "/flashrecovery.v1.Entrance/Hello"
 _NOBODY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 """These say nothing about who listens; after any other status to a Hello, it is none of ours."""
+_NAME_CHARS = 100
+"""Of the name that a stranger gives itself, in an error's text."""
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
@@ -55,21 +59,31 @@ async def greet(channel: grpc.aio.Channel, address: str, caller: Caller, timeout
         StrangerError: it cannot; the message says what is known of it.
         grpc.aio.AioRpcError: nobody answers.
     """
-    hello = rpc.EntranceStub(channel).Hello(pb.Challenge(nonce=caller.nonce), timeout=timeout_s)
+    anything: Any = channel  # whose messages are bytes: what gRPC cannot parse it would log, and give as None
+    hello = anything.unary_unary(HELLO)(b"", metadata=((CHALLENGE_KEY, caller.nonce),), timeout=timeout_s)
     try:
         said = await hello
     except grpc.aio.AioRpcError as e:
         if e.code() in _NOBODY:
             raise
-        raise StrangerError(
-            f"what listens at {address} is no part of this job: some other gRPC or HTTP server, or another version of "
-            f"FlashRecovery (it answers {e.code().name})"
-        ) from e
+        raise StrangerError(f"{_none_of_ours(address)} (it answers {e.code().name})") from e
     try:
-        caller.accept(Answer(said.nonce, said.name, said.proof))
+        answer = pb.Answer.FromString(said or b"")  # None: a status that is OK, and no message
+    except DecodeError as e:
+        raise StrangerError(f"{_none_of_ours(address)} (its answer cannot be read)") from e
+    try:
+        caller.accept(Answer(answer.nonce, answer.name, answer.proof))
     except StrangerError as e:
-        raise StrangerError(f"what listens at {address} says that it is a FlashRecovery {said.name!r}, but {e}") from e
+        name = answer.name[:_NAME_CHARS]
+        raise StrangerError(f"what listens at {address} says that it is a FlashRecovery {name!r}, but {e}") from e
     return SealedChannel(channel, caller)
+
+
+def _none_of_ours(address: str) -> str:
+    return (
+        f"what listens at {address} is no part of this job: some other gRPC or HTTP server, or another version of "
+        "FlashRecovery"
+    )
 
 
 class SealedChannel:
@@ -89,7 +103,7 @@ class SealedChannel:
             seals, known = self._begin(method, metadata)
             calls = self._channel.unary_unary(method)
             raw = await calls(seals.outgoing.close(request_serializer(request)), metadata=known, timeout=timeout)
-            return response_deserializer(seals.incoming.open(raw))
+            return response_deserializer(_only(raw, seals))
 
         return call
 
@@ -98,7 +112,7 @@ class SealedChannel:
             seals, known = self._begin(method, metadata)
             calls = self._channel.stream_unary(method)
             raw = await calls(_closed(requests, seals, request_serializer), metadata=known, timeout=timeout)
-            return response_deserializer(seals.incoming.open(raw))
+            return response_deserializer(_only(raw, seals))
 
         return call
 
@@ -162,43 +176,62 @@ async def _closed(messages: AsyncIterator[Any], seals: Seals, close: Bytes) -> A
         yield seals.outgoing.close(close(message))
 
 
+def _only(raw: bytes | None, seals: Seals) -> bytes:
+    """The content of a call's one answer. None: it has ended well and said nothing, which anybody can make it do."""
+    if raw is None:
+        raise AuthenticationError("the answer was left out on its way")
+    return seals.incoming.open(raw)
+
+
 # -- who listens ----------------------------------------------------------------------------------
 
 
-class Doorkeeper(grpc.aio.ServerInterceptor, rpc.EntranceServicer):  # type: ignore[misc, type-arg]
-    """Answers who comes to the door, and lets in whoever proves itself. For one server, as its interceptor and as one
-    of its services."""
+class Doorkeeper(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Answers who comes to the door, and lets in whoever proves itself. An interceptor, for one server.
+
+    Of whoever has not proven itself no message is received, only the head of a call, which gRPC limits to 16 KiB.
+    """
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self._complaints = Complaints(log)
-
-    async def Hello(self, request: pb.Challenge, context: Any) -> pb.Answer:
-        """Prove that this is the service that it says it is."""
-        try:
-            answer = self._listener.answer(request.nonce, time.monotonic())
-        except AuthenticationError as e:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(e))
-        return pb.Answer(nonce=answer.nonce, name=answer.name, proof=answer.proof)
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         details: grpc.HandlerCallDetails,
     ) -> Handler:
-        handler = await continuation(details)
-        if handler is None or details.method == _HELLO:
-            return handler
         metadata: Any = details.invocation_metadata or ()
-        ticket = next((v for k, v in metadata if k == TICKET_KEY), b"")
-        seals = self._listener.admit(ticket, _what(details.method, metadata), time.monotonic())
+        if details.method == HELLO:
+            return self._hello(_found(metadata, CHALLENGE_KEY))
+        handler = await continuation(details)
+        if handler is None:
+            return handler
+        seals = self._listener.admit(_found(metadata, TICKET_KEY), _what(details.method, metadata), time.monotonic())
         if seals is not None:
             return _sealed(handler, seals, self._refused)
         self._refused(details.method)
-        return _refusal(handler)
+        return _unheard(_refuse)
+
+    def _hello(self, nonce: bytes) -> Handler:
+        """Proves that this is the service that it says it is."""
+
+        async def answer(_: Any, context: Any) -> AsyncIterator[bytes]:
+            try:
+                answer = self._listener.answer(nonce, time.monotonic())
+            except AuthenticationError as e:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(e))
+            yield pb.Answer(nonce=answer.nonce, name=answer.name, proof=answer.proof).SerializeToString()
+
+        return _unheard(answer)
 
     def _refused(self, method: str) -> None:
         self._complaints.add("a call of %s by somebody who does not know the job's token was refused", method)
+
+
+def _found(metadata: Metadata, key: str) -> bytes:
+    """The first value of this key, which ends in -bin."""
+    return next((v for k, v in metadata if k == key), b"")
 
 
 _REFUSED = (grpc.StatusCode.UNAUTHENTICATED, "no proof that the caller knows the job's token")
@@ -249,17 +282,15 @@ def _sealed(handler: Handler, seals: Seals, refused: Callable[[str], None]) -> H
     return _of_kind(handler, unary, stream)
 
 
-def _refusal(handler: Handler) -> Handler:
-    """A handler of the same kind that reads nothing and refuses."""
+async def _refuse(_: Any, context: Any) -> AsyncIterator[bytes]:
+    await context.abort(*_REFUSED)
+    yield b""  # makes this a generator
 
-    async def refuse(_: Any, context: Any) -> Any:
-        await context.abort(*_REFUSED)
 
-    async def refuse_stream(_: Any, context: Any) -> Any:
-        await context.abort(*_REFUSED)
-        yield  # makes this a generator, as a streaming handler has to be
-
-    return _of_kind(handler, refuse, refuse_stream)
+def _unheard(behave: Callable[[Any, Any], AsyncIterator[bytes]]) -> Handler:
+    """A handler for a call of any kind that looks at none of its messages. gRPC itself would receive the one request
+    of a unary call, up to the limit for messages, before it asked the handler; those of a stream it leaves to it."""
+    return grpc.stream_stream_rpc_method_handler(behave)
 
 
 def _of_kind(handler: Handler, unary: Any, stream: Any) -> Handler:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -262,6 +263,31 @@ def test_the_store_dies_and_then_a_rank(tmp_path: Path) -> None:
     assert job.notices("store_restarted"), job.explain()
     check_recovered(job, [1])
     assert ends(job) == ends(reference), job.explain()
+    check_clean(job)
+
+
+def test_the_store_of_a_job_on_one_node_listens_there_only(tmp_path: Path) -> None:
+    """Also where the controller is told to listen on an address that others reach; the store asks for no secret."""
+    addresses = [a for of in psutil.net_if_addrs().values() for a in of if a.family == socket.AF_INET]
+    outside = [a.address for a in addresses if not a.address.startswith("127.")]
+    if not outside:
+        pytest.skip("this host has no address but loopback")
+    with socket.socket() as free:
+        free.bind((outside[0], 0))
+        options = ["--nnodes", "1", "--rdzv-endpoint", f"{outside[0]}:{free.getsockname()[1]}"]
+    flags = ["--steps", "30", "--sleep", "0.1"]
+    env = {"FLASHRECOVERY_TOKEN": "the-token-of-this-test-job"}
+    running = RunningJob(tmp_path / "run", TWO, script=TINY, options=options, flags=flags, standby=0, env=env)
+    running.wait_for("job_started")
+    (store,) = (p for p in psutil.Process(running.popen.pid).children() if STORE in p.cmdline())
+    listens = [c.laddr.ip for c in store.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    controller = psutil.Process(running.popen.pid).net_connections("tcp")
+    controls = {c.laddr.ip.removeprefix("::ffff:") for c in controller if c.status == psutil.CONN_LISTEN}
+    running.kill(1)
+    job = running.wait()
+    assert job.code == 0, job.explain()
+    check_recovered(job, [1])
+    assert listens == ["127.0.0.1"] and outside[0] in controls, (listens, controls)
     check_clean(job)
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
@@ -18,22 +19,27 @@ import pytest
 
 from flashrecovery.access import CONTROLLER, Access, agent_at
 from flashrecovery.agent.agent import Agent
-from flashrecovery.agent.lease import Door
+from flashrecovery.agent.identity import Identity
+from flashrecovery.agent.lease import Door, Standing
 from flashrecovery.agent.peers import PeerService, fetch_from, keep_there, probe
 from flashrecovery.agent.session import ControllerSession
+from flashrecovery.agent.session import answers as session_answers
+from flashrecovery.agent.setup_logs import SetupLogs
+from flashrecovery.ballot import ask_elector
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.service import ControllerService
 from flashrecovery.errors import AuthenticationError, ConfigError, ProtocolError, StrangerError
 from flashrecovery.events import EventLog, RunDir
 from flashrecovery.handshake import job_key
+from flashrecovery.plan.electors import Elector
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+from flashrecovery.sealed import CHALLENGE_KEY, HELLO
 from tests.unit.test_session_beats import NoWorkers, no_lead, no_leave
 
 TOKEN = "the-token-of-this-test-job"
 ACCESS = Access(TOKEN)
 OTHER = Access("the-token-of-another-job")
-HELLO = "/flashrecovery.v1.Entrance/Hello"
 SETTINGS = RunConfig.model_validate({"nnodes": 2, "controller": "127.0.0.1:1"})
 
 
@@ -77,14 +83,16 @@ async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
 class Middle(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     """Takes every call and hands it on as it is, to the true service at ``to`` or to nobody; and keeps everything.
 
-    ``change`` sees (method, number of the message, whether it goes up, message), and gives what is handed on.
+    ``change`` sees (method, number of the message, whether it goes up, message), and gives what is handed on; None:
+    nothing. Where it hands on to nobody it says ``answers``, and that all is well.
     """
 
     def __init__(self, to: str = "") -> None:
         self.to = to
         self.calls: list[tuple[str, tuple[tuple[str, Any], ...], list[bytes]]] = []
         self.said: list[bytes] = []
-        self.change: Callable[[str, int, bool, bytes], bytes] = lambda method, i, up, message: message
+        self.change: Callable[[str, int, bool, bytes], bytes | None] = lambda method, i, up, message: message
+        self.answers: tuple[bytes, ...] = (b"",)
         self.status: Callable[[str], tuple[grpc.StatusCode, str] | None] = lambda method: None
         self.port = 0
 
@@ -98,14 +106,18 @@ class Middle(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             async def up() -> AsyncIterator[bytes]:
                 async for message in messages:
                     heard.append(message)
-                    yield self.change(method, len(heard), True, message)
+                    changed = self.change(method, len(heard), True, message)
+                    if changed is not None:
+                        yield changed
 
             refused = self.status(method)
             if refused is not None:
                 await context.abort(*refused)
             if not self.to:  # it listens to everything, and answers whatever it likes
                 async for _ in up():
-                    yield b""
+                    pass
+                for answer in self.answers:
+                    yield answer
                 return
             async with grpc.aio.insecure_channel(self.to) as channel:
                 forward: Any = channel
@@ -114,7 +126,9 @@ class Middle(grpc.GenericRpcHandler):  # type: ignore[type-arg]
                     async for message in forward.stream_stream(method)(up(), metadata=known):
                         i += 1
                         self.said.append(message)
-                        yield self.change(method, i, False, message)
+                        changed = self.change(method, i, False, message)
+                        if changed is not None:
+                            yield changed
                 except grpc.aio.AioRpcError as e:
                     await context.abort(e.code(), e.details())
 
@@ -165,9 +179,99 @@ def test_who_listens_gets_a_random_number_and_nothing_else() -> None:
             await job.stop()
             assert len(fake.calls) >= 4
             for method, known, heard in fake.calls:
-                assert (method, known) == (HELLO, ())
-                assert [len(message) for message in heard] == [34]  # a field of 32 bytes
-            assert len({bytes(heard[0]) for _, _, heard in fake.calls}) == len(fake.calls)
+                assert (method, heard) == (HELLO, [b""])
+                assert [(key, len(value)) for key, value in known] == [(CHALLENGE_KEY, 32)]
+            assert len({known for _, known, _ in fake.calls}) == len(fake.calls)
+
+    asyncio.run(main())
+
+
+ANSWERS = {
+    "garbage": (b"\xff" * 40,),
+    "nothing": (),
+    "an empty one": (b"",),
+    "no text for a name": (b"\x12\x02\xff\xfe",),
+    "a long name": (pb.Answer(nonce=b"n" * 32, name="x" * 3_000, proof=b"p" * 32).SerializeToString(),),
+    "much": (b"\x12" * (1 << 20),),
+}
+
+
+@pytest.mark.parametrize("answers", ANSWERS.values(), ids=ANSWERS)
+def test_whatever_a_stranger_answers_it_is_one(answers: tuple[bytes, ...], caplog: pytest.LogCaptureFixture) -> None:
+    """To everything that is asked of other agents and of a controller; nothing else is raised, nor logged by gRPC."""
+
+    async def main() -> None:
+        async with Middle().listening() as fake:
+            fake.answers = answers
+            seen = await probe(fake.address, ACCESS, 5.0)
+            assert not seen.reachable and fake.address in seen.evidence and len(seen.evidence) < 500
+            assert ("RESOURCE_EXHAUSTED" in seen.evidence) is (answers is ANSWERS["much"])  # it is not received
+            reply = await ask_elector(Elector("b", fake.address, "1"), pb.VoteRequest(term=1), ACCESS)
+            assert not reply.granted and fake.address in reply.reason
+            assert not await session_answers(fake.address, ACCESS)
+            for call in (fetch_from(fake.address, ACCESS, 0), keep_there(fake.address, ACCESS, 0, b"log")):
+                with pytest.raises(StrangerError):
+                    await call
+            job = Job(fake.port)
+            await asyncio.wait({job.running}, timeout=10)
+            with pytest.raises(ConfigError, match=f"--controller {fake.address}: what listens at {fake.address}"):
+                job.running.result()
+            await job.stop()
+            assert {method for method, _, _ in fake.calls} == {HELLO}
+
+    asyncio.run(main())
+    assert not [r for r in caplog.records if r.name.startswith("grpc")]
+
+
+def test_garbage_where_the_controller_was_does_not_end_an_agent(tmp_path: Path) -> None:
+    """Nor does it at the ports of the agents that it then asks: it goes on to look, and halts as one that is cut
+    off."""
+
+    async def main() -> None:
+        async with controlling(tmp_path / "run") as (service, port):
+            job = Job(port)
+            await until(lambda: service._agents.is_connected("a"))
+        fake = Middle()
+        fake.answers = (b"\xff" * 40,)
+        async with fake.listening(port), Middle().listening() as other:
+            other.answers = (b"\xff" * 40,)
+            job.agent.neighbours = lambda: [other.address]  # type: ignore[method-assign]
+            await until(lambda: job.session._stranger and job.agent.halted > 0)
+            asked = len(other.calls)
+            await until(lambda: len(other.calls) > asked + 1)
+            assert not job.running.done() and job.session._standing is Standing.CUT_OFF
+        async with controlling(tmp_path / "again", port) as (service, _):
+            await until(lambda: service._agents.is_connected("a") and job.agent.gone_on > 0)
+            await job.stop()
+        assert job.running.result() is None
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_an_answer_that_is_left_out_is_a_lost_connection(joined: bool, tmp_path: Path) -> None:
+    """Of a call with one answer: that it has ended well is a status, which is not sealed."""
+
+    async def main() -> None:
+        async with (
+            controlling(tmp_path / "run") as (service, port),
+            Middle(f"127.0.0.1:{port}").listening() as middle,
+        ):
+            job = Job(middle.port)
+            if joined:
+                await until(lambda: service._agents.is_connected("a"))
+            middle.change = lambda method, i, up, message: None if not up and method.endswith("Who") else message
+            before = len(middle.calls)
+            job.session._drop_connection()
+            await until(lambda: len([c for c in middle.calls[before:] if c[0].endswith("Who")]) > 1)
+            assert not job.running.done()
+            with pytest.raises(AuthenticationError, match="left out"):
+                async with ACCESS.dial(middle.address, CONTROLLER, 5.0) as channel:
+                    await rpc.ControllerStub(channel).Who(pb.WhoRequest(), timeout=5)
+            middle.change = lambda method, i, up, message: message
+            await until(lambda: service._agents.is_connected("a"))
+            await job.stop()
+        assert job.running.result() is None
 
     asyncio.run(main())
 
@@ -425,6 +529,125 @@ def test_a_set_up_log_that_is_cut_short_is_not_taken_for_whole(monkeypatch: pyte
                 await fetch_from(address, ACCESS, 1)
         finally:
             await keeper.stop()
+
+    asyncio.run(main())
+
+
+def one_part_changed(method: str, i: int, up: bool, message: bytes) -> bytes | None:
+    return message[:-1] + bytes([message[-1] ^ 1]) if method.endswith("Fetch") and not up and i == 2 else message
+
+
+def last_part_left_out(method: str, i: int, up: bool, message: bytes) -> bytes | None:
+    return None if method.endswith("Fetch") and not up and i == 3 else message
+
+
+def all_parts_left_out(method: str, i: int, up: bool, message: bytes) -> bytes | None:
+    return None if method.endswith("Fetch") and not up else message
+
+
+LOST = {
+    "on its way as it is": None,
+    "changed": one_part_changed,
+    "cut short": last_part_left_out,
+    "nothing comes": all_parts_left_out,
+    "a stranger answers": "stranger",
+    "another agent answers": "forwarded",
+    "nobody answers": "closed",
+    "the keeper does not have it": "not kept",
+}
+
+
+@pytest.mark.parametrize("what", LOST.values(), ids=LOST)
+def test_a_set_up_log_that_cannot_be_fetched_is_missed_by_its_rank_only(
+    what: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node takes over a rank of a lost one, in a real process; a third one keeps what its set-up collectives had
+    returned, and somebody is in between. What they do may cost that, and never the node."""
+    monkeypatch.setattr("flashrecovery.agent.peers._PART_BYTES", 10)
+    kept = b"0123456789" * 3
+    script = tmp_path / "train.py"
+    script.write_text("")
+    config = RunConfig.model_validate({"nproc_per_node": 1, "nnodes": 2, "controller": "127.0.0.1:1", "health": "none"})
+
+    async def main() -> None:
+        keeper = PeerService(ACCESS)
+        await keeper.start("127.0.0.1")
+        if what != "not kept":
+            await keep_there(f"127.0.0.1:{keeper.port}", ACCESS, 0, kept)
+        said: list[pb.AgentMessage] = []
+        async with Middle("" if what == "stranger" else f"127.0.0.1:{keeper.port}").listening() as middle:
+            middle.change = what if callable(what) else middle.change
+            if what != "forwarded":
+                assert keeper._server is not None
+                keeper._server._listener.name = agent_at(middle.address)
+            with closing(RunDir(tmp_path / "run")) as run_dir:
+                agent = Agent(config, [str(script)], run_dir, Identity.of(config, "127.0.0.1"), ACCESS)
+                agent.connect(said.append, lambda message: None)
+                replace = pb.Replace(detached=True, setup_from="127.0.0.1:1" if what == "closed" else middle.address)
+                agent.handle(pb.Command(rank=0, generation=1, replace=replace))
+                await until(lambda: agent.finished.done() or any(m.HasField("started") for m in said), 30)
+                assert not agent.finished.done(), agent.finished.exception()
+                notices = [m.notice for m in said if m.notice.kind == "setup_log_lost"]
+                assert agent._ranks[0].page.read_setup_log() == (kept if what is None else None)
+                assert [n.rank for n in notices] == [] if what is None else [0]
+                assert what is None or "set-up collectives are lost" in notices[0].text
+                await agent.shutdown(None)
+        await keeper.stop()
+
+    asyncio.run(main())
+
+
+def test_a_set_up_log_that_did_not_come_whole_is_not_taken_for_kept() -> None:
+    """Who is in between ends the stream early: the keeper says that it is not whole, and it is given once more."""
+
+    class Page:
+        def read_setup_log(self) -> bytes:
+            return b"what they had returned"
+
+    async def main() -> None:
+        keeper = PeerService(ACCESS)
+        await keeper.start("127.0.0.1")
+        async with Middle(f"127.0.0.1:{keeper.port}").listening() as middle:
+            assert keeper._server is not None
+            keeper._server._listener.name = agent_at(middle.address)
+            entries = [pb.RankEntry(rank=0, node="a"), pb.RankEntry(rank=1, node="b", peer=middle.address)]
+            table = pb.RankTable(ranks=entries, stride=1, world_size=2)
+            processes: Any = {0: SimpleNamespace(page=Page(), dead=False, pid=1)}
+            logs = SetupLogs(ACCESS)
+            middle.change = lambda method, i, up, message: None if method.endswith("Keep") and up else message
+            with pytest.raises(ProtocolError, match="did not come whole"):
+                await keep_there(middle.address, ACCESS, 0, b"log")
+            await logs.spread(table, processes, "a")
+            middle.change = lambda method, i, up, message: None if method.endswith("Keep") and not up else message
+            await logs.spread(table, processes, "a")  # it is kept, but nobody knows
+            tries = len(middle.calls)
+            middle.change = lambda method, i, up, message: message
+            await logs.spread(table, processes, "a")
+            assert len(middle.calls) > tries and await fetch_from(middle.address, ACCESS, 0) == Page().read_setup_log()
+            tries = len(middle.calls)
+            await logs.spread(table, processes, "a")
+            assert len(middle.calls) == tries
+        await keeper.stop()
+
+    asyncio.run(main())
+
+
+def test_an_agent_that_can_no_longer_watch_its_controller_ends(tmp_path: Path) -> None:
+    """Its node would never halt when it is cut off."""
+
+    async def main() -> None:
+        async with controlling(tmp_path / "run") as (service, port):
+            job = Job(port)
+            await until(lambda: service._agents.is_connected("a"))
+
+            async def fails() -> None:
+                raise ZeroDivisionError
+
+            job.session._ask = fails  # type: ignore[method-assign]
+        await asyncio.wait({job.running}, timeout=10)
+        with pytest.raises(ZeroDivisionError):
+            job.running.result()
+        job._beating.cancel()
 
     asyncio.run(main())
 

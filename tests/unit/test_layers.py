@@ -17,7 +17,7 @@ CORE = "flashrecovery"
 LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(layer.split())
     for layer in (
-        "_version errors versions clock leases complaints proto",
+        "_version errors versions clock leases complaints grpc_private proto",
         "plan handshake security state",
         "config patches events",
         "sealed tls beats health",

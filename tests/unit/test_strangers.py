@@ -27,7 +27,7 @@ from flashrecovery.events import EventLog, RunDir
 from flashrecovery.handshake import Caller, job_key
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
-from flashrecovery.sealed import SealedChannel
+from flashrecovery.sealed import CHALLENGE_KEY, SealedChannel
 from flashrecovery.security import job_token
 
 TOKEN = "the-token-of-this-test-job"
@@ -87,7 +87,7 @@ def test_a_wrong_token_opens_nothing(token: str, tmp_path: Path) -> None:
         async with grpc.aio.insecure_channel(address) as channel:
             entrance = rpc.EntranceStub(channel)
             caller = Caller(job_key(token), CONTROLLER)
-            answer = await entrance.Hello(pb.Challenge(nonce=caller.nonce), timeout=5)
+            answer = await entrance.Hello(pb.Challenge(), metadata=((CHALLENGE_KEY, caller.nonce),), timeout=5)
             caller._session, caller._nonce = b"whatever", answer.nonce  # it does not care what the proof is
             stub = rpc.ControllerStub(SealedChannel(channel, caller))
             for call in (stub.Status(pb.StatusRequest(), timeout=5), stub.Inject(KILL, timeout=5)):

@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-import grpc
-
 from flashrecovery.agent.logs import LogTail
+from flashrecovery.agent.peers import NOT_HANDED_OVER, said_by
 from flashrecovery.agent.process import WorkerProcess
 from flashrecovery.agent.setup_logs import SetupLogs
 from flashrecovery.agent.standby import StandbyPool
@@ -138,8 +137,8 @@ class Crew:
             log = await self._setup_logs.fetch(keeper, process.place)
             if not self._is_over(process):
                 process.page.write_setup_log(log)
-        except grpc.aio.AioRpcError as e:
-            text = f"the results of its set-up collectives are lost: {keeper} answers {e.code().name.lower()}"
+        except NOT_HANDED_OVER as e:
+            text = f"the results of its set-up collectives are lost, {keeper} was to have them: {said_by(e)}"
             self._foreman.notice(process.place, "setup_log_lost", text)
 
     async def replenish(self) -> None:

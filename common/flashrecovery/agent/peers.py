@@ -37,7 +37,9 @@ _VOUCH = 0.6
 CONTROLLER_KEY = "flashrecovery-controller"
 """Of the metadata with which an agent comes to a relay: the incarnation of the controller that it follows."""
 UNREACHED = (grpc.aio.AioRpcError, AuthenticationError)
-"""What is raised where the agent that is called does not answer, or somebody else does."""
+"""What is raised where the agent that is called does not answer, or somebody else does, or changes what it says."""
+NOT_HANDED_OVER = (*UNREACHED, ProtocolError)
+"""What is raised where a set-up log does not come over to the other side, or not whole."""
 
 
 @dataclass(frozen=True)
@@ -165,24 +167,31 @@ async def probe_all(peers: Sequence[str], access: Access, timeout_s: float, aski
 
 
 async def keep_there(peer: str, access: Access, rank: int, log: bytes) -> None:
-    """Have ``peer`` keep the set-up log of ``rank``. Raises one of UNREACHED."""
+    """Have ``peer`` keep the set-up log of ``rank``. Raises one of NOT_HANDED_OVER."""
 
     async def parts() -> AsyncIterator[pb.SetupLogPart]:
         for part in _parts(rank, log):
             yield part
 
     async with access.dial(peer, agent_at(peer), _KEEP_S) as channel:
-        await rpc.PeerStub(channel).Keep(parts(), timeout=_KEEP_S)
+        reply: pb.KeepReply = await rpc.PeerStub(channel).Keep(parts(), timeout=_KEEP_S)
+    if not reply.kept:
+        raise ProtocolError(f"the set-up log of rank {rank} did not come whole to the agent at {peer}")
 
 
 async def fetch_from(peer: str, access: Access, rank: int) -> bytes:
-    """The set-up log of ``rank`` that ``peer`` keeps. Raises one of UNREACHED, or ProtocolError if it is not whole."""
+    """The set-up log of ``rank`` that ``peer`` keeps. Raises one of NOT_HANDED_OVER."""
     async with access.dial(peer, agent_at(peer), _FETCH_S) as channel:
         call = rpc.PeerStub(channel).Fetch(pb.FetchRequest(rank=rank), timeout=_FETCH_S)
         parts = [part async for part in call]
     if not parts or not parts[-1].last:
         raise ProtocolError(f"the set-up log of rank {rank} that the agent at {peer} keeps did not come whole")
     return b"".join([part.data for part in parts])
+
+
+def said_by(error: BaseException) -> str:
+    """In a few words."""
+    return error.code().name.lower() if isinstance(error, grpc.aio.AioRpcError) else str(error)
 
 
 def _parts(rank: int, data: bytes) -> list[pb.SetupLogPart]:

@@ -8,7 +8,6 @@ is another one to follow, or this node has to become it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
@@ -144,6 +143,9 @@ class ControllerSession:
         """
         watch = asyncio.create_task(self._watch()) if self._peers is not None else None
         telling = asyncio.create_task(self._tell_workers())
+        for task in (watch, telling):
+            if task is not None:
+                task.add_done_callback(self._must_not_fail)
         try:
             while not self._agent.finished.done():
                 await self._connect()
@@ -151,11 +153,16 @@ class ControllerSession:
                 await self._pause(next_attempt_s(self._silent_s(), self._limits, answered=self._answered))
             return self._agent.finished.result()
         finally:
-            for task in (watch, telling, self._move):
-                if task is not None:
-                    task.cancel()
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await task
+            ending = {task for task in (watch, telling, self._move) if task is not None}
+            for task in ending:
+                task.cancel()
+            await asyncio.wait(ending)
+
+    def _must_not_fail(self, task: asyncio.Task[None]) -> None:
+        """A node that nobody watches would not halt when it is cut off; so it ends."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._agent.finished.done():
+            self._agent.finished.set_exception(error)
 
     async def _pause(self, seconds: float) -> None:
         """Before the next connection, unless there is another controller to follow now."""
@@ -296,6 +303,7 @@ class ControllerSession:
             self._send(pb.AgentMessage(electors_known=pb.ElectorsKnown(version=command.electors.version)))
         elif body == "go_through":
             self._move = asyncio.create_task(self._go_through(command.go_through, self._attempt))
+            self._move.add_done_callback(self._must_not_fail)
         else:
             self._agent.handle(command)
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 
 from flashrecovery.access import Access
-from flashrecovery.agent.peers import UNREACHED, fetch_from, keep_there
+from flashrecovery.agent.peers import NOT_HANDED_OVER, fetch_from, keep_there, said_by
 from flashrecovery.agent.process import WorkerProcess
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -40,8 +40,8 @@ class SetupLogs:
                     continue
                 try:
                     await keep_there(keeper.peer, self._access, rank, data)
-                except UNREACHED as e:
-                    log.warning("the set-up log of rank %d is not kept at %s: %r", rank, keeper.peer, e)
+                except NOT_HANDED_OVER as e:
+                    log.warning("the set-up log of rank %d is not kept at %s: %s", rank, keeper.peer, said_by(e))
                     continue
                 self._kept[rank] = (process.pid, keeper.peer)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from flashrecovery.cli.quiet import import_grpc
 from flashrecovery.config import load_run_config
 from flashrecovery.errors import ConfigError
 
@@ -23,6 +24,7 @@ from flashrecovery.errors import ConfigError
 @click.option("--config", "config_file", type=click.Path(path_type=Path), default=None, help="YAML with any key.")
 def controller(config_file: Path | None, **options: object) -> None:
     """Run the controller of one job, to the job's end. Its nodes run `flashrecovery run --controller HOST:PORT`."""
+    import_grpc()
     from flashrecovery.job import run_controller
     from flashrecovery.runtime.addresses import is_here, resolve, split_address
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from flashrecovery.cli.quiet import import_grpc
 from flashrecovery.config import CONTROLLER_PORT, load_run_config, parse_fault
 from flashrecovery.errors import ConfigError
 
@@ -64,6 +65,7 @@ def run(config_file: Path | None, module: bool, script: str, script_args: tuple[
     config = load_run_config(config_file, _overrides(options))
     if not module and not Path(script).is_file():
         raise ConfigError(f"script {script!r} does not exist (working directory: {os.getcwd()})")
+    import_grpc()
     from flashrecovery.job import run_job
 
     path = config.run_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"

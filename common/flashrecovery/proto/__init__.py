@@ -3,10 +3,19 @@
 ``scripts/generate_proto.py`` makes the ``_pb2`` modules from it.
 """
 
+import json
+
 _MESSAGE_BYTES = ("grpc.max_receive_message_length", 256 << 20)
+_ANSWER_BYTES = 4096
+"""Of who listens, as long as it has not proven who it is."""
+_HELLO = {"name": [{"service": "flashrecovery.v1.Entrance"}], "maxResponseMessageBytes": _ANSWER_BYTES}
 
 # Agents and controller are inside the cluster; an http_proxy is for the world outside.
-CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0), _MESSAGE_BYTES)
+CHANNEL_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.service_config", json.dumps({"methodConfig": [_HELLO]})),
+    _MESSAGE_BYTES,
+)
 """Options of every channel to a controller or an agent."""
 SERVER_OPTIONS = (("grpc.so_reuseport", 0), _MESSAGE_BYTES)
 """Options of a controller's or an agent's server."""

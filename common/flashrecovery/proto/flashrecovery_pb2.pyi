@@ -29,16 +29,12 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class Challenge(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    NONCE_FIELD_NUMBER: _builtins.int
-    nonce: _builtins.bytes
     def __init__(
         self,
-        *,
-        nonce: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["nonce", b"nonce"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -513,6 +513,14 @@ class DrawsAbove(Loop):
         return super().loss(batch * self.factor, step)
 
 
+class DrawsBetween(RandomBatches):
+    """Random numbers between the backward pass and the optimizer: the next batches follow from them."""
+
+    def before(self, step: int, loss: Tensor) -> None:
+        super().before(step, loss)
+        torch.rand(3)
+
+
 class PlainVariable(RandomBatches):
     """nanoGPT's ``iter_num``: the learning rate depends on it, nothing is told of it, and in a replacement it is 0."""
 
@@ -601,6 +609,7 @@ LOOPS: dict[str, type[Loop]] = {
     "checkpointed-batch-norm": CheckpointedBatchNorm,
     "prefetch-below": PrefetchBelow,
     "draws-above": DrawsAbove,
+    "draws-between": DrawsBetween,
 }
 UNPROTECTED: dict[str, type[Loop]] = {
     "plain-variable": PlainVariable,

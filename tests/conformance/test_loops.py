@@ -97,6 +97,15 @@ def test_first_and_last_step(loop: str, framework: str, tmp_path: Path, referenc
     _check(layout, from_the_start(_steps(layout), world=WORLD), tmp_path, reference)
 
 
+def test_a_rank_that_dies_in_the_step_in_which_all_begin_to_seal_again(tmp_path: Path, reference: Reference) -> None:
+    """Step 0 has shown that a rank's own state changes after the forward pass. In step 1 the ranks tell each other, and
+    from the next one on they seal once more before the optimizer. This one was not sealed, so it is undone."""
+    layout = _layout("draws-between", "ddp")
+    late = Layout(layout.name, "", (*layout.flags, *PAUSE), nproc=WORLD)
+    kills = [Kill(1, 1, "optimizer", 0)]
+    check_loop(run_loop(tmp_path / "run", late, _steps(layout), kills), reference(layout), kills)
+
+
 def test_an_object_that_differs_from_the_start_is_each_ranks_own_in_the_first_step(
     tmp_path: Path, reference: Reference
 ) -> None:

@@ -584,6 +584,14 @@ class SilentLater(SilentCodebook):
         self.writes = step >= 5
 
 
+class DrawsBetween(RandomBatches):
+    """Random numbers between the backward pass and the optimizer: the next batches follow from them."""
+
+    def before(self, step: int, loss: Tensor) -> None:
+        super().before(step, loss)
+        torch.rand(3)
+
+
 class PlainVariable(RandomBatches):
     """nanoGPT's ``iter_num``: the learning rate depends on it, nothing is told of it, and in a replacement it is 0."""
 
@@ -724,6 +732,7 @@ LOOPS: dict[str, type[Loop]] = {
     "silent-codebook": SilentCodebook,
     "silent-queue": SilentQueue,
     "silent-first-on-rank-zero": SilentFirstOnRankZero,
+    "draws-between": DrawsBetween,
 }
 UNPROTECTED: dict[str, type[Loop]] = {
     "plain-variable": PlainVariable,

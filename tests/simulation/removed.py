@@ -13,7 +13,7 @@ from flashrecovery.agent import session
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.lease import Reach
 from flashrecovery.clock import lease_clock
-from flashrecovery.controller import restore
+from flashrecovery.controller import recovery, restore
 from flashrecovery.controller.electorate import Electorate
 from flashrecovery.controller.liveness import Liveness
 from flashrecovery.controller.machine import Machine
@@ -219,6 +219,12 @@ def _says_too_much(find: Callable[..., None]) -> Callable[..., None]:
     return heard
 
 
+def _from_the_disk(records: Any, checkpoint: tuple[int, str] | None) -> restore.Decision:
+    if checkpoint is None:
+        return restore.decide(records, checkpoint)
+    return restore.Decision.from_checkpoint(checkpoint, records, "it is there")
+
+
 def _over_at_once(self: Machine, resume_step: int) -> bool:
     return True
 
@@ -238,6 +244,6 @@ BREAKS: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: patch.object(Machine, "on_heartbeat", _says_too_much(Machine.on_heartbeat)),
     ),
     "over before a step": ("finished", lambda: patch.object(Machine, "_all_have_gone_on", _over_at_once)),
-    "the newest is not taken": ("fallback", lambda: patch.object(restore, "_plain_cut", lambda records: None)),
+    "the checkpoint is taken first": ("fallback", lambda: patch.object(recovery, "decide", _from_the_disk)),
 }
 """Mistakes that nobody has made, each with the law that notices it: laws can fail."""

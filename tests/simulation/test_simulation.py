@@ -11,7 +11,7 @@ import pytest
 from tests.simulation.content import Script
 from tests.simulation.history import Fault, History, Outcome, draw, quiet, run, simulated
 from tests.simulation.network import Firewall, Weather
-from tests.simulation.removed import REMOVED
+from tests.simulation.removed import BREAKS, REMOVED
 from tests.simulation.world import Shape
 
 SEEDS = int(os.environ.get("SIMULATION_SEEDS", "2000"))
@@ -44,6 +44,16 @@ def test_no_history_breaks_a_law() -> None:
 def of(history: History) -> Outcome:
     with quiet(), simulated():
         return run(history)
+
+
+@pytest.mark.parametrize("mistake", BREAKS)
+def test_a_law_can_fail(mistake: str) -> None:
+    """Each of these mistakes is noticed by its law, soon."""
+    law, made = BREAKS[mistake]
+    with quiet(), simulated(), made():
+        violations = (run(draw(seed)).violation for seed in range(100))
+        found = next((violation for violation in violations if violation is not None), None)
+    assert found is not None and found.law == law
 
 
 def calm(shape: Shape, *faults: Fault, steps: int = 40) -> History:

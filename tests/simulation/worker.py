@@ -789,11 +789,11 @@ class ModelWorker:
         self.capsule.drop_after(version)
 
     async def _told_to_resume(self, version: int, generation: int) -> bool:
-        chance = self.world.random.random()
-        if chance > 0.2:
+        wait_s = 3.0 * self.world.random.random()
+        if wait_s > 0.3:
             return self.gate.resume(version, generation)
-        # while the agent reads the page, if it does so in the next moment
-        return await self.page.amid(self.process, lambda: self.gate.resume(version, generation), 0.2 * chance)
+        # while the agent reads the page, if it does so in that time
+        return await self.page.amid(self.process, lambda: self.gate.resume(version, generation), wait_s)
 
     async def _resume(self, command: pb.Command) -> bool:
         version = command.resume.version

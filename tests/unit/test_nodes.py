@@ -98,6 +98,15 @@ def test_where_ranks_are_on_several_nodes_no_table_is_sent_for_a_spare_one() -> 
     assert len(world.tables) == tables
 
 
+def test_a_new_controller_tells_of_the_others_though_it_has_to_recover() -> None:
+    """It begins no process, for none is missing."""
+    old = running("a", "x", nnodes=1, spare_nodes=1)
+    old.machine.nodes = {name: old.machine.nodes[name] for name in ("x", "a")}  # the order in which they come
+    world = heir(old, stepping=False)
+    assert world.machine.state is State.QUIESCING and not any(c.HasField("replace") for _, c in world.inbox)
+    assert [table.others for table in world.tables] == [(("x", "x:1"),)]
+
+
 @pytest.mark.parametrize(("only", "refused"), [("", False), ("a", False), ("b", True)])
 def test_a_job_of_one_node_takes_no_other_one(only: str, refused: bool) -> None:
     """That node has no lease, as it reckons with nobody."""
@@ -483,6 +492,15 @@ def test_a_new_controller_goes_on_where_everybody_steps() -> None:
     new = heir(running())
     assert new.machine.state is State.RUNNING and new.machine.generation == 0
     assert new.run() is State.FINISHED and not new.of(ev.RecoveryStarted)
+
+
+def test_a_new_controller_starts_nothing_though_a_spare_node_comes_first() -> None:
+    """Nobody has said that it is a spare one; that the job runs, it knows by its rank table."""
+    old = running("a", "x", nnodes=1, spare_nodes=1)
+    old.machine.nodes = {name: old.machine.nodes[name] for name in ("x", "a")}  # the order in which they come
+    world = heir(old)
+    assert not any(c.HasField("replace") or c.HasField("fence") for _, c in world.inbox)
+    assert world.run() is State.FINISHED and not world.of(ev.RecoveryStarted)
 
 
 def test_a_new_controller_still_recovers() -> None:

@@ -73,6 +73,8 @@ class Machine(Watching, TakeOver):
             node.state = NodeState.SPARE
             self._settle_homeless(now)
             self._publish_others()
+        elif self._found_since is None and message.stride:
+            self._found_since = self._started_at = now  # it has a rank table: the job runs already, on other nodes
         elif self._found_since is None and (
             len(self.nodes) >= self.config.nnodes or node.slots < self.config.nproc_per_node
         ):

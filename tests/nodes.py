@@ -25,7 +25,7 @@ PORT = 29400
 
 class NodesJob:
     """A job on the hosts of ``net``: ``nnodes`` of them hold ranks, the others (or ``spare`` of them) are spare. The
-    first one has the controller, and if it is ``alone``, nothing else."""
+    first one has the controller, and if it is ``alone``, nothing else. ``config``: a file for all of them."""
 
     def __init__(
         self,
@@ -38,6 +38,7 @@ class NodesJob:
         steps: int = 40,
         step_ms: int = 100,
         options: Sequence[str] = (),
+        config: Path | None = None,
         flags: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         tokens: Mapping[str, str] | None = None,
@@ -56,6 +57,7 @@ class NodesJob:
         self._address = f"{net.hosts[0].address}:{PORT}"
         self._shape = ["--nnodes", str(nnodes), "--spare-nodes", str(len(members) - nnodes)]
         self._shape += ["--nproc-per-node", str(layout.nproc // nnodes), "--run-dir", str(run_dir)]
+        self._shape += ["--config", str(config)] if config is not None else []
         if alone:
             self.start_controller()
         for number, host in enumerate(members):

@@ -14,7 +14,7 @@ import pytest
 from flashrecovery.agent.procfs import is_stopped
 from tests import hosts
 from tests.hosts import Host, Network
-from tests.jobs import DDP, References, check_same
+from tests.jobs import DDP, Layout, References, check_same
 from tests.nodes import NodesJob, hosts_of_a_test, references_of_a_module
 
 pytestmark = [
@@ -25,9 +25,11 @@ pytestmark = [
 ]
 STEPS = 40
 KILL_AFTER = 8
+ON_ONE = Layout("ddp-on-one", DDP.script)
+"""All ranks on one node."""
 
 net = hosts_of_a_test(3)
-reference = references_of_a_module(STEPS, spare=1)
+reference = references_of_a_module(STEPS, nnodes=lambda layout: 1 if layout is ON_ONE else 2, spare=1)
 
 
 class Halted:
@@ -82,11 +84,40 @@ def test_a_node_halts_before_its_ranks_are_given_away(
     assert job.newest_step(lost) == stopped_at, "a rank has lived twice"
 
 
-def test_training_goes_on_without_a_controller_of_its_own_host(
+def test_a_node_that_has_all_ranks_halts_before_they_are_given_away(
     net: Network, tmp_path: Path, reference: References
 ) -> None:
+    """No other node has any, but it knows of the spare one, and does not reach it. Two whole jobs would write into one
+    checkpoint directory."""
+    config = tmp_path / "config.yaml"
+    config.write_text(f"checkpoint: {{dir: {tmp_path / 'checkpoints'}, interval_s: 0.5}}\n")
+    job = NodesJob(net, tmp_path / "run", ON_ONE, nnodes=1, steps=STEPS, config=config, alone=True)
+    job.wait_for("checkpoint_saved", 2)
+    controller, lost, spare = net.hosts
+    halted = Halted(job.worker_pids(lost))
+    net.refuse(lost)
+    given_away_at = job.wait_for("node_lost")["monotonic"]
+    halted_at = halted.end()
+    stopped_at = job.newest_step(lost)
+    job.wait_for("recovery_finished")
+    assert job.newest_step(lost) == stopped_at, "a rank has lived twice"
+    net.refuse(lost, on=False)
+    job.wait_for("node_joined", 3)  # fenced, and back as a spare
+    ended = job.wait(of=[controller, spare])
+    assert halted_at < given_away_at, f"halted {halted_at - given_away_at:.3f} s after its ranks were given away"
+    assert [(e["node"], e["ranks"]) for e in ended.of("node_lost")] == [(lost.name, [0, 1, 2, 3])]
+    assert len(ended.of("fallback_started")) == 1, ended.explain()
+    check_same(ended, reference(ON_ONE))
+    assert job.newest_step(lost) == stopped_at, "a rank has lived twice"
+
+
+@pytest.mark.parametrize("layout", [DDP, ON_ONE], ids=["the other one has ranks", "the other one is a spare one"])
+def test_training_goes_on_without_a_controller_of_its_own_host(
+    layout: Layout, net: Network, tmp_path: Path, reference: References
+) -> None:
     """Its port is closed, and the other node is reached: nobody is halted, however long it takes."""
-    job = NodesJob(net, tmp_path / "run", DDP, steps=STEPS, alone=True)
+    nnodes = 1 if layout is ON_ONE else 2
+    job = NodesJob(net, tmp_path / "run", layout, nnodes=nnodes, steps=STEPS, alone=True)
     job.wait_for_step(KILL_AFTER)
     job.kill_agent(net.hosts[0])
     step = job.newest_step()
@@ -95,4 +126,4 @@ def test_training_goes_on_without_a_controller_of_its_own_host(
     job.start_controller()
     ended = job.wait()
     assert not ended.of("recovery_started"), ended.explain()
-    check_same(ended, reference(DDP))
+    check_same(ended, reference(layout))

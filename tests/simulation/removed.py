@@ -86,6 +86,11 @@ def _believes(judge: Callable[..., Any]) -> Callable[..., Any]:
     return judged
 
 
+def _with_ranks(neighbours: Callable[[Agent], list[str]]) -> Callable[[Agent], list[str]]:
+    """Those only that have ranks themselves."""
+    return lambda self: [peer for peer in neighbours(self) if peer not in self._table.others]
+
+
 def _any_door(seen: object, electors: object, node: str) -> Reach:
     """Whoever is refused takes the controller for dead, and asks nobody."""
     return Reach(enough=True, vouched=False)
@@ -133,6 +138,7 @@ REMOVED: dict[str, Callable[[], Any]] = {
     "a closed door is no proof": lambda: patch.object(session, "reach", _any_door),
     "no secret is sent": lambda: patch.object(handshake, "_proof", _proof_with_key(handshake._proof)),
     "leases go on while the host is suspended": lambda: patch.object(time, "clock_gettime_ns", _stands),
+    "a node with all ranks knows of others": lambda: patch.object(Agent, "neighbours", _with_ranks(Agent.neighbours)),
     "the lease in the page": lambda: patch.object(Page, "lend", lambda self, until: None),
     "what changes after the optimizer is sealed again": lambda: patch.object(ModelWorker, "_drawn", _drawn),
     "registered objects are compared": lambda: patch.object(ModelWorker, "_unequal", lambda self, values: False),

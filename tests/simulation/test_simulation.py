@@ -88,6 +88,17 @@ def test_a_rank_that_dies_while_a_new_controller_gathers_keeps_its_node() -> Non
     assert outcome.violation is None and outcome.state == "finished" and outcome.recoveries == 1
 
 
+def test_a_node_with_all_ranks_halts_before_they_are_given_away() -> None:
+    """It is refused by the controller, which it could take for dead, and by the spare node, of which it knows."""
+    cut = Fault(0.5, "reset+cut", (("n0",), ("ctl", "n1"), 3.0, Firewall.REJECT, False))
+    history = calm(Shape(1, 2, spares=1, external=True), cut)
+    outcome = of(history)
+    assert outcome.violation is None and outcome.state == "failed", "nobody else has any state"
+    with REMOVED["a node with all ranks knows of others"]():
+        violation = of(history).violation
+    assert violation is not None and violation.law == "given away"
+
+
 def test_two_ranks_that_miss_one_deadline_are_found_together() -> None:
     history = calm(Shape(1, 4), Fault(0.5, "mute", (0, 1)), Fault(0.6, "kill", (2,)))
     outcome = of(history)

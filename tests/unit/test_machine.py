@@ -10,7 +10,8 @@ from flashrecovery import events as ev
 from flashrecovery.agent.gather import singly
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.outbox import Emit, Send
+from flashrecovery.controller.outbox import Emit, Publish, Send
+from flashrecovery.controller.rank_table import RankTable
 from flashrecovery.controller.records import Place
 from flashrecovery.controller.states import RECOVERY_STATES, TRANSITIONS, State, check_transition
 from flashrecovery.errors import ProtocolError
@@ -28,6 +29,7 @@ class World:
         self.random = random.Random(seed) if seed is not None else None
         self.inbox: list[tuple[int, pb.Command]] = []
         self.events: list[ev.Event] = []
+        self.tables: list[RankTable] = []
         self.version = dict.fromkeys(range(self.config.world_size), -1)
         self.pids: dict[int, int] = {}
         self.inherited: dict[int, list[int]] = {}  # capsules in the page of a replacement, until it goes on
@@ -53,6 +55,8 @@ class World:
         for action in self.machine.take_actions():
             if isinstance(action, Emit):
                 self.events.append(action.event)
+            elif isinstance(action, Publish):
+                self.tables.append(action.table)
             elif isinstance(action, Send):
                 commands = singly(action.command) if action.command.ranks else [action.command]
                 self.inbox += [(command.rank, command) for command in commands]

@@ -8,10 +8,11 @@ import pytest
 
 from flashrecovery import events as ev
 from flashrecovery.agent.lease import Door, Reach, Standing, lost, reach, standing
-from flashrecovery.agent.peers import Seen
+from flashrecovery.agent.peers import Seen, neighbours
 from flashrecovery.config import Timeouts, load_run_config
+from flashrecovery.controller.admission import refusal
 from flashrecovery.controller.liveness import Ask, Liveness, Lost, Unheard
-from flashrecovery.controller.rank_table import Parts, RankTable
+from flashrecovery.controller.rank_table import Parts, RankTable, affected
 from flashrecovery.controller.records import Place
 from flashrecovery.controller.states import State
 from flashrecovery.controller.status import job_status
@@ -58,6 +59,60 @@ def test_each_agent_gets_its_part_of_the_rank_table() -> None:
     assert {e.rank for e in parts.part_for("n1").ranks} == {2, 3, 4, 5, 6}  # itself, n2 its keeper, n3 in the ring
     assert {e.rank for e in parts.part_for("n4").ranks} == {8, 9, 0, 1, 2}
     assert {e.rank for e in parts.part_for("spare").ranks} == {0, 2}
+
+
+def test_a_node_that_has_all_ranks_is_told_of_others() -> None:
+    """Else it would know of nobody by whom it could tell that it is cut off."""
+    others = tuple((name, f"{name}:1") for name in ("b", "c", "d"))
+    all_on_c = [pb.RankEntry(rank=r, node="c0", peer="c0:1") for r in range(2)]
+    parts = Parts(RankTable(tuple(all_on_c), 1, others))
+    assert neighbours(parts.part_for("c0"), "c0") == ["d:1", "b:1"]
+    assert neighbours(parts.part_for("d"), "d") == ["c0:1"]
+    fewer = Parts(RankTable(tuple(all_on_c), 1, others[1:]))
+    assert affected(parts, fewer) == {"c0"} and affected(parts, parts) == set()
+    on_two = [*all_on_c[:1], pb.RankEntry(rank=1, node="a", peer="a:1")]
+    two = Parts(RankTable(tuple(on_two), 1, others))
+    assert neighbours(two.part_for("c0"), "c0") == ["a:1"], "which shares the ranks"
+    assert affected(two, Parts(RankTable(tuple(on_two), 1, ()))) == set()
+
+
+def test_a_node_that_has_all_ranks_hears_of_others_as_they_come_and_go() -> None:
+    world = running("a", "x", nproc=2, nnodes=1, spare_nodes=1)
+    assert world.tables[-1].others == (("x", "x:1"),)
+    world.join("y")
+    assert world.tables[-1].others == (("x", "x:1"), ("y", "y:1"))
+    world.machine.on_node_lost("x", "silent", 1.0, world.now)
+    world.collect()
+    assert world.tables[-1].others == (("y", "y:1"),)
+    world.machine.on_node_lost("a", "silent", 1.0, world.now)
+    world.collect()
+    assert {r.home for r in world.machine.ranks.values()} == {"y"}
+    world.run()
+    assert world.tables[-1].others == ()
+
+
+def test_where_ranks_are_on_several_nodes_no_table_is_sent_for_a_spare_one() -> None:
+    world = running("a", "b", nproc=1, spare_nodes=1)
+    tables = len(world.tables)
+    world.join("x")
+    assert len(world.tables) == tables
+
+
+def test_a_new_controller_tells_of_the_others_though_it_has_to_recover() -> None:
+    """It begins no process, for none is missing."""
+    old = running("a", "x", nnodes=1, spare_nodes=1)
+    old.machine.nodes = {name: old.machine.nodes[name] for name in ("x", "a")}  # the order in which they come
+    world = heir(old, stepping=False)
+    assert world.machine.state is State.QUIESCING and not any(c.HasField("replace") for _, c in world.inbox)
+    assert [table.others for table in world.tables] == [(("x", "x:1"),)]
+
+
+@pytest.mark.parametrize(("only", "refused"), [("", False), ("a", False), ("b", True)])
+def test_a_job_of_one_node_takes_no_other_one(only: str, refused: bool) -> None:
+    """That node has no lease, as it reckons with nobody."""
+    found = refusal(pb.Register(node="a"), {}, None, there=False, only=only)
+    assert (found is not None) is refused
+    assert found is None or "spare_nodes = 1" in found.text
 
 
 # -- liveness -------------------------------------------------------------------------------------
@@ -437,6 +492,15 @@ def test_a_new_controller_goes_on_where_everybody_steps() -> None:
     new = heir(running())
     assert new.machine.state is State.RUNNING and new.machine.generation == 0
     assert new.run() is State.FINISHED and not new.of(ev.RecoveryStarted)
+
+
+def test_a_new_controller_starts_nothing_though_a_spare_node_comes_first() -> None:
+    """Nobody has said that it is a spare one; that the job runs, it knows by its rank table."""
+    old = running("a", "x", nnodes=1, spare_nodes=1)
+    old.machine.nodes = {name: old.machine.nodes[name] for name in ("x", "a")}  # the order in which they come
+    world = heir(old)
+    assert not any(c.HasField("replace") or c.HasField("fence") for _, c in world.inbox)
+    assert world.run() is State.FINISHED and not world.of(ev.RecoveryStarted)
 
 
 def test_a_new_controller_still_recovers() -> None:

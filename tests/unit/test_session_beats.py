@@ -313,3 +313,17 @@ def test_a_link_knows_up_to_when_it_has_been_heard(monkeypatch: pytest.MonkeyPat
     assert here.echoed_at == 101.0 and there.echoed_at == 0.0
     there.accept(here.stamp(pb.AgentMessage()))
     assert there.echoed_at == 7.0
+
+
+def test_a_second_node_of_a_job_of_one_is_refused(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.until(lambda: scene.session.joined)
+        async with ACCESS.dial(scene.address, CONTROLLER, 5.0) as channel:
+            call = rpc.ControllerStub(channel).Session()
+            register = pb.Register(node="b", host="127.0.0.1", slots=1, node_rank=-1, incarnation="b")
+            await call.write(pb.AgentMessage(register=register))
+            said = [command async for command in call]
+        assert [c.WhichOneof("body") for c in said] == ["refused"] and "which is a" in said[0].refused.reason
+        assert set(scene.service.machine.nodes) == {"a"}
+
+    play(tmp_path, act, nnodes=1)

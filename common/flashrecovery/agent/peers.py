@@ -138,9 +138,10 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
 
 
 def neighbours(table: pb.RankTable, here: str) -> list[str]:
-    """Peer services of the next agents in the ring of nodes that hold ranks, as far as ``table`` names them."""
+    """Peer services of the next agents in the ring of nodes that hold ranks, as far as ``table`` names them; where no
+    other node does, of some that hold none."""
     found = {e.node: e.peer for e in table.ranks if e.peer and e.node != here}
-    return [found[n] for n in itertools.islice(following(here, sorted(found)), OBSERVERS)]
+    return [found[n] for n in itertools.islice(following(here, sorted(found)), OBSERVERS)] or list(table.others)
 
 
 async def probe(peer: str, access: Access, timeout_s: float, asking: Asking | None = None) -> Seen:

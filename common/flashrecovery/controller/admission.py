@@ -27,10 +27,10 @@ class Refusal:
 
 
 def refusal(
-    message: pb.Register, settings: Mapping[str, str], known: NodeRecord | None, *, there: bool
+    message: pb.Register, settings: Mapping[str, str], known: NodeRecord | None, *, there: bool, only: str = ""
 ) -> Refusal | None:
     """Why this agent may not join; None: it may. ``settings``: the controller's own, by key. ``known``: the node of
-    this name, ``there``: its agent is connected and heard."""
+    this name, ``there``: its agent is connected and heard. ``only``: the node of a job that has no other one."""
     name = message.node
     if known is not None and known.alive and there and known.incarnation != message.incarnation:
         # It has not been started anew: two hosts have one host name, or two agents are tried on one host.
@@ -39,6 +39,13 @@ def refusal(
     differs = _other_settings(message.settings, settings) if message.settings else ""
     if differs:
         text = f"all nodes and the controller need the same settings; node {name} has {differs}"
+        return Refusal(grpc.StatusCode.FAILED_PRECONDITION, text)
+    if only and only != name:
+        # That node has no lease, for it reckons with nobody: cut off, it would go on beside this one.
+        text = (
+            f"this job has one node (nnodes = 1, spare_nodes = 0), which is {only} and is not known to be lost; "
+            "with spare_nodes = 1 another one may wait for that"
+        )
         return Refusal(grpc.StatusCode.FAILED_PRECONDITION, text)
     return None
 

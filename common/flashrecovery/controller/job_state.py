@@ -198,8 +198,17 @@ class JobState:
 
     def _publish_rank_table(self) -> None:
         peers = {name: node.peer for name, node in self.nodes.items()}
+        homes = {r.home for r in self.ranks.values()}
         entries = tuple(r.entry(peers.get(r.home, "")) for r in self.ranks.values())
-        self.outbox.publish(self.generation, RankTable(entries, self.stride))
+        living = [node for node in self.nodes.values() if node.state in (NodeState.ACTIVE, NodeState.SPARE)]
+        others = tuple(sorted((node.name, node.peer) for node in living if node.name not in homes))
+        self.outbox.publish(self.generation, RankTable(entries, self.stride, others))
+
+    def _publish_others(self) -> None:
+        """A node without ranks has come or gone: a node that has all of them is to know of it, or it could not tell
+        that it is cut off. (If a rank has no process now, the table is published when it has.)"""
+        if self._launched and not self.places[Place.EMPTY] and len({r.home for r in self.ranks.values()}) == 1:
+            self._publish_rank_table()
 
     def saved(self) -> pb.Command:
         """What the agents are to remember: the newest checkpoint, or (version -1) that there is none."""

@@ -72,6 +72,9 @@ class Machine(Watching, TakeOver):
         elif self._launched:
             node.state = NodeState.SPARE
             self._settle_homeless(now)
+            self._publish_others()
+        elif self._found_since is None and message.stride:
+            self._found_since = self._started_at = now  # it has a rank table: the job runs already, on other nodes
         elif self._found_since is None and (
             len(self.nodes) >= self.config.nnodes or node.slots < self.config.nproc_per_node
         ):
@@ -125,6 +128,7 @@ class Machine(Watching, TakeOver):
                     record.home, record.capsules = "", ()
             return
         if all(r.place is Place.FINISHED for r in lost):
+            self._publish_others()
             return
         self.last_failure = f"node {name}: {evidence}"
         released = [r.rank for r in lost if r.place is Place.RELEASED]

@@ -14,11 +14,13 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 class RankTable:
     """Every rank's entry, by rank. One that has not changed since the table before is the same object there.
 
-    ``stride``: how far away the rank is that keeps a rank's copies.
+    ``stride``: how far away the rank is that keeps a rank's copies. ``others``: Peer services of the living nodes
+    without ranks, by name.
     """
 
     entries: tuple[pb.RankEntry, ...]
     stride: int
+    others: tuple[tuple[str, str], ...] = ()
 
 
 def row(entry: pb.RankEntry) -> dict[str, Any]:
@@ -42,6 +44,8 @@ class Parts:
         for entry in table.entries:
             self._of.setdefault(entry.node, []).append(entry)
         self._ring = sorted(self._of)
+        # Of a node that shares the ranks with others, these know best whether it is cut off.
+        self._others = dict(table.others) if len(self._ring) == 1 else {}
 
     def concerned_by(self, rank: int) -> set[str]:
         """The nodes whose part has the entry of ``rank``, or may have it."""
@@ -51,14 +55,16 @@ class Parts:
 
     def part_for(self, node: str) -> pb.RankTable:
         """What the agent of ``node`` needs to know: its own ranks, the ranks that keep their copies, and one rank of
-        each of the next nodes in the ring."""
+        each of the next nodes in the ring; if it has all ranks, the next ones that have none."""
         entries, stride = self._entries, self._table.stride
         wanted = {e.rank: e for e in self._of.get(node, ())}
         keepers = [entries[(rank + stride) % len(entries)] for rank in wanted]
         wanted.update({e.rank: e for e in keepers})
         near = [self._of[n][0] for n in itertools.islice(following(node, self._ring), OBSERVERS)]
         wanted.update({e.rank: e for e in near})
-        return pb.RankTable(ranks=wanted.values(), stride=stride, world_size=len(entries))
+        others = itertools.islice(following(node, sorted(self._others)), OBSERVERS)
+        peers = [self._others[n] for n in others]
+        return pb.RankTable(ranks=wanted.values(), stride=stride, world_size=len(entries), others=peers)
 
     def has_ranks(self, node: str) -> bool:
         return node in self._of
@@ -71,7 +77,8 @@ class Parts:
     def same_shape(self, old: Parts) -> bool:
         """Whether nothing but its entries can make a part differ."""
         mine, other = self._table, old._table
-        return (mine.stride, len(mine.entries)) == (other.stride, len(other.entries))
+        mine_is, other_is = (mine.stride, len(mine.entries)), (other.stride, len(other.entries))
+        return mine_is == other_is and self._others == old._others
 
 
 def affected(old: Parts, new: Parts) -> set[str]:

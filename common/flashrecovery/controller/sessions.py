@@ -151,7 +151,7 @@ class Sessions:
         node, now = first.register.node, lease_clock()
         known = self._machine.nodes.get(node)
         there = self._agents.is_connected(node) and not self._liveness.silent(node, now)
-        refused = refusal(first.register, self._settings, known, there=there)
+        refused = refusal(first.register, self._settings, known, there=there, only=self._only_node())
         if refused is not None:
             return refused
         connection = Connection(
@@ -164,6 +164,12 @@ class Sessions:
         self._listener.echoed(node, connection.link.echoed_at)
         self._listener.act()
         return connection
+
+    def _only_node(self) -> str:
+        """The node of a job that has no other one, as far as it is not lost; "": there may be others."""
+        if self._machine.config.several_nodes:
+            return ""
+        return next((n.name for n in self._machine.nodes.values() if n.alive), "")
 
     def welcome(self, connection: Connection) -> pb.Command | None:
         """The first word back; None for a node that is to be fenced first."""

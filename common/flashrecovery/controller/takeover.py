@@ -142,6 +142,7 @@ class TakeOver(RecoverySteps):
         for rank in missing:
             self.recovery.add_victim(rank, "controller", self.generation + 1)
         self._settle_found(now)
+        self._publish_others()
         limit = now + self.config.timeouts.replacement_s
         for record in records:
             if record.place is Place.STARTING:

@@ -2224,27 +2224,33 @@ Global___RankEntry: _TypeAlias = RankEntry  # noqa: Y015
 
 @_typing.final
 class RankTable(_message.Message):
-    """To an agent only those entries that it needs: its own ranks, their neighbours, and the next nodes in the ring."""
+    """To an agent only those entries that it needs: its own ranks, their neighbours, and the next nodes in the ring. If its
+    node has all ranks: the Peer services of other nodes.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RANKS_FIELD_NUMBER: _builtins.int
     STRIDE_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    OTHERS_FIELD_NUMBER: _builtins.int
     stride: _builtins.int
     world_size: _builtins.int
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankEntry]: ...
+    @_builtins.property
+    def others(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
         ranks: _abc.Iterable[Global___RankEntry] | None = ...,
         stride: _builtins.int = ...,
         world_size: _builtins.int = ...,
+        others: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranks", b"ranks", "stride", b"stride", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["others", b"others", "ranks", b"ranks", "stride", b"stride", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashrecovery import events as ev
 
-_OF_THE_SCRIPT = ("communication_outside", "own_objects", "undo_enabled")
+_OF_THE_SCRIPT = ("communication_outside", "own_objects", "silent_buffers", "undo_enabled")
 """What every rank of a script finds out for itself, in the same words."""
 
 

@@ -61,7 +61,7 @@ class Laws:
         """By rank."""
         self.at: dict[int, tuple[int, int]] = {}
         """By pid: the generation in which it takes steps, and its version."""
-        self.given_away: set[int] = set()
+        self.given_away: dict[int, Process] = {}  # by pid: the controller that has done so
         self.failures: Counter[tuple[int, Cause]] = Counter()
         self.restarts = 0
         self.forgotten = False
@@ -164,7 +164,7 @@ class Laws:
         if generation < before:
             self.broken("generation", f"rank {worker.rank} resumes in generation {generation} after {before}")
         self.pid_generation[pid] = generation
-        self.given_away.discard(pid)  # another controller has found it, and kept it
+        self.given_away.pop(pid, None)  # another controller has found it, and kept it
         self.newest_generation = max(self.newest_generation, generation)
         self._came_to(worker, pid)
         self._check_content(worker, version, "resume")
@@ -183,7 +183,7 @@ class Laws:
     def mutates(self, worker: ModelWorker, held_for: int) -> None:
         """No mutation begins between a hold and the stop, nor in a process whose rank was given away."""
         pid = int(self.world.pid_of(worker.process))
-        if pid in self.given_away and not self._has_just_come_round(pid):
+        if self._is_given_away(pid, worker.rank) and not self._has_just_come_round(pid):
             self.broken("given away", f"rank {worker.rank} begins to change its state, and has been given away")
         if held_for > worker.gate.generation and not worker.gate.stopped:
             self.broken("held", f"rank {worker.rank} begins to change its state, held for generation {held_for}")
@@ -314,7 +314,7 @@ class Laws:
         if isinstance(event, ev.JobFailed):
             self._job_failed(event.reason)
         elif isinstance(event, ev.NodeLost):
-            self._node_lost(event)
+            self._node_lost(process, event)
         elif isinstance(event, ev.Notice) and event.kind == "start_again":
             self._started_again(event.text)
 
@@ -343,7 +343,16 @@ class Laws:
             if heard_at is not None and self.world.loop.now - heard_at > limit:
                 self.broken("together", f"rank {model.rank} has missed the deadline as well as {event.victims}")
 
-    def _node_lost(self, event: ev.NodeLost) -> None:
+    def _is_given_away(self, pid: int, rank: int) -> bool:
+        """Not if the controller that has done so is dead, and no other process has ever got the rank: that controller was
+        cut off from everybody, and whoever takes over finds the rank where it is."""
+        controller = self.given_away.get(pid)
+        if controller is None:
+            return False
+        filled = any(w.place == rank and w.pid > pid for w in self.world.workers.values())
+        return filled or not controller.dead
+
+    def _node_lost(self, process: Process, event: ev.NodeLost) -> None:
         """Its ranks are given away: nothing of it may be able to begin a change of state by now."""
         host = self.world.hosts[event.node]
         if "silent" not in event.evidence and "broken" not in event.evidence:
@@ -351,7 +360,7 @@ class Laws:
         if self._controller_seems_dead_to(host):
             return
         here = [w for w in self.world.workers.values() if w.process.host is host and not w.process.dead]
-        self.given_away |= {w.pid for w in here if w.place in event.ranks}
+        self.given_away |= {w.pid: process for w in here if w.place in event.ranks}
         alive = [
             w
             for w in self.world.workers.values()

@@ -344,8 +344,8 @@ class Laws:
                 self.broken("together", f"rank {model.rank} has missed the deadline as well as {event.victims}")
 
     def _is_given_away(self, pid: int, rank: int) -> bool:
-        """Not if the controller that has done so is dead, and no other process has ever got the rank: that controller was
-        cut off from everybody, and whoever takes over finds the rank where it is."""
+        """Not if the controller that has done so is dead, and no other process has ever got the rank: then it was cut
+        off from everybody, and whoever takes over finds the rank where it is."""
         controller = self.given_away.get(pid)
         if controller is None:
             return False

@@ -115,12 +115,11 @@ class UndoCopy:
         tensors = {s.name: s.tensors() for s in self.shards}
         values = {s.name: v for s in self.shards if (v := s.values())}
         on_device = torch.cuda.is_initialized() and any(t.is_cuda for ts in tensors.values() for t in ts.values())
-        ready = torch.cuda.current_stream().record_event() if on_device else None
-        capture = Capture(tensors, values, ready)
+        capture = Capture(tensors, values, torch.cuda.current_stream().record_event() if on_device else None)
         if self._look is None:
             return capture
         live = capture.live()
-        if not (len(live) == len(self._captured) and all(map(operator.is_, live, self._captured))):
+        if not _same_objects(live, self._captured):
             self._captured, self._watched = live, [t for s in self.shards for t in s.watched()]
         return replace(capture, watched=self._watched, seen=self._look(self._watched))
 
@@ -134,9 +133,8 @@ class UndoCopy:
             slot = slot_for_next(self._slots)
             slot.version = -1
             live = capture.live()
-            same = 0 < len(live) == len(self._last) and all(map(operator.is_, live, self._last))
             # The same tensor objects have the same structure: the usual case, and much cheaper than comparing it.
-            if not (same or self._layout.matches(capture.tensors)):
+            if not ((live and _same_objects(live, self._last)) or self._layout.matches(capture.tensors)):
                 self._layout = Layout.of(capture.tensors)
             self._last = live
             pin = capture.ready is not None and not self.brief
@@ -218,3 +216,7 @@ class UndoCopy:
         """End the thread and free the memory."""
         self._background.close(5.0)
         self._slots = (Slot(), Slot())
+
+
+def _same_objects(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))

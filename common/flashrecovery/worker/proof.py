@@ -29,6 +29,12 @@ _HEAD = struct.Struct("<???16s")
 _DIGEST = 16
 _LOOKED_AT_BYTES = 1 << 20
 """Of a rank's replicated tensors, where a part is enough; about 0.2 ms of a core."""
+_SETTINGS = "hyper-parameters and other settings of model"
+_ADVICE = (
+    "Something that is not registered decides what a step does: a plain variable of the script (a counter, a best "
+    "result, a learning rate) is at its start in a replacement. Register it (docs/limits.md). A registered object in "
+    'which the ranks are meant to differ has to be declared: register(..., per_rank=["NAME"])'
+)
 
 
 def is_due(version: int) -> bool:
@@ -100,13 +106,6 @@ def show_equal(registry: Registry, version: int, *, tensors: bool = True, since:
             when = f"the ranks do not agree at version {version}, since a recovery at step {since}"
         raise DivergedError(f"{when}: {found}. {_ADVICE}")
 
-
-_SETTINGS = "hyper-parameters and other settings of model"
-_ADVICE = (
-    "Something that is not registered decides what a step does: a plain variable of the script (a counter, a best "
-    "result, a learning rate) is at its start in a replacement. Register it (docs/limits.md). A registered object in "
-    'which the ranks are meant to differ has to be declared: register(..., per_rank=["NAME"])'
-)
 
 _Digest = Callable[[Sequence[Shard]], dict[str, str]]
 

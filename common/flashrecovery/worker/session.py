@@ -224,7 +224,10 @@ class Session:
     @property
     def touched(self) -> bool:
         """Whether tensors of the shards may have changed since the step was handed out."""
-        return (self.registry.habits.touched and self._published) or self._untouched != self._touch_marks()
+        return (self.registry.habits.touched and self._published) or self._marks_moved()
+
+    def _marks_moved(self) -> bool:
+        return self._untouched != self._touch_marks()
 
     def _touch_marks(self) -> list[Any]:
         marks = [a.touch_mark() for a in self.registry.adapters]
@@ -446,7 +449,7 @@ class Session:
         if not seen_forward:
             # The adapter has seen no forward pass: nothing yet says that every rank has come this far.
             self.sealed()
-        touched = self._untouched != self._touch_marks()
+        touched = self._marks_moved()
         if touched and not habits.touched:
             habits.touched = True
             self._tell_undo(f"step {version} changes registered tensors before its mutation", TOUCHED)

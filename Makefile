@@ -84,10 +84,10 @@ grid-megatron: setup $(BIN)/.frameworks-done  ## the whole conformance grid with
 soak: setup  ## 200 and twice 60 kills at random phases and ranks: no hang, no leak, the same bits
 	$(BIN)/python -m pytest -m "soak and not deepspeed and not megatron" -s $(PYTEST_ARGS)
 
-soak-deepspeed: setup $(BIN)/.frameworks-done  ## 50 kills over the ZeRO stages
+soak-deepspeed: setup $(BIN)/.frameworks-done  ## 60 kills of each ZeRO stage
 	$(BIN)/python -m pytest -m "soak and deepspeed" -s $(PYTEST_ARGS)
 
-soak-megatron: setup $(BIN)/.frameworks-done  ## 200 kills of TP2 x DP2
+soak-megatron: setup $(BIN)/.frameworks-done  ## 200 kills of TP2 x DP2, 60 with overlaps
 	$(BIN)/python -m pytest -m "soak and megatron" -s $(PYTEST_ARGS)
 
 simulate: $(BIN)/.setup-done  ## SEEDS=100000 histories of the real controller and agents on a virtual clock: none breaks a law

@@ -14,7 +14,7 @@ A step that overflows (fp16) mutates no shard: it changes the loss scale and the
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from flashrecovery.errors import UnsupportedError
 from flashrecovery.torch_native import faults
 from flashrecovery.torch_native.base import TorchAdapter
 from flashrecovery.torch_native.placement import replicated, world_size
+from flashrecovery.torch_native.setters import Method, Setters
 from flashrecovery.torch_native.shards import ParamRecord, ParamShard, constant, owners_of
 from flashrecovery.worker.adapter import CheckpointFormat, Shard, StepHooks
 from fr_deepspeed.activation import capture_tracker, reset_checkpointing, restore_tracker
@@ -127,6 +128,9 @@ class EngineAdapter(TorchAdapter):
     def _reset_optimizer(self) -> None:
         """Drop what is half-finished in DeepSpeed's optimizer wrapper. No communication."""
 
+    def _setting(self) -> Iterable[Method]:
+        return [(self.engine.optimizer, "refresh_fp32_params")]
+
     def _derive_weights(self) -> None:
         """Compute from the restored shards what the module computes with. No communication."""
 
@@ -158,8 +162,13 @@ class EngineAdapter(TorchAdapter):
     # -- moments of a step ------------------------------------------------------------------------
 
     def watch(self, hooks: StepHooks) -> None:
-        self._param_groups = list(self.basic.param_groups)  # now: loading a checkpoint makes new ones
+        self._param_groups = list(self.basic.param_groups)
         super().watch(hooks)
+
+    def _find_what_loading_makes(self) -> None:
+        """Loading a checkpoint makes new ones."""
+        self._param_groups = list(self.basic.param_groups)
+        self._setters = Setters(self._setting())
 
     def sync_spans_world(self) -> bool:
         # ZeRO-2 reduces each gradient to its owner only: without a norm or overflow check nothing spans the ranks.
@@ -245,10 +254,7 @@ class EngineAdapter(TorchAdapter):
     # -- fallback checkpoint ----------------------------------------------------------------------
 
     def checkpoint_format(self) -> CheckpointFormat:
-        return EngineCheckpoint(self.engine, self._checkpoint_loaded)
-
-    def _checkpoint_loaded(self) -> None:
-        self._param_groups = list(self.basic.param_groups)
+        return EngineCheckpoint(self.engine, self._find_what_loading_makes)
 
     # -- fault injection --------------------------------------------------------------------------
 

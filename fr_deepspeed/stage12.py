@@ -6,12 +6,13 @@ only: 12 bytes an element for Adam. ``bit16_groups_flat[g]`` is gathered at the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 from torch import nn
 
 from flashrecovery.torch_native.placement import world_size
+from flashrecovery.torch_native.setters import Method
 from flashrecovery.torch_native.shards import FixedShard, ParamRecord, ParamShard
 from flashrecovery.worker.adapter import Shard
 from fr_deepspeed.adapter import EngineAdapter
@@ -50,6 +51,12 @@ class Stage12Adapter(EngineAdapter):
             suffix = "" if len(ranks) == world_size() else f"#group={min(ranks)}"
             shards.append(FixedShard(f"weights/{g}{suffix}", ranks, flat))
         return shards
+
+    def _setting(self) -> Iterable[Method]:
+        return [*super()._setting(), *((parameter, "set_full_hp_param") for parameter in self._optimized)]
+
+    def _computing(self) -> Sequence[nn.Parameter]:
+        return self._optimized  # views of the flat weights
 
     def _gradients_ready(self) -> None:
         zero = self.engine.optimizer

@@ -8,7 +8,7 @@ whole, not even a persistent one, which is how a new engine begins: all ranks th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.torch_native.placement import global_rank
+from flashrecovery.torch_native.setters import Method
 from flashrecovery.torch_native.shards import FixedShard, ParamRecord, ParamShard
 from flashrecovery.worker.adapter import Shard
 from fr_deepspeed.adapter import EngineAdapter
@@ -55,6 +56,10 @@ class Stage3Adapter(EngineAdapter):
             for fqn, p in self.inner.named_parameters()
             if id(p) not in trained
         ]
+
+    def _setting(self) -> Iterable[Method]:
+        zero = self.engine.optimizer
+        return [*super()._setting(), (zero, "set_full_hp_param"), (zero, "set_local_hp_param")]
 
     # -- gradients --------------------------------------------------------------------------------
 

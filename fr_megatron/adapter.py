@@ -15,13 +15,14 @@ all-reduce knows it of the peers of *those*, which together are the world.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from flashrecovery.torch_native.base import TorchAdapter
+from flashrecovery.torch_native.setters import Method
 from flashrecovery.torch_native.shards import ParamRecord, ParamShard, owners_of
 from flashrecovery.worker.adapter import CheckpointFormat, Shard
 from fr_megatron.buckets import forget_answers
@@ -69,6 +70,12 @@ class MegatronAdapter(TorchAdapter):
             stepped = [ParamShard(r, owners_of(r.get(), self.optimizers)) for r in self._records]
             self._all_shards = [*stepped, *self._wrapper.weights(), *self._wrapper.frozen()]
         return self._all_shards
+
+    def _computing(self) -> Sequence[nn.Parameter]:
+        return self._wrapper.computing()
+
+    def _setting(self) -> Iterable[Method]:
+        return [(inner, "reload_model_params") for inner in self._inner]
 
     # -- moments of a step ------------------------------------------------------------------------
 

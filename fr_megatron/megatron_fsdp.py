@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from flashrecovery.torch_native import faults
@@ -32,6 +33,9 @@ class MegatronFSDP(OnMesh):
         for fsdp in self._fsdp:
             fsdp._replace_param_with_distributed_if_needed()
         super().__init__(chunks)
+
+    def computing(self) -> Sequence[nn.Parameter]:
+        return ()
 
     def reset(self, inner: Sequence[Any]) -> None:
         for fsdp in self._fsdp:

@@ -54,6 +54,10 @@ class Wrapper(ABC):
             if not parameter.requires_grad:
                 yield ParamShard(self.kept(parameter), {})
 
+    def computing(self) -> Sequence[nn.Parameter]:
+        """What the chunks compute with, if it is the same tensors all the time."""
+        return self._parameters
+
     @abstractmethod
     def reset(self, inner: Sequence[Any]) -> None:
         """Back to the state between two steps. ``inner``: Megatron's optimizers. No communication."""

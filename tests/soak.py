@@ -122,5 +122,7 @@ def soak(layout: Layout, kills: int, phases: Sequence[str], folder: Path, env: M
     check_same(ended, reference)
     leaks = watch.growth.leaks()
     assert not leaks, "\n".join(leaks)
-    if kills > LEAST + OTHERS_SETTLING:
+    if kills <= LEAST + OTHERS_SETTLING:
+        print(f"too few kills to judge what grows: {LEAST + OTHERS_SETTLING + 1} is the least")
+    else:
         assert {"launcher", "store", "job"} < set(watch.growth.judged()), "no rank was judged"

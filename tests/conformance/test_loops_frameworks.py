@@ -16,7 +16,6 @@ SCRIPT = ROOT / "tests" / "scripts" / "loops_frameworks.py"
 ENVIRONMENT = {"FR_MEGATRON_CPU": "1", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
 TIMEOUT_S = 300  # six processes that import a framework, on two cores
 WORLD = 3
-PACKAGES = {"zero0": "deepspeed", "zero1": "deepspeed", "zero2": "deepspeed"}
 LATE = {"late-draws": 9}
 """Loops whose unusual thing does not happen in every third step."""
 
@@ -25,6 +24,7 @@ EVERYWHERE = (
     "rank-bias",
     "scheduler-below",
     "evaluation-below",
+    "evaluation-inside",
     "late-draws",
     "in-place-batches",
     "python-and-numpy",
@@ -45,15 +45,26 @@ EVERYWHERE = (
     "silent-queue",
 )
 BUFFERS = ("expert-bias", "rank-bias", "checkpointed-batch-norm", "silent-codebook")
+TOUCHES = ("decay-sometimes", "decay-above", "momentum-edited")
 CASES = (
     *((loop, framework) for framework in ("zero2", "megatron") for loop in EVERYWHERE),
     *((loop, framework) for framework in ("zero0", "zero1", "overlaps") for loop in BUFFERS),
+    *((loop, framework) for framework in ("zero0", "zero1", "zero2") for loop in TOUCHES),
+    *((loop, framework) for framework in ("megatron", "fp32", "overlaps") for loop in TOUCHES),
+    ("momentum-edited", "zero3"),
+    *(("weights-above", framework) for framework in ("zero1", "zero2", "megatron")),
+    *(("momentum-set", framework) for framework in ("zero1", "zero2", "zero3")),
     ("growing-batch", "zero0"),
     ("growing-batch", "zero2"),
     ("highest-rate", "megatron"),
     ("unhooked-evaluation", "overlaps"),
 )
-QUICK = (("expert-bias", "zero2"), ("expert-bias", "megatron"))
+QUICK = (
+    ("expert-bias", "zero2", (Kill(2, 2, "optimizer", 0), Kill(0, 6, "end", 1))),
+    ("expert-bias", "megatron", (Kill(2, 2, "optimizer", 0), Kill(0, 6, "end", 1))),
+    ("decay-sometimes", "fp32", (Kill(1, 5, "backward", 0), Kill(2, 8, "optimizer", 1))),
+    ("momentum-edited", "zero2", (Kill(1, 5, "backward", 0), Kill(2, 8, "optimizer", 1))),
+)
 Reference = Callable[[Layout], Job]
 pytestmark = pytest.mark.timeout(3 * TIMEOUT_S)
 
@@ -78,24 +89,29 @@ def _run(path: Path, layout: Layout, kills: list[Kill] | None = None) -> Job:
 
 
 def _check(loop: str, framework: str, kills: list[Kill], path: Path, reference: Reference) -> None:
-    pytest.importorskip(PACKAGES.get(framework, "megatron.core"))
+    pytest.importorskip(_package(framework))
     layout = Layout(f"{loop}-{framework}", "", ("--loop", loop, "--framework", framework), nproc=WORLD)
     check_loop(_run(path / "run", layout, kills), reference(layout), kills)
 
 
-def _cases() -> list[object]:
-    return [pytest.param(loop, framework, id=f"{loop}-{framework}") for loop, framework in CASES]
+def _package(framework: str) -> str:
+    return "deepspeed" if framework.startswith("zero") else "megatron.core"
 
 
-@pytest.mark.parametrize(("loop", "framework"), QUICK)
-def test_some_loops(loop: str, framework: str, tmp_path: Path, reference: Reference) -> None:
-    kills = [Kill(2, 2, "optimizer", 0), Kill(0, 6, "end", 1)]
-    _check(loop, framework, kills, tmp_path, reference)
+def _case(loop: str, framework: str, *more: object) -> object:
+    """With the marker by which ``make grid-deepspeed`` or ``make grid-megatron``, and not ``make grid``, chooses it."""
+    marker = getattr(pytest.mark, _package(framework).partition(".")[0])
+    return pytest.param(loop, framework, *more, id=f"{loop}-{framework}", marks=marker)
+
+
+@pytest.mark.parametrize(("loop", "framework", "kills"), [_case(*case) for case in QUICK])
+def test_some_loops(loop: str, framework: str, kills: tuple[Kill, ...], tmp_path: Path, reference: Reference) -> None:
+    _check(loop, framework, list(kills), tmp_path, reference)
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("rotation", range(ROTATIONS))
-@pytest.mark.parametrize(("loop", "framework"), _cases())
+@pytest.mark.parametrize(("loop", "framework"), [_case(*case) for case in CASES])
 def test_every_moment(loop: str, framework: str, rotation: int, tmp_path: Path, reference: Reference) -> None:
     kills = rotated(rotation, every=_every(loop), world=WORLD)
     assert {kill.moment for kill in kills} == set(MOMENTS)
@@ -103,6 +119,6 @@ def test_every_moment(loop: str, framework: str, rotation: int, tmp_path: Path, 
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize(("loop", "framework"), _cases())
+@pytest.mark.parametrize(("loop", "framework"), [_case(*case) for case in CASES])
 def test_first_and_last_step(loop: str, framework: str, tmp_path: Path, reference: Reference) -> None:
     _check(loop, framework, from_the_start(_steps(loop), world=WORLD), tmp_path, reference)

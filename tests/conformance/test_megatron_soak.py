@@ -21,7 +21,7 @@ pytest.importorskip("megatron.core")
 @pytest.mark.megatron
 @pytest.mark.timeout(2 * 3600)
 @pytest.mark.parametrize(
-    ("layout", "number"), [(mg.TP2_DP2, 200), (mg.TP2_DP2_OVERLAPS, 30)], ids=["tp2-dp2", "tp2-dp2-overlaps"]
+    ("layout", "number"), [(mg.TP2_DP2, 200), (mg.TP2_DP2_OVERLAPS, 60)], ids=["tp2-dp2", "tp2-dp2-overlaps"]
 )
 def test_soak(layout: Layout, number: int, tmp_path: Path) -> None:
     soak(layout, kills(number), mg.phases(layout), tmp_path, mg.ENVIRONMENT)

@@ -63,7 +63,12 @@ class Net(nn.Module):
 
 
 class Ddp:
-    """The framework: wraps the network and takes the optimizer's steps."""
+    """The framework: wraps the network and takes the optimizer's steps.
+
+    ``whole``: no other rank is needed for a forward pass.
+    """
+
+    whole = True
 
     def __init__(self, net: Net) -> None:
         self.recovery = flashrecovery.init()
@@ -77,6 +82,10 @@ class Ddp:
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
+    def evaluated(self, batch: Tensor) -> Tensor:
+        result: Tensor = self.net(batch)
+        return result
+
     @contextlib.contextmanager
     def unsynchronised(self) -> Iterator[None]:
         """Gradients are added up on this rank only."""
@@ -87,6 +96,13 @@ class Ddp:
 
 class Fsdp2(Ddp):
     """Each rank has a part of every parameter."""
+
+    whole = False
+
+    def evaluated(self, batch: Tensor) -> Tensor:
+        result = super().evaluated(batch)
+        self.net.reshard()  # type: ignore[operator]  # else the root's weights are not gathered again after the optimizer
+        return result
 
     def wrapped(self, net: Net) -> nn.Module:
         fully_shard(net.up)
@@ -225,26 +241,44 @@ class SchedulerBelow(Loop):
         self.scheduler.step()
 
 
-class EvaluationBelow(Loop):
-    """Now and then, with a DataLoader: each ``iter()`` of one draws a random number."""
+class Evaluating(Loop):
+    """Evaluates now and then, with a DataLoader: each ``iter()`` of one draws a random number."""
 
     def prepare(self) -> None:
         super().prepare()
         self.held_out = DataLoader(self.dataset[:8], batch_size=4, shuffle=True)  # type: ignore[arg-type]
         self.objects["found"] = Kept([])
 
+    def evaluation(self) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            self.objects["found"].value.append(sum(self.evaluate(batch) for batch in self.held_out))
+        self.model.train()
+
+    def evaluate(self, batch: Tensor) -> float:
+        """The sum does not depend on the order, which differs between ranks."""
+        return round(float(self.framework.evaluated(batch).double().sum()), 4)
+
+
+class EvaluationBelow(Evaluating):
+    """Below the block, where nothing may communicate: a network of which each rank has a part is not asked."""
+
     def below(self, step: int) -> None:
         super().below(step)
         if self.due(step):
-            self.net.eval()
-            with torch.no_grad():
-                self.objects["found"].value.append(sum(self.evaluate(batch) for batch in self.held_out))
-            self.net.train()
+            self.evaluation()
 
     def evaluate(self, batch: Tensor) -> float:
-        """The sum does not depend on the order, which differs between ranks. A sharded model would communicate."""
-        local = isinstance(self.model, DistributedDataParallel)
-        return round(float((self.net(batch) if local else batch).double().sum()), 4)
+        return super().evaluate(batch) if self.framework.whole else round(float(batch.double().sum()), 4)
+
+
+class EvaluationInside(Evaluating):
+    """In the block, between the backward pass and the optimizer."""
+
+    def before(self, step: int, loss: Tensor) -> None:
+        super().before(step, loss)
+        if self.due(step):
+            self.evaluation()
 
 
 class LateDraws(Loop):
@@ -513,18 +547,32 @@ class DrawsAbove(Loop):
         return super().loss(batch * self.factor, step)
 
 
-class DecayAbove(Loop):
-    """Weights decay by hand, before each step."""
+class DecaySometimes(Loop):
+    """What the optimizer steps on is made smaller between ``for`` and ``with``, now and then."""
 
     def above(self, step: int) -> None:
         super().above(step)
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.mul_(0.99)
+        if self.due(step):
+            decay(self.optimizer)
+
+
+class DecayAbove(Loop):
+    """The same in each step, from the first one on."""
+
+    def above(self, step: int) -> None:
+        super().above(step)
+        decay(self.optimizer)
+
+
+def decay(optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.9)
 
 
 class MomentumEdited(Loop):
-    """The optimizer's averages are halved above the block, now and then."""
+    """Adam's average of the gradients is halved between ``for`` and ``with``, now and then."""
 
     def above(self, step: int) -> None:
         super().above(step)
@@ -707,6 +755,7 @@ LOOPS: dict[str, type[Loop]] = {
     "rank-bias": RankBias,
     "scheduler-below": SchedulerBelow,
     "evaluation-below": EvaluationBelow,
+    "evaluation-inside": EvaluationInside,
     "late-draws": LateDraws,
     "in-place-batches": InPlaceBatches,
     "python-and-numpy": PythonAndNumpy,
@@ -727,6 +776,7 @@ LOOPS: dict[str, type[Loop]] = {
     "checkpointed-batch-norm": CheckpointedBatchNorm,
     "prefetch-below": PrefetchBelow,
     "draws-above": DrawsAbove,
+    "decay-sometimes": DecaySometimes,
     "decay-above": DecayAbove,
     "momentum-edited": MomentumEdited,
     "silent-codebook": SilentCodebook,

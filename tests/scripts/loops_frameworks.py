@@ -25,8 +25,13 @@ from tests.scripts import loops, proof
 
 
 class Framework:
-    """What the loops need. ``micro_batches``: of one optimizer step, as the framework is told."""
+    """What the loops need.
 
+    ``micro_batches``: of one optimizer step, as the framework is told. ``whole``: no other rank is needed for a forward
+    pass.
+    """
+
+    whole = True
     micro_batches = 1
     recovery: Any
     net: nn.Module
@@ -41,6 +46,10 @@ class Framework:
 
     def step(self) -> None:
         self.optimizer.step()
+
+    def evaluated(self, batch: Tensor) -> Tensor:
+        result: Tensor = self.model(batch)
+        return result
 
     @contextlib.contextmanager
     def unsynchronised(self) -> Iterator[None]:
@@ -95,10 +104,16 @@ class Zero2(DeepSpeed):
     stage = 2
 
 
+class Zero3(DeepSpeed):
+    stage = 3
+    whole = False
+
+
 class Megatron(Framework):
     """megatron-core's DistributedDataParallel and distributed optimizer around a network that knows nothing of them;
     with timers, and a scheduler that it steps."""
 
+    distributed = True
     overlaps = False
 
     def __init__(self, net: nn.Module) -> None:
@@ -118,7 +133,9 @@ class Megatron(Framework):
         config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=1, use_cpu_initialization=True)
         config.timers = Timers(2, "minmax")
         ddp = DistributedDataParallelConfig(
-            use_distributed_optimizer=True, overlap_grad_reduce=self.overlaps, overlap_param_gather=self.overlaps
+            use_distributed_optimizer=self.distributed,
+            overlap_grad_reduce=self.overlaps,
+            overlap_param_gather=self.overlaps,
         )
         self.net = net
         for parameter in net.parameters():
@@ -129,7 +146,7 @@ class Megatron(Framework):
             lr=0.01,
             min_lr=0.0001,
             clip_grad=1.0,
-            use_distributed_optimizer=True,
+            use_distributed_optimizer=self.distributed,
             overlap_param_gather=self.overlaps,
         )
         self.whole = get_megatron_optimizer(settings, [self.chunk])
@@ -160,13 +177,28 @@ class Megatron(Framework):
         return {"scheduler": [self.scheduler.num_steps, self.scheduler.max_lr]}
 
 
+class MegatronFP32(Megatron):
+    """Every rank steps on all parameters: ``FP32Optimizer``."""
+
+    distributed = False
+
+
 class MegatronOverlaps(Megatron):
     """Hooks of the forward pass gather the parameters."""
 
     overlaps = True
+    whole = False
 
 
-FRAMEWORKS = {"zero0": DeepSpeed, "zero1": Zero1, "zero2": Zero2, "megatron": Megatron, "overlaps": MegatronOverlaps}
+FRAMEWORKS = {
+    "zero0": DeepSpeed,
+    "zero1": Zero1,
+    "zero2": Zero2,
+    "zero3": Zero3,
+    "megatron": Megatron,
+    "fp32": MegatronFP32,
+    "overlaps": MegatronOverlaps,
+}
 loops.FRAMEWORKS.update(FRAMEWORKS)  # type: ignore[arg-type]
 
 
@@ -211,6 +243,33 @@ class UnhookedEvaluation(loops.Loop):
         return batch
 
 
+class WeightsAbove(loops.Loop):
+    """The weights that the network computes with are made smaller between ``for`` and ``with``, now and then. The step
+    makes them again from what it steps on, where that is something else."""
+
+    def above(self, step: int) -> None:
+        super().above(step)
+        if self.due(step):
+            with torch.no_grad():
+                for parameter in self.net.parameters():
+                    parameter.mul_(0.9)
+
+
+class MomentumSet(loops.Loop):
+    """DeepSpeed: Adam's average of the gradients is halved at the beginning of a step, now and then, by the functions
+    that DeepSpeed has for it."""
+
+    def batch(self, step: int) -> Tensor:
+        from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
+
+        if self.due(step):
+            for parameter in self.net.parameters():
+                average = safe_get_full_optimizer_state(parameter, "exp_avg")
+                assert average is not None
+                safe_set_full_optimizer_state(parameter, 0.5 * average, "exp_avg")
+        return super().batch(step)
+
+
 class _Attached:
     """The framework has registered model and optimizer."""
 
@@ -228,6 +287,8 @@ MORE: dict[str, type[loops.Loop]] = {
     "growing-batch": GrowingBatch,
     "highest-rate": HighestRate,
     "unhooked-evaluation": UnhookedEvaluation,
+    "weights-above": WeightsAbove,
+    "momentum-set": MomentumSet,
 }
 LOOPS: dict[str, Any] = {
     name: type(loop.__name__, (_Attached, loop), {})

@@ -19,9 +19,10 @@ from flashrecovery.errors import RegistrationError, RestoreError, StepInterrupte
 from flashrecovery.state import codec
 from flashrecovery.state.spec import ShardSpec
 from flashrecovery.torch_native import DDPAdapter, FSDP2Adapter, PlainAdapter, adapter_for
-from flashrecovery.torch_native.base import TorchAdapter
+from flashrecovery.torch_native.base import _LOOKS, TorchAdapter
 from flashrecovery.torch_native.buffers import COMPARED_BYTES
 from flashrecovery.torch_native.modes import ModeTracker
+from flashrecovery.torch_native.shards import FixedShard
 
 
 class Net(nn.Module):
@@ -418,6 +419,48 @@ def test_watching_is_cheap(one_rank: None) -> None:
         adapter.capture_rank()
         times.append(time.perf_counter() - began)
     assert sorted(times)[3] < 2e-3  # about 60 us on an idle machine
+
+
+# -- changes before the optimizer -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard, lambda net: net], ids=["ddp", "fsdp2", "plain"])
+def test_what_a_script_changes_before_the_optimizer_is_seen(one_rank: None, wrap: Any) -> None:
+    model = wrap(Net())
+    optimizer = Counting(model.parameters())
+    adapter = adapter_for(model, [optimizer])
+    train(model, optimizer)
+
+    @torch.no_grad()
+    def seen(tensor: torch.Tensor) -> bool:
+        before = adapter.touch_mark()
+        tensor.mul_(0.5)
+        return bool(adapter.touch_mark() != before)
+
+    assert all(seen(p) for p in optimizer.param_groups[0]["params"])
+    assert all(seen(state[key]) for state in optimizer.state.values() for key in ("exp_avg", "step"))
+    before = adapter.touch_mark()
+    model(torch.randn(5, 3)).square().sum().backward()
+    assert adapter.touch_mark() == before
+
+
+def test_nothing_is_seen_where_nothing_has_changed_however_often_one_looks(one_rank: None) -> None:
+    """Also with state that is no tensor: it is looked up each time that the tensors are."""
+    net = Net()
+    model = fully_shard(net)
+    optimizer = Counting(net.parameters())
+    adapter = adapter_for(model, [optimizer])
+    train(model, optimizer)
+    assert len({adapter.touch_mark() for _ in range(3 * _LOOKS)}) == 1
+
+
+def test_a_fixed_shard_shows_the_same_object_while_it_is_the_same_memory() -> None:
+    tensor = torch.zeros(3)
+    shard = FixedShard("weights", [0], tensor)
+    (first,) = shard.watched()
+    assert shard.tensors()["data"] is first and shard.watched()[0] is first
+    tensor.data = torch.ones(3)
+    assert shard.tensors()["data"] is not first and torch.equal(shard.tensors()["data"], tensor)
 
 
 # -- which adapter ----------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ class Shard(ABC):
         """The live tensors by key, plain local tensors (no DTensor), in a fixed order; never a copy."""
 
     def watched(self) -> list[torch.Tensor]:
-        """Tensors of which one's version counter moves when the script changes the shard, in whatever way."""
+        """Tensors of which one's version counter moves when the script changes the shard. The same objects each
+        time, as long as neither they nor their memory are exchanged."""
         return list(self.tensors().values())
 
     def values(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from flashrecovery.torch_native.optimizer_state import (
     check_state,
     restore_hyperparameters,
 )
+from flashrecovery.torch_native.setters import Method, Setters
 from flashrecovery.torch_native.shards import ParamRecord, ParamShard, owners_of
 from flashrecovery.torch_native.state_order import StateOrder
 from flashrecovery.worker.adapter import Adapter, Shard, StepHooks
@@ -42,9 +43,6 @@ class TorchAdapter(Adapter):
         UnsupportedError: a layout or option that cannot be protected, by name.
     """
 
-    sees_touches = False
-    """Whether nothing but the script changes the shards' tensors between the hand-out of a step and its mutation."""
-
     def __init__(self, root: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self.root = root
         self.optimizers = tuple(optimizers)
@@ -60,6 +58,7 @@ class TorchAdapter(Adapter):
         self._seen_tensors: list[torch.Tensor] = []
         self._seen_states: list[int] = []
         self._looks = 0
+        self._setters = Setters()
         self._fault_in_optimizer = faults.OptimizerFault(self.optimizers)
 
     # -- what the subclasses say ----------------------------------------------------------------
@@ -76,6 +75,14 @@ class TorchAdapter(Adapter):
     @abstractmethod
     def _find_parameters(self) -> tuple[ParamRecord, ...]:
         """Every parameter once (tied ones under their first name), equal order on all ranks."""
+
+    def _computing(self) -> Sequence[torch.Tensor]:
+        """What the module computes with, where the shards have its memory under other version counters."""
+        return ()
+
+    def _setting(self) -> Iterable[Method]:
+        """The framework's methods that change shards behind their version counters when a script calls them."""
+        return ()
 
     def _gradients_ready(self) -> None:
         """All gradients of this step are reduced, nothing has been changed yet. May come several times a step."""
@@ -96,6 +103,7 @@ class TorchAdapter(Adapter):
         if self._hooks is not None:
             raise RegistrationError("this model is watched already")
         self._hooks = hooks
+        self._setters = Setters(self._setting())
         for module in self.entry_modules():
             self._handles.append(module.register_forward_hook(self._after_forward))
         for optimizer in self.optimizers:
@@ -211,16 +219,20 @@ class TorchAdapter(Adapter):
         return {f"buffer {fqn!r}": nbytes for fqn, nbytes in self._buffers.nbytes().items()}
 
     def touch_mark(self) -> Any:
-        """By version counters. The tensors are looked up anew when an optimizer has got or lost state, after
-        :meth:`restore_common`, and now and again: that takes much longer than to look at them."""
-        if not self.sees_touches:
-            return None
+        """By version counters, which no supported framework moves between the hand-out of a step and its mutation, and
+        by the calls of :meth:`_setting`.
+
+        The tensors are looked up again when an optimizer has got or lost state, after :meth:`restore_common`, and now
+        and then: that takes much longer than to look at them.
+        """
         states = [len(optimizer.state) for optimizer in self.optimizers]
         self._looks -= 1
         if self._looks < 0 or states != self._seen_states:
             self._looks, self._seen_states = _LOOKS, states
+            stepped = {id(record.get()) for record in self._records}
             self._seen_tensors = [t for shard in self.shards() for t in shard.watched()]
-        return glance_at_tensors(self._seen_tensors, 0)
+            self._seen_tensors += [weight for weight in self._computing() if id(weight) not in stepped]
+        return glance_at_tensors(self._seen_tensors, 0), self._setters.calls
 
     def restore_rank(self, state: dict[str, Any]) -> None:
         self._buffers.restore(state["buffers"])

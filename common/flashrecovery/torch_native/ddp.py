@@ -27,7 +27,6 @@ class DDPAdapter(TorchAdapter):
     """
 
     name = "ddp"
-    sees_touches = True
 
     def __init__(self, model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
         ddp_reducer.refuse_unsupported(model)

@@ -25,7 +25,6 @@ class FSDP2Adapter(TorchAdapter):
     """
 
     name = "fsdp2"
-    sees_touches = True
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         if not isinstance(model, FSDPModule):

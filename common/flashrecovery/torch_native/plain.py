@@ -18,7 +18,6 @@ class PlainAdapter(TorchAdapter):
     """Protects a plain module. Its parameters are taken to be equal on all ranks; DTensors say where they lie."""
 
     name = "plain"
-    sees_touches = True
 
     def _find_parameters(self) -> tuple[ParamRecord, ...]:
         records = []

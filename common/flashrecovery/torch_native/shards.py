@@ -51,6 +51,7 @@ class _Seen:
 
     made_of: list[Any]
     addresses: list[int]
+    sources: dict[str, torch.Tensor]
     tensors: dict[str, torch.Tensor]
     values: dict[str, Any]
 
@@ -62,6 +63,19 @@ class _Seen:
             and addresses(objects) == self.addresses
         )
 
+    def locals_of(self, sources: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The local tensors of those ``sources`` that are still the same, in the same memory."""
+        return {
+            key: self.tensors[key]
+            for (key, source), place in zip(self.sources.items(), self.addresses, strict=True)
+            if sources.get(key) is source and addresses([source]) == [place]
+        }
+
+
+def _watched(tensors: list[torch.Tensor], sources: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What is written to a DTensor moves its own version counter and not that of its local tensor."""
+    return tensors + [source for source in sources if isinstance(source, DTensor)]
+
 
 class FixedShard(Shard):
     """One tensor that exists from the start and keeps its shape. ``holders``: global ranks."""
@@ -70,9 +84,15 @@ class FixedShard(Shard):
         self.name = name
         self.holders = tuple(sorted(holders))
         self._tensor = tensor
+        self._local = local_tensor(tensor)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {"data": local_tensor(self._tensor)}
+        if addresses([self._tensor]) != [self._local.data_ptr()]:
+            self._local = local_tensor(self._tensor)
+        return {"data": self._local}
+
+    def watched(self) -> list[torch.Tensor]:
+        return _watched([*self.tensors().values()], [self._tensor])
 
     def allocate(self, spec: ShardSpec) -> dict[str, torch.Tensor]:
         """Raises RestoreError if the source's tensor has another shape or dtype."""
@@ -103,10 +123,8 @@ class ParamShard(Shard):
         return dict(self._look().tensors)
 
     def watched(self) -> list[torch.Tensor]:
-        """Also the DTensors: an operation on one does not move the version counter of its local tensor."""
         seen = self._look()
-        wrappers = (t for t in seen.made_of if isinstance(t, DTensor) and t.numel())
-        return [*seen.tensors.values(), *wrappers]
+        return _watched([*seen.tensors.values()], [*seen.sources.values()])
 
     def values(self) -> dict[str, Any]:
         return self._look().values
@@ -123,7 +141,7 @@ class ParamShard(Shard):
     def _find(
         self, parameter: torch.nn.Parameter, states: Sequence[tuple[str, Mapping[str, Any]]], made_of: list[Any]
     ) -> _Seen:
-        tensors = {PARAM: local_tensor(parameter)}
+        sources: dict[str, torch.Tensor] = {PARAM: parameter}
         layout: dict[str, str] = {}
         others: dict[str, Any] = {}
         places: dict[str, int] = {}
@@ -133,14 +151,16 @@ class ParamShard(Shard):
             for key, value in state.items():
                 what = f"optimizer state {key!r} of {self._record.fqn!r}"
                 if isinstance(value, torch.Tensor):
-                    tensors[prefix + key] = local_tensor(value)
+                    sources[prefix + key] = value
                     layout[prefix + key] = layout_of(parameter, value, what)
                 else:
                     others[prefix + key] = plain(value, what)
         order = [prefix + key for prefix, state in states for key in state] if others else []
         parts: dict[str, Any] = {"layout": layout, "plain": others, "order": order, "places": places}
+        known = self._seen.locals_of(sources) if self._seen is not None else {}
+        tensors = {key: known[key] if key in known else local_tensor(value) for key, value in sources.items()}
         found = [t.data_ptr() for t in tensors.values()]
-        return _Seen(made_of, found, tensors, {name: part for name, part in parts.items() if part})
+        return _Seen(made_of, found, sources, tensors, {name: part for name, part in parts.items() if part})
 
     def allocate(self, spec: ShardSpec) -> dict[str, torch.Tensor]:
         """See :meth:`Shard.allocate`.

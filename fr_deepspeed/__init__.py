@@ -20,7 +20,8 @@ Under ``flashrecovery run`` this package wraps ``deepspeed.initialize`` as soon 
 :mod:`.config`      the ``flash_recovery`` block
 :mod:`.patches`     what is changed inside DeepSpeed at run time
 :mod:`.support`     which versions and settings are supported; everything else is refused at start, by name
-:mod:`.adapter`     what all stages have in common: the moments of a step, counters, scaler, reset of the engine
+:mod:`.adapter`     which adapter protects an engine
+:mod:`.engine`      what all stages have in common: the moments of a step, counters, scaler, reset of the engine
 :mod:`.calls`       the pipeline engine's ``train_batch`` and ``eval_batch``, protected in the script's own loop
 :mod:`.checkpoint`  the fallback checkpoint in DeepSpeed's own format
 :mod:`.pipeline`    the pipeline engine's schedule

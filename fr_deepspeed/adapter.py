@@ -1,54 +1,19 @@
-"""What the adapters for all ZeRO stages have in common.
-
-The moments of a step, for every stage (the order is deepspeed's)::
-
-    forward (each micro-batch)  -> sealed()      the last one comes before the last gradient reduction
-    norm / overflow all-reduce                   spans the world: nobody passes it before all have sealed
-    basic optimizer's pre-hook  -> mutating()    before the first write to a master weight
-    parameter all-gather (ZeRO-1, 2, 3)          a death here tears the step: all go back to their pre-step copies
-    counters, scheduler, end of `with step:`     the core commits
-
-A step that overflows (fp16) mutates no shard: it changes the loss scale and the counters, which are common state.
-"""
+"""Which adapter protects an engine: the ZeRO stage decides."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import nn
 from torch.optim import Optimizer
 
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.torch_native import faults
-from flashrecovery.torch_native.base import TorchAdapter
-from flashrecovery.torch_native.placement import replicated, world_size
-from flashrecovery.torch_native.setters import Method, Setters
-from flashrecovery.torch_native.shards import ParamRecord, ParamShard, constant, owners_of
-from flashrecovery.worker.adapter import CheckpointFormat, Shard, StepHooks
-from fr_deepspeed.activation import capture_tracker, reset_checkpointing, restore_tracker
-from fr_deepspeed.beta_powers import beta_powers
-from fr_deepspeed.checkpoint import EngineCheckpoint
-from fr_deepspeed.experts import ranks_of, reset_experts
-from fr_deepspeed.offload import offloads
-from fr_deepspeed.pipeline import capture_pipeline, reset_schedule, restore_pipeline
+from flashrecovery.torch_native.placement import world_size
+from fr_deepspeed.engine import EngineAdapter
+from fr_deepspeed.stage0 import MasterWeightsAdapter, PlainEngineAdapter
+from fr_deepspeed.stage3 import Stage3Adapter
+from fr_deepspeed.stage12 import Stage12Adapter
 from fr_deepspeed.support import check_engine, check_version
-
-_COUNTERS = (
-    "global_steps",
-    "global_samples",
-    "micro_steps",
-    "skipped_steps",
-    "_step_applied",
-    "_is_gradient_accumulation_boundary",
-)
-_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-"""Of the engine's config; ``engine.set_train_batch_size`` and ``set_train_micro_batch_size`` change it. (Between
-two calls of a pipeline the script does it in a replacement, too.)"""
-_PLAIN = (bool, int, float, type(None))
 
 
 def adapter_for(engine: Any) -> EngineAdapter:
@@ -61,10 +26,6 @@ def adapter_for(engine: Any) -> EngineAdapter:
     from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
-    from fr_deepspeed.stage0 import MasterWeightsAdapter, PlainEngineAdapter
-    from fr_deepspeed.stage3 import Stage3Adapter
-    from fr_deepspeed.stage12 import Stage12Adapter
 
     check_version(deepspeed.__version__)
     check_engine(engine)
@@ -94,182 +55,3 @@ def _check_groups(engine: Any) -> None:
             f"flash_recovery does not support: pipeline stages with different parameter groups ({counts} on ranks 0 to "
             f"{len(counts) - 1}); give every stage parameters of each group"
         )
-
-
-class EngineAdapter(TorchAdapter):
-    """Protects one :class:`DeepSpeedEngine`.
-
-    The records are the tensors that the basic optimizer steps on: parameters, fp32 masters, or this rank's partitions.
-    """
-
-    def __init__(self, engine: Any, optimizer: Optimizer) -> None:
-        self.engine = engine
-        self.basic = optimizer
-        self._param_groups = list(optimizer.param_groups)
-        self._weights = [p for group in optimizer.param_groups for p in group["params"]]
-        self._all_shards: list[Shard] | None = None
-        self._powers = beta_powers(engine.basic_optimizer)
-        self._ranks = dist.get_process_group_ranks(engine.data_parallel_group)
-        # PipelineEngine calls its module, and is itself never called.
-        super().__init__(engine.module if engine.pipeline_parallelism else engine, [optimizer])
-
-    # -- what the stages say ----------------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def _optimized(self) -> Sequence[nn.Parameter]:
-        """The module's own parameters that the optimizer trains, in any form."""
-
-    def _extra_shards(self) -> Sequence[Shard]:
-        """Shards besides the records'."""
-        return ()
-
-    @abstractmethod
-    def _reset_optimizer(self) -> None:
-        """Drop what is half-finished in DeepSpeed's optimizer wrapper. No communication."""
-
-    def _setting(self) -> Iterable[Method]:
-        return [(self.engine.optimizer, "refresh_fp32_params")]
-
-    def _derive_weights(self) -> None:
-        """Compute from the restored shards what the module computes with. No communication."""
-
-    # -- shards -----------------------------------------------------------------------------------
-
-    @property
-    def inner(self) -> nn.Module:
-        module: nn.Module = self.engine.module
-        return module
-
-    def shards(self) -> Sequence[Shard]:
-        if self._all_shards is None:
-            records = [self._record_shard(r) for r in self._records]
-            self._all_shards = [*records, *self._extra_shards(), *self._frozen_shards()]
-        return self._all_shards
-
-    def _record_shard(self, record: ParamRecord) -> Shard:
-        return ParamShard(record, owners_of(record.get(), self.optimizers))
-
-    def _frozen_shards(self) -> list[Shard]:
-        """Parameters that no optimizer trains. A replacement's script need not initialise them as the first launch."""
-        trained = {id(p) for p in self._optimized}
-        return [
-            ParamShard(ParamRecord(fqn, *replicated(fqn, ranks_of(self.engine, p)), constant(p)), {})
-            for fqn, p in self.inner.named_parameters()
-            if id(p) not in trained
-        ]
-
-    # -- moments of a step ------------------------------------------------------------------------
-
-    def watch(self, hooks: StepHooks) -> None:
-        self._param_groups = list(self.basic.param_groups)
-        super().watch(hooks)
-
-    def _find_what_loading_makes(self) -> None:
-        """Loading a checkpoint makes new ones."""
-        self._param_groups = list(self.basic.param_groups)
-        self._setters = Setters(self._setting())
-
-    def sync_spans_world(self) -> bool:
-        # ZeRO-2 reduces each gradient to its owner only: without a norm or overflow check nothing spans the ranks.
-        optimizer = self.engine.optimizer
-        common = getattr(optimizer, "compute_grad_norm", True) or getattr(optimizer, "check_grad_overflow", True)
-        return bool(common) and len(self._ranks) == world_size()
-
-    # -- reset, capture, restore ------------------------------------------------------------------
-
-    def _reset_framework(self) -> None:
-        engine = self.engine
-        for parameter in self.inner.parameters():
-            parameter.grad = None
-        engine._running_engine_backward = engine._running_engine_step = False
-        engine._running_engine_backward_count = 0
-        engine._manual_backward_expected = False
-        engine._unmanaged_backward_count = 0
-        engine.inside_no_sync_ctxt = False
-        engine.losses = None
-        # A timer that was running refuses to be started again.
-        getattr(engine.timers, "timers", {}).clear()
-        # DeepSpeed swaps the groups while it steps on one of them, and does not swap back after an exception.
-        self.basic.param_groups = self._param_groups
-        if engine.pipeline_parallelism:
-            reset_schedule(engine)
-        reset_experts(engine)
-        reset_checkpointing()
-        self._reset_optimizer()
-
-    def _drop_gradients(self) -> None:
-        if not offloads(self.engine):
-            super()._drop_gradients()
-            return
-        for record in self._records:
-            gradient = record.get().grad
-            assert gradient is not None  # made with the engine
-            gradient.zero_()
-
-    def capture_common(self) -> dict[str, Any]:
-        engine = self.engine
-        return {
-            **super().capture_common(),
-            "counters": {name: getattr(engine, name) for name in _COUNTERS},
-            "batch": {} if engine.pipeline_parallelism else {n: getattr(engine._config, n) for n in _BATCH},
-            "scaler": {k: v for k, v in vars(self._scaler()).items() if isinstance(v, _PLAIN)},
-            # DeepSpeed's schedulers do not keep it in their state, and refuse to say it before their first step.
-            "last_lr": getattr(engine.lr_scheduler, "_last_lr", None),
-            "pipeline": capture_pipeline(engine) if engine.pipeline_parallelism else {},
-            "beta_powers": None if self._powers is None else self._powers.capture(),
-        }
-
-    def restore_common(self, state: dict[str, Any]) -> None:
-        super().restore_common(state)
-        for name, value in state["counters"].items():
-            setattr(self.engine, name, value)
-        for name, value in state["batch"].items():
-            setattr(self.engine._config, name, value)
-        vars(self._scaler()).update(state["scaler"])
-        if state["last_lr"] is not None:
-            self.engine.lr_scheduler._last_lr = list(state["last_lr"])
-        if state["pipeline"]:
-            restore_pipeline(self.engine, state["pipeline"])
-        if self._powers is not None:
-            self._powers.restore(state["beta_powers"])
-        with torch.no_grad():
-            self._derive_weights()
-
-    def capture_rank(self) -> dict[str, Any]:
-        return {**super().capture_rank(), "rng_tracker": capture_tracker()}
-
-    def capsule_mark(self) -> Any:
-        return super().capsule_mark(), {name: bytes(state.numpy()) for name, state in capture_tracker().items()}
-
-    def restore_rank(self, state: dict[str, Any]) -> None:
-        super().restore_rank(state)
-        restore_tracker(state["rng_tracker"])
-
-    def _scaler(self) -> Any:
-        """The object that keeps the loss scale and its counters; something empty where there is none."""
-        optimizer = self.engine.optimizer
-        return getattr(optimizer, "loss_scale_config", None) or getattr(optimizer, "loss_scaler", None) or _NoScaler()
-
-    # -- fallback checkpoint ----------------------------------------------------------------------
-
-    def checkpoint_format(self) -> CheckpointFormat:
-        return EngineCheckpoint(self.engine, self._find_what_loading_makes)
-
-    # -- fault injection --------------------------------------------------------------------------
-
-    def fault_points(self) -> Mapping[str, Callable[[Callable[[], None]], None]]:
-        points = dict(super().fault_points())
-        if self._powers is not None:
-            points["optimizer"] = self._powers.arm
-        if self.engine.zero_optimization_stage() > 0:
-            points["param-gather"] = lambda callback: faults.before_gather_operation(self.basic, callback)
-        return points
-
-    def _middle_parameter(self) -> nn.Parameter:
-        result: nn.Parameter = self._weights[len(self._weights) // 2]
-        return result
-
-
-class _NoScaler:
-    """Stands where an engine has no loss scale."""

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from flashrecovery.torch_native.placement import replicated
 from flashrecovery.torch_native.shards import ParamRecord, constant
-from fr_deepspeed.adapter import EngineAdapter
+from fr_deepspeed.engine import EngineAdapter
 from fr_deepspeed.experts import ranks_of
 
 

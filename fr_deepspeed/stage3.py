@@ -19,7 +19,7 @@ from flashrecovery.torch_native.placement import global_rank
 from flashrecovery.torch_native.setters import Method
 from flashrecovery.torch_native.shards import FixedShard, ParamRecord, ParamShard
 from flashrecovery.worker.adapter import Shard
-from fr_deepspeed.adapter import EngineAdapter
+from fr_deepspeed.engine import EngineAdapter
 from fr_deepspeed.partitions import partition_record, reset_backward_hooks
 
 _PRIVATE = "_PartitionedParameterCoordinator__"

@@ -27,10 +27,12 @@ from flashrecovery.torch_native.shards import ParamRecord, ParamShard, owners_of
 from flashrecovery.worker.adapter import CheckpointFormat, Shard
 from fr_megatron.buckets import forget_answers
 from fr_megatron.checkpoint import MegatronCheckpoint
+from fr_megatron.megatron_fsdp import MegatronFSDP
 from fr_megatron.optimizers import inner_optimizers, pairs, scalers, torch_optimizers
 from fr_megatron.own_loop import OwnLoop, plain_fields
 from fr_megatron.random import capture_tracker, restore_tracker
-from fr_megatron.wrappers import wrapper_of
+from fr_megatron.torch_fsdp2 import TorchFSDP2
+from fr_megatron.wrappers import Buckets, Wrapper
 
 
 class MegatronAdapter(TorchAdapter):
@@ -53,7 +55,7 @@ class MegatronAdapter(TorchAdapter):
         self._scheduler = scheduler
         self._loop = loop
         self._inner = inner_optimizers(optimizer)
-        self._wrapper = wrapper_of(self._chunks)
+        self._wrapper = _wrapper_of(self._chunks)
         self._all_shards: list[Shard] | None = None
         super().__init__(nn.ModuleList(chunks), torch_optimizers(optimizer))
 
@@ -142,3 +144,14 @@ class MegatronAdapter(TorchAdapter):
         if gathering is not None:
             points["param-gather"] = gathering
         return points
+
+
+def _wrapper_of(chunks: Sequence[Any]) -> Wrapper:
+    """For chunks that :func:`fr_megatron.support.check` allows."""
+    from megatron.core.distributed import FullyShardedDataParallel, TorchFullyShardedDataParallel
+
+    if isinstance(chunks[0], TorchFullyShardedDataParallel):
+        return TorchFSDP2(chunks)
+    if type(chunks[0]) is FullyShardedDataParallel:  # in core 0.20, a function that makes other classes
+        return MegatronFSDP(chunks)
+    return Buckets(chunks)

@@ -120,17 +120,3 @@ class OnMesh(Wrapper):
 
     def kept(self, parameter: nn.Parameter) -> ParamRecord:
         return self.stepped((parameter, parameter))
-
-
-def wrapper_of(chunks: Sequence[Any]) -> Wrapper:
-    """For chunks that :func:`fr_megatron.support.check` allows."""
-    from megatron.core.distributed import FullyShardedDataParallel, TorchFullyShardedDataParallel
-
-    from fr_megatron.megatron_fsdp import MegatronFSDP
-    from fr_megatron.torch_fsdp2 import TorchFSDP2
-
-    if isinstance(chunks[0], TorchFullyShardedDataParallel):
-        return TorchFSDP2(chunks)
-    if type(chunks[0]) is FullyShardedDataParallel:  # in core 0.20, a function that makes other classes
-        return MegatronFSDP(chunks)
-    return Buckets(chunks)

@@ -10,7 +10,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "gpt"))
 
 import train_deepspeed
-from fr_deepspeed.adapter import EngineAdapter
+from fr_deepspeed.engine import EngineAdapter
 
 if __name__ == "__main__":
     EngineAdapter._reset_framework = lambda self: None  # type: ignore[method-assign]

@@ -47,9 +47,7 @@ ROUND_NOT_YET = (
     {"flashrecovery.agent.peers", "flashrecovery.agent.succession"},
     {"flashrecovery.worker.calls", "flashrecovery.worker.recovery"},
     {"flashrecovery.worker.recover", "flashrecovery.worker.session"},
-    {"fr_deepspeed.adapter", "fr_deepspeed.stage0", "fr_deepspeed.stage12", "fr_deepspeed.stage3"},
     {"fr_megatron.cpu", "fr_megatron.cpu.lm"},
-    {"fr_megatron.megatron_fsdp", "fr_megatron.torch_fsdp2", "fr_megatron.wrappers"},
 )
 """Files that import each other, round about."""
 

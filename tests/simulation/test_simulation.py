@@ -18,7 +18,7 @@ SEEDS = int(os.environ.get("SIMULATION_SEEDS", "2000"))
 PROCESSES = 2
 _PART = 50
 
-OPEN = {1483: "agent ends"}
+OPEN: dict[int, str] = {}
 """Seeds, and the laws that they break: a defect that is known and not mended yet (docs/testing.md)."""
 
 
@@ -89,6 +89,14 @@ def test_a_rank_that_dies_while_a_new_controller_gathers_keeps_its_node() -> Non
     """Its node's room is its own: it needs no other one, and neither does the rank of the lost node that is back."""
     outcome = of(calm(Shape(4, 1), Fault(0.5, "power", ("n0", 3.0)), Fault(2.0, "kill", (2,))))
     assert outcome.violation is None and outcome.state == "finished" and outcome.recoveries == 1
+
+
+def test_a_node_that_has_come_to_one_that_waits_itself_finds_the_elected_controller() -> None:
+    """n0 begins again as the job's first controller, n2 comes to it, and n0 goes to the one elected later."""
+    lost = Fault(0.55, "power", ("n0", 0.5)), Fault(0.55, "agent", ("n2", 1.0))
+    outcome = of(calm(Shape(5, 1), Fault(0.5, "freeze host", ("n1", 6.0)), *lost))
+    assert outcome.violation is None and outcome.state == "finished" and outcome.recoveries == 1
+    assert sum("[n0] node_joined node=n2" in line for line in outcome.trace) == 2, "it has come to n0 again"
 
 
 def test_a_node_with_all_ranks_halts_before_they_are_given_away() -> None:

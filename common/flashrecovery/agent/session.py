@@ -114,6 +114,15 @@ class ControllerSession:
         return self._joined
 
     @property
+    def stranded(self) -> bool:
+        """Whether this agent waits for a controller, and nobody that it knows could name another one: the job has not
+        begun where it is."""
+        if not self._joined:
+            return True
+        heard = self._fresh and self._silent_s() < self._limits.lease_s
+        return not (heard or self._succession.electors or self._agent.in_job)
+
+    @property
     def _address(self) -> str:
         return self._succession.controller
 
@@ -480,10 +489,14 @@ class ControllerSession:
         if term is not None:
             self._follow(term, await self._lead(self._succession, term))
 
-    def join(self, address: str) -> None:
-        """The job runs already, under the controller at ``address``; where this agent began, nobody leads it."""
+    def join(self, address: str) -> bool:
+        """The job runs already, under the controller at ``address``; where this agent began, nobody leads it. Whether
+        it has not come from there already."""
+        if address == self._address:
+            return False
         self._succession.forget()
         self._follow(0, address)
+        return True
 
     def _follow(self, term: int, address: str) -> None:
         log.warning("follows the controller%s at %s", f" of term {term}" if term else "", address)

@@ -59,6 +59,11 @@ def test_a_law_can_fail(mistake: str) -> None:
     assert found is not None and found.law == law
 
 
+@pytest.mark.parametrize("seed", [4901])
+def test_a_history_that_was_found_later(seed: int) -> None:
+    assert of(draw(seed)).violation is None
+
+
 def calm(shape: Shape, *faults: Fault, steps: int = 40) -> History:
     """One that has been found, without what does not matter."""
     return History(1, shape, Script(steps=steps, forward_s=0.05, backward_s=0.05), Weather(), faults)

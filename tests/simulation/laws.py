@@ -339,8 +339,9 @@ class Laws:
             model = worker.model
             if model is None or model.rank in event.victims:
                 continue
-            heard_at = model.ignored_at.get(event.generation - 1)
-            if heard_at is not None and self.world.loop.now - heard_at > limit:
+            # the first victim joins the recovery whose hold it has not answered, or is a later one's
+            told_in = (event.generation, event.generation - 1)
+            if any(self.world.loop.now - model.ignored_at.get(g, self.world.loop.now) > limit for g in told_in):
                 self.broken("together", f"rank {model.rank} has missed the deadline as well as {event.victims}")
 
     def _is_given_away(self, pid: int, rank: int) -> bool:

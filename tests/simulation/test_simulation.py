@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from unittest.mock import patch
 
 import pytest
 
+from flashrecovery.controller.crashes import Crashes
 from tests.simulation.content import Script
 from tests.simulation.history import Fault, History, Outcome, draw, quiet, run, simulated
 from tests.simulation.network import Firewall, Weather
@@ -115,6 +118,16 @@ def test_a_node_with_all_ranks_halts_before_they_are_given_away() -> None:
     assert violation is not None and violation.law == "given away"
 
 
+def test_ranks_of_an_agent_that_has_stood_still_wait_for_the_controllers_word() -> None:
+    """They were given away meanwhile, and whoever asks finds the controller's door open."""
+    history = calm(Shape(3, 1, spares=1), Fault(0.5, "freeze agent", ("n1", 4.0)))
+    outcome = of(history)
+    assert outcome.violation is None and outcome.state == "finished" and outcome.recoveries == 1
+    with REMOVED["an open door is no excuse after a standstill"]():
+        violation = of(history).violation
+    assert violation is not None and violation.law == "given away"
+
+
 def test_two_ranks_that_miss_one_deadline_are_found_together() -> None:
     history = calm(Shape(1, 4), Fault(0.5, "mute", (0, 1)), Fault(0.6, "kill", (2,)))
     outcome = of(history)
@@ -122,6 +135,19 @@ def test_two_ranks_that_miss_one_deadline_are_found_together() -> None:
     with REMOVED["victims of one moment together"]():
         violation = of(history).violation
     assert violation is not None and violation.law == "together", "the second has had a deadline of its own"
+
+
+def test_a_rank_that_fails_once_at_each_of_several_steps_is_no_crash_loop() -> None:
+    history = calm(Shape(1, 2, limits=True), *(Fault(at, "crash", (1,)) for at in (0.5, 2.0, 3.5)))
+    outcome = of(history)
+    assert outcome.violation is None and outcome.state == "finished" and outcome.recoveries == 3
+
+    def at_any_step(count: Callable[..., int]) -> Callable[..., int]:
+        return lambda crashes, cause, step: count(crashes, cause, None if step is None else 0)
+
+    with patch.object(Crashes, "count", at_any_step(Crashes.count)):
+        violation = of(history).violation
+    assert violation is not None and violation.law == "unjustified"
 
 
 def test_survivors_wait_as_long_as_no_controller_could_stop_them() -> None:

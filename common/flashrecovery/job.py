@@ -184,9 +184,10 @@ class Leadership:
 
     @asynccontextmanager
     async def looking_elsewhere(self, session: ControllerSession) -> AsyncIterator[None]:
-        """Until the job has begun here, or this agent has joined it. A node that is started anew while no controller is
-        there, because that is lost and the others have not elected one yet, would wait in vain where it was; that of
-        the lost controller, as the job's first one, for all the others."""
+        """For as long as this agent runs, find the controller that was elected while this node was away, if the job has
+        not begun where it is. A node that is started again while no controller is there, because that is lost and the
+        others have not elected one yet, would wait in vain where it was; that of the lost controller, as the job's
+        first one, for all the others; and who has come to that one, when it has gone to the others."""
         looking = asyncio.create_task(self._look_elsewhere(session))
         try:
             yield
@@ -197,22 +198,22 @@ class Leadership:
                 looking.result()
 
     async def _look_elsewhere(self, session: ControllerSession) -> None:
-        first = self.service
-
-        def waits() -> bool:
-            if first is None:
-                return not session.joined
-            return first is self.service and not (first.machine.begun or first.over.is_set())
-
-        while waits():
+        while True:
             await asyncio.sleep(_ELSEWHERE_S)
+            if not self._waits(session):
+                continue
             moved = await _moved_to(self._path, self._place)
-            if moved is not None and waits():
-                session.join(f"{moved.controller}:{moved.port}")
-                if first is not None:
-                    await self.leave()
-                    await self.only_follow()
-                return
+            if moved is None or not self._waits(session) or not session.join(f"{moved.controller}:{moved.port}"):
+                continue
+            if self.service is not None:
+                await self.leave()
+                await self.only_follow()
+
+    def _waits(self, session: ControllerSession) -> bool:
+        """Whether this agent waits for a job that may have begun elsewhere."""
+        if self.service is not None:
+            return not (self.service.machine.begun or self.service.over.is_set())
+        return session.stranded
 
     async def elected(self, succession: Succession, term: int) -> str:
         """By the electors, for this term. Returns where it listens.

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 LOOK_S = 0.05
 """Pace of an agent's look at the clock while it does not hear its controller."""
+NODE_PROBE = 0.8
+"""Part of ``node_probe_s`` that an observer has to reach a silent node's agent; the rest is for its answer."""
 LEASE_PROBE = 0.6
 """Part of ``node_probe_s`` that an agent has to ask others about its controller."""
 _MARGIN = 0.9

@@ -42,11 +42,14 @@ _LENGTH = struct.Struct("<I")
 class Agent:
     """Says to one worker what agent and controller would: begin, and for a survivor whose state is the cut."""
 
-    def __init__(self) -> None:
+    def __init__(self, inherited: Page | None = None) -> None:
         self._socket, theirs = socket.socketpair()
         self.page = Page.create("one-session")
+        if inherited is not None:
+            self.page.inherit(inherited)
         self._said: queue.Queue[pb.FromWorker] = queue.Queue()
-        self.session = Session(Connection(Channel(theirs), self.page, 0, 0, False), Settings())
+        connection = Connection(Channel(theirs), self.page, 0, 0, inherited is not None)
+        self.session = Session(connection, Settings())
         self.recovery = Recovery(self.session)
         self.notices: list[str] = []
         self._serial = 0
@@ -97,6 +100,9 @@ class Agent:
             self._tell(generation, resume=pb.Resume(version=version))
 
         threading.Thread(target=go, daemon=True).start()
+        self.await_stop()
+
+    def await_stop(self) -> None:
         while not self.session.gate.stopped:
             time.sleep(0.0005)
 

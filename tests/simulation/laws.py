@@ -8,7 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from flashrecovery import events as ev
-from flashrecovery.controller.crashes import Cause
+from flashrecovery.controller.crashes import cause_of, option_of
 from flashrecovery.controller.records import Place
 from flashrecovery.controller.states import State
 from flashrecovery.handshake import job_key
@@ -29,10 +29,14 @@ if TYPE_CHECKING:
 
 _SEEN_AT_ONCE = ("kill", "power", "agent")
 """Faults after which a process is gone, and its kernel, or its host's silence, says so."""
-_TO_BE_TOLD_S = 1.0
-"""For an agent that has stood still: to hear that its ranks were given away."""
+_BEFORE_A_STEP = -1
+"""In place of a step, for a replacement that has not taken any."""
 _TO_COME_S = 5.0
 """For a node that was cut off: to come to a new controller, before that stops waiting and decides."""
+
+
+_Failures = tuple["Process", int, str, int]
+"""A controller, a rank, the option with the limit, a step: whose failures are counted together."""
 
 
 class Violation(Exception):
@@ -62,7 +66,11 @@ class Laws:
         self.at: dict[int, tuple[int, int]] = {}
         """By pid: the generation in which it takes steps, and its version."""
         self.given_away: dict[int, Process] = {}  # by pid: the controller that has done so
-        self.failures: Counter[tuple[int, Cause]] = Counter()
+        self.stepped: set[int] = set()
+        """Pids that have ever committed a step."""
+        self.failures: Counter[_Failures] = Counter()
+        self.standstills: Counter[Process] = Counter()
+        """Recoveries of the controller in this process that have begun with one."""
         self.restarts = 0
         self.forgotten = False
         self.started_by: Process | None = None
@@ -146,6 +154,7 @@ class Laws:
     def committed(self, worker: ModelWorker) -> None:
         gate = worker.gate
         self._grows(worker)
+        self.stepped.add(int(self.world.pid_of(worker.process)))
         self.reached[gate.generation] = max(self.reached.get(gate.generation, 0), gate.version)
         self._check_content(worker, worker.gate.version, "commit")
         self._alone(worker)
@@ -183,17 +192,10 @@ class Laws:
     def mutates(self, worker: ModelWorker, held_for: int) -> None:
         """No mutation begins between a hold and the stop, nor in a process whose rank was given away."""
         pid = int(self.world.pid_of(worker.process))
-        if self._is_given_away(pid, worker.rank) and not self._has_just_come_round(pid):
+        if self._is_given_away(pid, worker.rank):
             self.broken("given away", f"rank {worker.rank} begins to change its state, and has been given away")
         if held_for > worker.gate.generation and not worker.gate.stopped:
             self.broken("held", f"rank {worker.rank} begins to change its state, held for generation {held_for}")
-
-    def _has_just_come_round(self, pid: int) -> bool:
-        """Its agent has stood still, and has asked since whether it is cut off. The controller's door opens and others
-        are reached, so it lets its ranks go on until it is told."""
-        worker = self.world.workers[pid]
-        went_on_at = worker.agent.went_on_at
-        return worker.sim_page.lent_at >= went_on_at > self.world.loop.now - _TO_BE_TOLD_S
 
     def ended(self, worker: ModelWorker) -> None:
         self._check_content(worker, self.world.script.steps, "end")
@@ -283,6 +285,15 @@ class Laws:
                 "growth", f"a recovery in generation {event.generation}, and ranks are in {self.newest_generation}"
             )
 
+    def _failure(self, process: Process, event: ev.FailureDetected) -> None:
+        """Count it as often as it may count for a crash loop: what this controller has written down of this rank, by
+        cause, at its step and, as long as the process has taken none, among those of replacements that have not."""
+        newest = max((w.pid for w in self.world.workers.values() if w.place == event.rank), default=-1)
+        option = option_of(cause_of(event.kind, 0))  # of the signals, there are none here that a process gives itself
+        if event.kind != "node_lost":
+            self.failures[process, event.rank, option, event.step] += 1
+            self.failures[process, event.rank, option, _BEFORE_A_STEP] += newest not in self.stepped
+
     def _finished(self, event: ev.RecoveryFinished) -> None:
         """Every rank has committed a step since, or has none left."""
         steps = self.world.script.steps
@@ -301,14 +312,17 @@ class Laws:
         self._is_newer(process, event)
         if isinstance(event, ev.RecoveryFinished):
             self._finished(event)
+            for key in [k for k in self.failures if k[0] is process and k[3] == _BEFORE_A_STEP]:
+                del self.failures[key]
         elif isinstance(event, ev.FallbackStarted):
             self.failed_by = next((s for p, s in reversed(self.world.services) if p is process), None)
             self._falls_back(event)
         elif isinstance(event, ev.FailureDetected):
-            for cause in Cause:
-                self.failures[event.rank, cause] += 1
+            self._failure(process, event)
         if isinstance(event, (ev.JobFailed, ev.Notice)):
             self.failed_by = next((s for p, s in reversed(self.world.services) if p is process), None)
+        if isinstance(event, ev.RecoveryStarted) and event.cause == "standstill":
+            self.standstills[process] += 1
         if isinstance(event, (ev.JobStarted, ev.RecoveryFinished)):
             self.since_whole = []
         if isinstance(event, ev.JobFailed):
@@ -339,8 +353,9 @@ class Laws:
             model = worker.model
             if model is None or model.rank in event.victims:
                 continue
-            heard_at = model.ignored_at.get(event.generation - 1)
-            if heard_at is not None and self.world.loop.now - heard_at > limit:
+            # the first victim joins the recovery whose hold it has not answered, or is a later one's
+            told_in = (event.generation, event.generation - 1)
+            if any(self.world.loop.now - model.ignored_at.get(g, self.world.loop.now) > limit for g in told_in):
                 self.broken("together", f"rank {model.rank} has missed the deadline as well as {event.victims}")
 
     def _is_given_away(self, pid: int, rank: int) -> bool:
@@ -434,15 +449,17 @@ class Laws:
 
     def _is_a_loop(self, reason: str) -> bool:
         """Whether that limit was reached."""
-        config, found = self.world.config, re.search(r"rank (\d+) failed (\d+) times .*\(max_(\w+)\)", reason)
+        config, process = self.world.config, next(p for p, s in self.world.services if s is self.failed_by)
         if "max_restarts" in reason:
             return self.restarts >= config.max_restarts
-        if found is None:  # a standstill, time and again
-            return self.world.shape.limits and bool(self.faults)
-        rank, times, which = int(found[1]), int(found[2]), found[3]
-        limit = config.max_failures_per_step if which == "failures_per_step" else config.max_kills_per_step
-        cause = Cause.OWN if which == "failures_per_step" else Cause.OUTSIDE
-        return limit <= times <= self.failures[rank, cause]
+        again = re.search(r"so it was (\d+) times at step \d+ \(max_failures_per_step\)", reason)
+        if again is not None:  # the last time begins no recovery any more
+            return config.max_failures_per_step == int(again[1]) <= self.standstills[process] + 1
+        found = re.search(r"rank (\d+) failed (\d+) times (?:at step (\d+)|before its first step) \((\w+)\)", reason)
+        if found is None:
+            return False
+        rank, times, step, option = int(found[1]), int(found[2]), int(found[3] or _BEFORE_A_STEP), found[4]
+        return times == getattr(config, option) and times <= self.failures[process, rank, option, step]
 
     def _checkpoints_known(self) -> list[str]:
         """Those on the disk of which an agent that the failed controller can ask knows."""

@@ -42,7 +42,6 @@ class Process:
         self.name = name
         self.life = Life.RUNS
         self.at_end: list[Callable[[], None]] = []
-        self._went_on_at = -1.0
         self._held: deque[asyncio.Handle] = deque()
         self.context = contextvars.copy_context()
         self.context.run(PROCESS.set, self)
@@ -65,15 +64,10 @@ class Process:
         if not self.dead:
             self.life = Life.FROZEN
 
-    @property
-    def went_on_at(self) -> float:
-        """When it went on, after it or its host had stood still; -1.0: it has not."""
-        return max(self._went_on_at, self.host.went_on_at)
-
     def thaw(self) -> None:
         """SIGCONT."""
         if not self.dead:
-            self.life, self._went_on_at = Life.RUNS, self.loop.now
+            self.life = Life.RUNS
         self.catch_up()
 
     def catch_up(self) -> None:

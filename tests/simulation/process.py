@@ -52,8 +52,6 @@ class _Half:
 class SimPage(Page):
     """A page that can be read at the same time as it is written, although there is one thread."""
 
-    lent_at = -1.0
-    """When its agent has lent it some time the last time."""
     _amid: tuple[Process, Callable[[], None]] | None = None
 
     def health(self) -> Health:
@@ -70,11 +68,6 @@ class SimPage(Page):
         if self._amid is not None:
             (_, act), self._amid = self._amid, None
             act()
-
-    def lend(self, until: float) -> None:
-        super().lend(until)
-        if not self.lease_over():
-            self.lent_at = asyncio.get_running_loop().time()
 
     async def amid(self, process: Process, act: Callable[[], bool], wait_s: float) -> bool:
         """Do this in the middle of the next reading, or after this time. Returns what it does."""

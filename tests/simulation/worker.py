@@ -218,6 +218,7 @@ class ModelWorker:
         self.controller_heard = True
         self._needs_told: int = 0
         self._fresh = self.detached
+        self.came_at = 0
         self._generation_told = assign.generation
         self._held_for = -1
         self.over = False
@@ -631,20 +632,24 @@ class ModelWorker:
                 for v in sorted(kept.at)
                 if v != self.gate.live
             ]
-        if self.detached:
-            early = self.page.early_capsules()
-            held += [
-                pb.Held(
-                    kind="page",
-                    version=v,
-                    owner=self.rank,
-                    shards=[f"capsule@{self.rank}"],
-                    nbytes=[0],
-                    early=v in early,
-                )
-                for v in self.page.capsule_versions()
-            ]
+        early = self.page.early_capsules()
+        held += [
+            pb.Held(
+                kind="page",
+                version=v,
+                owner=self.rank,
+                shards=[f"capsule@{self.rank}"],
+                nbytes=[0],
+                early=v in early,
+            )
+            for v in self._in_page()
+        ]
         return held + self.copies.inventory()
+
+    def _in_page(self) -> list[int]:
+        """As the real one: also after this process has come into the loop, what is from before that."""
+        versions = self.page.capsule_versions()
+        return versions if self.detached else [v for v in versions if v < self.came_at and v not in self.capsule.at]
 
     # -- commands -----------------------------------------------------------------------------------
 
@@ -718,6 +723,7 @@ class ModelWorker:
         disk = self.world.disk
         assert disk is not None
         self.gate.torn()
+        self._fresh = True
         self.now, common, capsule = disk.published[path][self.rank]
         self.common.keep(version, common)
         self.capsule.keep(version, capsule)
@@ -799,6 +805,7 @@ class ModelWorker:
         version = command.resume.version
         if not await self._told_to_resume(version, command.generation):
             return False
+        self.came_at = version if self._fresh else min(self.came_at, version)
         self.detached = self._fresh = False
         self._announced = -1
         self.copies.resumed(version)

@@ -14,6 +14,7 @@ import pytest
 from tests.scripts.one_session import LOOPS, MOMENTS, PLACES
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "one_session.py"
+FURTHER_BACK = SCRIPT.with_name("further_back.py")
 Results = dict[tuple[str, str, str], dict[str, Any]]
 
 
@@ -54,3 +55,22 @@ def test_own_copies_are_kept_only_where_a_step_may_have_to_be_undone(
 ) -> None:
     for moment in MOMENTS:
         assert ("undo_enabled" in results[loop, place, moment]["notices"]) is kept, moment
+
+
+def further_back(source: str) -> dict[str, Any]:
+    job = subprocess.run(
+        [sys.executable, str(FURTHER_BACK), source], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert job.returncode == 0, job.stderr[-3000:]
+    found: dict[str, Any] = json.loads(job.stdout)
+    return found
+
+
+def test_a_replacement_goes_back_to_before_it_came() -> None:
+    """It has what is left of the process before it in its page, and reads its data again."""
+    assert further_back("loader") == {"odd_steps": [], "same_end": True, "in_page": [3, 4]}
+
+
+def test_a_replacement_whose_data_cannot_be_read_again_does_not_offer_to_go_back() -> None:
+    """If it is told to all the same, it refuses."""
+    assert further_back("iterator") == {"error": "DataSourceError", "in_page": []}

@@ -90,6 +90,11 @@ class Agent:
         """The newest one that the controller has named."""
         return self._generation
 
+    @property
+    def in_job(self) -> bool:
+        """Whether a controller has ever given it a rank, or told it who has them."""
+        return bool(self._ranks or self._table.ranks)
+
     def workers(self) -> list[WorkerProcess]:
         """The living processes that fill ranks; none once the end has begun, for then their pages are given back."""
         return self._crew.living()

@@ -6,7 +6,8 @@ controller's door, and asks other nodes to tell the controller that it lives:
 
 * one of them has, and the controller has answered: that counts as an answer to the question's sending. Go on.
 * the door opens: the controller is there, but busy, and the next connection will tell. Go on for a moment, and for
-  longer if others are reached.
+  longer if others are reached. (Not if this agent has stood still so long that its ranks may have been given
+  away: then the workers wait for an answer.)
 * the door is closed (the connection is refused): the controller is dead, or a firewall says so. If others are reached,
   or there are no others, the controller is taken for dead: training goes on without it.
 * otherwise this side of a partition is the one without the controller: the workers are halted until it answers again.

@@ -31,7 +31,7 @@ from flashrecovery.clock import lease_clock
 from flashrecovery.complaints import Complaints
 from flashrecovery.config import Timeouts
 from flashrecovery.errors import AuthenticationError, ConfigError, ProtocolError, StrangerError
-from flashrecovery.leases import LEASE_PROBE, LOOK_S, works_for_s
+from flashrecovery.leases import LEASE_PROBE, LOOK_S, NODE_PROBE, works_for_s
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.runtime.addresses import split_address
@@ -89,6 +89,8 @@ class ControllerSession:
         self._heard_at = self._came_at = lease_clock()
         self._missed_since = time.monotonic()  # patience, which a host that is suspended does not lose
         self._vouched_at = self._excused_until = float("-inf")
+        self._awake_at = lease_clock()
+        self._stood_still = False
         self._vouches: dict[int, asyncio.Future[bool]] = {}
         self._vouch_numbers = itertools.count(1)
         self._joined = False
@@ -112,6 +114,15 @@ class ControllerSession:
     def joined(self) -> bool:
         """Whether a controller has taken this agent in."""
         return self._joined
+
+    @property
+    def stranded(self) -> bool:
+        """Whether this agent waits for a controller, and nobody that it knows could name another one: the job has not
+        begun where it is."""
+        if not self._joined:
+            return True
+        heard = self._fresh and self._silent_s() < self._limits.lease_s
+        return not (heard or self._succession.electors or self._agent.in_job)
 
     @property
     def _address(self) -> str:
@@ -359,6 +370,7 @@ class ControllerSession:
         self._came_at = lease_clock()
         self._heard_at, self._lost_at = max(self._heard_at, when), None
         self._missed_since = time.monotonic()
+        self._stood_still &= self._silent_s() >= self._limits.lease_s
         if self._standing is Standing.ORPHANED:
             self._standing = Standing.MEMBER
         elif self._standing is Standing.CUT_OFF and self._silent_s() < self._limits.lease_s:
@@ -383,7 +395,7 @@ class ControllerSession:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            now = lease_clock()
+            now = self._look_at_clock()
             silent_s = now - self._heard_at
             if not self._joined or silent_s < self._limits.lease_s:
                 self._ask_at = now
@@ -402,8 +414,18 @@ class ControllerSession:
         while True:
             heard = self._fresh and self._silent_s() < self._limits.node_silence_s
             self._agent.controller_heard(heard and not self._gathering)
+            self._look_at_clock()
             self._lend()
             await asyncio.sleep(_TELL_S)
+
+    def _look_at_clock(self) -> float:
+        """The time. Has this agent stood still for so long that it could not answer those who were to look after it,
+        the ranks of this node may be given away by now."""
+        now = lease_clock()
+        stood_s, self._awake_at = now - self._awake_at, now
+        if stood_s >= NODE_PROBE * self._limits.node_probe_s and self._silent_s() >= self._limits.node_silence_s:
+            self._stood_still = True
+        return now
 
     def _turn_in_s(self) -> float:
         """Until this node may stand for election the next time."""
@@ -416,7 +438,7 @@ class ControllerSession:
 
     async def _ask(self) -> None:
         """Where does this node stand, and whom does it follow?"""
-        asked_at = lease_clock()
+        asked_at = self._look_at_clock()
         wait_s = LEASE_PROBE * self._limits.node_probe_s
         host, port = split_address(self._address, "--controller")
         electors = self._succession.electors
@@ -425,6 +447,7 @@ class ControllerSession:
         door, seen = await asyncio.gather(
             knock(host, port, wait_s), probe_all(sorted(asked), self._access, wait_s, asking)
         )
+        now = self._look_at_clock()
         found = reach(seen, electors, self._agent.node)
         if self._stranger and door is Door.OPEN:
             door = Door.REFUSED  # the port is somebody else's now: the controller's process is gone
@@ -434,32 +457,40 @@ class ControllerSession:
         if self._standing is not Standing.CUT_OFF:  # once cut off, only the controller itself restores it
             if found.vouched:
                 self._vouched_at = asked_at
-            held = lease_clock() - self._vouched_at < self._limits.lease_s
+            held = now - self._vouched_at < self._limits.lease_s
+            self._stood_still &= not held
             now_is = standing(
                 Door.SILENT if self._suspended else door, replace(found, vouched=held), self._silent_s(), self._limits
             )
             if now_is is not self._standing:
                 log.warning("the controller has not been heard for %.2f s: %s", self._silent_s(), now_is.value)
                 self._standing = now_is
-            self._excused_until = asked_at + self._excused_s(now_is)
+            self._excused_until = asked_at + self._excused_s(now_is, seen)
             self._lend()
             if now_is is Standing.CUT_OFF:
                 self._agent.halt()
                 self._drop_connection()
         await self._succeed(door, seen)
 
-    def _excused_s(self, standing: Standing) -> float:
+    def _excused_s(self, standing: Standing, seen: Sequence[Seen]) -> float:
         """For how long after the questions that led to a verdict the workers may do without an answer: to the next one.
-        (Not after the verdict: this host may have been suspended since it has asked.)"""
+        (Not after the verdict: this host may have been suspended since it has asked.) After a standstill an open door
+        is no excuse, for what is behind it may have given the ranks away, nor is a closed one if others lead now."""
+        if self._stood_still and (standing is Standing.MEMBER or self._succession.newer(seen) is not None):
+            return 0.0
         if standing is Standing.ORPHANED:
             return 2 * self._limits.node_silence_s
         return 2 * (LOOK_S + LEASE_PROBE * self._limits.node_probe_s) if standing is Standing.MEMBER else 0.0
 
     def _lend(self) -> None:
         """Tell the workers how long they may begin to change their state, whatever becomes of this agent."""
-        if self._peers is not None and self._joined:
-            known_at = max(self._heard_at, self._vouched_at)
-            self._agent.lend(max(known_at + works_for_s(self._limits.node_silence_s), self._excused_until))
+        if self._peers is None or not self._joined:
+            return
+        # After a standstill it takes an answer: that another controller is followed now is none.
+        known_at = self._vouched_at if self._stood_still else max(self._heard_at, self._vouched_at)
+        until = max(known_at + works_for_s(self._limits.node_silence_s), self._excused_until)
+        if until > float("-inf"):
+            self._agent.lend(until)
 
     async def _succeed(self, door: Door, seen: Sequence[Seen]) -> None:
         """Follow a newer controller, or become one if this one is lost and it is this node's turn."""
@@ -480,10 +511,14 @@ class ControllerSession:
         if term is not None:
             self._follow(term, await self._lead(self._succession, term))
 
-    def join(self, address: str) -> None:
-        """The job runs already, under the controller at ``address``; where this agent began, nobody leads it."""
+    def join(self, address: str) -> bool:
+        """The job runs already, under the controller at ``address``; where this agent began, nobody leads it. Whether
+        it has not come from there already."""
+        if address == self._address:
+            return False
         self._succession.forget()
         self._follow(0, address)
+        return True
 
     def _follow(self, term: int, address: str) -> None:
         log.warning("follows the controller%s at %s", f" of term {term}" if term else "", address)

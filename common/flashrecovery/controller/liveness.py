@@ -24,9 +24,6 @@ from dataclasses import dataclass, field
 from flashrecovery.config import Timeouts
 from flashrecovery.plan.ring import OBSERVERS, following
 
-NODE_PROBE = 0.8
-"""Part of ``node_probe_s`` that an observer has; the rest is for its answer."""
-
 
 @dataclass(frozen=True)
 class Ask:

@@ -28,7 +28,7 @@ from flashrecovery.controller.console import Console
 from flashrecovery.controller.drills import Drills
 from flashrecovery.controller.electorate import Electorate
 from flashrecovery.controller.job_state import AGENT
-from flashrecovery.controller.liveness import NODE_PROBE, Ask, Liveness, Lost
+from flashrecovery.controller.liveness import Ask, Liveness, Lost
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.nodes import NodeState
 from flashrecovery.controller.outbox import Emit, Publish
@@ -39,6 +39,7 @@ from flashrecovery.controller.states import RECOVERY_STATES, State
 from flashrecovery.controller.status import StatusBoard
 from flashrecovery.controller.table_publisher import TablePublisher
 from flashrecovery.errors import ConfigError
+from flashrecovery.leases import NODE_PROBE
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 

@@ -123,6 +123,11 @@ class DataStream:
         return self._cursor.position
 
     @property
+    def can_be_read_again(self) -> bool:
+        """Whether the source can be begun anew."""
+        return not self._source.one_shot
+
+    @property
     def epoch(self) -> int:
         """The current epoch, from 0."""
         return self.position.epoch
@@ -271,13 +276,20 @@ class DataStream:
         return self._cursor_now().plain()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Bring a fresh source to a captured position. Leaves the random streams anywhere.
+        """Bring a source to a captured position. Leaves the random streams anywhere.
 
         Raises:
-            DataSourceError: the source ends earlier, or gives other samples than it did.
+            DataSourceError: the source ends earlier, or gives other samples than it did; or it has been read already,
+                and cannot be begun anew.
         """
+        cursor = _Cursor.of(state)
+        if self._source.one_shot and self.position.total and cursor.anchor is None:
+            raise DataSourceError(
+                f"the {self._source.name} is a one-shot iterator and {self.position.total} batches of it are taken, so "
+                f"it cannot be brought to batch {cursor.position.total}; pass a source that can be iterated again"
+            )
         self._marks.clear()
-        self._seek(_Cursor.of(state))
+        self._seek(cursor)
 
     def _cursor_now(self) -> _Cursor:
         cursor = self._cursor

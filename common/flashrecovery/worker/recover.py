@@ -19,6 +19,7 @@ from flashrecovery.redundancy.checkpoint import newest
 from flashrecovery.state.digest import shard_digest
 from flashrecovery.state.object_shard import COMMON, ObjectShard
 from flashrecovery.state.shard import ShardSource
+from flashrecovery.state.version import VERSIONS_KEPT
 from flashrecovery.worker.transfer import exchange
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Recoverer:
     def __init__(self, session: Session) -> None:
         self._s = session
         self._fresh = session.connection.detached
+        self._came_at = 0  # the version at which this process has come into a loop that others had begun
         self._told: tuple[int, list[pb.ShardNeed]] = (0, [])  # the needs in the newest answer to a stop, its generation
 
     # -- waiting for commands ---------------------------------------------------------------------
@@ -179,7 +181,8 @@ class Recoverer:
             self._take_local(restore, version)
             if not self._transfer(restore, version, reply, corrupt):
                 return  # the controller sees the digests, and sends the wrong shards again from other sources
-        s.restore_plain(version, fresh=self._fresh)
+        # Where it has never been, its data sources cannot go back by themselves.
+        s.restore_plain(version, fresh=self._fresh or version < self._came_at)
         s.faults.hit("recovery:verifying", s.gate.version)
 
     def _take_local(self, restore: pb.Restore, version: int) -> None:
@@ -256,6 +259,7 @@ class Recoverer:
             return False
         groups.set_detached(False)
         s.control.resumed()
+        self._came_at = version if self._fresh else min(self._came_at, version)
         self._fresh = False
         if s.connection.detached and s.registry.world_size > 1:
             s.connection.detached = False
@@ -295,15 +299,29 @@ class Recoverer:
                 for v in shard.versions()
                 if v != s.gate.live
             ]
-        if s.connection.detached:
-            capsule, early = s.registry.capsule.name, s.connection.page.early_capsules()
-            held += [
-                pb.Held(kind="page", version=v, owner=s.rank, shards=[capsule], nbytes=[0], early=v in early)
-                for v in s.connection.page.capsule_versions()
-            ]
+        in_page = self._in_page()
+        early = s.connection.page.early_capsules() if in_page else []
+        held += [
+            pb.Held(
+                kind="page", version=v, owner=s.rank, shards=[s.registry.capsule.name], nbytes=[0], early=v in early
+            )
+            for v in in_page
+        ]
         if s.copies is not None:
             held += s.copies.inventory()
         return held
+
+    def _in_page(self) -> list[int]:
+        """Versions whose capsule this process has from the one before it, and only in its page: all, before it has come
+        into the loop; then those from before that, for as long as others hold them."""
+        s = self._s
+        page, capsule = s.connection.page, s.registry.capsule
+        if s.connection.detached:
+            return page.capsule_versions()
+        recently = 0 < self._came_at <= s.gate.version < self._came_at + VERSIONS_KEPT
+        if not recently or not s.can_go_back_anywhere:
+            return []
+        return [v for v in page.capsule_versions() if v < self._came_at and capsule.at(v) is None]
 
 
 def _seconds(interval: float | Literal["auto"]) -> float:

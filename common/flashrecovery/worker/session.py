@@ -222,6 +222,12 @@ class Session:
             self._untouched = self._touch_marks()
 
     @property
+    def can_go_back_anywhere(self) -> bool:
+        """Whether also to a version at which this process has never been: its data can be read again, and no call of
+        the script is skipped here that would have to be made then."""
+        return not self._own_calls and all(stream.can_be_read_again for stream in self.registry.streams)
+
+    @property
     def touched(self) -> bool:
         """Whether tensors of the shards may have changed since the step was handed out."""
         return (self.registry.habits.touched and self._published) or self._marks_moved()

@@ -27,7 +27,10 @@ TARGETS = {
     "decisions": (DECISIONS, MACHINE_TESTS),
     "controller": (("flashrecovery/controller/*",), (*PLAN_TESTS, *CONTROLLER_TESTS)),
     "gate": (("flashrecovery/worker/gate*.py",), ("test_gate*.py",)),
-    "session": (("flashrecovery/worker/session.py",), ("test_session*.py", "test_data_stream.py", "test_calls.py")),
+    "session": (
+        tuple(f"flashrecovery/worker/{name}.py" for name in ("session", "loop", "transaction", "sealing", "habits")),
+        ("test_versions.py", "test_sealing.py", "test_data_stream.py", "test_calls.py"),
+    ),
 }
 """What is mutated, and by which tests of ``tests/unit`` it is covered."""
 

@@ -1,4 +1,4 @@
-"""Break the worker's session and its recoverer in listed ways, one at a time, and say which ways no test notices.
+"""Break the worker's loop and its recoverer in listed ways, one at a time, and say which ways no test notices.
 
     scripts/mutate_session.py [NAME...]    names of mutants, or parts of them (default: all)
 
@@ -23,7 +23,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SESSION, RECOVER = (f"common/flashrecovery/worker/{name}.py" for name in ("session", "recover"))
+SESSION, LOOP, STEP, SEALING, HABITS, TOUCHES, PROVING, COLLECTIVES, STOPS, START, RECOVER = (
+    f"common/flashrecovery/worker/{name}.py"
+    for name in (
+        "session",
+        "loop",
+        "transaction",
+        "sealing",
+        "habits",
+        "touches",
+        "proving",
+        "collectives",
+        "stops",
+        "start_checks",
+        "recover",
+    )
+)
+KEPT = "    def committed(self) -> None:\n        pass"
 UNIT = (
     "session_beats",
     "data_stream",
@@ -60,195 +76,184 @@ class Mutant:
 
 MUTANTS = (
     # -- a version is complete when it is handed out ------------------------------------------------
-    Mutant(
-        "resumed-is-settled",
-        SESSION,
-        "self._unsettled, self._committed, self._proof_due = True,",
-        "self._unsettled, self._committed, self._proof_due = False,",
-    ),
+    Mutant("resumed-is-settled", LOOP, "self._unsettled, self._committed = True, False", "self._committed = False"),
     Mutant(
         "resumed-counts-as-committed",
-        SESSION,
-        "= True, False, self.gate.generation > 0",
-        "= True, True, self.gate.generation > 0",
+        LOOP,
+        "self._unsettled, self._committed = True, False",
+        "self._unsettled = self._committed = True",
     ),
-    Mutant("no-proof", SESSION, "= True, False, self.gate.generation > 0", "= True, False, False"),
-    Mutant(
-        "always-proof", SESSION, "        self._proof_due = False\n        if not self._own", "        if not self._own"
-    ),
-    Mutant("spoiled-counts", SESSION, "if self._committed and spoiled:", "if False:"),
+    Mutant("no-proof", PROVING, "        self.due = generation > 0\n", "        self.due = False\n"),
+    Mutant("always-proof", PROVING, "    def committed(self) -> None:\n        self.due = False", KEPT),
+    Mutant("spoiled-counts", LOOP, "if self._committed and self._collectives.stood_in_for:", "if False:"),
     Mutant(
         "not-sealed-late",
-        SESSION,
-        "            self._seal(version, now, early=False)\n\n    def _publish",
-        "            pass\n\n    def _publish",
+        SEALING,
+        "            self._write(version, self._at_end, early=False)\n",
+        "            pass\n",
     ),
-    Mutant(
-        "late-is-finished",
-        SESSION,
-        "        if self._written == now:\n            end =",
-        "        if True:\n            end =",
-    ),
-    Mutant("published-though-stopped", SESSION, "self._published = not self.gate.stopped", "self._published = True"),
-    Mutant(
-        "touched-is-not-kept",
-        SESSION,
-        "        if habits.touched or not habits.known:\n            # Of",
-        "        if False:\n            # Of",
-    ),
-    Mutant("not-copied", SESSION, "        self.copies.start(version)\n", ""),
+    Mutant("late-is-finished", SEALING, "        if self._written == self._at_end:", "        if True:"),
+    Mutant("published-though-stopped", LOOP, "self._published = not gate.stopped", "self._published = True"),
+    Mutant("touched-is-not-kept", LOOP, "        if habits.touched or not habits.known:\n", "        if False:\n"),
+    Mutant("not-copied", LOOP, "        self.copies.start(version)\n", ""),
     Mutant(
         "restored-capsule-not-in-page",
-        SESSION,
-        "                self.gate.page.write_capsule(version, capsule)\n",
+        LOOP,
+        "                self._gate.page.write_capsule(version, capsule)\n",
         "                pass\n",
     ),
-    Mutant(
-        "late-not-told", SESSION, "self.late_versions[version] = now != before", "self.late_versions[version] = False"
-    ),
+    Mutant("late-not-told", SEALING, "self.late[version] = now != before", "self.late[version] = False"),
     # -- a void run is taken back ----------------------------------------------------------------------
     Mutant(
         "void-run-lasts",
-        SESSION,
+        LOOP,
         "        if self._void_run is not None:\n            self._take_back",
         "        if False:\n            self._take_back",
     ),
-    Mutant("void-tensors-last", SESSION, "        void_run.take_back()\n", ""),
-    Mutant("void-plain-lasts", SESSION, "        self.restore_plain(self.gate.version, fresh=False)\n", ""),
+    Mutant("void-tensors-last", LOOP, "        void_run.take_back()\n", ""),
+    Mutant("void-plain-lasts", LOOP, "        self.restore_plain(self._gate.version, fresh=False)\n", ""),
     Mutant(
         "void-gradients-last",
-        SESSION,
+        LOOP,
         "            adapter.reset()\n        void_run",
         "            pass\n        void_run",
     ),
-    Mutant("void-run-no-end", SESSION, "        void_run.end()\n", ""),
-    Mutant("void-leaver-is-done", SESSION, "            self._left_in_void_run()\n", "            pass\n"),
-    Mutant("newer-plain-stays", SESSION, "            shard.drop_after(version)", "            pass"),
+    Mutant("void-run-no-end", LOOP, "        void_run.end()\n", ""),
+    Mutant("void-leaver-is-done", LOOP, "            self._left_in_void_run()\n", "            pass\n"),
+    Mutant("newer-plain-stays", LOOP, "            shard.drop_after(version)", "            pass"),
     # -- before the mutation ------------------------------------------------------------------------------
-    Mutant(
-        "begin-keeps-seals",
-        SESSION,
-        "self._written = self._at_seal = self._at_mutation = None\n        self._hook",
-        "self._hook",
-    ),
+    Mutant("begin-keeps-seals", STEP, "        self._sealing.step_begins()\n", ""),
     Mutant(
         "begin-keeps-hook",
-        SESSION,
-        "        self._hook_fired = False\n        self._failures",
-        "        self._failures",
+        STEP,
+        "        self._hook_fired = False\n        self._worker.faults",
+        "        self._worker.faults",
     ),
-    Mutant("begin-keeps-failures", SESSION, "        self._failures_before = groups.failure_count()\n", ""),
-    Mutant("recheck-is-blind", SESSION, "if recheck and now == self._at_seal:", "if recheck:"),
-    Mutant("copies-not-awaited", SESSION, "        self.copies.wait()\n\n    def mutating", "\n    def mutating"),
+    Mutant("begin-keeps-failures", COLLECTIVES, "        self._failures = groups.failure_count()\n", "        pass\n"),
+    Mutant("recheck-is-blind", SEALING, "if recheck and now == self._at_seal:", "if recheck:"),
+    Mutant(
+        "copies-not-awaited",
+        STEP,
+        "recheck=recheck):\n            self._copies.wait()",
+        "recheck=recheck):\n            pass",
+    ),
     Mutant(
         "failed-collective-is-passed",
-        SESSION,
-        "        self._refuse_failed_collectives()\n        self.gate.check()\n        version",
-        "        self.gate.check()\n        version",
+        STEP,
+        "        self._refuse_failed_collectives()\n        self._gate.check()\n        version",
+        "        self._gate.check()\n        version",
     ),
-    Mutant("changed-is-not-sealed", SESSION, "if sealed and self._written != now:", "if False:"),
-    Mutant("no-barrier", SESSION, "elif not seen_forward or self._explicit_barrier or habits.reseal:", "elif False:"),
-    Mutant("habits-not-compared", SESSION, "if proof.is_due(version):", "if False:"),
+    Mutant("changed-is-not-sealed", SEALING, "if sealed and self._written != now:", "if False:"),
+    Mutant("no-barrier", STEP, "elif not seen_forward or self._explicit_barrier or habits.reseal:", "elif False:"),
+    Mutant("habits-not-compared", STEP, "if proof.is_due(version):", "if False:"),
     Mutant(
         "barrier-is-not-said",
-        SESSION,
-        "            with self.gate.in_barrier():\n                group",
+        STEP,
+        "            with self._gate.in_barrier():\n                group",
         "            if True:\n                group",
     ),
-    Mutant("never-touched", SESSION, "if touched and not habits.touched:", "if False:"),
     Mutant(
-        "touched-by-data-unseen",
-        SESSION,
-        "        if not self.registry.habits.known:\n            # Once",
-        "        if False:\n            # Once",
+        "more-is-not-sealed",
+        STEP,
+        "            if self._compare_habits():",
+        "            if self._compare_habits() and False:",
     ),
+    Mutant("never-touched", STEP, "if touched and not habits.touched:", "if False:"),
+    Mutant("touched-by-data-unseen", TOUCHES, "        if not self._registry.habits.known:\n", "        if False:\n"),
     Mutant(
         "step-outside-block",
-        SESSION,
-        "        if not self.gate.in_block:\n            raise Unsupp",
+        STEP,
+        "        if not self._gate.in_block:\n            raise Unsupp",
         "        if False:\n            raise Unsupp",
     ),
     # -- the commit ---------------------------------------------------------------------------------------
-    Mutant("torn-is-committed", SESSION, "            self._refuse_torn()\n        else", "        else"),
+    Mutant("torn-is-committed", STEP, "            self._refuse_torn()\n        else", "        else"),
     Mutant(
         "unmutated-not-sealed",
-        SESSION,
-        "            self._before_mutation(version, seen_forward=False)\n            self._quiet",
-        "            self._quiet",
+        STEP,
+        "            self._before_mutation(version, seen_forward=False)\n            self.quiet",
+        "            self.quiet",
     ),
     Mutant(
         "unmutated-failed-is-passed",
-        SESSION,
-        "            self._refuse_failed_collectives()\n            self.copies.wait()",
-        "            self.copies.wait()",
+        STEP,
+        "            self._refuse_failed_collectives()\n            self._copies.wait()",
+        "            self._copies.wait()",
     ),
-    Mutant("no-stand-in", SESSION, "groups.stand_in(not self._own_calls)", "pass"),
-    Mutant("stand-in-stays", SESSION, "        groups.stand_in(False)\n", ""),
-    Mutant("stand-ins-from-start", SESSION, "            self._stand_ins_before = groups.stand_in_count()\n", ""),
+    Mutant("no-stand-in", STEP, "groups.stand_in(outside)", "pass"),
+    Mutant("stand-in-stays", LOOP, "            groups.stand_in(False)\n", ""),
+    Mutant("stand-ins-from-start", STEP, "            self._collectives.step_is_committed()\n", ""),
     Mutant(
         "outside-not-watched",
-        SESSION,
+        LOOP,
         "        if not self._own_calls:\n            self._outside.watch(True)",
         "            pass",
     ),
-    Mutant("late-never-learnt", SESSION, "if late and not habits.late:", "if False:"),
-    Mutant("undo-never-learnt", SESSION, "if not self._quiet and not habits.undo:", "if False:"),
-    Mutant("changed-never-learnt", SESSION, "if changed and not habits.reseal and not habits.changed:", "if False:"),
+    Mutant("late-never-learnt", HABITS, "if late and not self.late:", "if False:"),
+    Mutant("undo-never-learnt", HABITS, "if not quiet and not self.undo:", "if False:"),
+    Mutant("changed-never-learnt", HABITS, "if changed and not self.reseal and not self.changed:", "if False:"),
     # -- the start -----------------------------------------------------------------------------------------
-    Mutant(
-        "own-objects-are-common", SESSION, "registry.habits.own = sorted({*registry.habits.own, *differing})", "pass"
-    ),
+    Mutant("own-objects-are-common", SESSION, "registry.habits.own = sorted({*registry.habits.own, *own})", "pass"),
     Mutant(
         "settings-may-differ",
-        SESSION,
+        START,
         "if unlike := [name for name in differing if name in settings]:",
         "if unlike := []:",
     ),
-    Mutant("start-not-sealed", RECOVER, "            s.seal_start()\n", ""),
-    Mutant("world-not-checked", SESSION, "        self._check_world()\n", ""),
+    Mutant("start-not-sealed", RECOVER, "            self._loop.seal_start()\n", ""),
+    Mutant("world-not-checked", SESSION, "        check_world(worker.rank, registry.world_size)\n", ""),
     Mutant(
         "second-loop-runs",
         SESSION,
-        "    def open(self, num_steps: int | None) -> None:",
-        "    def open(self, num_steps: int | None) -> None:\n        self._recoverer = None",
+        "        if self._loop is not None:\n            raise JobFailed",
+        "        if False:\n            raise JobFailed",
     ),
     # -- whose failure it is -------------------------------------------------------------------------------
-    Mutant(
-        "no-stop-follows", SESSION, "return self.gate.stopped or self._stop_follows(error)", "return self.gate.stopped"
-    ),
-    Mutant("every-error-is-a-stop", SESSION, "return self.gate.stopped or self._stop_follows(error)", "return True"),
+    Mutant("no-stop-follows", STOPS, "return self._gate.stopped or self._follows(error)", "return self._gate.stopped"),
+    Mutant("every-error-is-a-stop", STOPS, "return self._gate.stopped or self._follows(error)", "return True"),
     # -- the controller's commands -----------------------------------------------------------------------
     Mutant(
-        "stop-touched-not-torn", RECOVER, "        if s.gate.live >= 0 and s.touched:\n            s.gate.torn()\n", ""
+        "stop-touched-not-torn",
+        RECOVER,
+        "        if worker.gate.live >= 0 and self._loop.touched:\n            worker.gate.torn()\n",
+        "",
     ),
-    Mutant("stop-copies-run-on", RECOVER, "        s.copies.stop()\n", ""),
+    Mutant("stop-copies-run-on", RECOVER, "        self._loop.copies.stop()\n", ""),
     Mutant("stop-not-drained", RECOVER, "        if not report.quiet:", "        if False:"),
     Mutant(
         "stop-late-not-told",
         RECOVER,
-        "        reply.late.extend(sorted(v for v, late in s.late_versions.items() if late))\n",
+        "        reply.late.extend(sorted(v for v, late in self._loop.sealing.late.items() if late))\n",
         "",
     ),
     Mutant("stop-no-reset", RECOVER, "            self._reset()\n        return", "            pass\n        return"),
-    Mutant("fresh-stays", RECOVER, "        self._fresh = False\n        if s", "        if s"),
-    Mutant("never-fresh", RECOVER, "self._fresh = session.connection.detached", "self._fresh = False"),
-    Mutant("transfer-not-torn", RECOVER, "        if incoming:\n            s.gate.torn()\n", ""),
+    Mutant("fresh-stays", RECOVER, "        self._fresh = False\n        if worker", "        if worker"),
+    Mutant("never-fresh", RECOVER, "self._fresh = worker.connection.detached", "self._fresh = False"),
+    Mutant("further-back-is-not-fresh", RECOVER, "fresh=self._fresh or version < self._came_at", "fresh=self._fresh"),
+    Mutant("transfer-not-torn", RECOVER, "        if incoming:\n            worker.gate.torn()\n", ""),
     Mutant(
         "undo-not-torn",
         RECOVER,
-        "                s.gate.torn()\n                s.copies.restore_undo",
-        "                s.copies.restore_undo",
+        "                worker.gate.torn()\n                self._loop.copies.restore_undo",
+        "                self._loop.copies.restore_undo",
     ),
     Mutant(
         "undo-not-restored",
         RECOVER,
-        "                s.copies.restore_undo(shard, version)\n",
+        "                self._loop.copies.restore_undo(shard, version)\n",
         "                pass\n",
     ),
-    Mutant("digests-not-looked-at", RECOVER, "wrong = report.mismatched if s.settings.verify else []", "wrong = []"),
+    Mutant(
+        "digests-not-looked-at", RECOVER, "wrong = report.mismatched if worker.settings.verify else []", "wrong = []"
+    ),
     Mutant("wrong-is-adopted", RECOVER, "if n not in wrong", "if True"),
-    Mutant("plain-not-restored", RECOVER, "        s.restore_plain(version, fresh=self._fresh)\n", ""),
-    Mutant("joined-is-not-live", RECOVER, "            s.gate.live = 0\n", "            pass\n"),
+    Mutant(
+        "plain-not-restored",
+        RECOVER,
+        "        self._loop.restore_plain(version, fresh=self._fresh or version < self._came_at)\n",
+        "",
+    ),
+    Mutant("joined-is-not-live", RECOVER, "            worker.gate.live = 0\n", "            pass\n"),
     Mutant(
         "needs-never-told-again",
         RECOVER,
@@ -257,10 +262,11 @@ MUTANTS = (
     ),
     Mutant("held-early-not-said", RECOVER, "early=shard.early(v),", "early=False,"),
     Mutant("page-early-not-said", RECOVER, "early=v in early)", "early=False)"),
+    Mutant("page-of-before-not-offered", RECOVER, "        if not recently or not", "        if True or not"),
     Mutant(
         "outdated-is-obeyed",
         RECOVER,
-        "        if s.gate.outdated(command.generation):\n            return False\n        body",
+        "        if worker.gate.outdated(command.generation):\n            return False\n        body",
         "        body",
     ),
     Mutant("stays-detached", RECOVER, "        groups.set_detached(False)\n", ""),

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from flashrecovery._version import __version__
 
 if TYPE_CHECKING:
-    from flashrecovery.worker.recovery import Recovery, init
+    from flashrecovery.entry import init
+    from flashrecovery.worker.recovery import Recovery
 
 __all__ = ["Recovery", "__version__", "init"]
 
@@ -28,7 +29,7 @@ __all__ = ["Recovery", "__version__", "init"]
 def __getattr__(name: str) -> Any:
     """Import lazily: the launcher must not import torch."""
     if name in ("init", "Recovery"):
-        from flashrecovery.worker import recovery
+        from flashrecovery import entry
 
-        return getattr(recovery, name)
+        return getattr(entry, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -103,7 +103,7 @@ class Run:
 
     def _go_back(self, peer: Run) -> None:
         agent = self.agent
-        agent.session.connection.detached = False  # as of a process that has peers
+        agent.connection.detached = False  # as of a process that has peers
 
         def go() -> None:
             agent._tell(1, hold=pb.Hold())

@@ -31,8 +31,10 @@ from flashrecovery.config import Settings
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.channel import Channel
 from flashrecovery.runtime.page import Page
+from flashrecovery.torch_native import ModuleAdapter, adapter_for
 from flashrecovery.worker.recovery import Recovery
-from flashrecovery.worker.session import Connection, Session
+from flashrecovery.worker.session import Session
+from flashrecovery.worker.worker import Connection
 
 STEPS, STOPPED = 9, 4
 MOMENTS = ("start", "forward", "backward", "optimizer", "below")
@@ -48,8 +50,8 @@ class Agent:
         if inherited is not None:
             self.page.inherit(inherited)
         self._said: queue.Queue[pb.FromWorker] = queue.Queue()
-        connection = Connection(Channel(theirs), self.page, 0, 0, inherited is not None)
-        self.session = Session(connection, Settings())
+        self.connection = Connection(Channel(theirs), self.page, 0, 0, inherited is not None)
+        self.session = Session(self.connection, Settings(), adapter_for, ModuleAdapter)
         self.recovery = Recovery(self.session)
         self.notices: list[str] = []
         self._serial = 0

@@ -490,7 +490,7 @@ class Laws:
         """The newest version of which everything is held by somebody alive; -1: there is none."""
         world = self.world
         models = [w.model for w in world.workers.values() if w.model is not None and not w.process.dead]
-        late = {v for model in models for v, was in model.late_versions.items() if was}
+        late = {v for model in models for v, was in model.sealing.late.items() if was}
         names: dict[str, set[int]] = {f"capsule@{r}": set() for r in range(world.size)}
         names |= {"param": set(), "common": set()}
         if world.script.unique:

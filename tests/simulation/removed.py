@@ -148,7 +148,7 @@ REMOVED: dict[str, Callable[[], Any]] = {
     "leases go on while the host is suspended": lambda: patch.object(time, "clock_gettime_ns", _stands),
     "a node with all ranks knows of others": lambda: patch.object(Agent, "neighbours", _with_ranks(Agent.neighbours)),
     "the lease in the page": lambda: patch.object(Page, "lend", lambda self, until: None),
-    "what changes after the optimizer is sealed again": lambda: patch.object(ModelWorker, "_drawn", _drawn),
+    "what changes after the optimizer is sealed again": lambda: patch.object(ModelWorker, "drawn", _drawn),
     "registered objects are compared": lambda: patch.object(ModelWorker, "_unequal", lambda self, values: False),
     "a drain that is not quiet is a failure": lambda: patch.object(ModelWorker, "_quiet", lambda self: True),
     "a new controller hears of checkpoints": lambda: patch.object(

@@ -1,8 +1,8 @@
-"""A model of a training process: the real gate and the real page, everything else of it in a few lines.
+"""A model of a training process: the real gate, page, habits and sealing, everything else of it in a few lines.
 
-It does what :mod:`flashrecovery.worker.session`, ``recover``, ``control`` and ``copies`` do, in the same order and with
-the same messages, on numbers instead of tensors (:mod:`.content`). Its two threads are two tasks: one answers the agent
-at once, wherever the other one is.
+It does what :mod:`flashrecovery.worker.loop`, ``transaction``, ``recover``, ``control`` and ``copies`` do, in the same
+order and with the same messages, on numbers instead of tensors (:mod:`.content`). Its two threads are two tasks: one
+answers the agent at once, wherever the other one is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flashrecovery.state.version import VERSIONS_KEPT
 from flashrecovery.worker import proof
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.habits import Habits
-from flashrecovery.worker.session import IN_ALL_STEPS, UNTIL_RESEALED
+from flashrecovery.worker.sealing import Sealing
 from tests.simulation import content
 from tests.simulation.content import Content, Own
 from tests.simulation.fabric import PeerLost, Port
@@ -209,10 +209,7 @@ class ModelWorker:
         self._control = asyncio.Event()
         self._inbox: asyncio.Queue[pb.Command] = asyncio.Queue()
         self._changed = asyncio.Event()
-        self._written: Drawn | None = None
-        self._at_seal: Drawn | None = None
-        self._at_mutation: Drawn | None = None
-        self.late_versions: dict[int, bool] = {}
+        self.sealing: Sealing[Drawn] = Sealing(self.habits, self)
         self._unsettled = self._committed = self._void_run = False
         self._proof_due = self.detached
         self.controller_heard = True
@@ -253,7 +250,7 @@ class ModelWorker:
             elif body == "ping":
                 self._say(pb.FromWorker(whereabouts=pb.Whereabouts(rank=self.rank, answered=True)))
             elif body == "keep_undo":
-                self._keep_undo(command.keep_undo.step)
+                self.habits.hear(command.keep_undo.step)
             elif body == "checkpoint":
                 self._announced = command.checkpoint.version
             elif body is not None and body != "fault":
@@ -331,7 +328,7 @@ class ModelWorker:
         if not self.detached:
             await self._compare_objects()
             self.page.write_setup_log(b"setup")
-            self._seal(0, early=False)
+            self.sealing.start()
             self._keep_common(0)
         joined = pb.Joined(
             rank=self.rank,
@@ -407,20 +404,14 @@ class ModelWorker:
             self._publish(self.gate.version)
 
     def _complete(self, version: int) -> None:
-        now, habits = self._drawn(), self.habits
-        before = self._at_mutation if habits.reseal else self._at_seal
-        self.late_versions = {v: late for v, late in self.late_versions.items() if v > version - 3}
-        self.late_versions[version] = now != before
-        self._learn(version - 1, late=now != self._at_mutation, changed=self._at_mutation != self._at_seal)
+        shown = self.sealing.shown(version)
+        for reason in self.habits.learn(version - 1, quiet=True, late=shown.late, changed=shown.changed):
+            self._tell_undo(reason)
         self._keep_common(version)
-        if self._written == now:
-            self.capsule.early.discard(version)
-            self.page.finish_capsule(version)
-        else:
-            self._seal(version, early=False)
+        self.sealing.complete(version)
         self.world.settled(self, version)
 
-    def _drawn(self) -> Drawn:
+    def drawn(self) -> Drawn:
         """All that is this rank's own, by which it is seen whether it has changed."""
         return self.now.own, self.now.thing if self.habits.own else 0
 
@@ -435,7 +426,7 @@ class ModelWorker:
 
     async def _step(self) -> None:
         """One step, and what the script does below it. If it is stopped, the recovery."""
-        self._written = self._at_seal = self._at_mutation = None
+        self.sealing.step_begins()
         step = self.gate.version
         self.gate.begin()
         self.gate.in_block = True
@@ -476,9 +467,7 @@ class ModelWorker:
         await self._work(script.forward_s / 2)
         gate.check()
         self.page.beat()
-        self._at_seal = self._drawn()
-        if self.habits.seals_early:
-            self._seal(step + 1, early=True)
+        self.sealing.forward_ends(step + 1)
         await self._waiting(self.copies.wait())
         await self._work(script.backward_s)
         gradients = await self._waiting(self.port.gather("sync", content.gradient(script, rank, self.now, seen)))
@@ -512,10 +501,7 @@ class ModelWorker:
 
     async def _before_mutation(self, step: int) -> None:
         habits = self.habits
-        self._at_mutation = self._drawn()
-        sealed = habits.seals_early
-        if sealed and self._written != self._at_mutation:
-            self._seal(step + 1, early=True)
+        sealed = self.sealing.mutation_begins(step + 1)
         if self.copies.capsules_only:
             await self._waiting(self.copies.send_capsule(step + 1, sealed=sealed))
         needs_undo = habits.needs_undo
@@ -568,37 +554,24 @@ class ModelWorker:
                 raise
             self.gate.check()
 
-    def _learn(self, step: int, *, late: bool, changed: bool) -> None:
-        habits = self.habits
-        habits.known = True
-        if changed and not habits.reseal and not habits.changed:
-            habits.changed = True
-            self._tell_undo(UNTIL_RESEALED)
-        if late and not habits.late:
-            habits.late = True
-            self._tell_undo(step)
-
     def _tell_undo(self, step: int) -> None:
         self._say(pb.FromWorker(notice=pb.Notice(rank=self.rank, kind="undo_enabled", text="late", step=step)))
 
-    def _keep_undo(self, step: int) -> None:
-        if step == IN_ALL_STEPS:
-            self.habits.undo = True
-        elif step == UNTIL_RESEALED:
-            self.habits.changed = True
-        else:
-            self.habits.late = True
-
     # -- plain state --------------------------------------------------------------------------------
 
-    def _seal(self, version: int, *, early: bool) -> None:
+    def write(self, version: int, drawn: Drawn, *, early: bool) -> None:
+        """Its capsule of ``version``."""
         newest = max(self._digests, default=-1)
         shared = (newest, self._digests.get(newest, 0))
         thing = self.now.thing if self.habits.own else None
         data = self.now.own.pack() + json.dumps([thing, *shared]).encode()
         self.capsule.keep(version, data, early=early)
         self.page.write_capsule(version, data, early=early)
-        self._written = self._drawn()
+
+    def finish(self, version: int) -> None:
+        """What was written early is what it is."""
+        self.capsule.early.discard(version)
+        self.page.finish_capsule(version)
 
     def _keep_common(self, version: int) -> None:
         """With the registered object, and its digests of this version and the one before, while it is taken for
@@ -686,7 +659,7 @@ class ModelWorker:
             await self._drain()
         reply.live_version = self.gate.live
         reply.held.extend(self._held())
-        reply.late.extend(sorted(v for v, late in self.late_versions.items() if late))
+        reply.late.extend(sorted(v for v, late in self.sealing.late.items() if late))
         if self._needs_told != command.stop.needs_known or not self._needs_told:
             reply.needs.extend(self._needs(digests=False))
         self._needs_told = command.generation

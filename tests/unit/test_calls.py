@@ -11,15 +11,17 @@ from flashrecovery.worker.overhead import Overhead
 
 
 class FakeSession:
-    """Commits each step; an exception in a body goes back to version ``back_to`` (by default, that of the step)."""
+    """And its loop. Commits each step. An exception goes back to version ``back_to``, or to that of the step."""
 
     def __init__(self, version: int = 0) -> None:
-        self.gate = SimpleNamespace(version=version, stopped=False, overhead=Overhead())
+        self.gate = SimpleNamespace(version=version, stopped=False)
+        self.overhead = Overhead()
         self.back_to: int | None = None
 
     def at_script_end(self, callback: Callable[[], None]) -> None: ...
 
-    def open(self, num_steps: int | None) -> None: ...
+    def open(self, num_steps: int | None) -> FakeSession:
+        return self
 
     def settle(self) -> None: ...
 

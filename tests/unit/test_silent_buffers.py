@@ -15,7 +15,7 @@ from flashrecovery.state import codec
 from flashrecovery.torch_native import ModuleAdapter, adapter_for
 from flashrecovery.torch_native.buffers import COMPARED_BYTES, BufferTracker
 from flashrecovery.worker.registry import Registry
-from flashrecovery.worker.session import Session
+from flashrecovery.worker.transaction import Transaction
 
 
 class Net(nn.Module):
@@ -235,12 +235,12 @@ def test_when_a_step_is_looked_at_closely(
     version: int, known: bool, proof_due: bool, saves: bool, closely: bool
 ) -> None:
     """In the first, where the ranks compare, after a recovery, and where a checkpoint of its end is to be written."""
-    session = SimpleNamespace(
-        registry=SimpleNamespace(habits=SimpleNamespace(known=known)),
-        copies=SimpleNamespace(saves=lambda v: saves and v == version + 1),
-        _proof_due=proof_due,
+    step = SimpleNamespace(
+        _habits=SimpleNamespace(known=known),
+        _copies=SimpleNamespace(saves=lambda v: saves and v == version + 1),
+        _proving=SimpleNamespace(due=proof_due),
     )
-    assert Session._looks_closely(cast(Session, session), version) == closely
+    assert Transaction.looks_closely(cast(Transaction, step), version) == closely
 
 
 def _registry() -> tuple[Registry, Net]:

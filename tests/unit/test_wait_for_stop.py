@@ -9,60 +9,59 @@ from typing import Any
 
 import pytest
 
-from flashrecovery.config import Timeouts
-from flashrecovery.worker.session import Session
+from flashrecovery.worker.stops import Stops
 
 WAIT_S = 0.3
 
 
-def waiting(*, heard: bool) -> Any:
-    """As much of a session as waits."""
-    return SimpleNamespace(
-        settings=SimpleNamespace(timeouts=Timeouts(peer_error_wait_s=WAIT_S)),
-        gate=SimpleNamespace(stopped=False, held=False),
-        control=SimpleNamespace(controller_heard=heard),
-    )
+class Waiting:
+    """Gate and control of a worker that waits."""
+
+    def __init__(self, *, heard: bool) -> None:
+        self.gate: Any = SimpleNamespace(stopped=False, held=False)
+        self.control: Any = SimpleNamespace(controller_heard=heard)
+        self.stops = Stops(self.gate, self.control, WAIT_S)
 
 
 def test_with_a_controller_it_waits_for_so_long_and_no_longer() -> None:
-    session, began = waiting(heard=True), time.monotonic()
-    assert not Session._wait_for_stop(session)
+    worker, began = Waiting(heard=True), time.monotonic()
+    assert not worker.stops.wait()
     assert time.monotonic() - began >= WAIT_S
 
 
 def test_once_the_controller_has_said_hold_it_waits_for_the_stop() -> None:
-    session, found = waiting(heard=True), []
-    session.gate.held = True
-    thread = threading.Thread(target=lambda: found.append(Session._wait_for_stop(session)))
+    worker, found = Waiting(heard=True), []
+    worker.gate.held = True
+    thread = threading.Thread(target=lambda: found.append(worker.stops.wait()))
     thread.start()
     thread.join(4 * WAIT_S)
     assert thread.is_alive()
-    session.gate.stopped = True
+    worker.gate.stopped = True
     thread.join(20 * WAIT_S)
     assert found == [True]
 
 
 @pytest.mark.parametrize("stop_comes", [True, False])
 def test_without_a_controller_it_waits_until_there_is_one_again(stop_comes: bool) -> None:
-    session, found = waiting(heard=False), []
-    thread = threading.Thread(target=lambda: found.append(Session._wait_for_stop(session)))
+    worker, found = Waiting(heard=False), []
+    thread = threading.Thread(target=lambda: found.append(worker.stops.wait()))
     thread.start()
     thread.join(4 * WAIT_S)
     assert thread.is_alive(), "it has given up although nobody could have stopped it"
-    session.control.controller_heard = True
-    session.gate.stopped = stop_comes
+    worker.control.controller_heard = True
+    worker.gate.stopped = stop_comes
     thread.join(20 * WAIT_S)
     assert found == [stop_comes]
 
 
 def test_the_time_for_which_the_node_was_halted_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    session, slept = waiting(heard=True), []
+    worker, slept = Waiting(heard=True), []
     clock = SimpleNamespace(now=0.0)
 
     def sleep(seconds: float) -> None:
         slept.append(seconds)
         clock.now += 100.0 if len(slept) == 2 else seconds  # SIGSTOP, and SIGCONT 100 s later
 
-    monkeypatch.setattr("flashrecovery.worker.session.time", SimpleNamespace(sleep=sleep, monotonic=lambda: clock.now))
-    assert not Session._wait_for_stop(session)
+    monkeypatch.setattr("flashrecovery.worker.stops.time", SimpleNamespace(sleep=sleep, monotonic=lambda: clock.now))
+    assert not worker.stops.wait()
     assert len(slept) > 100, "a halted node's ranks gave up as soon as it went on"

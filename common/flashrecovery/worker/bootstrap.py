@@ -27,7 +27,7 @@ from flashrecovery.worker.ahead import import_ahead
 from flashrecovery.worker.hooks import install_adapter_hooks, install_spawn_hook
 
 if TYPE_CHECKING:
-    from flashrecovery.worker.session import Connection
+    from flashrecovery.worker.worker import Connection
 
 _connection: Connection | None = None
 
@@ -99,7 +99,7 @@ def _prepare(channel: Channel, page: Page, assign: pb.Assign) -> None:
     """Everything that must be in place before the script's first line."""
     global _connection
     from flashrecovery.worker.hooks import install_group_hook
-    from flashrecovery.worker.session import Connection
+    from flashrecovery.worker.worker import Connection
 
     detached = assign.detached
     setup_log = page.read_setup_log() if detached else None

@@ -18,16 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from flashrecovery import groups
 from flashrecovery.errors import RegistrationError
 from flashrecovery.state.shard import Shard
 from flashrecovery.worker.adapter import Adapter, StepHooks
+from flashrecovery.worker.loop import Loop
 from flashrecovery.worker.rng import RngState, restore_rng
-
-if TYPE_CHECKING:
-    from flashrecovery.worker.session import Session
+from flashrecovery.worker.session import Session
+from flashrecovery.worker.step import Step
 
 T = TypeVar("T")
 
@@ -98,6 +98,7 @@ class Calls:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._loop: Loop  # from the first call on
         self._kinds: list[str] = []
         self._recent: dict[int, _Call] = {}
         self._newest: dict[str, _Call] = {}
@@ -146,19 +147,17 @@ class Calls:
         session = self._session
         session.at_script_end(self._finish)
         groups.before_destruction(self._finish)
-        session.open(None)
+        self._loop = session.open(None)
         self._skipped_to = session.gate.version
         self._restored = RngState.now()
 
     def _until(self, version: int) -> Any:
         """Make calls until ``version`` is committed; returns the result of the last one."""
-        from flashrecovery.worker.recovery import Step
-
-        gate, result, again = self._session.gate, None, False
+        gate, result, again = self._loop.gate, None, False
         while gate.stopped or gate.version < version:
-            self._session.settle()
+            self._loop.settle()
             if gate.stopped:
-                self._session.recover()
+                self._loop.recover()
                 again = True
                 continue
             call = self._call(gate.version)
@@ -166,7 +165,7 @@ class Calls:
             if again and call.loop is not None:
                 call.loop.load(call.saved)
             again = True
-            with Step(gate.version, self._session):
+            with Step(gate.version, self._loop):
                 self.running = True
                 try:
                     result = call.body()
@@ -185,6 +184,6 @@ class Calls:
         """The script has come to its end."""
         total = len(self._kinds)
         while not self._finished:
-            self._finished = self._session.finished(total)
+            self._finished = self._loop.finished(total)
             if not self._finished:
                 self._until(total)

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+IN_ALL_STEPS, UNTIL_RESEALED, TOUCHED = -1, -2, -3
+"""Why peers are to keep own pre-step copies, if not because a certain step was late."""
+
 
 @dataclass
 class Habits:
@@ -51,6 +54,42 @@ class Habits:
     @property
     def _unsealed(self) -> bool:
         return self.changed and not self.reseal
+
+    def learn(self, step: int, *, quiet: bool, late: bool, changed: bool) -> list[int]:
+        """What ``step`` has shown on this rank.
+
+        Args:
+            quiet: nothing was communicated after the mutation had begun.
+            late: this rank's own state has changed after that.
+            changed: it has changed between the forward pass and the mutation. Until all ranks seal again there, such
+                steps are late, too.
+
+        Returns:
+            What is new, for the peers to :meth:`hear`.
+        """
+        self.known = True
+        news = []
+        if not quiet and not self.undo:
+            self.undo = True
+            news.append(IN_ALL_STEPS)
+        if changed and not self.reseal and not self.changed:
+            self.changed = True
+            news.append(UNTIL_RESEALED)
+        if late and not self.late:
+            self.late = True
+            news.append(step)
+        return news
+
+    def hear(self, reason: int) -> None:
+        """What a peer has learned: the step that was late there, or one of the reasons above."""
+        if reason == IN_ALL_STEPS:
+            self.undo = True
+        elif reason == UNTIL_RESEALED:
+            self.changed = True
+        elif reason == TOUCHED:
+            self.touched = True
+        else:
+            self.late = True
 
     def restore(self, version: Habits) -> None:
         """Go back to what all ranks had agreed upon at a version; what this one has learned for itself is not lost."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 from flashrecovery import groups
 from flashrecovery.errors import DrainError, FlashRecoveryError, RegroupError, RestoreError
@@ -20,20 +20,46 @@ from flashrecovery.state.digest import shard_digest
 from flashrecovery.state.object_shard import COMMON, ObjectShard
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.state.version import VERSIONS_KEPT
+from flashrecovery.worker.copies import Copies
+from flashrecovery.worker.registry import Drawn
+from flashrecovery.worker.sealing import Sealing
 from flashrecovery.worker.transfer import exchange
-
-if TYPE_CHECKING:
-    from flashrecovery.worker.session import Session
+from flashrecovery.worker.worker import Worker
 
 log = logging.getLogger("flashrecovery")
 
 
-class Recoverer:
-    """Carries out commands for one :class:`Session`."""
+class Restorable(Protocol):
+    """What a recovery asks of the loop."""
 
-    def __init__(self, session: Session) -> None:
-        self._s = session
-        self._fresh = session.connection.detached
+    copies: Copies
+    sealing: Sealing[Drawn]
+
+    @property
+    def touched(self) -> bool:
+        """Whether tensors of the shards may have changed since the step was handed out."""
+
+    @property
+    def can_go_back_anywhere(self) -> bool:
+        """Whether also to a version at which this process has never been."""
+
+    def seal_start(self) -> None:
+        """Version 0 is what the script has set up."""
+
+    def restore_plain(self, version: int, *, fresh: bool) -> None:
+        """All plain state as it was at ``version``. ``fresh``: the data sources stand at their beginning."""
+
+    def resumed(self) -> None:
+        """The state of the version that is to be handed out is there."""
+
+
+class Recoverer:
+    """Carries out commands for one ``loop``."""
+
+    def __init__(self, worker: Worker, loop: Restorable) -> None:
+        self._worker = worker
+        self._loop = loop
+        self._fresh = worker.connection.detached
         self._came_at = 0  # the version at which this process has come into a loop that others had begun
         self._told: tuple[int, list[pb.ShardNeed]] = (0, [])  # the needs in the newest answer to a stop, its generation
 
@@ -41,65 +67,69 @@ class Recoverer:
 
     def join(self, num_steps: int | None) -> None:
         """Report this worker's shards at its first step, and wait until it may begin."""
-        s = self._s
-        page = s.connection.page
-        if not s.connection.detached:
+        worker = self._worker
+        page = worker.connection.page
+        if not worker.connection.detached:
             if not page.write_setup_log(groups.take_setup_log()):
-                s.notice("setup_log_too_large", "a replacement will not see what set-up collectives had returned here")
-            s.seal_start()
-        s.registry.remember_start()
-        if s.settings.resume and s.settings.checkpoint.dir is not None:
-            found = newest(s.settings.checkpoint.dir)
+                worker.notice(
+                    "setup_log_too_large", "a replacement will not see what set-up collectives had returned here"
+                )
+            self._loop.seal_start()
+        worker.registry.remember_start()
+        if worker.settings.resume and worker.settings.checkpoint.dir is not None:
+            found = newest(worker.settings.checkpoint.dir)
             if found is not None:
                 saved = pb.CheckpointSaved(version=found[0], path=str(found[1]), found=True)
-                s.connection.channel.send(pb.FromWorker(checkpoint=saved))
+                worker.send(pb.FromWorker(checkpoint=saved))
         message = pb.Joined(
-            rank=s.rank,
-            generation=s.gate.generation,
-            needs=self._needs(digests=not s.connection.detached),
+            rank=worker.rank,
+            generation=worker.gate.generation,
+            needs=self._needs(digests=not worker.connection.detached),
             held=self._held(),
             steps=-1 if num_steps is None else num_steps,
-            hang_floor_s=s.settings.timeouts.hang_floor_s,
-            checkpoints=s.settings.checkpoint.dir is not None,
-            checkpoint_interval_s=_seconds(s.settings.checkpoint.interval_s),
+            hang_floor_s=worker.settings.timeouts.hang_floor_s,
+            checkpoints=worker.settings.checkpoint.dir is not None,
+            checkpoint_interval_s=_seconds(worker.settings.checkpoint.interval_s),
         )
-        if not s.connection.detached:
-            s.gate.live = 0
-        s.connection.channel.send(pb.FromWorker(joined=message))
+        if not worker.connection.detached:
+            worker.gate.live = 0
+        worker.send(pb.FromWorker(joined=message))
         self.run()
 
     def run(self) -> None:
         """Carry out commands until the next resume."""
-        self._s.gate.leave_step()
-        while not self._carry_out(self._s.next_command()):
+        self._worker.gate.leave_step()
+        while not self._carry_out(self._next_command()):
             pass
 
     def wait_for_release(self) -> bool:
         """All steps are done here. True: so they are everywhere. False: a recovery has taken place meanwhile."""
-        s = self._s
         self.tell_done()
         while True:
-            command = s.next_command()
+            command = self._next_command()
             if command.HasField("release"):
                 return True
             if self._carry_out(command):
                 return False
 
+    def _next_command(self) -> pb.Command:
+        return self._worker.control.inbox.get()
+
     def tell_done(self) -> None:
         """This rank takes no more steps."""
-        s = self._s
-        s.gate.leave_step(done=True)
-        done = pb.Done(rank=s.rank, generation=s.gate.generation, version=s.gate.version)
-        s.connection.channel.send(pb.FromWorker(done=done))
+        worker = self._worker
+        worker.gate.leave_step(done=True)
+        done = pb.Done(rank=worker.rank, generation=worker.gate.generation, version=worker.gate.version)
+        worker.send(pb.FromWorker(done=done))
 
     def _carry_out(self, command: pb.Command) -> bool:
         """True after a resume."""
-        s = self._s
-        if s.gate.outdated(command.generation):
+        worker = self._worker
+        if worker.gate.outdated(command.generation):
             return False
         body = command.WhichOneof("body")
         began = time.monotonic()
-        reply = pb.Reply(serial=command.serial, generation=command.generation, rank=s.rank)
+        reply = pb.Reply(serial=command.serial, generation=command.generation, rank=worker.rank)
         resumed = False
         try:
             if body == "stop":
@@ -113,7 +143,7 @@ class Recoverer:
         except (RuntimeError, FlashRecoveryError) as e:
             if not (isinstance(e, FlashRecoveryError) or groups.is_communication_error(e)):
                 raise
-            if s.gate.outdated(command.generation):
+            if worker.gate.outdated(command.generation):
                 return False  # a newer stop has cut it short
             log.warning("%s failed: %s: %s", body, type(e).__name__, e)
             reply.error_type, reply.error = type(e).__name__, str(e)
@@ -121,7 +151,7 @@ class Recoverer:
                 e, (DrainError, RegroupError, RestoreError)
             )
         reply.seconds = time.monotonic() - began
-        s.connection.channel.send(pb.FromWorker(reply=reply))
+        worker.send(pb.FromWorker(reply=reply))
         if body == "stop":
             self._reset()
         return resumed
@@ -130,22 +160,21 @@ class Recoverer:
 
     def _stop(self, command: pb.Command, reply: pb.Reply) -> None:
         """Everything that was under way has let go; this is what the rank holds."""
-        s = self._s
-        s.faults.hit("recovery:quiescing", s.gate.version)
-        assert s.copies is not None
-        s.copies.stop()
-        drain_s = s.settings.timeouts.drain_s
+        worker = self._worker
+        worker.faults.hit("recovery:quiescing", worker.gate.version)
+        self._loop.copies.stop()
+        drain_s = worker.settings.timeouts.drain_s
         report = groups.drain(drain_s)
-        s.device.settle(drain_s)  # after the aborts: before them, the device may wait for a dead peer
+        worker.device.settle(drain_s)  # after the aborts: before them, the device may wait for a dead peer
         groups.detach_all()
         if not report.quiet:
             # What is left might still write into what this rank restores.
             raise DrainError(f"after {drain_s:g} s (timeouts.drain_s): {report}")
-        if s.gate.live >= 0 and s.touched:
-            s.gate.torn()
-        reply.live_version = s.gate.live
+        if worker.gate.live >= 0 and self._loop.touched:
+            worker.gate.torn()
+        reply.live_version = worker.gate.live
         reply.held.extend(self._held())
-        reply.late.extend(sorted(v for v, late in s.late_versions.items() if late))
+        reply.late.extend(sorted(v for v, late in self._loop.sealing.late.items() if late))
         needs = self._needs(digests=False)
         if self._told != (command.stop.needs_known, needs):
             reply.needs.extend(needs)
@@ -153,26 +182,25 @@ class Recoverer:
 
     def _reset(self) -> None:
         """After the report, while the controller waits for others: drop what is half-finished."""
-        for adapter in self._s.registry.adapters:
+        for adapter in self._worker.registry.adapters:
             adapter.reset()
 
     def _regroup(self, command: pb.Command) -> None:
-        s = self._s
-        s.faults.hit("recovery:regrouping", s.gate.version)
+        worker = self._worker
+        worker.faults.hit("recovery:regrouping", worker.gate.version)
         message = command.regroup
         addresses = tuple((server.host, server.port) for server in message.stores)
         groups.attach(groups.Servers(addresses, message.deadline_s), command.generation, message.deadline_s)
 
     def _restore(self, restore: pb.Restore, reply: pb.Reply) -> None:
-        s = self._s
+        worker = self._worker
         version = restore.version
-        corrupt = s.faults.hit("recovery:restoring", s.gate.version) == "corrupt"
+        corrupt = worker.faults.hit("recovery:restoring", worker.gate.version) == "corrupt"
         if restore.checkpoint:
-            assert s.copies is not None
-            s.gate.torn()
-            other = s.copies.load_checkpoint(restore.checkpoint, version)
-            if other and s.rank == 0:
-                s.notice(
+            worker.gate.torn()
+            other = self._loop.copies.load_checkpoint(restore.checkpoint, version)
+            if other and worker.rank == 0:
+                worker.notice(
                     "other_layout",
                     f"{restore.checkpoint} was written with {other}: random numbers and data begin as in a new job",
                 )
@@ -182,39 +210,38 @@ class Recoverer:
             if not self._transfer(restore, version, reply, corrupt):
                 return  # the controller sees the digests, and sends the wrong shards again from other sources
         # Where it has never been, its data sources cannot go back by themselves.
-        s.restore_plain(version, fresh=self._fresh or version < self._came_at)
-        s.faults.hit("recovery:verifying", s.gate.version)
+        self._loop.restore_plain(version, fresh=self._fresh or version < self._came_at)
+        worker.faults.hit("recovery:verifying", worker.gate.version)
 
     def _take_local(self, restore: pb.Restore, version: int) -> None:
         """What this rank, or its page, holds itself at ``version``."""
-        s = self._s
-        assert s.copies is not None
+        worker = self._worker
         for item in restore.local:
-            shard = s.registry.shards[item.shard]
+            shard = worker.registry.shards[item.shard]
             if isinstance(shard, ObjectShard):
                 if shard.at(version) is None:
-                    data = s.connection.page.read_capsule(version)
+                    data = worker.connection.page.read_capsule(version)
                     if data is None:
                         raise RestoreError(f"{item.shard!r} at version {version} is no longer in the page")
                     shard.keep(version, data)
             else:
-                s.gate.torn()
-                s.copies.restore_undo(shard, version)
+                worker.gate.torn()
+                self._loop.copies.restore_undo(shard, version)
 
     def _transfer(self, restore: pb.Restore, version: int, reply: pb.Reply, corrupt: bool) -> bool:
         """This rank's part of the transfers. False if something has arrived that is not what was sent."""
-        s = self._s
+        worker = self._worker
         outgoing: dict[int, list[ShardSource]] = {}
         incoming: dict[int, list[str]] = {}
         for item in restore.transfers:
-            if item.source == s.rank:
+            if item.source == worker.rank:
                 outgoing.setdefault(item.dest, []).append(self._source(item, version))
             else:
                 incoming.setdefault(item.source, []).append(item.shard)
         if not outgoing and not incoming:
             return True
         if incoming:
-            s.gate.torn()
+            worker.gate.torn()
         group = groups.control_group()
         if group is None:
             raise RestoreError("no process group to restore over")
@@ -222,12 +249,12 @@ class Recoverer:
             group,
             outgoing,
             incoming,
-            s.registry.shards,
+            worker.registry.shards,
             corrupt=self._to_corrupt(incoming) if corrupt else frozenset(),
         )
-        wrong = report.mismatched if s.settings.verify else []
+        wrong = report.mismatched if worker.settings.verify else []
         for name in (n for names in incoming.values() for n in names if n not in wrong):
-            shard = s.registry.shards[name]
+            shard = worker.registry.shards[name]
             if isinstance(shard, ObjectShard):
                 shard.adopt(version)
         reply.bytes_sent, reply.bytes_received = report.bytes_sent, report.bytes_received
@@ -237,42 +264,39 @@ class Recoverer:
 
     def _to_corrupt(self, incoming: Mapping[int, list[str]]) -> frozenset[str]:
         """For fault injection: one shard of plain bytes and one of tensors, always the same ones."""
-        shards = self._s.registry.shards
+        shards = self._worker.registry.shards
         names = sorted(n for names in incoming.values() for n in names)
         plain = [n for n in names if isinstance(shards[n], ObjectShard)]
         return frozenset(plain[:1] + [n for n in names if n not in plain][:1])
 
     def _source(self, item: pb.TransferItem, version: int) -> ShardSource:
-        s = self._s
-        assert s.copies is not None
-        shard = s.registry.shards.get(item.shard)
+        shard = self._worker.registry.shards.get(item.shard)
         if isinstance(shard, ObjectShard):
             return ShardSource(item.shard, *shard.tensors_at(version))
         if item.kind == "live" and shard is not None:
             return ShardSource(item.shard, shard.spec(), list(shard.tensors().values()))
-        return s.copies.source(item.kind, item.dest, item.shard, version)
+        return self._loop.copies.source(item.kind, item.dest, item.shard, version)
 
     def _resume(self, command: pb.Command) -> bool:
-        s = self._s
+        worker = self._worker
         version = command.resume.version
-        if not s.gate.resume(version, command.generation):
+        if not worker.gate.resume(version, command.generation):
             return False
         groups.set_detached(False)
-        s.control.resumed()
+        worker.control.resumed()
         self._came_at = version if self._fresh else min(self._came_at, version)
         self._fresh = False
-        if s.connection.detached and s.registry.world_size > 1:
-            s.connection.detached = False
-        assert s.copies is not None
-        s.copies.resumed(command.generation, version)
-        s.resumed()
+        if worker.connection.detached and worker.registry.world_size > 1:
+            worker.connection.detached = False
+        self._loop.copies.resumed(command.generation, version)
+        self._loop.resumed()
         return True
 
     # -- inventory --------------------------------------------------------------------------------
 
     def _needs(self, *, digests: bool) -> list[pb.ShardNeed]:
         needs = []
-        for shard in self._s.registry.shards.values():
+        for shard in self._worker.registry.shards.values():
             if isinstance(shard, ObjectShard):
                 needs.append(pb.ShardNeed(name=shard.name, nbytes=shard.nbytes(), replicated=shard.name == COMMON))
                 continue
@@ -284,42 +308,38 @@ class Recoverer:
 
     def _held(self) -> list[pb.Held]:
         """What this rank holds besides its live state."""
-        s = self._s
+        worker = self._worker
         held = []
-        for shard in (s.registry.common, s.registry.capsule):
+        for shard in (worker.registry.common, worker.registry.capsule):
             held += [
                 pb.Held(
                     kind="undo",
                     version=v,
-                    owner=s.rank,
+                    owner=worker.rank,
                     shards=[shard.name],
                     nbytes=[shard.nbytes()],
                     early=shard.early(v),
                 )
                 for v in shard.versions()
-                if v != s.gate.live
+                if v != worker.gate.live
             ]
-        in_page = self._in_page()
-        early = s.connection.page.early_capsules() if in_page else []
+        in_page, capsule = self._in_page(), worker.registry.capsule.name
+        early = worker.connection.page.early_capsules() if in_page else []
         held += [
-            pb.Held(
-                kind="page", version=v, owner=s.rank, shards=[s.registry.capsule.name], nbytes=[0], early=v in early
-            )
+            pb.Held(kind="page", version=v, owner=worker.rank, shards=[capsule], nbytes=[0], early=v in early)
             for v in in_page
         ]
-        if s.copies is not None:
-            held += s.copies.inventory()
-        return held
+        return held + self._loop.copies.inventory()
 
     def _in_page(self) -> list[int]:
         """Versions whose capsule this process has from the one before it, and only in its page: all, before it has come
         into the loop; then those from before that, for as long as others hold them."""
-        s = self._s
-        page, capsule = s.connection.page, s.registry.capsule
-        if s.connection.detached:
+        worker = self._worker
+        page, capsule = worker.connection.page, worker.registry.capsule
+        if worker.connection.detached:
             return page.capsule_versions()
-        recently = 0 < self._came_at <= s.gate.version < self._came_at + VERSIONS_KEPT
-        if not recently or not s.can_go_back_anywhere:
+        recently = 0 < self._came_at <= worker.gate.version < self._came_at + VERSIONS_KEPT
+        if not recently or not self._loop.can_go_back_anywhere:
             return []
         return [v for v in page.capsule_versions() if v < self._came_at and capsule.at(v) is None]
 

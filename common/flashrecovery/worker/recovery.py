@@ -1,4 +1,4 @@
-"""The public face inside a training script: ``flashrecovery.init()`` and the object it returns.
+"""The public face inside a training script: the object that ``flashrecovery.init()`` returns.
 
 Under ``flashrecovery run`` the object is live; under plain ``python`` or ``torchrun`` it is inert: the same script
 trains normally, and says once that recovery is off.
@@ -6,22 +6,16 @@ trains normally, and says once that recovery is off.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
-from flashrecovery.config import CONFIG_ENV, Settings, overlaid, validate
 from flashrecovery.errors import ConfigError, RegistrationError
-from flashrecovery.runtime.channel import CHANNEL_ENV
 from flashrecovery.worker.accelerated import readable, unwrapped
-from flashrecovery.worker.consumers import step_entered
 from flashrecovery.worker.data import DataStream
+from flashrecovery.worker.step import Step
 
 if TYPE_CHECKING:
     from flashrecovery.worker.adapter import Adapter
@@ -29,47 +23,6 @@ if TYPE_CHECKING:
     from flashrecovery.worker.session import Session
 
 T = TypeVar("T")
-
-_instance: Recovery | None = None
-
-
-class Step:
-    """One optimizer step, as a context. Its body may be handed out again after a failure."""
-
-    def __init__(self, index: int, session: Session | None) -> None:
-        self.index = index
-        self._session = session
-        self._entered = False
-
-    def __enter__(self) -> Step:
-        if self._entered:
-            raise RegistrationError(
-                f"step {self.index} is entered twice; use `with step:` once for each step handed out"
-            )
-        self._entered = True
-        if self._session is not None:
-            step_entered(sys._getframe(1))
-            with self._session.gate.overhead:
-                self._session.begin()
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> bool:
-        if self._session is None:
-            return False
-        with self._session.gate.overhead:
-            return self._session.end(exc)
-
-    def __index__(self) -> int:
-        return self.index
-
-    def __repr__(self) -> str:
-        return f"Step({self.index})"
-
-    @property
-    def entered(self) -> bool:
-        return self._entered
 
 
 class Recovery:
@@ -209,14 +162,14 @@ class Recovery:
             _must_be_entered(step)
 
     def _protected(self, session: Session, num_steps: int) -> Iterator[Step]:
-        session.open(num_steps)
+        loop = session.open(num_steps)
         try:
-            while not session.finished(num_steps):
-                step = Step(session.gate.version, session)
+            while not loop.finished(num_steps):
+                step = Step(loop.gate.version, loop)
                 yield step
                 _must_be_entered(step)
         except GeneratorExit:
-            session.leave_early()
+            loop.leave_early()
             raise
 
 
@@ -232,29 +185,3 @@ def _must_be_entered(step: Step) -> None:
             f"step {step.index} was handed out but not entered; "
             "write `for step in recovery.steps(n):` and then `with step:`"
         )
-
-
-def init(**overrides: Any) -> Recovery:
-    """The recovery object of this process (always the same one). Before or after ``init_process_group``.
-
-    Args:
-        overrides: settings that a framework's own configuration has; they take precedence over the launcher's.
-
-    Raises:
-        ConfigError: a setting is wrong, or another one than the object was made with.
-    """
-    global _instance
-    if _instance is None:
-        session = None
-        if CHANNEL_ENV in os.environ:
-            from flashrecovery.worker.bootstrap import connection
-            from flashrecovery.worker.session import Session
-
-            values = overlaid(json.loads(os.environ[CONFIG_ENV]), overrides)
-            session = Session(connection(), validate(Settings, values, "settings"))
-        elif os.environ.get("RANK", "0") == "0":
-            print("flashrecovery: recovery is off (not started by `flashrecovery run`)", file=sys.stderr)
-        _instance = Recovery(session)
-    else:
-        _instance.check_settings(overrides)
-    return _instance

@@ -1,0 +1,49 @@
+"""What the script's collectives have done in a step: whether one has failed, and whether there were any after its
+mutation had begun."""
+
+from __future__ import annotations
+
+from flashrecovery import groups
+
+
+class CollectiveWatch:
+    """Counts from certain moments of a step on. Each method is called at the moment that it is named after."""
+
+    def __init__(self) -> None:
+        self._failures = self._raised = self._operations = self._abandonments = self._stand_ins = 0
+
+    def step_begins(self) -> None:
+        self._failures = groups.failure_count()
+        self._raised = groups.raised_count()
+
+    def mutation_begins(self) -> None:
+        self._operations = groups.operation_count()
+        self._abandonments = groups.abandonment_count()
+
+    def step_is_committed(self) -> None:
+        self._stand_ins = groups.stand_in_count()
+
+    @property
+    def failed(self) -> bool:
+        """One of this step has failed."""
+        return groups.failure_count() != self._failures
+
+    @property
+    def raised(self) -> bool:
+        """One of this step has failed, and has said so to the script."""
+        return groups.raised_count() != self._raised
+
+    @property
+    def quiet(self) -> bool:
+        """There were none since the mutation began."""
+        return groups.operation_count() == self._operations
+
+    @property
+    def abandoned(self) -> bool:
+        """All that were under way have been given up since the mutation began."""
+        return groups.abandonment_count() != self._abandonments
+
+    @property
+    def stood_in_for(self) -> bool:
+        """A stand-in has answered one since the commit."""
+        return groups.stand_in_count() != self._stand_ins

@@ -1,0 +1,315 @@
+"""A worker's loop: which steps are handed out, and what lies between them.
+
+*Version i is everything as it is when step i is handed out*: what the body of the step before has changed, and what the
+script has changed below it. So :meth:`Loop.settle` comes before each hand-out, and there a version is complete.
+
+A step is ``settle``, ``begin`` .. ``end``. When it is stopped, wherever the training thread is, that unwinds to
+``end``, and :mod:`.recover` carries out the controller's commands until the next ``resume``. Then the script runs on to
+the next hand-out, which takes back what it does on the way (:mod:`.void_run`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+
+from flashrecovery import groups
+from flashrecovery.errors import FlashRecoveryError, RestoreError, StepInterrupted
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.worker.collectives import CollectiveWatch
+from flashrecovery.worker.copies import Copies
+from flashrecovery.worker.gate import Gate
+from flashrecovery.worker.habits import IN_ALL_STEPS, UNTIL_RESEALED
+from flashrecovery.worker.outside import OutsideWatch
+from flashrecovery.worker.overhead import Overhead, TimedHooks
+from flashrecovery.worker.proving import Proving
+from flashrecovery.worker.recover import Recoverer
+from flashrecovery.worker.registry import Drawn, Registry
+from flashrecovery.worker.sealing import Sealing
+from flashrecovery.worker.stops import Stops
+from flashrecovery.worker.touches import Touches
+from flashrecovery.worker.transaction import Transaction
+from flashrecovery.worker.void_run import VoidRun
+from flashrecovery.worker.worker import Worker
+
+log = logging.getLogger("flashrecovery")
+
+
+class Loop:
+    """Of one worker, from its first step on.
+
+    Args:
+        own_calls: the script's loop makes calls (:mod:`.calls`); nothing of it lies between two steps.
+    """
+
+    def __init__(self, worker: Worker, copies: Copies, *, own_calls: bool) -> None:
+        self.copies = copies
+        self.sealing: Sealing[Drawn] = Sealing(worker.registry.habits, _Capsules(worker.registry, worker.gate))
+        self._worker = worker
+        self._gate = worker.gate
+        self._registry = worker.registry
+        self._own_calls = own_calls
+        self._outside = OutsideWatch(lambda text: worker.notice("communication_outside", text))
+        self._stops = Stops(worker.gate, worker.control, worker.settings.timeouts.peer_error_wait_s)
+        self._proving = Proving(worker.registry, self._stops, tensors=worker.settings.verify)
+        self._collectives = CollectiveWatch()
+        self._touches = Touches(worker.registry)
+        self._step = Transaction(
+            worker, copies, self.sealing, self._touches, self._collectives, self._proving, self._stops
+        )
+        self._recoverer = Recoverer(worker, self)
+        self._published = False  # the version that is handed out; its own pre-step copy, too, where touched
+        self._unsettled = False  # a version has come about and is not complete yet
+        self._committed = False  # ... by a step
+        self._void_run: VoidRun | None = None
+        self._told_modules = False
+        self._failing = False
+
+    @property
+    def gate(self) -> Gate:
+        return self._gate
+
+    @property
+    def overhead(self) -> Overhead:
+        return self._gate.overhead
+
+    def join(self, num_steps: int | None) -> None:
+        """Waits until this worker may begin."""
+        self._touches.begin()
+        for adapter in self._registry.adapters:
+            adapter.watch(TimedHooks(self._step, self._gate.overhead))
+        self._recoverer.join(num_steps)
+
+    # -- a step -----------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The body of a step begins."""
+        self._gate.above = False
+        self._outside.watch(False)
+        self._step.begin()
+
+    def end(self, error: BaseException | None) -> bool:
+        """Commit, or recover. Returns True if ``error`` was only the sign of a stop."""
+        try:
+            return self._end(error)
+        finally:
+            self._gate.in_block = False
+
+    def _end(self, error: BaseException | None) -> bool:
+        if error is None:
+            try:
+                self._commit()
+                if self._own_calls:
+                    self.settle()
+                return True
+            except StepInterrupted:
+                log.debug("step %d was stopped before its mutation", self._gate.version)
+            except RuntimeError as e:  # a communication error of the copies; anything else is raised again
+                if not self._stops.explain(e):
+                    self._failing = True
+                    raise
+            except FlashRecoveryError:
+                self._failing = True
+                raise
+        elif not self._stops.explain(error):
+            self._failing = True
+            return False
+        self._failing = True
+        self.recover()
+        self._failing = False
+        if not self._own_calls:
+            self._void_run = VoidRun(self._registry.tensor_shards(), self._gate.version)
+        return True
+
+    def _commit(self) -> None:
+        """What belongs to the new version may still change until it is handed out; see :meth:`settle`."""
+        self._step.commit(outside=not self._own_calls)
+        self._unsettled = self._committed = True
+        self._published = False
+        if not self._own_calls:
+            self._outside.watch(True)
+        if not self._told_modules:
+            self._tell_modules()
+
+    # -- between two steps ------------------------------------------------------------------------
+
+    def finished(self, num_steps: int) -> bool:
+        """True when all steps are committed on all ranks (waits for the others, and recovers if one of them fails)."""
+        while True:
+            self.settle()
+            if self._gate.stopped:
+                self.recover()
+            elif self._gate.version < num_steps:
+                self._gate.above = True
+                self._outside.watch(True)
+                return False
+            elif not self._agree_at_the_end():
+                continue
+            elif self._recoverer.wait_for_release():
+                self._close()
+                return True
+
+    def _agree_at_the_end(self) -> bool:
+        """After the last step. False if another rank has failed meanwhile."""
+        if not self._own_calls:
+            self._proving.after_the_last_step(self._gate.version)
+        return not self._gate.stopped
+
+    def settle(self) -> None:
+        """Before the hand-out of a step: now its version is complete.
+
+        Plain state is captured here, and what nobody else holds is sent from here. If a collective of the script has
+        been answered by a stand-in since the commit, what it has led to is nobody's version.
+        """
+        if self._void_run is not None:
+            self._take_back(self._void_run)
+        if not self._unsettled:
+            return
+        gate = self._gate
+        with gate.overhead:
+            if not self._own_calls:
+                self._worker.faults.hit("below", gate.version - 1)
+            self._outside.watch(False)
+            gate.leave_outside()
+            groups.stand_in(False)
+            if self._committed and self._collectives.stood_in_for:
+                gate.torn()
+            elif self._committed:
+                self._complete(gate.version)
+            self._unsettled = False
+            self._published = not gate.stopped
+            if self._published:
+                self._publish(gate.version)
+            self._touches.begin()
+
+    def _complete(self, version: int) -> None:
+        """Everything of ``version`` is as it will be handed out."""
+        shown = self.sealing.shown(version)
+        self._learn(version - 1, late=shown.late, changed=shown.changed)
+        self._registry.common.keep(version, self._registry.capture_common(version))
+        self.sealing.complete(version)
+
+    def _learn(self, step: int, *, late: bool, changed: bool) -> None:
+        for reason in self._registry.habits.learn(step, quiet=self._step.quiet, late=late, changed=changed):
+            if reason == IN_ALL_STEPS:
+                why = "the step communicates after its mutation has begun"
+            elif reason == UNTIL_RESEALED:
+                why = f"in step {step} this rank's own state has changed after the forward pass"
+            else:
+                why = f"step {step} draws random numbers or data, or changes other state of its own rank, late"
+            self._step.tell_undo(why, reason)
+
+    def _publish(self, version: int) -> None:
+        """The state is ``version`` and does not change before the next mutation: copies of it may be made."""
+        if self._committed:
+            self.copies.save_checkpoint_if_due(version, self._gate.generation)
+        else:
+            capsule = self._registry.capsule.at(version)
+            if capsule is not None:
+                self._gate.page.write_capsule(version, capsule)
+        self.copies.start(version)
+        habits = self._registry.habits
+        if habits.touched or not habits.known:
+            # Of the first step nothing is known yet, so its copy, too, is made before the script can change anything.
+            self.copies.enable_undo(brief=not habits.touched)
+            self.copies.before_mutation(version)
+
+    def leave_early(self) -> None:
+        """The loop has been left, by ``break`` or by an exception (the generator cannot tell which).
+
+        So nothing is waited for here: if every rank leaves, the job is through with its steps; if this process ends
+        with its exception, it is a failure like any other.
+        """
+        if self._void_run is not None:
+            self._left_in_void_run()
+        if not self._failing:
+            self._recoverer.tell_done()
+            atexit.register(self._close)
+
+    def _left_in_void_run(self) -> None:
+        """What has led the script to leave is nobody's result; its peers do the step again. So will a replacement."""
+        text = "the script left its loop below the block of a step that is done again; the process is replaced"
+        print(f"flashrecovery: {text}", file=sys.stderr, flush=True)
+        words = pb.LastWords(exception="flashrecovery.errors.StepInterrupted", message=text)
+        self._worker.send(pb.FromWorker(last_words=words))
+        os._exit(1)
+
+    def _close(self) -> None:
+        self.copies.close()
+
+    def _tell_modules(self) -> None:
+        """What a standby should import: all that this process has loaded by the end of its first step."""
+        self._told_modules = True
+        names = [n for n, m in list(sys.modules.items()) if m is not None and not n.startswith("__")]
+        self._worker.send(pb.FromWorker(modules=pb.Modules(names=names)))
+
+    # -- recovery ---------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Carry out the controller's commands, outside a step, until the next resume."""
+        self._recoverer.run()
+
+    @property
+    def touched(self) -> bool:
+        """Whether tensors of the shards may have changed since the step was handed out."""
+        return (self._registry.habits.touched and self._published) or self._touches.seen()
+
+    @property
+    def can_go_back_anywhere(self) -> bool:
+        """Whether also to a version at which this process has never been: its data can be read again, and no call of
+        the script is skipped here that would have to be made then."""
+        return not self._own_calls and all(stream.can_be_read_again for stream in self._registry.streams)
+
+    def seal_start(self) -> None:
+        """Version 0: what the script has set up."""
+        self._registry.common.keep(0, self._registry.capture_common(0))
+        self.sealing.start()
+
+    def restore_plain(self, version: int, *, fresh: bool) -> None:
+        """Schedulers, random numbers, data position and the like, as they were at ``version``. ``fresh``: the data
+        sources stand at their beginning. Raises RestoreError if this rank does not hold them."""
+        registry = self._registry
+        common, capsule = registry.common.at(version), registry.capsule.at(version)
+        if common is None or capsule is None:
+            raise RestoreError(f"the plain state of version {version} is missing on rank {self._worker.rank}")
+        registry.restore_plain(common, capsule, version, fresh=fresh)
+        for shard in (registry.common, registry.capsule):
+            shard.drop_after(version)
+
+    def resumed(self) -> None:
+        """The state of the version that is to be handed out is there: the script's, or what a recovery has brought."""
+        self._unsettled, self._committed = True, False
+        self._proving.resumed(self._gate.version, self._gate.generation)
+
+    def _take_back(self, void_run: VoidRun) -> None:
+        """The script has run on to the next hand-out after a void attempt; nothing of that counts."""
+        self._void_run = None
+        for adapter in self._registry.adapters:
+            adapter.reset()
+        void_run.take_back()
+        self.restore_plain(self._gate.version, fresh=False)
+        void_run.end()
+
+
+class _Capsules:
+    """In this process, and in the page that outlives it."""
+
+    def __init__(self, registry: Registry, gate: Gate) -> None:
+        self._registry = registry
+        self._page = gate.page
+
+    def drawn(self) -> Drawn:
+        return self._registry.drawn()
+
+    def write(self, version: int, drawn: Drawn, *, early: bool) -> None:
+        self._registry.mark_data(version)
+        data = self._registry.capture_capsule(drawn)
+        self._registry.capsule.keep(version, data, early=early)
+        self._page.write_capsule(version, data, early=early)
+
+    def finish(self, version: int) -> None:
+        end = self._registry.witness(version)
+        self._registry.capsule.finish(version, end)
+        self._page.finish_capsule(version, end)

@@ -1,0 +1,52 @@
+"""When the ranks show each other that they agree, after a recovery (see :mod:`.proof`, which does it)."""
+
+from __future__ import annotations
+
+from flashrecovery.worker import proof
+from flashrecovery.worker.registry import Registry
+from flashrecovery.worker.stops import Stops
+
+
+class Proving:
+    """Of one rank.
+
+    Args:
+        tensors: whether tensors are compared, too (``verify``).
+    """
+
+    def __init__(self, registry: Registry, stops: Stops, *, tensors: bool) -> None:
+        self._registry = registry
+        self._stops = stops
+        self._tensors = tensors
+        self._since = -1  # the version at which the job went on the last time; -1: there was no recovery
+        self.due = False
+        """The next step is the first one after a recovery."""
+
+    def resumed(self, version: int, generation: int) -> None:
+        """The generation decides whether the next step is proved, for it is equal on all ranks. How a rank came here is
+        not: a recovery may find one rank in its first step, and another one still waiting for the word to begin."""
+        self.due = generation > 0
+        self._since = version if self.due else -1
+
+    def before_commit(self, version: int) -> None:
+        """``version`` is about to be committed. Raises DivergedError."""
+        if self.due:
+            self._show_equal(version)
+        elif self._since >= 0 and proof.goes_on(version, self._since):
+            self._show_equal(version, self._since)
+
+    def committed(self) -> None:
+        self.due = False
+
+    def after_the_last_step(self, version: int) -> None:
+        """Raises DivergedError."""
+        if self._since >= 0:
+            self._show_equal(version, self._since)
+
+    def _show_equal(self, version: int, since: int | None = None) -> None:
+        """If another rank dies meanwhile, the next recovery asks."""
+        try:
+            proof.show_equal(self._registry, version, tensors=self._tensors, since=since)
+        except RuntimeError as e:
+            if not self._stops.explain(e):
+                raise

@@ -1,0 +1,54 @@
+"""What must be so before the first step, and is refused with words otherwise."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+import xxhash
+
+from flashrecovery.errors import JobFailedError, RegistrationError
+from flashrecovery.runtime.page import CAPSULE_LIMIT
+from flashrecovery.worker import agreement
+from flashrecovery.worker.registry import Registry
+
+
+def check_world(rank: int, world_size: int) -> None:
+    """The process group must be the world that the launcher started. Raises JobFailedError."""
+    if not dist.is_initialized():
+        if world_size > 1:
+            raise JobFailedError(
+                f"WORLD_SIZE is {world_size} but torch.distributed is not initialised; "
+                "call init_process_group() before recovery.steps()"
+            )
+        return
+    if dist.get_rank() != rank or dist.get_world_size() != world_size:
+        raise JobFailedError(
+            f"the process group says rank {dist.get_rank()} of {dist.get_world_size()}, the launcher rank "
+            f"{rank} of {world_size}; use init_process_group() with the launcher's environment"
+        )
+
+
+def find_own_objects(registry: Registry) -> list[str]:
+    """The registered objects that differ between the ranks from the start; a collective.
+
+    Raises:
+        RegistrationError: they are too large to be each rank's own; or the ranks' optimizers are set differently, and a
+            replacement would be given another rank's settings.
+    """
+    states = registry.shared_states()
+    settings = {f"model {number}": state for number, state in enumerate(registry.adapter_states())}
+    everything = [*states.items(), *settings.items()]
+    differing = agreement.unequal({name: xxhash.xxh3_128_hexdigest(state) for name, state in everything})
+    if unlike := [name for name in differing if name in settings]:
+        raise RegistrationError(
+            f"the hyper-parameters (learning rate, weight decay, ...) and other settings of {', '.join(unlike)} "
+            "(counted by register()) are not equal on all ranks, and a replacement is given another rank's. Make "
+            "them equal: the same parameter groups with the same settings everywhere"
+        )
+    size = sum(len(states[name]) for name in differing)
+    if size > CAPSULE_LIMIT // 2:
+        raise RegistrationError(
+            f"the registered objects {differing} are not equal on all ranks and take {size:,} bytes; at most "
+            f"{CAPSULE_LIMIT // 2:,} bytes of a rank's own can be kept. Make them equal, or keep large parts out "
+            "of their state_dict()"
+        )
+    return differing

@@ -1,0 +1,79 @@
+"""This process as a worker of the job: what there is of it from its start to its end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from flashrecovery.config import Settings
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime.channel import Channel
+from flashrecovery.runtime.page import Page
+from flashrecovery.worker.control import Control
+from flashrecovery.worker.device import DeviceClock
+from flashrecovery.worker.faults import Faults
+from flashrecovery.worker.gate import Gate
+from flashrecovery.worker.registry import AdapterFactory, ModuleAdapterFactory, Registry
+
+
+class Connection:
+    """What the bootstrap has set up before the script runs. ``at_script_end``: it calls these when the script has ended
+    well."""
+
+    def __init__(self, channel: Channel, page: Page, rank: int, generation: int, detached: bool) -> None:
+        self.channel = channel
+        self.page = page
+        self.rank = rank
+        self.generation = generation
+        self.detached = detached
+        self.at_script_end: list[Callable[[], None]] = []
+
+
+class Worker:
+    """One per process.
+
+    Args:
+        adapter_for: for a registered model and its optimizers.
+        module_adapter_for: for a module without any.
+        announce_checkpoint: called by the control thread with a version that is to be saved.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        settings: Settings,
+        adapter_for: AdapterFactory,
+        module_adapter_for: ModuleAdapterFactory,
+        announce_checkpoint: Callable[[int], None],
+    ) -> None:
+        self.connection = connection
+        self.settings = settings
+        self.rank = connection.rank
+        self.gate = Gate(connection.page)
+        self.gate.generation = connection.generation
+        self.registry = Registry(self.rank, int(os.environ.get("WORLD_SIZE", "1")), adapter_for, module_adapter_for)
+        self.faults = Faults(self.notice)
+        self.device = DeviceClock()
+        self.control = Control(
+            connection.channel,
+            self.gate,
+            settings.timeouts,
+            self.device,
+            self.faults.arm,
+            announce_checkpoint,
+            self.registry.habits.hear,
+        )
+        self.control.start()
+
+    def send(self, message: pb.FromWorker) -> None:
+        """To the agent."""
+        self.connection.channel.send(message)
+
+    def notice(self, kind: str, text: str, fault: pb.Fault | None = None, *, step: int = -1) -> None:
+        """Something that belongs into the events."""
+        self.send(pb.FromWorker(notice=pb.Notice(rank=self.rank, kind=kind, text=text, fault=fault, step=step)))
+
+    def tell_own(self, names: list[str]) -> None:
+        """Registered objects have turned out to be each rank's own."""
+        if names and self.rank == 0:
+            self.notice("own_objects", f"{names} are not equal on all ranks; each rank's own is protected from now on")

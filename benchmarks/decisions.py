@@ -66,7 +66,7 @@ class Job:
 
     def turn(self, what: str) -> None:
         """What the machine wants goes out, every agent answers, the answers come in."""
-        actions = self.machine.take_actions()
+        actions = self.machine.job.take_actions()
         sent = self.timed(f"{what} out", lambda: self._pack(a for a in actions if isinstance(a, Send)))
         for action in actions:
             if isinstance(action, Publish):
@@ -141,8 +141,8 @@ def recovery(devices: int) -> dict[str, float]:
     job.lose(devices // 2)
     for what in ROUNDS:
         job.turn(what)
-    if job.machine.outbox.pending or job.machine.generation != 1:
-        raise RuntimeError(f"the recovery of {devices} devices did not come to its end: {job.machine.state}")
+    if job.machine.job.outbox.pending or job.machine.job.generation != 1:
+        raise RuntimeError(f"the recovery of {devices} devices did not come to its end: {job.machine.job.state}")
     return job.used
 
 

@@ -21,7 +21,10 @@ PLAN_TESTS = ("test_plan_*.py", "test_nodes.py", "test_decide.py", "test_evacuat
 RESTORE_TESTS = ("test_early_capsules.py", "test_restore_round.py")
 MACHINE_TESTS = ("test_machine*.py", "test_takeover.py", *RESTORE_TESTS, "test_nodes.py", "test_plan_stores.py")
 CONTROLLER_TESTS = (*MACHINE_TESTS, "test_standstill.py", "test_relays.py", "test_fan_out.py", "test_beats.py")
-DECISIONS = tuple(f"flashrecovery/controller/{name}.py" for name in ("machine", "recovery", "restore", "takeover"))
+DECISIONS = tuple(
+    f"flashrecovery/controller/{name}.py"
+    for name in ("machine", "recovery", "restore", "takeover", "starting", "staffing")
+)
 TARGETS = {
     "plan": (("flashrecovery/plan/*",), (*PLAN_TESTS, "test_machine*.py")),
     "decisions": (DECISIONS, MACHINE_TESTS),

@@ -133,8 +133,8 @@ async def run_controller(config: RunConfig, path: Path) -> tuple[int, str]:
 
 
 def _outcome(service: ControllerService, reason: str | None) -> tuple[int, str]:
-    finished = service.machine.state is State.FINISHED
-    return (0, "") if finished else (1, service.machine.failure_reason or reason or "stopped")
+    finished = service.machine.job.state is State.FINISHED
+    return (0, "") if finished else (1, service.machine.job.failure_reason or reason or "stopped")
 
 
 @asynccontextmanager
@@ -212,7 +212,7 @@ class Leadership:
     def _waits(self, session: ControllerSession) -> bool:
         """Whether this agent waits for a job that may have begun elsewhere."""
         if self.service is not None:
-            return not (self.service.machine.begun or self.service.over.is_set())
+            return not (self.service.machine.takeover.begun or self.service.over.is_set())
         return session.stranded
 
     async def elected(self, succession: Succession, term: int) -> str:

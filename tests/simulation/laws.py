@@ -221,7 +221,7 @@ class Laws:
         term = service._electorate.term
         self._goes_on(service)
         self._believes(service)
-        if service.machine.config.controller is None or not service._electorate.named:
+        if service.machine.job.config.controller is None or not service._electorate.named:
             return
         electors = set(service._electorate.voters)
         owner, other, known = self.terms.setdefault(term, (process, service, electors))
@@ -238,7 +238,7 @@ class Laws:
                 continue
             if other._electorate.named and other._electorate.term > term:
                 clock = now + other_process.host.clock
-                if other._electorate.may_decide(clock) and other.machine._launched:
+                if other._electorate.may_decide(clock) and other.machine.job.launched:
                     self.broken(
                         "two controllers",
                         f"{process.host.name} of term {term} decides, and so may {other_process.host.name} "
@@ -247,7 +247,7 @@ class Laws:
 
     def _goes_on(self, service: ControllerService) -> None:
         """A controller's term and generation only grow."""
-        now = service._electorate.term, service.machine.generation
+        now = service._electorate.term, service.machine.job.generation
         before = self.last_terms.get(id(service), now)
         if now[0] < before[0] or now[1] < before[1]:
             self.broken("growth", f"a controller goes from term and generation {before} to {now}")
@@ -260,16 +260,16 @@ class Laws:
     def _believes(self, service: ControllerService) -> None:
         """What a controller takes for committed in its generation was so."""
         machine = service.machine
-        if machine.state is not State.RUNNING or machine.generation not in self.generations:
+        if machine.job.state is not State.RUNNING or machine.job.generation not in self.generations:
             return
-        began = self.generations[machine.generation]
-        for record in machine.ranks.values():
-            true = max(self.progress.get((machine.generation, record.rank), -1), began)
+        began = self.generations[machine.job.generation]
+        for record in machine.job.ranks.values():
+            true = max(self.progress.get((machine.job.generation, record.rank), -1), began)
             if record.place is Place.RUNNING and record.committed > true:
                 self.broken(
                     "believed",
                     f"rank {record.rank} is taken to have committed version {record.committed} in generation "
-                    f"{machine.generation}, and has come to {true}",
+                    f"{machine.job.generation}, and has come to {true}",
                 )
 
     def _is_newer(self, process: Process, event: ev.Event) -> None:
@@ -428,7 +428,7 @@ class Laws:
         if "raised" in reason and "before its first step" in reason:
             return bool(self.faults) if "PeerLost" in reason else self._struck("crash") > 0
         if "no node with room" in reason:
-            nodes = self.failed_by.machine.nodes.values() if self.failed_by is not None else ()
+            nodes = self.failed_by.machine.job.nodes.values() if self.failed_by is not None else ()
             return sum(node.slots for node in nodes if node.alive) < world.size
         if "cannot be recovered" in reason or "holds any state" in reason:
             if self._one_is_lost():
@@ -466,7 +466,7 @@ class Laws:
         world = self.world
         if world.disk is None or self.failed_by is None:
             return []
-        nodes = self.failed_by.machine.nodes
+        nodes = self.failed_by.machine.job.nodes
         known = [
             agent._checkpoint.path
             for process, agent in world.agent_of.items()
@@ -518,7 +518,7 @@ class Laws:
         """Whether the controller that has failed the job could still ask it: its node was not taken for lost, and has
         neither stood still nor been cut off while a new controller has waited for it."""
         there, service = next((found for found in self.world.services if found[1] is self.failed_by), (None, None))
-        node = service.machine.nodes.get(process.agent.name) if service is not None else None
+        node = service.machine.job.nodes.get(process.agent.name) if service is not None else None
         if node is not None or there is None:
             return node is None or node.alive
         return process.agent.runs and self.world.network.reached_for(process.agent.host, there.host, _TO_COME_S)
@@ -527,7 +527,7 @@ class Laws:
 
     def agent_raised(self, name: str, error: BaseException) -> None:
         world = self.world
-        if self.failed or any(s.machine.state in (State.FINISHED, State.FAILED) for _, s in world.services):
+        if self.failed or any(s.machine.job.state in (State.FINISHED, State.FAILED) for _, s in world.services):
             return
         if "has been gone for" in str(error) and self._electors_lost():
             self.failed = self.left_alone = True
@@ -590,7 +590,7 @@ class Laws:
             return
         parts = []
         for process, service in world.controllers():
-            m = service.machine
+            m = service.machine.job
             places = " ".join(f"{r.rank}:{r.place.value}@{r.home}" for r in m.ranks.values())
             parts.append(f"{process.name}: {m.state.value} generation {m.generation} [{places}]")
         for worker in world.workers.values():

@@ -18,6 +18,7 @@ from flashrecovery.controller.electorate import Electorate
 from flashrecovery.controller.liveness import Liveness
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.outbox import Outbox
+from flashrecovery.controller.recovery import RecoverySteps
 from flashrecovery.runtime.page import _COMMITTED, _GENERATION, Page
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.habits import Habits
@@ -33,8 +34,8 @@ def _hold(self: Gate, generation: int) -> tuple[bool, bool, int]:
 
 
 def _resume_next(send: Callable[..., Any]) -> Callable[..., Any]:
-    def sent(self: Machine, version: int, now: float) -> Any:
-        return send(self, version + 1 if self.recovery is not None else version, now)
+    def sent(self: RecoverySteps, version: int, now: float) -> Any:
+        return send(self, version + 1 if self._job.recovery is not None else version, now)
 
     return sent
 
@@ -43,11 +44,11 @@ def _lost_at_once(is_lost: Callable[..., bool]) -> Callable[..., bool]:
     """A failure that comes to a controller which is still looking for the job's ranks is one of the start."""
 
     def lost(self: Machine, message: Any, now: float) -> bool:
-        launched, self._launched = self._launched, True
+        launched, self.job.launched = self.job.launched, True
         try:
             return is_lost(self, message, now)
         finally:
-            self._launched = launched
+            self.job.launched = launched
 
     return lost
 
@@ -134,7 +135,7 @@ REMOVED: dict[str, Callable[[], Any]] = {
     ),
     "the clock stands without a controller": lambda: patch.object(Agent, "controller_heard", lambda self, heard: None),
     "a version is complete at its hand-out": lambda: _early_completion(),
-    "resume at the cut": lambda: patch.object(Machine, "_send_resume", _resume_next(Machine._send_resume)),
+    "resume at the cut": lambda: patch.object(RecoverySteps, "send_resume", _resume_next(RecoverySteps.send_resume)),
     "failures before the take-over": lambda: patch.object(Machine, "_is_lost", _lost_at_once(Machine._is_lost)),
     "victims of one moment together": lambda: patch.object(Outbox, "expired", _one_by_one(Outbox.expired)),
     "a new term by votes": lambda: patch.object(Electorate, "renew", _raised),
@@ -217,8 +218,8 @@ def _goes_back(follow: Callable[..., None]) -> Callable[..., None]:
 
 
 def _same_generation(enter: Callable[..., None]) -> Callable[..., None]:
-    def entered(self: Machine, cause: str, now: float, victims: Any = ()) -> None:
-        self.generation -= 1
+    def entered(self: RecoverySteps, cause: str, now: float, victims: Any = ()) -> None:
+        self._job.generation -= 1
         enter(self, cause, now, victims)
 
     return entered
@@ -239,7 +240,7 @@ def _from_the_disk(records: Any, checkpoint: tuple[int, str] | None) -> restore.
     return restore.Decision.from_checkpoint(checkpoint, records, "it is there")
 
 
-def _over_at_once(self: Machine, resume_step: int) -> bool:
+def _over_at_once(self: RecoverySteps, resume_step: int) -> bool:
     return True
 
 
@@ -251,13 +252,13 @@ BREAKS: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "a recovery in the old generation": (
         "growth",
-        lambda: patch.object(Machine, "_enter_recovery", _same_generation(Machine._enter_recovery)),
+        lambda: patch.object(RecoverySteps, "enter", _same_generation(RecoverySteps.enter)),
     ),
     "a commit that was not": (
         "believed",
         lambda: patch.object(Machine, "on_heartbeat", _says_too_much(Machine.on_heartbeat)),
     ),
-    "over before a step": ("finished", lambda: patch.object(Machine, "_all_have_gone_on", _over_at_once)),
+    "over before a step": ("finished", lambda: patch.object(RecoverySteps, "_all_have_gone_on", _over_at_once)),
     "the checkpoint is taken first": ("fallback", lambda: patch.object(recovery, "decide", _from_the_disk)),
 }
 """Mistakes that nobody has made, each with the law that notices it: laws can fail."""

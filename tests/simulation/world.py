@@ -293,8 +293,8 @@ class World:
         self.laws.at_the_end()
 
     def _outcome(self) -> Outcome:
-        states = [s.machine.state.value for _, s in self.services]
-        recoveries = sum(len(s.machine.history) for _, s in self.services)
+        states = [s.machine.job.state.value for _, s in self.services]
+        recoveries = sum(len(s.machine.job.history) for _, s in self.services)
         return Outcome(
             self.laws.violation,
             self.trace,

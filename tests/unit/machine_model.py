@@ -113,9 +113,9 @@ class Model:
     def collect(self) -> None:
         """Take the machine's actions, and check them."""
         machine = self.machine
-        assert machine.generation >= self.generation, "generations only grow"
-        self.generation = machine.generation
-        for action in machine.take_actions():
+        assert machine.job.generation >= self.generation, "generations only grow"
+        self.generation = machine.job.generation
+        for action in machine.job.take_actions():
             if isinstance(action, Emit):
                 self.events.append(action.event)
                 self._check_event(action.event)
@@ -135,7 +135,7 @@ class Model:
         elif isinstance(event, ev.JobFailed):
             self._check_failure(event.reason)
         elif isinstance(event, ev.Notice) and event.kind == "start_again":
-            assert self.cut() is None or self.machine.state is State.STARTING, (
+            assert self.cut() is None or self.machine.job.state is State.STARTING, (
                 "everything from zero, although state is left"
             )
             self.known.clear()
@@ -167,9 +167,9 @@ class Model:
         body = command.WhichOneof("body")
         if body == "regroup" and command.generation != self.decided:
             self.decided = command.generation
-            found, decided = self.cut(), self.machine._round
+            found, decided = self.cut(), self.machine.job.round
             assert decided is not None
-            if self.machine._restore_from:
+            if self.machine.job.restore_from:
                 assert found is None, f"back to a checkpoint, although version {found} is there"
             else:
                 assert decided.version == found, f"resumes at {decided.version}, not at {found}"
@@ -185,7 +185,7 @@ class Model:
     def act(self) -> bool:
         """One thing that can happen next; False if nothing can but time."""
         moves = list(self._moves())
-        if not moves or self.machine.state in OVER:
+        if not moves or self.machine.job.state in OVER:
             return False
         kind, rank = self.pick.choice(moves)
         if kind == "up":
@@ -218,9 +218,9 @@ class Model:
         ranks = [
             pb.RankHealth(rank=w.rank, pid=w.pid, committed=self.progress[w.rank][1])
             for w in self.workers.values()
-            if self.progress.get(w.rank, (-1,))[0] == w.generation == self.machine.generation
+            if self.progress.get(w.rank, (-1,))[0] == w.generation == self.machine.job.generation
         ]
-        message = pb.Heartbeat(generation=self.machine.generation, ranks=ranks)
+        message = pb.Heartbeat(generation=self.machine.job.generation, ranks=ranks)
         self.past.append(message)
         self.machine.on_heartbeat(message, self.now)
         self.collect()
@@ -229,17 +229,17 @@ class Model:
         """Time passes; what has been said arrives within a second."""
         if seconds >= 1.0:
             for rank in range(self.layout.ranks):
-                while self.up[rank] and self.machine.state not in OVER:
+                while self.up[rank] and self.machine.job.state not in OVER:
                     self.hear(rank)
                     self.collect()
         self.now += seconds
-        if self.machine.state not in OVER:
+        if self.machine.job.state not in OVER:
             self.machine.on_tick(self.now)
         self.collect()
 
     def again(self) -> None:
         """Something that has been said comes a second time."""
-        if self.past and self.machine.state not in OVER:
+        if self.past and self.machine.job.state not in OVER:
             self._deliver(self.pick.choice(self.past))
             self.collect()
 
@@ -274,7 +274,7 @@ class Model:
                 self.kill(rank, "stopped", 0)
         idle = 0
         for _ in range(30_000):
-            if self.machine.state in OVER:
+            if self.machine.job.state in OVER:
                 return
             if self.act():
                 idle = 0
@@ -284,7 +284,9 @@ class Model:
             self.heartbeat()
             self.wait(0.3 if idle < 8 else 40.0)
             idle += 1
-            assert idle < 200, f"waits for ever in {self.machine.state}: {self.machine.outbox.pending} {self.workers}"
+            assert idle < 200, (
+                f"waits for ever in {self.machine.job.state}: {self.machine.job.outbox.pending} {self.workers}"
+            )
         raise AssertionError("no end")
 
     # -- the agent --------------------------------------------------------------------------------
@@ -301,7 +303,10 @@ class Model:
         if isinstance(message, pb.WorkerStarted):
             machine.on_started(message, "n", "h")
         elif isinstance(message, pb.Joined):
-            if machine.ranks[message.rank].place is Place.STARTING and message.generation == self.ordered[message.rank]:
+            if (
+                machine.job.ranks[message.rank].place is Place.STARTING
+                and message.generation == self.ordered[message.rank]
+            ):
                 self.known[message.rank] = {(shard, h.version) for h in message.held for shard in h.shards}
             machine.on_joined(message, self.now)
         elif isinstance(message, pb.Failure):
@@ -317,9 +322,9 @@ class Model:
             machine.on_heartbeat(message, self.now)
 
     def _learn(self, message: pb.Reply) -> None:
-        order = self.machine.outbox.pending.get(message.serial)
+        order = self.machine.job.outbox.pending.get(message.serial)
         waited_for = order is not None and order.what == "stop" and message.rank in order.waiting
-        if message.generation != self.machine.generation or not waited_for or message.error_type:
+        if message.generation != self.machine.job.generation or not waited_for or message.error_type:
             return
         held = {(shard, h.version) for h in message.held for shard in h.shards}
         if message.live_version >= 0:

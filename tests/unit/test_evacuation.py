@@ -98,40 +98,40 @@ def warned(*nodes: str, size: int = 2) -> Copies:
     world = Copies(size, nnodes=4 // size, spare_nodes=1, controller="h:1", steps=30)
     for name in nodes or ("a", "b", "x"):
         world.join(name)
-    while world.machine.state is not State.RUNNING or world.version[0] < 3:
+    while world.machine.job.state is not State.RUNNING or world.version[0] < 3:
         world.step()
-    world.machine.nodes["b"].suspect = "host: disk: 0.5 GiB free"
+    world.machine.job.nodes["b"].suspect = "host: disk: 0.5 GiB free"
     return world
 
 
 def test_its_ranks_are_further_victims_of_the_next_recovery() -> None:
     world = warned()
     world.kill(3)
-    while world.machine.state is not State.RUNNING or world.machine.recovery is not None:
+    while world.machine.job.state is not State.RUNNING or world.machine.job.recovery is not None:
         assert world.step()
     (finished,) = world.of(ev.RecoveryFinished)
     assert isinstance(finished, ev.RecoveryFinished)
     assert sorted(finished.victims) == [2, 3] and finished.cause == "killed" and finished.resume_step == 3
-    assert {r.rank: r.home for r in world.machine.ranks.values()} == {0: "a", 1: "a", 2: "x", 3: "x"}
-    assert sorted(world.machine.ranks[r].local_rank for r in (2, 3)) == [0, 1]
+    assert {r.rank: r.home for r in world.machine.job.ranks.values()} == {0: "a", 1: "a", 2: "x", 3: "x"}
+    assert sorted(world.machine.job.ranks[r].local_rank for r in (2, 3)) == [0, 1]
     (notice,) = [e for e in world.of(ev.Notice) if isinstance(e, ev.Notice) and e.kind == "node_replaced"]
     assert "ranks 2 and 3 go to node x" in notice.text and "0.5 GiB free" in notice.text
-    assert world.machine.nodes["b"].state is NodeState.LOST
+    assert world.machine.job.nodes["b"].state is NodeState.LOST
     world.join("b", incarnation="second")
-    again = world.machine.nodes["b"]
+    again = world.machine.job.nodes["b"]
     assert again.state is NodeState.SPARE and again.suspect, "back as a spare, and the last one to be taken"
     assert world.run() is State.FINISHED
 
 
 def test_a_new_controller_hears_of_it_from_the_agents() -> None:
     new = heir(warned())
-    assert new.machine.state is State.RUNNING and not new.of(ev.RecoveryStarted)
-    assert [n.name for n in new.machine.nodes.values() if n.suspect] == ["b"]
+    assert new.machine.job.state is State.RUNNING and not new.of(ev.RecoveryStarted)
+    assert [n.name for n in new.machine.job.nodes.values() if n.suspect] == ["b"]
     new.kill(3)
     assert new.run() is State.FINISHED
     (finished,) = new.of(ev.RecoveryFinished)
     assert isinstance(finished, ev.RecoveryFinished) and sorted(finished.victims) == [2, 3]
-    assert [new.machine.ranks[r].home for r in range(4)] == ["a", "a", "x", "x"]
+    assert [new.machine.job.ranks[r].home for r in range(4)] == ["a", "a", "x", "x"]
 
 
 def test_without_a_spare_node_it_keeps_its_ranks() -> None:
@@ -140,13 +140,13 @@ def test_without_a_spare_node_it_keeps_its_ranks() -> None:
     assert world.run() is State.FINISHED
     (finished,) = world.of(ev.RecoveryFinished)
     assert isinstance(finished, ev.RecoveryFinished) and finished.victims == [3]
-    assert world.machine.nodes["b"].state is NodeState.ACTIVE
+    assert world.machine.job.nodes["b"].state is NodeState.ACTIVE
 
 
 def test_it_keeps_its_ranks_if_the_dead_rank_leaves_it_with_the_only_copy() -> None:
     world = warned()
     world.kill(0)
-    world.machine.ranks[0].capsules = ()
+    world.machine.job.ranks[0].capsules = ()
     assert world.run() is State.FINISHED
     (finished,) = world.of(ev.RecoveryFinished)
     assert isinstance(finished, ev.RecoveryFinished) and finished.victims == [0]
@@ -159,12 +159,12 @@ def test_a_further_failure_while_they_move() -> None:
         assert world.step()
     world.kill(3)
     assert world.run() is State.FINISHED
-    assert [world.machine.ranks[r].home for r in range(4)] == ["a", "x", "c", "d"]
+    assert [world.machine.job.ranks[r].home for r in range(4)] == ["a", "x", "c", "d"]
 
 
 def test_a_node_with_a_broken_device_is_warned_of() -> None:
     world = warned()
-    world.machine.nodes["b"].suspect = ""
+    world.machine.job.nodes["b"].suspect = ""
     world.kill(2, kind="device")
     assert world.run() is State.FINISHED
-    assert {world.machine.ranks[r].home for r in (2, 3)} == {"x"}
+    assert {world.machine.job.ranks[r].home for r in (2, 3)} == {"x"}

@@ -301,7 +301,7 @@ def test_another_jobs_controller_is_named_as_one(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match=r"a FlashRecovery 'controller', but .* another job's"):
                 job.running.result()
             await job.stop()
-            assert not service.machine.nodes
+            assert not service.machine.job.nodes
 
     asyncio.run(main())
 

@@ -51,8 +51,8 @@ class World:
         self.collect()
 
     def collect(self) -> None:
-        self.trace.append(self.machine.state)
-        for action in self.machine.take_actions():
+        self.trace.append(self.machine.job.state)
+        for action in self.machine.job.take_actions():
             if isinstance(action, Emit):
                 self.events.append(action.event)
             elif isinstance(action, Publish):
@@ -67,11 +67,11 @@ class World:
     def run(self, limit: int = 5000) -> State:
         """Deliver commands until nothing is left to do."""
         for _ in range(limit):
-            if self.machine.state in (State.FINISHED, State.FAILED):
+            if self.machine.job.state in (State.FINISHED, State.FAILED):
                 break
             if not self.step():
                 break
-        return self.machine.state
+        return self.machine.job.state
 
     def step(self) -> bool:
         self.now += 0.01
@@ -90,21 +90,23 @@ class World:
 
     def train(self) -> bool:
         """Everybody commits one step; True if anybody moved."""
-        running = [r for r in self.machine.ranks.values() if r.place is Place.RUNNING]
-        if self.machine.state is not State.RUNNING or not running:
+        running = [r for r in self.machine.job.ranks.values() if r.place is Place.RUNNING]
+        if self.machine.job.state is not State.RUNNING or not running:
             return False
         for record in running:
             self.version[record.rank] += 1
         health = [pb.RankHealth(rank=r.rank, pid=r.pid, committed=self.version[r.rank]) for r in running]
-        self.machine.on_heartbeat(pb.Heartbeat(generation=self.machine.generation, ranks=health), self.now)
+        self.machine.on_heartbeat(pb.Heartbeat(generation=self.machine.job.generation, ranks=health), self.now)
         for record in running:
             if self.version[record.rank] >= self.steps:
-                done = pb.Done(rank=record.rank, generation=self.machine.generation, version=self.version[record.rank])
+                done = pb.Done(
+                    rank=record.rank, generation=self.machine.job.generation, version=self.version[record.rank]
+                )
                 self.machine.on_done(done, self.now)
         return True
 
     def kill(self, rank: int, kind: str = "killed", signal: int = 0) -> None:
-        record = self.machine.ranks[rank]
+        record = self.machine.job.ranks[rank]
         self.inbox = [(r, c) for r, c in self.inbox if r != rank or c.HasField("replace")]
         if record.pid and record.place is not Place.EMPTY:
             self.machine.on_failure(
@@ -128,7 +130,7 @@ class World:
                 started.capsules.extend([old, old + 1])
                 self.inherited[rank] = [old, old + 1]
             self.pids[rank] = self.next_pid
-            m.on_started(started, m.ranks[rank].home, "host")
+            m.on_started(started, m.job.ranks[rank].home, "host")
             self.version[rank] = -1 if command.replace.detached else 0
             needs = [
                 pb.ShardNeed(name="param/w", nbytes=100, replicated=True),
@@ -139,7 +141,7 @@ class World:
             return
         reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank)
         if body == "hold":
-            settled = m.ranks[rank].place is Place.STOPPING and m.state is State.QUIESCING
+            settled = m.job.ranks[rank].place is Place.STOPPING and m.job.state is State.QUIESCING
             reply.position.CopyFrom(pb.Position(settled=settled, version=self.version[rank]))
         elif body == "stop":
             self.stops.append((rank, command.stop.finish_to))
@@ -170,7 +172,7 @@ def test_a_job_without_failure_finishes() -> None:
     world.launch()
     assert world.run() is State.FINISHED
     assert len(world.of(ev.JobFinished)) == 1
-    assert world.machine.generation == 0
+    assert world.machine.job.generation == 0
 
 
 def test_one_failure_goes_through_every_state_and_is_reported_after_a_new_step() -> None:
@@ -179,7 +181,7 @@ def test_one_failure_goes_through_every_state_and_is_reported_after_a_new_step()
     while world.version[0] < 2:
         world.step()
     world.kill(2)
-    assert world.machine.state is State.QUIESCING
+    assert world.machine.job.state is State.QUIESCING
     assert world.run() is State.FINISHED
     seen = list(dict.fromkeys(world.trace))
     assert [s for s in seen if s in RECOVERY_STATES] == [
@@ -202,7 +204,7 @@ def resumed_at(world: World, version: int) -> None:
     world.kill(2)
     while world.inbox:
         world.step()
-    assert world.machine.state is State.RUNNING and world.machine.recovery is not None
+    assert world.machine.job.state is State.RUNNING and world.machine.job.recovery is not None
 
 
 def test_a_heartbeat_of_the_last_generation_confirms_no_recovery() -> None:
@@ -210,7 +212,7 @@ def test_a_heartbeat_of_the_last_generation_confirms_no_recovery() -> None:
     world = World(4, steps=9)
     resumed_at(world, 2)
     for generation, ranks in ((0, (0, 1, 3)), (1, (2,))):
-        health = [pb.RankHealth(rank=r, pid=world.machine.ranks[r].pid, committed=3) for r in ranks]
+        health = [pb.RankHealth(rank=r, pid=world.machine.job.ranks[r].pid, committed=3) for r in ranks]
         world.machine.on_heartbeat(pb.Heartbeat(generation=generation, ranks=health), world.now)
         world.collect()
     assert not world.of(ev.RecoveryFinished)
@@ -224,33 +226,33 @@ def test_a_heartbeat_of_a_process_that_has_been_replaced_counts_for_nothing() ->
     world = World(4, steps=9)
     resumed_at(world, 2)
     machine = world.machine
-    health = [pb.RankHealth(rank=r, pid=machine.ranks[r].pid, committed=3) for r in (0, 1, 3)]
-    health.append(pb.RankHealth(rank=2, pid=machine.ranks[2].pid - 1, committed=3))
+    health = [pb.RankHealth(rank=r, pid=machine.job.ranks[r].pid, committed=3) for r in (0, 1, 3)]
+    health.append(pb.RankHealth(rank=2, pid=machine.job.ranks[2].pid - 1, committed=3))
     machine.on_heartbeat(pb.Heartbeat(generation=1, ranks=health), world.now)
     world.collect()
-    assert not world.of(ev.RecoveryFinished) and machine.ranks[2].committed < 3
+    assert not world.of(ev.RecoveryFinished) and machine.job.ranks[2].committed < 3
 
 
 def test_the_end_of_a_process_that_has_been_replaced_is_nobodys_failure() -> None:
     world = World(4, steps=9)
     resumed_at(world, 2)
     machine = world.machine
-    machine.on_exited(pb.Exited(rank=2, pid=machine.ranks[2].pid - 1, code=0), world.now)
+    machine.on_exited(pb.Exited(rank=2, pid=machine.job.ranks[2].pid - 1, code=0), world.now)
     world.collect()
-    assert machine.state is State.RUNNING and machine.ranks[2].place is Place.RUNNING
+    assert machine.job.state is State.RUNNING and machine.job.ranks[2].place is Place.RUNNING
     assert world.run() is State.FINISHED and len(world.of(ev.RecoveryStarted)) == 1
 
 
 def test_what_a_page_held_when_its_process_started_is_not_what_it_holds_now() -> None:
     world = World(4, steps=9)
     resumed_at(world, 2)
-    assert world.machine.ranks[2].capsules
+    assert world.machine.job.ranks[2].capsules
     world.train()
     world.collect()
     world.kill(1)
     while any(c.HasField("hold") or c.HasField("stop") for _, c in world.inbox):
         world.step()
-    versions = {h.version for h in world.machine.ranks[2].holdings() if h.shard == "capsule@2"}
+    versions = {h.version for h in world.machine.job.ranks[2].holdings() if h.shard == "capsule@2"}
     assert versions == {world.version[2], world.version[2] + 1}
 
 
@@ -331,7 +333,7 @@ def test_a_wrong_digest_without_another_source_takes_the_checkpoint(checkpoint: 
         (fallback,) = world.of(ev.FallbackStarted)
         assert isinstance(fallback, ev.FallbackStarted) and fallback.version == 1
     else:
-        assert "there is no checkpoint" in world.machine.failure_reason
+        assert "there is no checkpoint" in world.machine.job.failure_reason
 
 
 def test_all_ranks_lost_without_checkpoint_is_a_clear_failure() -> None:
@@ -342,7 +344,7 @@ def test_all_ranks_lost_without_checkpoint_is_a_clear_failure() -> None:
     world.kill(0)
     world.kill(1)
     assert world.run() is State.FAILED
-    assert "no survivor" in world.machine.failure_reason
+    assert "no survivor" in world.machine.job.failure_reason
 
 
 def test_all_ranks_lost_in_the_first_step_start_again() -> None:
@@ -362,9 +364,9 @@ def test_script_error_before_the_first_step_fails_at_once() -> None:
     message = pb.Failure(rank=0, pid=101, kind="exception", evidence="ValueError: no")
     message.last_words.exception = "ValueError"
     world.answer(*next(x for x in world.inbox if x[0] == 0))
-    world.machine.ranks[0].place = Place.STARTING
+    world.machine.job.ranks[0].place = Place.STARTING
     world.machine.on_failure(message, 0.0)
-    assert world.machine.state is State.FAILED and "ValueError" in world.machine.failure_reason
+    assert world.machine.job.state is State.FAILED and "ValueError" in world.machine.job.failure_reason
 
 
 def test_a_crash_loop_ends() -> None:
@@ -373,16 +375,16 @@ def test_a_crash_loop_ends() -> None:
     while world.version[0] < 1:
         world.step()
     for _ in range(3):
-        world.machine.ranks[1].committed = 1
+        world.machine.job.ranks[1].committed = 1
         world.kill(1, "exit")
         for _ in range(200):
-            if world.machine.state in (State.RUNNING, State.FAILED):
+            if world.machine.job.state in (State.RUNNING, State.FAILED):
                 break
             world.step()
         for r in world.version:
             world.version[r] = 1
-    assert world.machine.state is State.FAILED
-    assert "3 times" in world.machine.failure_reason
+    assert world.machine.job.state is State.FAILED
+    assert "3 times" in world.machine.job.failure_reason
 
 
 def test_missed_deadlines_make_victims() -> None:
@@ -419,7 +421,7 @@ def test_a_rank_in_the_scripts_own_code_may_take_longer_to_stop() -> None:
             world.collect()
         else:
             world.step()
-    limits = world.machine.config.timeouts
+    limits = world.machine.job.config.timeouts
     world.now += limits.outside_s - 1
     world.machine.on_tick(world.now)
     world.collect()
@@ -437,18 +439,20 @@ def test_random_failures_in_any_order_never_hang(seed: int) -> None:
     world.launch()
     kills = 0
     for _ in range(20000):
-        if world.machine.state in (State.FINISHED, State.FAILED):
+        if world.machine.job.state in (State.FINISHED, State.FAILED):
             break
-        started = world.machine.state is not State.STARTING
-        alive = [r.rank for r in world.machine.ranks.values() if r.place not in (Place.EMPTY, Place.RELEASED)]
+        started = world.machine.job.state is not State.STARTING
+        alive = [r.rank for r in world.machine.job.ranks.values() if r.place not in (Place.EMPTY, Place.RELEASED)]
         if started and kills < 8 and rng.random() < 0.05 and len(alive) == 4:
             kills += 1
             world.kill(rng.choice(alive))
-        if not world.step() and world.machine.state not in (State.FINISHED, State.FAILED):
-            raise AssertionError(f"hang in {world.machine.state} with {world.machine.ranks}")
-    assert world.machine.state in (State.FINISHED, State.FAILED)
-    if world.machine.state is State.FAILED:
-        assert "cannot be recovered" in world.machine.failure_reason or "survivor" in world.machine.failure_reason
+        if not world.step() and world.machine.job.state not in (State.FINISHED, State.FAILED):
+            raise AssertionError(f"hang in {world.machine.job.state} with {world.machine.job.ranks}")
+    assert world.machine.job.state in (State.FINISHED, State.FAILED)
+    if world.machine.job.state is State.FAILED:
+        assert (
+            "cannot be recovered" in world.machine.job.failure_reason or "survivor" in world.machine.job.failure_reason
+        )
 
 
 def test_the_table_names_every_state_and_refuses_the_rest() -> None:
@@ -462,13 +466,13 @@ def test_an_answer_of_an_older_generation_acknowledges_nothing() -> None:
     """A controller that was started anew counts its commands from one again."""
     world = World(2)
     world.launch()
-    while world.machine.state is not State.RUNNING or world.inbox:
+    while world.machine.job.state is not State.RUNNING or world.inbox:
         world.step()
     world.kill(1)
     hold = next(c for _, c in world.inbox if c.HasField("hold"))
-    stale = pb.Reply(serial=hold.serial, generation=world.machine.generation - 1, rank=hold.rank)
+    stale = pb.Reply(serial=hold.serial, generation=world.machine.job.generation - 1, rank=hold.rank)
     world.machine.on_reply(stale, world.now)
-    assert hold.serial in world.machine.outbox.pending
+    assert hold.serial in world.machine.job.outbox.pending
     assert world.run() is State.FINISHED
 
 
@@ -476,23 +480,23 @@ def test_a_collective_that_does_not_end_is_begun_anew_with_the_same_ranks() -> N
     """All have come to it, so nobody is replaced; the third time at the same step the job gives up."""
     world = World(4, steps=4)
     world.launch()
-    while world.machine.state is not State.RUNNING:
+    while world.machine.job.state is not State.RUNNING:
         world.step()
-    pids = {r.rank: r.pid for r in world.machine.ranks.values()}
+    pids = {r.rank: r.pid for r in world.machine.job.ranks.values()}
     world.machine._all_again("every rank has come to all_reduce #5", world.now)
-    assert world.machine.state is State.QUIESCING
+    assert world.machine.job.state is State.QUIESCING
     assert world.run() is State.FINISHED
     (finished,) = world.of(ev.RecoveryFinished)
     assert isinstance(finished, ev.RecoveryFinished) and (finished.victims, finished.cause) == ([], "standstill")
-    assert {r.rank: r.pid for r in world.machine.ranks.values()} == pids
+    assert {r.rank: r.pid for r in world.machine.job.ranks.values()} == pids
 
     world = World(2, steps=4)
     world.launch()
-    while world.machine.state is not State.RUNNING:
+    while world.machine.job.state is not State.RUNNING:
         world.step()
     for _ in range(3):
         world.machine._all_again("every rank has come to all_reduce #5", world.now)
-    assert world.machine.state is State.FAILED and "max_failures_per_step" in world.machine.failure_reason
+    assert world.machine.job.state is State.FAILED and "max_failures_per_step" in world.machine.job.failure_reason
 
 
 def told(world: World, body: str) -> set[int]:
@@ -518,9 +522,9 @@ def test_who_has_nothing_to_transfer_restores_as_soon_as_it_has_regrouped() -> N
     assert 2 not in idle and len(idle) >= 3
     assert all(not c.restore.transfers for _, c in world.inbox if c.HasField("restore"))
     while told(world, "regroup"):
-        assert world.machine.state is State.REGROUPING and not told(world, "restore") - idle
+        assert world.machine.job.state is State.REGROUPING and not told(world, "restore") - idle
         world.step()
-    assert world.machine.state is State.RESTORING, "the idle ones' answers are not waited for"
+    assert world.machine.job.state is State.RESTORING, "the idle ones' answers are not waited for"
     assert told(world, "restore") | idle == set(range(6)) and 2 in told(world, "restore")
     assert world.run() is State.FINISHED
 
@@ -534,9 +538,9 @@ def test_a_failure_while_some_restore_and_others_regroup() -> None:
     world.inbox = [(r, c) for r, c in world.inbox if r != idle]
     for command in mine:
         world.answer(idle, command)
-    assert world.machine.state is State.REGROUPING
+    assert world.machine.job.state is State.REGROUPING
     world.kill(max(told(world, "regroup")))
-    assert world.machine.state is State.QUIESCING and world.machine.generation == 2
+    assert world.machine.job.state is State.QUIESCING and world.machine.job.generation == 2
     assert world.run() is State.FINISHED
 
 
@@ -547,7 +551,7 @@ def test_needs_that_are_known_need_not_be_told_again() -> None:
     known = []
     for victim in (1, 2, 3):
         world.step()
-        while world.machine.recovery is not None or world.machine.state is not State.RUNNING or world.inbox:
+        while world.machine.job.recovery is not None or world.machine.job.state is not State.RUNNING or world.inbox:
             world.step()
         world.kill(victim)
         while not told(world, "stop"):
@@ -578,9 +582,9 @@ class Refusing(World):
 
     def recover(self) -> None:
         """Kill rank 0, and go on until that is behind, or the job has ended."""
-        known = len(self.machine.history)
+        known = len(self.machine.job.history)
         self.kill(0)
-        while self.machine.state is not State.FAILED and len(self.machine.history) == known:
+        while self.machine.job.state is not State.FAILED and len(self.machine.job.history) == known:
             if not self.step():
                 self.now += 1.0  # in which a failure could be reported
                 self.machine.on_tick(self.now)
@@ -600,11 +604,11 @@ def test_three_retries_are_enough_or_the_job_ends() -> None:
     for _ in range(2):  # each recovery has three
         world.refused = 3
         world.recover()
-        assert world.machine.state is State.RUNNING and world.refused == 0
+        assert world.machine.job.state is State.RUNNING and world.refused == 0
     world.refused = 4
     world.recover()
-    assert world.machine.state is State.FAILED
-    assert world.machine.failure_reason.startswith("regrouping or restoring failed 4 times in a row")
+    assert world.machine.job.state is State.FAILED
+    assert world.machine.job.failure_reason.startswith("regrouping or restoring failed 4 times in a row")
 
 
 def test_each_recovery_may_ask_all_again_once() -> None:
@@ -617,6 +621,6 @@ def test_each_recovery_may_ask_all_again_once() -> None:
         world.collect()
         assert [e.kind for e in world.of(ev.Notice) if isinstance(e, ev.Notice)].count("all_asked_again") == 1
         world.events.clear()
-        while world.machine.recovery is not None:
+        while world.machine.job.recovery is not None:
             assert world.step()
-        assert world.machine.state is State.RUNNING
+        assert world.machine.job.state is State.RUNNING

@@ -19,7 +19,7 @@ def running(size: int, *, version: int = 2, **config: object) -> World:
     """A job whose ranks have all committed ``version``."""
     world = World(size, steps=30, **config)
     world.launch()
-    while world.version[0] < version or world.inbox or world.machine.recovery is not None:
+    while world.version[0] < version or world.inbox or world.machine.job.recovery is not None:
         world.step()
     return world
 
@@ -32,8 +32,8 @@ def until(world: World, body: str) -> None:
 
 def recovered(world: World) -> ev.RecoveryFinished:
     """The one recovery that there was, once it is over."""
-    while world.machine.recovery is not None:
-        assert world.machine.state is not State.FAILED, world.machine.failure_reason
+    while world.machine.job.recovery is not None:
+        assert world.machine.job.state is not State.FAILED, world.machine.job.failure_reason
         assert world.step()
     (finished,) = world.of(ev.RecoveryFinished)
     assert isinstance(finished, ev.RecoveryFinished)
@@ -47,7 +47,7 @@ def fill(world: World, rank: int) -> None:
     world.next_pid += 1
     world.pids[rank] = world.next_pid
     started = pb.WorkerStarted(rank=rank, generation=command.generation, pid=world.next_pid)
-    world.machine.on_started(started, world.machine.ranks[rank].home, "host")
+    world.machine.on_started(started, world.machine.job.ranks[rank].home, "host")
     world.collect()
 
 
@@ -111,10 +111,10 @@ def test_a_replacement_that_never_arrives_ends_the_job_by_cause(
     world = running(3)
     world.kill(1)
     kill_on_the_way(world, 1, times - 1, kind, number)
-    assert world.machine.state is not State.FAILED
+    assert world.machine.job.state is not State.FAILED
     kill_on_the_way(world, 1, 1, kind, number)
-    assert world.machine.state is State.FAILED
-    reason = world.machine.failure_reason
+    assert world.machine.job.state is State.FAILED
+    reason = world.machine.job.failure_reason
     assert option in reason and f"failed {times} times before its first step" in reason and kind in reason
 
 
@@ -123,17 +123,17 @@ def test_failures_on_the_way_are_forgotten_when_the_recovery_is_over() -> None:
     for _ in range(3):
         world.kill(1)
         kill_on_the_way(world, 1, 2, "exit")
-        while world.machine.recovery is not None:
+        while world.machine.job.recovery is not None:
             assert world.step()
         world.step()
-    assert world.machine.state is State.RUNNING
+    assert world.machine.job.state is State.RUNNING
 
 
 def test_kills_of_a_rank_in_its_loop_at_the_same_step_are_bad_luck_too() -> None:
     world = running(3)
     for _ in range(4):
         world.kill(1, "killed", signal.SIGKILL)
-        while world.machine.state is not State.RUNNING or world.inbox:
+        while world.machine.job.state is not State.RUNNING or world.inbox:
             assert world.step()
     assert world.run() is State.FINISHED
 
@@ -160,7 +160,7 @@ def test_a_survivor_that_dies_while_a_replacement_is_awaited_joins_too() -> None
     world.inbox = [(r, c) for r, c in world.inbox if not c.HasField("replace")]
     while world.inbox:
         world.step()
-    assert world.machine.state is State.REPLACING
+    assert world.machine.job.state is State.REPLACING
     world.kill(2)
     world.inbox = waiting + world.inbox
     finished = recovered(world)
@@ -174,13 +174,13 @@ def test_a_replacement_that_dies_on_its_way_begins_a_new_generation() -> None:
     fill(world, 1)
     first = pb.WorkerStarted(rank=1, generation=1, pid=world.pids[1])
     world.kill(1)
-    assert world.machine.generation == 2
+    assert world.machine.job.generation == 2
     world.machine.on_started(first, "node0", "host")
     world.machine.on_joined(pb.Joined(rank=1, generation=1, steps=30), world.now)
-    assert world.machine.ranks[1].place is Place.EMPTY, "late words of the process that was replaced"
+    assert world.machine.job.ranks[1].place is Place.EMPTY, "late words of the process that was replaced"
     fill(world, 1)
     world.machine.on_joined(pb.Joined(rank=1, generation=1, steps=30), world.now)
-    assert world.machine.ranks[1].place is Place.STARTING, "the second one has not come to its first step yet"
+    assert world.machine.job.ranks[1].place is Place.STARTING, "the second one has not come to its first step yet"
     needs = [pb.ShardNeed(name=name, nbytes=5) for name in ("param/w", "common", "capsule@1")]
     held = [pb.Held(kind="page", version=2, owner=1, shards=["capsule@1"], nbytes=[5])]
     world.machine.on_joined(pb.Joined(rank=1, generation=2, steps=30, needs=needs, held=held), world.now)
@@ -192,7 +192,7 @@ def test_a_failure_after_the_decision_begins_a_new_generation() -> None:
     world.kill(1)
     until(world, "regroup")
     world.kill(2)
-    assert world.machine.generation == 2 and world.machine.state is State.QUIESCING
+    assert world.machine.job.generation == 2 and world.machine.job.state is State.QUIESCING
     assert sorted(recovered(world).victims) == [1, 2]
 
 
@@ -206,7 +206,7 @@ def test_all_who_miss_a_deadline_are_victims_at_once(asked: str) -> None:
     world = running(8)
     world.kill(0)
     until(world, asked)
-    before = world.machine.generation
+    before = world.machine.job.generation
     mute(world, 2, 3, 5, 6)
     while world.inbox:
         world.step()
@@ -214,7 +214,7 @@ def test_all_who_miss_a_deadline_are_victims_at_once(asked: str) -> None:
     world.machine.on_tick(world.now)
     world.collect()
     late = [f.rank for f in world.of(ev.FailureDetected) if isinstance(f, ev.FailureDetected) and f.rank]
-    assert late == [2, 3, 5, 6] and world.machine.generation <= before + 1
+    assert late == [2, 3, 5, 6] and world.machine.job.generation <= before + 1
     assert sorted(recovered(world).victims) == [0, 2, 3, 5, 6]
 
 
@@ -232,7 +232,7 @@ def test_where_nobody_at_all_answers_everybody_is_asked_once_more() -> None:
         world.now += 11
         world.machine.on_tick(world.now)
         world.collect()
-    assert world.run() is State.FAILED and "no survivor" in world.machine.failure_reason
+    assert world.run() is State.FAILED and "no survivor" in world.machine.job.failure_reason
 
 
 # -- a redo that cannot be right --------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_where_nobody_at_all_answers_everybody_is_asked_once_more() -> None:
 
 def stand_still(world: World, monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
     text = "#3 in group 0 is not the same on all ranks: ranks 0 and 1: all_reduce; rank 2: broadcast"
-    monkeypatch.setattr(type(world.machine), "_find_hung", lambda *_: Verdict(kind, text=text))
+    monkeypatch.setattr(type(world.machine.watch), "find_hung", lambda *_: Verdict(kind, text=text))
     world.machine.on_tick(world.now)
     monkeypatch.undo()
     world.collect()
@@ -249,17 +249,17 @@ def stand_still(world: World, monkeypatch: pytest.MonkeyPatch, kind: Kind) -> No
 def redoing(world: World) -> None:
     """Everybody is back in the loop, and nobody has committed since."""
     world.kill(1)
-    while world.machine.state is not State.RUNNING or world.inbox:
+    while world.machine.job.state is not State.RUNNING or world.inbox:
         world.step()
-    assert world.machine.recovery is not None
+    assert world.machine.job.recovery is not None
 
 
 def test_different_collectives_in_the_redone_step_void_the_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
     world = running(3)
     redoing(world)
     stand_still(world, monkeypatch, Kind.UNLIKE)
-    assert world.machine.state is State.FAILED and not world.of(ev.RecoveryFinished)
-    reason = world.machine.failure_reason
+    assert world.machine.job.state is State.FAILED and not world.of(ev.RecoveryFinished)
+    reason = world.machine.job.failure_reason
     assert "recovery of rank 1 is void" in reason and "rank 2: broadcast" in reason and "ranks 0 and 1" in reason
 
 
@@ -274,7 +274,7 @@ def test_a_collective_that_does_not_end_in_the_redone_step_is_begun_anew(monkeyp
     world = running(3)
     redoing(world)
     stand_still(world, monkeypatch, Kind.STUCK)
-    assert world.machine.generation == 2 and recovered(world).victims == [1]
+    assert world.machine.job.generation == 2 and recovered(world).victims == [1]
 
 
 # -- no protected step ------------------------------------------------------------------------------
@@ -306,24 +306,24 @@ def test_a_script_without_a_protected_step_runs_on() -> None:
         world.now += 4000
         world.machine.on_tick(world.now)
     world.collect()
-    assert world.machine.state is State.STARTING and len(world.of(ev.Notice)) == 1 and not world.inbox
+    assert world.machine.job.state is State.STARTING and len(world.of(ev.Notice)) == 1 and not world.inbox
     for rank in range(3):
         world.machine.on_exited(pb.Exited(rank=rank, pid=world.pids[rank], code=0), world.now)
     world.collect()
-    assert world.machine.state is State.FINISHED and len(world.of(ev.Notice)) == 1
+    assert world.machine.job.state is State.FINISHED and len(world.of(ev.Notice)) == 1
 
 
 def test_its_failure_ends_the_job_and_starts_nothing_from_zero() -> None:
     world = unprotected(3)
     world.kill(1, "killed", signal.SIGKILL)
-    assert world.machine.state is State.FAILED and "startup_s" in world.machine.failure_reason
-    assert "rank 1: killed" in world.machine.failure_reason
+    assert world.machine.job.state is State.FAILED and "startup_s" in world.machine.job.failure_reason
+    assert "rank 1: killed" in world.machine.job.failure_reason
 
 
 def test_a_failure_in_the_first_window_starts_again() -> None:
     world = started(3)
     world.kill(1, "killed", signal.SIGKILL)
-    assert world.machine.state is State.STARTING and told(world, "replace") == {0, 1, 2}
+    assert world.machine.job.state is State.STARTING and told(world, "replace") == {0, 1, 2}
     assert world.run() is State.FINISHED
 
 
@@ -345,7 +345,7 @@ def test_a_late_first_step_is_protected_after_all() -> None:
     for rank in range(3):
         world.machine.on_joined(pb.Joined(rank=rank, generation=0, steps=3), world.now)
         world.collect()
-    assert world.machine.state is State.RUNNING and len(world.of(ev.JobStarted)) == 1
+    assert world.machine.job.state is State.RUNNING and len(world.of(ev.JobStarted)) == 1
 
 
 def test_others_that_do_not_follow_a_late_first_step_are_not_waited_for_for_ever() -> None:
@@ -353,7 +353,7 @@ def test_others_that_do_not_follow_a_late_first_step_are_not_waited_for_for_ever
     world.machine.on_joined(pb.Joined(rank=0, generation=0, steps=3), world.now)
     world.now += 3601
     world.machine.on_tick(world.now)
-    assert world.machine.state is State.FAILED and "no answer to 'replace'" in world.machine.failure_reason
+    assert world.machine.job.state is State.FAILED and "no answer to 'replace'" in world.machine.job.failure_reason
 
 
 def test_a_script_that_ends_without_a_protected_step_is_told() -> None:
@@ -362,14 +362,14 @@ def test_a_script_that_ends_without_a_protected_step_is_told() -> None:
         world.machine.on_exited(pb.Exited(rank=rank, pid=world.pids[rank], code=0), world.now)
     world.collect()
     (notice,) = world.of(ev.Notice)
-    assert isinstance(notice, ev.Notice) and notice.kind == "unprotected" and world.machine.state is State.FINISHED
+    assert isinstance(notice, ev.Notice) and notice.kind == "unprotected" and world.machine.job.state is State.FINISHED
 
 
 # -- the script's own exception ---------------------------------------------------------------------
 
 
 def raises(world: World, rank: int, exception: str, step: int = 2) -> None:
-    record = world.machine.ranks[rank]
+    record = world.machine.job.ranks[rank]
     words = pb.LastWords(exception=exception, message="the loader has no more", traceback="File 'train.py', line 7")
     failure = pb.Failure(rank=rank, pid=record.pid, kind="exception", evidence=exception, last_words=words, step=step)
     mute(world, rank) if record.place is not Place.EMPTY else None
@@ -381,8 +381,8 @@ def test_an_exception_on_all_ranks_is_named_as_the_cause() -> None:
     world = running(3)
     for rank in range(3):
         raises(world, rank, "StopIteration")
-    assert world.machine.state is State.FAILED
-    reason = world.machine.failure_reason
+    assert world.machine.job.state is State.FAILED
+    reason = world.machine.job.failure_reason
     assert reason.startswith("the script raised StopIteration on ranks 0, 1 and 2, at step 2: the loader has no more")
     assert "train.py" in reason
 
@@ -391,7 +391,9 @@ def test_an_exception_on_all_ranks_in_the_first_step_is_not_tried_again() -> Non
     world = running(3, version=0)
     for rank in range(3):
         raises(world, rank, "ValueError", step=0)
-    assert world.machine.state is State.FAILED and "the script raised ValueError" in world.machine.failure_reason
+    assert (
+        world.machine.job.state is State.FAILED and "the script raised ValueError" in world.machine.job.failure_reason
+    )
 
 
 def test_exceptions_that_follow_a_death_are_not_its_cause() -> None:
@@ -399,5 +401,5 @@ def test_exceptions_that_follow_a_death_are_not_its_cause() -> None:
     world.kill(0, "killed", signal.SIGKILL)
     raises(world, 1, "DistBackendError")
     raises(world, 2, "DistBackendError")
-    assert world.machine.state is State.FAILED
-    assert world.machine.failure_reason.startswith("no survivor holds any state")
+    assert world.machine.job.state is State.FAILED
+    assert world.machine.job.failure_reason.startswith("no survivor holds any state")

@@ -38,7 +38,7 @@ class Rules(RuleBasedStateMachine):
         self.model = Model(layout, seed)
 
     def going(self) -> bool:
-        return self.model.machine.state not in OVER
+        return self.model.machine.job.state not in OVER
 
     @rule(moves=st.integers(1, 40))
     def go_on(self, moves: int) -> None:
@@ -88,7 +88,7 @@ class Rules(RuleBasedStateMachine):
     def one_generation_trains(self) -> None:
         if hasattr(self, "model"):
             training = {w.generation for w in self.model.workers.values() if w.place == "training"}
-            assert all(g <= self.model.machine.generation for g in training)
+            assert all(g <= self.model.machine.job.generation for g in training)
 
     def teardown(self) -> None:
         if hasattr(self, "model"):
@@ -110,7 +110,7 @@ def history(seed: int) -> Model:
     unique, undo, gather = (pick.random() < 0.5 for _ in range(3))
     model = Model(Layout(ranks=pick.randint(2, 5), unique=unique, undo=undo, gather=gather), seed)
     for _ in range(40):
-        if model.machine.state in OVER:
+        if model.machine.job.state in OVER:
             break
         what = pick.choice(["moves"] * 4 + ["beat", "wait", "kill", "mute", "again", "checkpoint", "corrupt"])
         living = model.living()
@@ -145,6 +145,6 @@ def test_histories_of_random_faults(block: int) -> None:
             model = history(seed)
         except AssertionError as e:
             raise AssertionError(f"seed {seed}: {e}") from e
-        ends[model.machine.state] += 1
+        ends[model.machine.job.state] += 1
         recoveries += sum(isinstance(e, ev.RecoveryFinished) for e in model.events)
     assert recoveries >= 20 and all(count >= 10 for count in ends.values()), f"{ends}, {recoveries} recoveries"

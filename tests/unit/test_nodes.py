@@ -86,7 +86,7 @@ def test_a_node_that_has_all_ranks_hears_of_others_as_they_come_and_go() -> None
     assert world.tables[-1].others == (("y", "y:1"),)
     world.machine.on_node_lost("a", "silent", 1.0, world.now)
     world.collect()
-    assert {r.home for r in world.machine.ranks.values()} == {"y"}
+    assert {r.home for r in world.machine.job.ranks.values()} == {"y"}
     world.run()
     assert world.tables[-1].others == ()
 
@@ -101,9 +101,9 @@ def test_where_ranks_are_on_several_nodes_no_table_is_sent_for_a_spare_one() -> 
 def test_a_new_controller_tells_of_the_others_though_it_has_to_recover() -> None:
     """It begins no process, for none is missing."""
     old = running("a", "x", nnodes=1, spare_nodes=1)
-    old.machine.nodes = {name: old.machine.nodes[name] for name in ("x", "a")}  # the order in which they come
+    old.machine.job.nodes = {name: old.machine.job.nodes[name] for name in ("x", "a")}  # the order in which they come
     world = heir(old, stepping=False)
-    assert world.machine.state is State.QUIESCING and not any(c.HasField("replace") for _, c in world.inbox)
+    assert world.machine.job.state is State.QUIESCING and not any(c.HasField("replace") for _, c in world.inbox)
     assert [table.others for table in world.tables] == [(("x", "x:1"),)]
 
 
@@ -324,8 +324,8 @@ def test_the_job_begins_when_all_nodes_are_there() -> None:
     assert not world.inbox
     world.join("x", spare=True)
     world.join("a", node_rank=0)
-    homes = {r.rank: r.home for r in world.machine.ranks.values()}
-    assert homes == {0: "a", 1: "a", 2: "b", 3: "b"} and world.machine.stride == 2
+    homes = {r.rank: r.home for r in world.machine.job.ranks.values()}
+    assert homes == {0: "a", 1: "a", 2: "b", 3: "b"} and world.machine.job.stride == 2
     assert world.run() is State.FINISHED
 
 
@@ -333,15 +333,15 @@ def test_a_lost_node_is_replaced_as_a_whole_in_one_recovery() -> None:
     world = World(2, nnodes=2, spare_nodes=1, controller="h:1")
     for name in ("a", "b", "x"):
         world.join(name)
-    while world.machine.state is not State.RUNNING:
+    while world.machine.job.state is not State.RUNNING:
         world.step()
     world.inbox = [(r, c) for r, c in world.inbox if r not in (2, 3)]
     world.machine.on_node_lost("b", "silent", 1.0, world.now)
     world.collect()
     (lost,) = world.of(ev.NodeLost)
     assert isinstance(lost, ev.NodeLost) and lost.ranks == [2, 3]
-    assert {r.home for r in world.machine.ranks.values() if r.rank > 1} == {"x"}
-    assert world.machine.generation == 1
+    assert {r.home for r in world.machine.job.ranks.values() if r.rank > 1} == {"x"}
+    assert world.machine.job.generation == 1
     replaces = [c.replace for r, c in world.inbox if c.HasField("replace")]
     assert [r.local_rank for r in replaces] == [0, 1] and all(r.node_rank == 1 for r in replaces)
 
@@ -371,12 +371,12 @@ def test_a_replacement_goes_on_when_another_node_is_lost() -> None:
     world.machine.on_node_lost("b", "silent", 1.0, world.now)
     world.collect()
     assert [r for r, c in world.inbox if c.HasField("replace")] == [1]
-    assert world.machine.ranks[2].place is Place.STARTING
+    assert world.machine.job.ranks[2].place is Place.STARTING
 
 
 def test_who_keeps_the_copies_of_whom_and_how_old_they_are() -> None:
     world = running()
-    ranks = list(world.machine.ranks.values())
+    ranks = list(world.machine.job.ranks.values())
     health = [pb.RankHealth(rank=r.rank, pid=r.pid, committed=9, kept=9 - r.rank, kept_age_s=0.5) for r in ranks[:3]]
     world.machine.on_heartbeat(pb.Heartbeat(ranks=health), world.now)
     found = job_status(world.machine, Liveness(LIMITS), (0, 0), world.now + 2, world.now + 2).ranks
@@ -390,25 +390,25 @@ def test_ranks_wait_for_a_node_and_the_job_fails_when_none_comes() -> None:
     world = World(1, nnodes=2, controller="h:1", timeouts={"node_wait_s": 10})
     world.join("a")
     world.join("b")
-    while world.machine.state is not State.RUNNING:
+    while world.machine.job.state is not State.RUNNING:
         world.step()
     world.machine.on_node_lost("b", "silent", 1.0, world.now)
     world.collect()
-    assert world.machine.ranks[1].home == "" and world.machine.state is not State.FAILED
+    assert world.machine.job.ranks[1].home == "" and world.machine.job.state is not State.FAILED
     world.machine.on_tick(world.now + 11)
-    assert world.machine.state is State.FAILED and "no node with room" in world.machine.failure_reason
+    assert world.machine.job.state is State.FAILED and "no node with room" in world.machine.job.failure_reason
 
 
 def test_ranks_that_wait_get_the_node_that_comes() -> None:
     world = World(1, nnodes=2, controller="h:1")
     world.join("a")
     world.join("b")
-    while world.machine.state is not State.RUNNING:
+    while world.machine.job.state is not State.RUNNING:
         world.step()
     world.machine.on_node_lost("b", "silent", 1.0, world.now)
     world.collect()
     world.join("c")
-    assert world.machine.ranks[1].home == "c" and world.machine.ranks[1].place is Place.EMPTY
+    assert world.machine.job.ranks[1].home == "c" and world.machine.job.ranks[1].place is Place.EMPTY
     assert any(r == 1 and c.HasField("replace") and c.replace.detached for r, c in world.inbox)
 
 
@@ -422,7 +422,7 @@ def test_a_lost_node_that_speaks_again_is_fenced_and_comes_back_as_a_spare() -> 
     world.join("b")
     assert [c.HasField("fence") for _, c in world.inbox] == [True]
     world.join("b", incarnation="second")
-    assert world.machine.nodes["b"].alive and world.machine.nodes["b"].state.value == "spare"
+    assert world.machine.job.nodes["b"].alive and world.machine.job.nodes["b"].state.value == "spare"
 
 
 def test_a_node_that_is_told_to_run_something_else_is_named() -> None:
@@ -440,7 +440,7 @@ def test_two_nodes_of_one_rank_are_refused() -> None:
     world = World(1, nnodes=2, controller="h:1")
     world.join("a", node_rank=1)
     world.join("b", node_rank=1)
-    assert world.machine.state is State.FAILED and "--node-rank 1" in world.machine.failure_reason
+    assert world.machine.job.state is State.FAILED and "--node-rank 1" in world.machine.job.failure_reason
 
 
 # -- a new controller -----------------------------------------------------------------------------
@@ -459,7 +459,7 @@ def heir(world: World, *, missing: tuple[int, ...] = (), **states: object) -> Wo
         timeouts={"takeover_s": 5},
     )
     new.version, new.pids, new.next_pid, new.now = world.version, world.pids, world.next_pid, world.now
-    old = world.machine
+    old = world.machine.job
     for node in old.nodes.values():
         workers = [
             pb.WorkerState(
@@ -483,21 +483,21 @@ def running(*nodes: str, nproc: int = 2, **config: object) -> World:
     world = World(nproc, **{"nnodes": 2, "controller": "h:1", **config})  # type: ignore[arg-type]
     for name in nodes or ("a", "b"):
         world.join(name)
-    while world.machine.state is not State.RUNNING or world.inbox:
+    while world.machine.job.state is not State.RUNNING or world.inbox:
         world.step()
     return world
 
 
 def test_a_new_controller_goes_on_where_everybody_steps() -> None:
     new = heir(running())
-    assert new.machine.state is State.RUNNING and new.machine.generation == 0
+    assert new.machine.job.state is State.RUNNING and new.machine.job.generation == 0
     assert new.run() is State.FINISHED and not new.of(ev.RecoveryStarted)
 
 
 def test_a_new_controller_starts_nothing_though_a_spare_node_comes_first() -> None:
     """Nobody has said that it is a spare one; that the job runs, it knows by its rank table."""
     old = running("a", "x", nnodes=1, spare_nodes=1)
-    old.machine.nodes = {name: old.machine.nodes[name] for name in ("x", "a")}  # the order in which they come
+    old.machine.job.nodes = {name: old.machine.job.nodes[name] for name in ("x", "a")}  # the order in which they come
     world = heir(old)
     assert not any(c.HasField("replace") or c.HasField("fence") for _, c in world.inbox)
     assert world.run() is State.FINISHED and not world.of(ev.RecoveryStarted)
@@ -513,16 +513,16 @@ def test_a_new_controller_still_recovers() -> None:
 
 def test_a_new_controller_ends_the_recovery_that_the_old_one_had_begun() -> None:
     new = heir(running(), stepping=False)
-    assert new.machine.state is State.QUIESCING and new.machine.generation == 1
+    assert new.machine.job.state is State.QUIESCING and new.machine.job.generation == 1
     assert new.run() is State.FINISHED
 
 
 def test_a_new_controller_replaces_who_died_meanwhile() -> None:
     new = heir(running(), missing=(2, 3))
-    assert new.machine.state is State.STARTING
+    assert new.machine.job.state is State.STARTING
     new.machine.on_tick(new.now + 6)
     new.collect()
-    assert new.machine.generation == 1 and new.machine.ranks[3].home == "b"  # which has room for them
+    assert new.machine.job.generation == 1 and new.machine.job.ranks[3].home == "b"  # which has room for them
     assert new.run() is State.FINISHED
 
 
@@ -538,7 +538,7 @@ def test_a_new_controller_starts_replacements_anew_whose_store_is_lost(store: st
                 state.resumed = True
                 state.joined.CopyFrom(pb.Joined(rank=state.rank, steps=3, needs=[pb.ShardNeed(name="w", nbytes=1)]))
         new.join(name, workers=states, generation=1, stride=2)
-    assert new.machine.state is State.QUIESCING
+    assert new.machine.job.state is State.QUIESCING
     assert [r for r, c in new.inbox if c.HasField("replace")] == ([3] if store == "lost" else [])
 
 
@@ -549,7 +549,7 @@ def test_a_stale_node_is_fenced_by_a_new_controller() -> None:
     stale = pb.WorkerState(rank=2, pid=9, resumed=True)
     new.join("z", workers=[stale], generation=0)
     assert [c.HasField("fence") for _, c in new.inbox] == [True]
-    assert new.machine.ranks[2].home == "b"
+    assert new.machine.job.ranks[2].home == "b"
 
 
 # -- configuration and link -----------------------------------------------------------------------

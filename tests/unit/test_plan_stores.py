@@ -78,7 +78,7 @@ class Job:
                 node=name, host=name, slots=2, node_rank=-1, peer_port=1, store_port=7, incarnation=name
             )
             self.machine.on_register(register, 0.0)
-        return [a.command for a in self.machine.take_actions() if isinstance(a, Send)]
+        return [a.command for a in self.machine.job.take_actions() if isinstance(a, Send)]
 
 
 def test_a_start_names_all_servers_and_the_first_is_torchs() -> None:
@@ -101,7 +101,7 @@ def test_ranks_that_get_their_node_late_start_with_the_same_store() -> None:
     job = Job(2)
     job.join("a", "b")
     job.machine.on_node_lost("a", "test", 0.0, 1.0)
-    first = [a.command.replace for a in job.machine.take_actions() if isinstance(a, Send) and a.node == "b"]
+    first = [a.command.replace for a in job.machine.job.take_actions() if isinstance(a, Send) and a.node == "b"]
     late = [c.replace for c in job.join("c")]
     assert {(r.store_host, r.store_port) for r in first + late} == {("b", 7)} and len(late) == 2
 
@@ -111,7 +111,7 @@ def test_with_all_nodes_lost_the_first_that_comes_serves() -> None:
     job.join("a", "b")
     job.machine.on_node_lost("a", "test", 0.0, 1.0)
     job.machine.on_node_lost("b", "test", 0.0, 1.0)
-    job.machine.take_actions()
+    job.machine.job.take_actions()
     job.join("c")
     replaces = [c.replace for c in job.join("d")]
     assert replaces and {r.store_host for r in replaces} == {"c"}
@@ -126,7 +126,7 @@ def test_a_regroup_takes_a_living_server_and_keeps_the_others() -> None:
     world.machine.on_node_lost("b", "test", 0.0, world.now)
     world.collect()
     regroups: list[list[str]] = []
-    while world.machine.state is not State.FINISHED and world.step():
+    while world.machine.job.state is not State.FINISHED and world.step():
         regroups += [[s.host for s in c.regroup.stores] for _, c in world.inbox if c.HasField("regroup")]
-    assert world.machine.state is State.FINISHED
+    assert world.machine.job.state is State.FINISHED
     assert regroups and all(hosts == ["a", "spare", "c"] for hosts in regroups)

@@ -225,7 +225,7 @@ def test_whom_a_lost_relay_has_carried_comes_straight_and_is_not_lost(tmp_path: 
             scene.tell(name, "after")
         await scene.until(lambda: all(scene.nodes[n].got() == ["after"] for n in children))
         assert not {scene.via()[n] for n in children} & {lost}
-        await scene.until(lambda: not scene.service.machine.nodes[lost].alive)
+        await scene.until(lambda: not scene.service.machine.job.nodes[lost].alive)
         assert scene.kinds().count("node_lost") == 1
 
     play(tmp_path, act)
@@ -276,7 +276,7 @@ def test_an_agent_that_ends_by_way_of_a_relay_is_lost(tmp_path: Path) -> None:
         (child,) = [n for n, relay in scene.via().items() if relay]
         await scene.nodes.pop(child).stop()
         began = time.monotonic()
-        await scene.until(lambda: not scene.service.machine.nodes[child].alive)
+        await scene.until(lambda: not scene.service.machine.job.nodes[child].alive)
         await scene.until(lambda: "node_lost" in scene.kinds())
         # not by its silence alone: the end of its line says it
         assert time.monotonic() - began < 2 and "connection has broken" in scene.run_dir.events_path.read_text()
@@ -361,7 +361,7 @@ def test_a_refusal_comes_through_a_relay(tmp_path: Path) -> None:
             refused = (await call.read()).refused
         assert refused.code == grpc.StatusCode.FAILED_PRECONDITION.value[0]
         assert "nnodes = 77" in refused.reason
-        assert "c" not in scene.service.machine.nodes
+        assert "c" not in scene.service.machine.job.nodes
 
     play(tmp_path, act)
 

@@ -158,7 +158,7 @@ def test_heartbeats_move_to_datagrams_and_back(tmp_path: Path) -> None:
         scene.agent.commands.clear()
         assert await scene.oldest_heartbeat(1.5) < 0.75
         assert scene.agent.commands.count("beat") >= 3
-        assert not scene.by_datagram() and scene.service.machine.nodes["a"].alive and not scene.agent.halted
+        assert not scene.by_datagram() and scene.service.machine.job.nodes["a"].alive and not scene.agent.halted
 
     play(tmp_path, act)
 
@@ -240,7 +240,7 @@ def test_a_node_that_is_taken_for_lost_hears_of_it(tmp_path: Path) -> None:
         scene.service._beats.forget("a")
         scene.agent.beat = lambda message: None
         await scene.until(lambda: scene.agent.fenced > 0)
-        await scene.until(lambda: scene.service.machine.nodes["a"].incarnation == "second")
+        await scene.until(lambda: scene.service.machine.job.nodes["a"].incarnation == "second")
 
     play(tmp_path, act, timeouts={"node_wait_s": 0.5})
 
@@ -324,6 +324,6 @@ def test_a_second_node_of_a_job_of_one_is_refused(tmp_path: Path) -> None:
             await call.write(pb.AgentMessage(register=register))
             said = [command async for command in call]
         assert [c.WhichOneof("body") for c in said] == ["refused"] and "which is a" in said[0].refused.reason
-        assert set(scene.service.machine.nodes) == {"a"}
+        assert set(scene.service.machine.job.nodes) == {"a"}
 
     play(tmp_path, act, nnodes=1)

@@ -277,14 +277,14 @@ def test_a_hang_across_nodes_is_recovered_from() -> None:
     world = World(2, nnodes=2, controller="h:1", timeouts={"hang_floor_s": 5.0})
     world.join("a")
     world.join("b")
-    while world.machine.state is not State.RUNNING or world.version[0] < 1:
+    while world.machine.job.state is not State.RUNNING or world.version[0] < 1:
         world.step()
     m = world.machine
     for _ in range(40):
         world.now += 0.25
         health = [
             pb.RankHealth(rank=r.rank, pid=r.pid, committed=1, progress_age_s=world.now, step_s=0.1)
-            for r in m.ranks.values()
+            for r in m.job.ranks.values()
         ]
         m.on_heartbeat(pb.Heartbeat(ranks=health), world.now)
         m.on_tick(world.now)
@@ -295,17 +295,17 @@ def test_a_hang_across_nodes_is_recovered_from() -> None:
             replies = []
             for rank in ranks:
                 reply = answer(rank, 3 if rank == 2 else 4, waits=rank != 2)
-                reply.pid, reply.age_s, reply.groups[0].size = m.ranks[rank].pid, world.now, 4
+                reply.pid, reply.age_s, reply.groups[0].size = m.job.ranks[rank].pid, world.now, 4
                 replies.append(reply)
-            m.on_standstill(node, pb.Standstill(look=looks[0].number, ranks=replies))
+            m.watch.on_standstill(node, pb.Standstill(look=looks[0].number, ranks=replies))
         m.on_tick(world.now)
         world.collect()
-        if m.state is not State.RUNNING:
+        if m.job.state is not State.RUNNING:
             break
     (failure,) = world.of(ev.FailureDetected)
     assert isinstance(failure, ev.FailureDetected)
     assert (failure.rank, failure.kind) == (2, "hang") and "3 ranks wait for it" in failure.evidence
-    assert m.ranks[2].place is Place.EMPTY and m.generation == 1
+    assert m.job.ranks[2].place is Place.EMPTY and m.job.generation == 1
 
 
 # -- slow ranks -----------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def test_a_wrong_token_opens_nothing(token: str, tmp_path: Path) -> None:
             bare_stub = rpc.ControllerStub(channel)
             for bare in (bare_stub.Status(pb.StatusRequest()), bare_stub.Inject(KILL)):
                 assert await status_of(bare) is grpc.StatusCode.UNAUTHENTICATED
-        assert not service.machine.nodes and service.machine.state is State.STARTING
+        assert not service.machine.job.nodes and service.machine.job.state is State.STARTING
 
     asyncio.run(with_controller(tmp_path, use))
 
@@ -131,11 +131,11 @@ def test_two_agents_cannot_be_the_same_node(tmp_path: Path) -> None:
             refused = (await session(address, ACCESS, register(incarnation="another"))).refused
             assert re.search(r"at h, is node node already.*--node-name", refused.reason)
             assert refused.code == grpc.StatusCode.ALREADY_EXISTS.value[0]
-            assert service.machine.nodes["node"].incarnation == "node"
+            assert service.machine.job.nodes["node"].incarnation == "node"
         while service._agents.connected():
             await asyncio.sleep(0.01)
         await session(address, ACCESS, register(incarnation="another"))
-        assert service.machine.nodes["node"].incarnation == "another"
+        assert service.machine.job.nodes["node"].incarnation == "another"
 
     asyncio.run(with_controller(tmp_path, use))
 
@@ -147,7 +147,7 @@ def test_a_node_with_other_settings_is_refused(tmp_path: Path) -> None:
         said = "node other has nproc_per_node = 2 (here 1), timeouts.lease_s = 0.45 (here 0.4)"
         refused = (await session(address, ACCESS, other)).refused
         assert said in refused.reason and refused.code == grpc.StatusCode.FAILED_PRECONDITION.value[0]
-        assert not service.machine.nodes
+        assert not service.machine.job.nodes
         same = register("same")
         same.register.settings.update(RunConfig(nproc_per_node=1, standby=3, node_rank=0).shared())
         assert (await session(address, ACCESS, same)).HasField("beat")
@@ -195,16 +195,16 @@ def test_messages_of_a_lost_node_and_of_old_generations_change_nothing(tmp_path:
     async def use(service: ControllerService, address: str) -> None:
         assert (await session(address, ACCESS, register())).HasField("beat")
         machine = service.machine
-        (record,) = machine.ranks.values()
+        (record,) = machine.job.ranks.values()
         started = pb.WorkerStarted(rank=0, generation=0, pid=77)
         machine.on_started(started, "node", "h")
         machine.on_node_lost("node", "test", 0.0, time.monotonic())
-        machine.take_actions()
-        before = (machine.state, machine.generation, record.place)
+        machine.job.take_actions()
+        before = (machine.job.state, machine.job.generation, record.place)
         late = pb.AgentMessage(sequence=1, done=pb.Done(rank=0, generation=0, version=5))
         fenced = await session(address, ACCESS, register(), late)
         assert fenced.HasField("fence")
-        assert (machine.state, machine.generation, record.place) == before
+        assert (machine.job.state, machine.job.generation, record.place) == before
 
     asyncio.run(with_controller(tmp_path, use))
 
@@ -247,7 +247,7 @@ def test_an_agent_that_comes_after_the_end_is_told(tmp_path: Path) -> None:
     """It would wait for a controller for ten minutes."""
 
     async def use(service: ControllerService, address: str) -> None:
-        service.machine.state, service.machine._launched = State.FINISHED, True
+        service.machine.job.state, service.machine.job.launched = State.FINISHED, True
         said = []
         async with ACCESS.dial(address, CONTROLLER, 5.0) as channel:
             async for command in rpc.ControllerStub(channel).Session(sent(register())):

@@ -33,7 +33,7 @@ def failure(rank: int) -> pb.Failure:
 
 
 def notices(machine: Machine) -> list[str]:
-    events = [a.event for a in machine.take_actions() if isinstance(a, Emit)]
+    events = [a.event for a in machine.job.take_actions() if isinstance(a, Emit)]
     return [e.kind for e in events if isinstance(e, ev.Notice)]
 
 
@@ -41,7 +41,7 @@ def test_all_are_found_and_train() -> None:
     machine = controller()
     machine.on_register(found("a", 0, 1), 0.0)
     machine.on_register(found("b", 2, 3), 0.1)
-    assert machine.state is State.RUNNING and machine.generation == 3 and machine.recovery is None
+    assert machine.job.state is State.RUNNING and machine.job.generation == 3 and machine.job.recovery is None
 
 
 def test_a_failure_before_the_take_over_is_a_victim_of_its_recovery() -> None:
@@ -50,7 +50,11 @@ def test_a_failure_before_the_take_over_is_a_victim_of_its_recovery() -> None:
     machine.on_register(found("a", 0, 1), 0.0)
     machine.on_failure(failure(1), 0.1)
     machine.on_register(found("b", 2, 3), 0.2)
-    assert machine.state is State.QUIESCING and machine.recovery is not None and machine.recovery.victims == [1]
+    assert (
+        machine.job.state is State.QUIESCING
+        and machine.job.recovery is not None
+        and machine.job.recovery.victims == [1]
+    )
     assert notices(machine) == ["taken_over"]
 
 
@@ -60,7 +64,11 @@ def test_a_node_that_is_lost_before_the_take_over_has_no_ranks() -> None:
     machine.on_node_lost("a", "silent", 1.0, 0.1)
     machine.on_register(found("b", 2, 3), 0.2)
     machine.on_tick(11.0)
-    assert machine.state is State.QUIESCING and machine.recovery is not None and machine.recovery.victims == [0, 1]
+    assert (
+        machine.job.state is State.QUIESCING
+        and machine.job.recovery is not None
+        and machine.job.recovery.victims == [0, 1]
+    )
     assert "waiting_for_node" in notices(machine)
 
 
@@ -71,16 +79,16 @@ def test_what_was_trained_under_the_last_controller_counts(stepping: bool) -> No
     machine.on_register(found("a", 0, 1, stepping=stepping), 0.0)
     machine.on_register(found("b", 2), 0.2)
     machine.on_tick(11.0)
-    assert machine.state is State.QUIESCING
+    assert machine.job.state is State.QUIESCING
     for rank in (0, 1, 2):
         machine.on_failure(failure(rank), 12.0)
-    assert machine.state is State.FAILED and "no survivor" in machine.failure_reason
+    assert machine.job.state is State.FAILED and "no survivor" in machine.job.failure_reason
     assert "start_again" not in notices(machine)
 
 
 def told(machine: Machine) -> list[tuple[str | None, int, str]]:
     """What agents are told to remember: node (None: all), version, path."""
-    sent = [a for a in machine.take_actions() if isinstance(a, Send)]
+    sent = [a for a in machine.job.take_actions() if isinstance(a, Send)]
     return [(a.node, c.version, c.path) for a in sent if a.command.HasField("saved") and (c := a.command.saved)]
 
 
@@ -107,14 +115,14 @@ def test_a_checkpoint_that_only_a_spare_node_remembers_is_known(first: str) -> N
     for register in registers if first == "holder" else reversed(registers):
         machine.on_register(register, 0.0)
     machine.on_tick(11.0)
-    assert machine.checkpoint == (6, "/c/6") and told(machine) == [(None, 6, "/c/6")]
+    assert machine.job.checkpoint == (6, "/c/6") and told(machine) == [(None, 6, "/c/6")]
 
 
 def test_the_newest_of_the_remembered_checkpoints_counts() -> None:
     machine = controller()
     machine.on_register(remembering(found("a", 0, 1), 4), 0.0)
     machine.on_register(remembering(found("b", 2, 3), 2), 0.1)
-    assert machine.checkpoint == (4, "/c/4")
+    assert machine.job.checkpoint == (4, "/c/4")
 
 
 def test_a_job_that_is_launched_knows_no_checkpoint_of_another_one() -> None:
@@ -122,13 +130,13 @@ def test_a_job_that_is_launched_knows_no_checkpoint_of_another_one() -> None:
     machine = controller()
     machine.on_register(remembering(found("a"), 900), 0.0)
     machine.on_register(found("b"), 0.1)
-    assert machine._launched and machine.checkpoint is None and told(machine) == [(None, -1, "")]
+    assert machine.job.launched and machine.job.checkpoint is None and told(machine) == [(None, -1, "")]
     machine.on_register(remembering(found("late"), 900), 0.2)
-    assert machine.checkpoint is None and told(machine) == [("late", -1, "")]
+    assert machine.job.checkpoint is None and told(machine) == [("late", -1, "")]
 
 
 def fenced(machine: Machine) -> list[tuple[str | None, str]]:
-    sent = [a for a in machine.take_actions() if isinstance(a, Send) and a.command.HasField("fence")]
+    sent = [a for a in machine.job.take_actions() if isinstance(a, Send) and a.command.HasField("fence")]
     return [(a.node, a.command.fence.reason) for a in sent]
 
 
@@ -144,7 +152,7 @@ def test_ranks_that_train_in_different_generations_are_brought_together(first: s
     registers = [of_generation(found("a", 0, 1), 3), of_generation(found("b", 2, 3), 2)]
     for register in registers if first == "newer" else reversed(registers):
         machine.on_register(register, 0.0)
-    assert machine.state is State.QUIESCING and machine.generation == 4 and machine.recovery is not None
+    assert machine.job.state is State.QUIESCING and machine.job.generation == 4 and machine.job.recovery is not None
 
 
 @pytest.mark.parametrize("first", ["newer", "older"])
@@ -154,7 +162,7 @@ def test_of_two_nodes_with_the_same_rank_the_one_of_the_newer_generation_has_it(
     registers = [of_generation(found("a", 0, 1), 3), of_generation(found("lost", 0, 1), 2)]
     for register in registers if first == "newer" else reversed(registers):
         machine.on_register(register, 0.0)
-    assert [machine.ranks[r].home for r in (0, 1)] == ["a", "a"]
+    assert [machine.job.ranks[r].home for r in (0, 1)] == ["a", "a"]
     assert {node for node, _ in fenced(machine)} == {"lost"}
 
 
@@ -170,8 +178,12 @@ def test_a_rank_whose_process_has_died_is_filled_again_where_its_page_is() -> No
     machine.on_register(found("s"), 0.0)
     machine.on_register(found("a", 0, 1), 0.1)
     machine.on_register(with_page(found("b", 2), 3), 0.2)
-    assert machine.state is State.QUIESCING and machine.recovery is not None and machine.recovery.victims == [3]
-    sent = [a for a in machine.take_actions() if isinstance(a, Send) and a.command.HasField("replace")]
+    assert (
+        machine.job.state is State.QUIESCING
+        and machine.job.recovery is not None
+        and machine.job.recovery.victims == [3]
+    )
+    sent = [a for a in machine.job.take_actions() if isinstance(a, Send) and a.command.HasField("replace")]
     assert [(a.node, a.command.rank, a.command.replace.local_rank) for a in sent] == [("b", 3, 1)]
 
 
@@ -182,14 +194,14 @@ def test_a_rank_that_lives_elsewhere_since_is_not_filled_where_its_old_page_is(f
     for register in registers if first == "alive" else reversed(registers):
         machine.on_register(register, 0.0)
     machine.on_register(found("b", 2, 3), 0.1)
-    assert machine.state is State.RUNNING and machine.ranks[1].home == "a"
+    assert machine.job.state is State.RUNNING and machine.job.ranks[1].home == "a"
 
 
 def test_a_process_of_an_older_generation_than_the_page_is_fenced() -> None:
     machine = controller()
     machine.on_register(of_generation(with_page(found("b", 2), 3), 3), 0.0)
     machine.on_register(of_generation(found("lost", 3), 2), 0.1)
-    assert machine.ranks[3].home == "b"
+    assert machine.job.ranks[3].home == "b"
     assert [node for node, _ in fenced(machine)] == ["lost"]
 
 
@@ -204,9 +216,9 @@ def test_where_all_processes_have_died_nothing_begins_from_zero(checkpoint: bool
     kinds = notices(machine)
     assert "start_again" not in kinds
     if checkpoint:
-        assert machine.state is State.REPLACING and "taken_over" in kinds
+        assert machine.job.state is State.REPLACING and "taken_over" in kinds
     else:
-        assert machine.state is State.FAILED and "nobody holds any state" in machine.failure_reason
+        assert machine.job.state is State.FAILED and "nobody holds any state" in machine.job.failure_reason
 
 
 def test_a_done_of_a_rank_that_nobody_has_come_with_is_not_believed() -> None:
@@ -215,7 +227,7 @@ def test_a_done_of_a_rank_that_nobody_has_come_with_is_not_believed() -> None:
     machine.on_register(found("b", 2), 0.1)
     machine.on_done(pb.Done(rank=3, generation=3, version=30), 0.2)
     machine.on_tick(11.0)
-    assert machine.recovery is not None and machine.recovery.victims == [3]
+    assert machine.job.recovery is not None and machine.job.recovery.victims == [3]
 
 
 def ended(register: pb.Register, *, exited: bool) -> pb.Register:
@@ -234,18 +246,18 @@ def test_a_job_whose_ranks_had_all_ended_has_finished() -> None:
     machine = controller()
     machine.on_register(ended(found("a", 0, 1), exited=True), 0.0)
     machine.on_register(ended(found("b", 2, 3), exited=True), 0.1)
-    assert machine.state is State.FINISHED
+    assert machine.job.state is State.FINISHED
 
 
 def test_ranks_that_were_let_go_are_waited_for() -> None:
     machine = controller()
     machine.on_register(ended(found("a", 0, 1), exited=True), 0.0)
     machine.on_register(ended(found("b", 2, 3), exited=False), 0.1)
-    assert machine.state is State.RUNNING and machine.recovery is None
+    assert machine.job.state is State.RUNNING and machine.job.recovery is None
     machine.on_exited(exits(2), 0.2)
-    assert machine.state is State.RUNNING
+    assert machine.job.state is State.RUNNING
     machine.on_exited(exits(3), 0.3)
-    assert machine.state is State.FINISHED
+    assert machine.job.state is State.FINISHED
 
 
 def test_a_rank_that_has_not_heard_that_it_may_go_is_told_again() -> None:
@@ -254,11 +266,11 @@ def test_a_rank_that_has_not_heard_that_it_may_go_is_told_again() -> None:
     late.workers[1].released = False
     machine.on_register(ended(found("a", 0, 1), exited=True), 0.0)
     machine.on_register(late, 0.1)
-    sent = [a.command for a in machine.take_actions() if isinstance(a, Send)]
+    sent = [a.command for a in machine.job.take_actions() if isinstance(a, Send)]
     assert [c.rank for c in sent if c.HasField("release")] == [3]
     for rank in (2, 3):
         machine.on_exited(exits(rank), 0.2)
-    assert machine.state is State.FINISHED
+    assert machine.job.state is State.FINISHED
 
 
 @pytest.mark.parametrize("exited", [True, False])
@@ -267,8 +279,8 @@ def test_a_rank_that_has_ended_nobody_knows_how_ends_the_job(exited: bool) -> No
     machine = controller()
     machine.on_register(ended(found("a", 0, 1), exited=exited), 0.0)
     machine.on_tick(11.0)
-    assert machine.state is State.FAILED
-    assert "taken their last step, but how ranks [2, 3] have ended" in machine.failure_reason
+    assert machine.job.state is State.FAILED
+    assert "taken their last step, but how ranks [2, 3] have ended" in machine.job.failure_reason
 
 
 def test_a_node_that_goes_after_its_ranks_have_ended_is_not_missed() -> None:
@@ -276,14 +288,14 @@ def test_a_node_that_goes_after_its_ranks_have_ended_is_not_missed() -> None:
     machine.on_register(ended(found("a", 0, 1), exited=True), 0.0)
     machine.on_node_lost("a", "silent", 1.0, 0.1)
     machine.on_register(ended(found("b", 2, 3), exited=True), 0.2)
-    assert machine.state is State.FINISHED
+    assert machine.job.state is State.FINISHED
 
 
 def test_of_two_nodes_with_the_same_rank_in_one_generation_the_first_keeps_it() -> None:
     machine = controller()
     machine.on_register(found("a", 0, 1), 0.0)
     machine.on_register(found("other", 1), 0.1)
-    assert machine.ranks[1].home == "a"
+    assert machine.job.ranks[1].home == "a"
     ((node, reason),) = fenced(machine)
     assert node == "other" and "rank 1 lives on node a" in reason
 
@@ -292,16 +304,16 @@ def test_a_process_counts_more_than_a_page_of_its_own_generation() -> None:
     machine = controller()
     machine.on_register(with_page(found("old"), 1), 0.0)
     machine.on_register(found("a", 0, 1), 0.1)
-    assert machine.ranks[1].home == "a" and not fenced(machine)
+    assert machine.job.ranks[1].home == "a" and not fenced(machine)
     machine.on_register(with_page(found("late"), 1), 0.2)
-    assert machine.ranks[1].home == "a" and machine.ranks[1].pid == 101
+    assert machine.job.ranks[1].home == "a" and machine.job.ranks[1].pid == 101
 
 
 def test_the_first_page_of_a_generation_counts() -> None:
     machine = controller()
     machine.on_register(with_page(found("a"), 1, committed=7), 0.0)
     machine.on_register(with_page(found("b"), 1, committed=9), 0.1)
-    assert (machine.ranks[1].home, machine.ranks[1].committed) == ("a", 7)
+    assert (machine.job.ranks[1].home, machine.job.ranks[1].committed) == ("a", 7)
 
 
 def test_what_the_nodes_remember_of_the_job_goes_on() -> None:
@@ -310,14 +322,14 @@ def test_what_the_nodes_remember_of_the_job_goes_on() -> None:
     registers[0].stride, registers[0].attempt, registers[1].attempt = 2, 4, 3
     for register in registers:
         machine.on_register(register, 0.0)
-    assert machine.stride == 2 and machine._restarts == 4
+    assert machine.job.stride == 2 and machine.job.restarts == 4
 
 
 def test_nodes_without_ranks_are_spare() -> None:
     machine = controller()
     for register in (found("s"), found("a", 0, 1), found("b", 2, 3)):
         machine.on_register(register, 0.0)
-    assert {name: node.state.value for name, node in machine.nodes.items()} == {
+    assert {name: node.state.value for name, node in machine.job.nodes.items()} == {
         "s": "spare",
         "a": "active",
         "b": "active",
@@ -337,8 +349,8 @@ def test_before_the_first_step_everything_is_started_again() -> None:
     machine = controller()
     machine.on_register(starting(found("a", 0, 1)), 0.0)
     machine.on_register(starting(found("b", 2, 3)), 0.1)
-    assert machine.state is State.STARTING and machine.recovery is None
-    events = [a.event for a in machine.take_actions() if isinstance(a, Emit) and isinstance(a.event, ev.Notice)]
+    assert machine.job.state is State.STARTING and machine.job.recovery is None
+    events = [a.event for a in machine.job.take_actions() if isinstance(a, Emit) and isinstance(a.event, ev.Notice)]
     texts = {e.kind: e.text for e in events}
     assert texts["taken_over"] == "a new controller has found 4 of 4 ranks"
     assert texts["start_again"].startswith("a new controller has found 4 of 4 ranks, before the first step")
@@ -351,7 +363,7 @@ def test_where_one_rank_has_trained_nothing_begins_from_zero() -> None:
     first.workers[0].committed = STEP
     machine.on_register(first, 0.0)
     machine.on_register(starting(found("b", 2, 3)), 0.1)
-    assert machine.state is State.FAILED and "no survivor holds any state" in machine.failure_reason
+    assert machine.job.state is State.FAILED and "no survivor holds any state" in machine.job.failure_reason
     assert "start_again" not in notices(machine)
 
 
@@ -361,31 +373,33 @@ def test_a_replacement_that_was_on_its_way_has_its_time_and_no_longer() -> None:
     other.workers.extend(starting(found("b", 3)).workers)
     machine.on_register(found("a", 0, 1), 0.0)
     machine.on_register(other, 0.1)
-    assert machine.recovery is not None
+    assert machine.job.recovery is not None
     waiting = {
-        (order.what, rank): order.deadline for order in machine.outbox.pending.values() for rank in order.waiting
+        (order.what, rank): order.deadline for order in machine.job.outbox.pending.values() for rank in order.waiting
     }
-    limits = machine.config.timeouts
+    limits = machine.job.config.timeouts
     assert 0.0 <= waiting["replace", 3] - limits.replacement_s <= 1.0 + limits.fence_s
     assert not {("replace", rank) for rank in (0, 1, 2)} & waiting.keys()
 
 
 def test_an_elected_controller_waits_until_no_other_agent_comes() -> None:
     machine = controller()
-    quiet_s = 3 * machine.config.timeouts.node_silence_s
-    machine.inherit(0.0)
+    quiet_s = 3 * machine.job.config.timeouts.node_silence_s
+    machine.takeover.inherit(0.0)
     machine.on_register(found("a", 0, 1), quiet_s - 0.1)
     machine.on_tick(quiet_s + 0.1)
-    assert machine.gathering, "one has come lately"
+    assert machine.takeover.gathering, "one has come lately"
     machine.on_tick(2 * quiet_s)
-    assert not machine.gathering and machine.recovery is not None and machine.recovery.victims == [2, 3]
+    assert (
+        not machine.takeover.gathering and machine.job.recovery is not None and machine.job.recovery.victims == [2, 3]
+    )
 
 
 def test_one_that_was_started_anew_waits_longer() -> None:
     """It may be the agents, not the nodes, that are late."""
     machine = controller()
     machine.on_register(found("a", 0, 1), 0.0)
-    machine.on_tick(machine.config.timeouts.takeover_s - 0.1)
-    assert machine.gathering
-    machine.on_tick(machine.config.timeouts.takeover_s)
-    assert not machine.gathering
+    machine.on_tick(machine.job.config.timeouts.takeover_s - 0.1)
+    assert machine.takeover.gathering
+    machine.on_tick(machine.job.config.timeouts.takeover_s)
+    assert not machine.takeover.gathering

@@ -7,46 +7,50 @@ still marked.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from flashrecovery import events as ev
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.nodes import NodeRecord, NodeState, rooms
+from flashrecovery.controller.staffing import Staffing
 from flashrecovery.plan.evacuation import Warned, evacuations
 from flashrecovery.plan.words import ranks_text
 
 
-@dataclass
-class Evacuation(JobState):
+class Evacuation:
     """Moves whole nodes in the middle of a recovery."""
 
-    def _evacuate(self, now: float) -> None:
+    def __init__(self, job: JobState, staffing: Staffing) -> None:
+        self._job = job
+        self._staffing = staffing
+
+    def evacuate(self, now: float) -> None:
         """Give up the warned nodes that the job can do without."""
-        marked = [n for n in self.nodes.values() if n.suspect and n.state is NodeState.ACTIVE]
+        marked = [n for n in self._job.nodes.values() if n.suspect and n.state is NodeState.ACTIVE]
         if not marked:
             return
-        records = self.ranks.values()
+        records = self._job.ranks.values()
         warned = [Warned(n.name, n.domain, tuple(r.rank for r in records if r.home == n.name)) for n in marked]
-        free = rooms(self.nodes.values(), [r.home for r in records if r.home])
+        free = rooms(self._job.nodes.values(), [r.home for r in records if r.home])
         needs = [n for r in records for n in r.need_list()]
         holdings = [h for r in records for h in r.holdings()]
         for name, spare in evacuations(warned, free, needs, holdings).items():
-            self._move_out(self.nodes[name], spare, now)
+            self._move_out(self._job.nodes[name], spare, now)
 
     def _move_out(self, node: NodeRecord, spare: str, now: float) -> None:
-        moved = [r for r in self.ranks.values() if r.home == node.name]
+        moved = [r for r in self._job.ranks.values() if r.home == node.name]
         ranks = [r.rank for r in moved]
         why = f"{ranks_text(ranks)} go to node {spare}, because of a warning: {node.suspect}"
-        self._emit(ev.Notice(generation=self.generation, kind="node_replaced", text=f"node {node.name}: {why}"))
-        self._fence(node, why)
-        self.outbox.keep(lambda _, rank: rank not in ranks)
-        for record in self.ranks.values():
+        self._job.emit(
+            ev.Notice(generation=self._job.generation, kind="node_replaced", text=f"node {node.name}: {why}")
+        )
+        self._staffing.fence(node, why)
+        self._job.outbox.keep(lambda _, rank: rank not in ranks)
+        for record in self._job.ranks.values():
             record.page_on = "" if record.page_on == node.name else record.page_on
         for record in moved:
             record.vacate()
             record.home, record.capsules = "", ()
-            if self.recovery is not None:
-                self.recovery.add_victim(record.rank, "warning", self.generation)
-        self._settle(ranks, now, node.domain)
+            if self._job.recovery is not None:
+                self._job.recovery.add_victim(record.rank, "warning", self._job.generation)
+        self._staffing.settle(ranks, now, node.domain)
         for record in moved:
-            self._fill(record, now, detached=True, reason=why)
+            self._staffing.fill(record, now, detached=True, reason=why)

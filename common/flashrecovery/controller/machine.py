@@ -2,8 +2,17 @@
 
 Everything that happens to the job comes in through one ``on_*`` method, on one thread; what is to be done comes out as
 :class:`Send` and :class:`Emit` actions. So every path, second failures at any point included, can be tested without
-a process. This file says what each event means; :mod:`.recovery` has the way of a recovery through the states of
-:mod:`.states`; what is known is in :mod:`.job_state` and :mod:`.records`.
+a process. This file says what each event means. What is known is data (:mod:`.job_state`, :mod:`.records`); what is
+done with it is in objects that have nothing of their own but their way of doing it:
+
+==================  ==========================================================================
+:mod:`.starting`    the way to the first step
+:mod:`.recovery`    the way of a recovery through the states of :mod:`.states`
+:mod:`.takeover`    a controller that is started while its job runs
+:mod:`.evacuate`    warned nodes are replaced with the next failure
+:mod:`.watching`    hangs and slow ranks
+:mod:`.staffing`    for all of them: which process fills a rank, on which node
+==================  ==========================================================================
 
 Every command has a serial number, an acknowledgement and a deadline. A rank that does not acknowledge in time is a
 victim like any other. A further failure at any point re-enters QUIESCING with the next generation; whatever is older
@@ -13,181 +22,165 @@ than the current generation is dropped.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from flashrecovery import events as ev
+from flashrecovery.config import RunConfig
 from flashrecovery.controller.crashes import cause_of, limit_of, option_of
+from flashrecovery.controller.evacuate import Evacuation
 from flashrecovery.controller.history import Recovery
-from flashrecovery.controller.job_state import AGENT
-from flashrecovery.controller.nodes import NodeRecord, NodeState, launch_order
-from flashrecovery.controller.records import HeldAt, Place, RankRecord, unequal_claims, unequal_steps
-from flashrecovery.controller.restore import RestoreRound
+from flashrecovery.controller.job_state import AGENT, JobState
+from flashrecovery.controller.nodes import NodeRecord, NodeState
+from flashrecovery.controller.records import HeldAt, Place, RankRecord, unequal_steps
+from flashrecovery.controller.recovery import RecoverySteps
+from flashrecovery.controller.staffing import Staffing
 from flashrecovery.controller.standstill import Kind, victims_of
+from flashrecovery.controller.starting import HOW_TO_PROTECT, Starting
 from flashrecovery.controller.states import RECOVERY_STATES, State
 from flashrecovery.controller.takeover import TakeOver
-from flashrecovery.controller.watching import Watching
-from flashrecovery.errors import ConfigError
-from flashrecovery.plan.placement import neighbour_stride
+from flashrecovery.controller.watching import HangWatch
 from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _RETRY_AFTER_S = 1.0
 _ELSEWHERE = -1
 """Generation of a process that another controller has ordered."""
-_HOW_TO_PROTECT = (
-    "take its steps in recovery.steps() (plain PyTorch, DeepSpeed's three calls), set flash_recovery.enabled in the "
-    "configuration of DeepSpeed, or give Megatron-LM --flash-recovery; if its first step takes longer than that, set "
-    "timeouts.startup_s"
-)
 
 
-@dataclass
-class Machine(Watching, TakeOver):
+class Machine:
     """What each event means for the job."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.job = JobState(config)
+        self._staffing = Staffing(self.job)
+        self._starting = Starting(self.job, self._staffing)
+        self._steps = RecoverySteps(self.job, self._staffing, Evacuation(self.job, self._staffing), self._starting)
+        self.takeover = TakeOver(self.job, self._staffing, self._starting, self._steps)
+        self.watch = HangWatch(self.job)
 
     def on_register(self, message: pb.Register, now: float) -> None:
         """A node has come, or its agent has connected again."""
-        known = self.nodes.get(message.node)
+        known = self.job.nodes.get(message.node)
         if known is not None and known.incarnation == message.incarnation:
             if not known.alive:
-                self._fence(known, "it was taken for lost, and its ranks were given away")
+                self._staffing.fence(known, "it was taken for lost, and its ranks were given away")
             return
         if known is not None and known.alive:
             self.on_node_lost(known.name, "its agent has ended and was started anew", 0.0, now)
-        node = self.nodes[message.node] = NodeRecord.of(message)
+        node = self.job.nodes[message.node] = NodeRecord.of(message)
         node.suspect = message.suspect or (known.suspect if known is not None else "")
-        self._emit(
+        self.job.emit(
             ev.NodeJoined(
-                generation=self.generation, node=node.name, host=node.host, domain=node.domain, slots=node.slots
+                generation=self.job.generation, node=node.name, host=node.host, domain=node.domain, slots=node.slots
             )
         )
-        self._compare_command(message)
+        self._starting.compare_command(message)
         if message.HasField("checkpoint"):
             self._hear_of_checkpoint(node, message.checkpoint)
         had_ranks = bool(message.workers or message.pages)
-        if had_ranks and not self._launched:
-            self._find(node, message, now)
+        if had_ranks and not self.job.launched:
+            self.takeover.find(node, message, now)
         elif had_ranks:
-            self._fence(node, "its ranks belong to others")
-        elif self._launched:
+            self._staffing.fence(node, "its ranks belong to others")
+        elif self.job.launched:
             node.state = NodeState.SPARE
             self._settle_homeless(now)
-            self._publish_others()
-        elif self._found_since is None and message.stride:
-            self._found_since = self._started_at = now  # it has a rank table: the job runs already, on other nodes
-        elif self._found_since is None and (
-            len(self.nodes) >= self.config.nnodes or node.slots < self.config.nproc_per_node
+            self._staffing.publish_others()
+        elif self.job.found_since is None and message.stride:
+            self.job.found_since = self.job.started_at = (
+                now  # it has a rank table: the job runs already, on other nodes
+            )
+        elif self.job.found_since is None and (
+            len(self.job.nodes) >= self.job.config.nnodes or node.slots < self.job.config.nproc_per_node
         ):
-            self._launch(now)
-
-    def _launch(self, now: float) -> None:
-        """Once all nodes are there, start every rank."""
-        try:
-            order = launch_order(self.nodes.values(), self.config.nnodes, self.config.nproc_per_node)
-        except ConfigError as e:
-            self._fail(str(e))
-            return
-        if order is None:
-            return
-        self._launched, self._started_at = True, now
-        if self.checkpoint is not None:  # what an agent remembers is of a job that it has served before
-            self.checkpoint = None
-            self._command(AGENT, self.saved())
-        chosen = {node.name for node in order}
-        for node in self.nodes.values():
-            node.state = NodeState.ACTIVE if node.name in chosen else NodeState.SPARE
-        nproc = self.config.nproc_per_node
-        self.stride = neighbour_stride([n.domain for n in order], nproc)
-        for record in self.ranks.values():
-            record.home, record.local_rank = order[record.rank // nproc].name, record.rank % nproc
-        for record in self.ranks.values():
-            self._fill(record, now, detached=False, reason="launch")
+            self._starting.launch(now)
 
     def on_node_lost(self, name: str, evidence: str, silent_s: float, now: float) -> None:
         """A node does not answer any more, and no other node reaches it: its ranks are given away as a whole."""
-        node = self.nodes[name]
-        if self.state in (State.FAILED, State.FINISHED) or not node.alive:
+        node = self.job.nodes[name]
+        if self.job.state in (State.FAILED, State.FINISHED) or not node.alive:
             return
         node.state = NodeState.LOST
-        lost = [r for r in self.ranks.values() if r.home == name]
-        self._emit(
+        lost = [r for r in self.job.ranks.values() if r.home == name]
+        self.job.emit(
             ev.NodeLost(
-                generation=self.generation,
+                generation=self.job.generation,
                 node=name,
                 ranks=[r.rank for r in lost],
                 evidence=evidence,
                 detect_s=silent_s,
             )
         )
-        for record in self.ranks.values():
+        for record in self.job.ranks.values():
             record.page_on = "" if record.page_on == name else record.page_on
-        if not self._launched:
+        if not self.job.launched:
             for record in lost:  # found, but not taken over yet
                 if record.place is not Place.FINISHED:
                     record.vacate()
                     record.home, record.capsules = "", ()
             return
         if all(r.place is Place.FINISHED for r in lost):
-            self._publish_others()
+            self._staffing.publish_others()
             return
-        self.last_failure = f"node {name}: {evidence}"
+        self.job.last_failure = f"node {name}: {evidence}"
         released = [r.rank for r in lost if r.place is Place.RELEASED]
         for record in lost:
-            self._emit_failure(record, "node_lost", self.last_failure, silent_s)
+            self._emit_failure(record, "node_lost", self.job.last_failure, silent_s)
             record.vacate()
             record.home, record.capsules = "", ()
         if released:
-            self._fail(f"{self.last_failure}, after the last step of ranks {released}: their end state is lost")
+            self.job.fail(f"{self.job.last_failure}, after the last step of ranks {released}: their end state is lost")
             return
-        self._settle([r.rank for r in lost], now, node.domain)
-        if self.state is State.STARTING:
-            self._start_again(f"{self.last_failure}, before the first step", now)
+        self._staffing.settle([r.rank for r in lost], now, node.domain)
+        if self.job.state is State.STARTING:
+            self._starting.start_again(f"{self.job.last_failure}, before the first step", now)
         else:
-            self._recover([r.rank for r in lost], "node_lost", now - silent_s, silent_s, now)
+            self._steps.recover([r.rank for r in lost], "node_lost", now - silent_s, silent_s, now)
 
     def _settle_homeless(self, now: float) -> None:
         """A node has come; ranks that wait for one may get it."""
-        homeless = self._homeless()
-        if self.state in (State.FAILED, State.FINISHED) or not homeless or not self._settle(homeless, now):
+        homeless = self._staffing.homeless()
+        if self.job.state in (State.FAILED, State.FINISHED) or not homeless or not self._staffing.settle(homeless, now):
             return
         for rank in homeless:
-            self._fill(self.ranks[rank], now, detached=self.state is not State.STARTING, reason=self.last_failure)
+            self._staffing.fill(
+                self.job.ranks[rank], now, detached=self.job.state is not State.STARTING, reason=self.job.last_failure
+            )
 
     def on_started(self, message: pb.WorkerStarted, node: str, host: str) -> None:
-        record = self.ranks[message.rank]
+        record = self.job.ranks[message.rank]
         if record.filled not in (_ELSEWHERE, message.generation) or not (
             record.place is Place.EMPTY or (record.place is Place.STARTING and record.pid == message.pid)
         ):
             return  # of a process that has been replaced since
         record.place, record.pid, record.node, record.host = Place.STARTING, message.pid, node, host
         record.page_on = record.home
-        record.joined_generation = self.generation
+        record.joined_generation = self.job.generation
         record.from_standby = message.standby
         record.capsules, record.early = tuple(message.capsules), frozenset(message.early)
-        if not self.places[Place.EMPTY]:
-            self._publish_rank_table()
+        if not self.job.places[Place.EMPTY]:
+            self._staffing.publish_rank_table()
 
     def on_joined(self, message: pb.Joined, now: float) -> None:
         """A worker has come to its first step and says which shards it needs and holds."""
-        record = self.ranks[message.rank]
+        record = self.job.ranks[message.rank]
         if record.place is not Place.STARTING or record.filled not in (_ELSEWHERE, message.generation):
             return  # of a process that has been replaced since
         known, steps = dict(record.needs), record.steps
         record.joined(message)
-        self.outbox.forget("replace", record.rank)
+        self.job.outbox.forget("replace", record.rank)
         if known and set(known) != set(record.needs):
             odd = sorted(set(known) ^ set(record.needs))[:3]
-            self._fail(
+            self.job.fail(
                 f"rank {record.rank}: the replacement registered other state than the process it replaces: {odd}"
             )
-        elif self.state is not State.STARTING and record.steps != steps and unequal_steps(self.ranks.values()):
-            self._fail(unequal_steps(self.ranks.values()))
-        elif self.state is State.STARTING:
-            if self._unprotected:
-                self._await_the_others(now)
-            self._try_start(now)
+        elif self.job.state is not State.STARTING and record.steps != steps and unequal_steps(self.job.ranks.values()):
+            self.job.fail(unequal_steps(self.job.ranks.values()))
+        elif self.job.state is State.STARTING:
+            if self.job.unprotected:
+                self._starting.await_the_others(now)
+            self._steps.begin(now)
         else:
-            self._advance(now)
+            self._steps.advance(now)
 
     def on_failure(self, message: pb.Failure, now: float) -> None:
         """The process of a rank is dead, hung, or cannot go on."""
@@ -196,33 +189,33 @@ class Machine(Watching, TakeOver):
     def _on_failures(self, messages: Sequence[pb.Failure], now: float) -> None:
         """What is found at one moment is one recovery."""
         lost = [message for message in messages if self._is_lost(message, now)]
-        if lost and self.state not in (State.FAILED, State.FINISHED):
+        if lost and self.job.state not in (State.FAILED, State.FINISHED):
             first = lost[0]
-            self._recover([m.rank for m in lost], first.kind, first.failed_at or now, first.detect_s, now)
+            self._steps.recover([m.rank for m in lost], first.kind, first.failed_at or now, first.detect_s, now)
 
     def _is_lost(self, message: pb.Failure, now: float) -> bool:
         """Note a failure; returns whether the rank is to be filled anew for that."""
-        record = self.ranks[message.rank]
-        if self.state in (State.FAILED, State.FINISHED) or record.pid != message.pid or record.place is Place.EMPTY:
+        record = self.job.ranks[message.rank]
+        if self.job.state in (State.FAILED, State.FINISHED) or record.pid != message.pid or record.place is Place.EMPTY:
             return False
         step = max(message.step, record.committed, 0)
         record.committed = max(record.committed, message.step)
-        self.last_failure = f"rank {record.rank}: {message.kind}: {message.evidence}"
+        self.job.last_failure = f"rank {record.rank}: {message.kind}: {message.evidence}"
         self._emit_failure(record, message.kind, message.evidence, message.detect_s, step, message.last_words)
         if message.kind == "device" and record.home:
-            self.nodes[record.home].suspect = message.evidence
+            self.job.nodes[record.home].suspect = message.evidence
         was = record.place
         record.vacate()
         if message.last_words.fatal:
-            self._fail(f"rank {record.rank}: {message.last_words.exception}: {message.last_words.message}")
+            self.job.fail(f"rank {record.rank}: {message.last_words.exception}: {message.last_words.message}")
         elif was is Place.RELEASED:
-            self._fail(f"{self.last_failure}, after its last step: its end state is lost")
-        elif not self._launched:
+            self.job.fail(f"{self.job.last_failure}, after its last step: its end state is lost")
+        elif not self.job.launched:
             return False  # found, but not taken over yet: then it will be missing
-        elif self.state is State.STARTING:
+        elif self.job.state is State.STARTING:
             self._restart(record, message, now)
         else:
-            self._failures.append(message)
+            self.job.failures.append(message)
             return not self._is_crash_loop(record, message, step)
         return False
 
@@ -230,12 +223,12 @@ class Machine(Watching, TakeOver):
         """Whether the rank has failed so often that the job ends for it."""
         cause = cause_of(message.kind, message.signal)
         count = record.crashes.count(cause, None if record.on_its_way else step)
-        if count < limit_of(cause, self.config):
+        if count < limit_of(cause, self.job.config):
             return False
         who, where = f"rank {record.rank}", f"at step {step}"
         if record.on_its_way:
             who, where = f"the replacement of rank {record.rank}", "before its first step"
-        self._fail(
+        self.job.fail(
             f"{who} failed {count} times {where} ({option_of(cause)}); "
             f"the last time: {message.kind}: {message.evidence}"
         )
@@ -243,26 +236,26 @@ class Machine(Watching, TakeOver):
 
     def on_reply(self, message: pb.Reply, now: float) -> None:
         """Workers have carried out a command, or say why they could not."""
-        if message.generation != self.generation:
+        if message.generation != self.job.generation:
             return  # perhaps to another controller, whose serial numbers were the same
         if message.outside:
-            limit = now + self.config.timeouts.outside_s
-            self.outbox.prolong(message.serial, (message.rank, *message.also), limit)
+            limit = now + self.job.config.timeouts.outside_s
+            self.job.outbox.prolong(message.serial, (message.rank, *message.also), limit)
             return
-        what, ranks = self.outbox.acknowledge(message.serial, (message.rank, *message.also))
+        what, ranks = self.job.outbox.acknowledge(message.serial, (message.rank, *message.also))
         if not ranks:
             return
         if message.error_type:
-            self._refused(self.ranks[ranks[0]], what, message, now)
+            self._refused(self.job.ranks[ranks[0]], what, message, now)
             return
-        self._carried_out([self.ranks[rank] for rank in ranks], what, message)
-        self._advance(now)
+        self._carried_out([self.job.ranks[rank] for rank in ranks], what, message)
+        self._steps.advance(now)
 
     def _refused(self, record: RankRecord, what: str, message: pb.Reply, now: float) -> None:
         why = f"{message.error_type}: {message.error}"
-        self._emit(ev.Notice(generation=self.generation, rank=record.rank, kind=f"{what}_failed", text=why))
+        self.job.emit(ev.Notice(generation=self.job.generation, rank=record.rank, kind=f"{what}_failed", text=why))
         if message.fatal:
-            self._fail(f"rank {record.rank}: {why}")
+            self.job.fail(f"rank {record.rank}: {why}")
         else:
             self._command_failed(record, what, why, now)
 
@@ -281,9 +274,9 @@ class Machine(Watching, TakeOver):
                 record.take_inventory(message.live_version, message.held)
                 record.late = frozenset(message.late)
                 record.capsules = ()  # as its page was when it started; the process knows what is in it now
-        elif what == "restore" and self._round is not None:
+        elif what == "restore" and self.job.round is not None:
             for record in records:
-                self._round.report(record.rank, message)
+                self.job.round.report(record.rank, message)
         elif what == "resume":
             for record in records:
                 record.place, record.on_its_way = Place.RUNNING, False
@@ -291,86 +284,89 @@ class Machine(Watching, TakeOver):
 
     def on_done(self, message: pb.Done, now: float) -> None:
         """A worker has taken all its steps; it is let go when every rank has."""
-        record = self.ranks[message.rank]
-        if message.generation != self.generation or record.place is Place.EMPTY:
+        record = self.job.ranks[message.rank]
+        if message.generation != self.job.generation or record.place is Place.EMPTY:
             return
         record.place, record.committed = Place.DONE, message.version
-        self._confirm(now)
+        self._steps.confirm(now)
 
     def on_exited(self, message: pb.Exited, now: float) -> None:
         """A process ended with code 0."""
-        record = self.ranks[message.rank]
-        if record.pid != message.pid or self.state in (State.FAILED, State.FINISHED):
+        record = self.job.ranks[message.rank]
+        if record.pid != message.pid or self.job.state in (State.FAILED, State.FINISHED):
             return
         finished = record.place in (Place.RELEASED, Place.DONE) or (
-            self.state is State.STARTING and record.place in (Place.STARTING, Place.FINISHED)
+            self.job.state is State.STARTING and record.place in (Place.STARTING, Place.FINISHED)
         )
         if not finished:
             evidence = "the process ended with code 0 in the middle of the training"
             self.on_failure(self._found(record, "exit", evidence, now), now)
             return
         record.place = Place.FINISHED
-        if self._all(Place.FINISHED) and self.state is State.STARTING and not self._unprotected:
-            text = f"the script has ended without a protected step: {_HOW_TO_PROTECT}"
-            self._emit(ev.Notice(generation=self.generation, kind="unprotected", text=text))
-        self._finish_if_all_have(now)
+        if self.job.all_in(Place.FINISHED) and self.job.state is State.STARTING and not self.job.unprotected:
+            text = f"the script has ended without a protected step: {HOW_TO_PROTECT}"
+            self.job.emit(ev.Notice(generation=self.job.generation, kind="unprotected", text=text))
+        self._steps.finish_if_all_have(now)
 
     @property
     def wants_every_heartbeat(self) -> bool:
         """Whether something waits for the next committed step; else the ranks' health is for those who look."""
-        first_steps = self.ranks[0].committed <= self._start_version + 1
-        return self.state is State.RUNNING and (self.recovery is not None or first_steps)
+        first_steps = self.job.ranks[0].committed <= self.job.start_version + 1
+        return self.job.state is State.RUNNING and (self.job.recovery is not None or first_steps)
 
     def on_heartbeat(self, message: pb.Heartbeat, now: float) -> None:
         """What the ranks of one node are doing. A datagram may be older than what has come on the stream meanwhile, or
         newer: what a rank has committed counts if it is of this generation."""
-        counts = (Place.RUNNING, Place.RECOVERING) if message.generation == self.generation else ()
+        counts = (Place.RUNNING, Place.RECOVERING) if message.generation == self.job.generation else ()
         for health in message.ranks:
-            record = self.ranks.get(health.rank)
+            record = self.job.ranks.get(health.rank)
             if record is None or record.pid != health.pid:
                 continue
             record.heard(health, now)
             if record.place in counts:
                 record.committed = max(record.committed, health.committed)
-        self._confirm(now)
+        self._steps.confirm(now)
 
     def on_checkpoint(self, version: int, path: str) -> None:
         """A complete checkpoint exists. Every agent keeps that in mind for the controller that may come after this
         one: the node that has published it may be lost together with this controller's."""
-        newest = self.checkpoint is None or version >= self.checkpoint[0]
-        if newest and self.checkpoint != (version, path):
-            self.checkpoint = (version, path)
-            if self._launched:
-                self._command(AGENT, self.saved())
+        newest = self.job.checkpoint is None or version >= self.job.checkpoint[0]
+        if newest and self.job.checkpoint != (version, path):
+            self.job.checkpoint = (version, path)
+            if self.job.launched:
+                self.job.command(AGENT, self.job.saved())
 
     def _hear_of_checkpoint(self, node: NodeRecord, saved: pb.CheckpointSaved) -> None:
         """An agent that has come remembers one: of this job, if this controller is about to take that over."""
-        if self._launched:
-            self.outbox.send(node.name, self.saved())
+        if self.job.launched:
+            self.job.outbox.send(node.name, self.job.saved())
         else:
             self.on_checkpoint(saved.version, saved.path)
 
     def on_tick(self, now: float) -> None:
         """Look at the deadlines; call a few times a second."""
-        if self._retry_at is not None and now >= self._retry_at:
-            self._retry(now)
-        self._take_over_if_late(now)
-        if self._homeless_since is not None and now - self._homeless_since >= self.config.timeouts.node_wait_s:
-            self._fail(
-                f"{self.last_failure}; no node with room for ranks {self._homeless()} has come within "
-                f"{self.config.timeouts.node_wait_s:g} s"
+        if self.job.retry_at is not None and now >= self.job.retry_at:
+            self._steps.retry(now)
+        self.takeover.take_over_if_late(now)
+        if (
+            self.job.homeless_since is not None
+            and now - self.job.homeless_since >= self.job.config.timeouts.node_wait_s
+        ):
+            self.job.fail(
+                f"{self.job.last_failure}; no node with room for ranks {self._staffing.homeless()} has come within "
+                f"{self.job.config.timeouts.node_wait_s:g} s"
             )
-        late = {rank: what for what, rank in self.outbox.expired(now)}
-        if late and self.state not in (State.FINISHED, State.FAILED):
+        late = {rank: what for what, rank in self.job.outbox.expired(now)}
+        if late and self.job.state not in (State.FINISHED, State.FAILED):
             self._are_late(late, now)
-        found = self._find_hung(now)
+        found = self.watch.find_hung(now)
         if found is not None:
             self._on_failures([self._hung(rank, evidence, now) for rank, evidence in victims_of(found)], now)
-            if found.kind is Kind.UNLIKE and self.recovery is not None:
-                self._void(self.recovery, found.text)
+            if found.kind is Kind.UNLIKE and self.job.recovery is not None:
+                self._void(self.job.recovery, found.text)
             elif found.kind in (Kind.STUCK, Kind.UNLIKE):
                 self._all_again(found.text, now)
-        self._report_stragglers(now)
+        self.watch.report_stragglers(now)
 
     def _are_late(self, late: Mapping[int, str], now: float) -> None:
         """These ranks, each with what it was asked, have missed a deadline: all of them are victims, of one recovery.
@@ -378,46 +374,33 @@ class Machine(Watching, TakeOver):
         Where nobody at all has answered, it may not be the ranks' fault, and to replace all of them would lose
         everything: they are asked once more.
         """
-        empty = sorted(rank for rank in late if self.ranks[rank].place is Place.EMPTY)
-        survivors = {r.rank for r in self._survivors()}
+        empty = sorted(rank for rank in late if self.job.ranks[rank].place is Place.EMPTY)
+        survivors = {r.rank for r in self._steps.survivors()}
         if empty:
-            self._fail(f"{ranks_text(empty)} could not be filled again within the deadline")
-        elif self.state is State.STARTING and not self.places[Place.JOINED]:
-            self._let_run_unprotected()
-        elif survivors and survivors <= late.keys() and not self._asked_again:
-            self._asked_again = True
-            self.last_failure = f"no rank has answered {late[min(survivors)]!r} within its deadline"
-            self._emit(ev.Notice(generation=self.generation, kind="all_asked_again", text=self.last_failure))
-            self._recover([], "unresponsive", now, 0.0, now)
+            self.job.fail(f"{ranks_text(empty)} could not be filled again within the deadline")
+        elif self.job.state is State.STARTING and not self.job.places[Place.JOINED]:
+            self._starting.let_run_unprotected()
+        elif survivors and survivors <= late.keys() and not self.job.asked_again:
+            self.job.asked_again = True
+            self.job.last_failure = f"no rank has answered {late[min(survivors)]!r} within its deadline"
+            self.job.emit(ev.Notice(generation=self.job.generation, kind="all_asked_again", text=self.job.last_failure))
+            self._steps.recover([], "unresponsive", now, 0.0, now)
         else:
             asked = sorted(late.items())
             why = "no answer to {!r} within its deadline"
             self._on_failures(
-                [self._found(self.ranks[r], "unresponsive", why.format(what), now) for r, what in asked], now
+                [self._found(self.job.ranks[r], "unresponsive", why.format(what), now) for r, what in asked], now
             )
-
-    def _let_run_unprotected(self) -> None:
-        """No rank has come to a protected step in all the time for it. It looks as if none ever will, and what runs
-        may be hours of training."""
-        self._unprotected = True
-        self._emit(
-            ev.Notice(
-                generation=self.generation,
-                kind="unprotected",
-                text=f"no rank has come to a protected step within {self.config.timeouts.startup_s:g} s "
-                f"(timeouts.startup_s), so the script runs on without recovery, as under torchrun: {_HOW_TO_PROTECT}",
-            )
-        )
 
     def _hung(self, rank: int, evidence: str, now: float) -> pb.Failure:
-        record = self.ranks[rank]
+        record = self.job.ranks[rank]
         return self._found(record, "hang", evidence, now, late_s=record.progress_age_s + now - record.heard_at)
 
     def _void(self, recovery: Recovery, text: str) -> None:
         """The ranks do not run the same code since they have gone on. What decides on it is in the memory of some and
         was not brought to the others, so no further attempt would be right, even one that went through."""
         who = f" of {ranks_text(recovery.victims)}" if recovery.victims else ""
-        self._fail(
+        self.job.fail(
             f"the recovery{who} is void, at step {recovery.resume_step}: {text}. The script, or a framework, decides "
             "on its collectives by state that is not registered, so the ranks have come apart. Register it, or start "
             "the job again from its last checkpoint; docs/limits.md says what is brought back"
@@ -425,77 +408,27 @@ class Machine(Watching, TakeOver):
 
     def _all_again(self, why: str, now: float) -> None:
         """Nobody is to blame: no rank is replaced, but all groups are formed anew, and the step runs again."""
-        self.last_failure, step = why, max(r.committed for r in self.ranks.values())
-        self._stuck_at = {step: self._stuck_at.get(step, 0) + 1}
-        if self._stuck_at[step] >= self.config.max_failures_per_step:
-            self._fail(f"{why}; so it was {self._stuck_at[step]} times at step {step} (max_failures_per_step)")
+        self.job.last_failure, step = why, max(r.committed for r in self.job.ranks.values())
+        self.job.stuck_at = {step: self.job.stuck_at.get(step, 0) + 1}
+        if self.job.stuck_at[step] >= self.job.config.max_failures_per_step:
+            self.job.fail(f"{why}; so it was {self.job.stuck_at[step]} times at step {step} (max_failures_per_step)")
         else:
-            self._recover([], "standstill", now, 0.0, now)
+            self._steps.recover([], "standstill", now, 0.0, now)
 
     def on_stop_request(self, reason: str) -> None:
         """The user or the scheduler wants the job to end."""
-        if self.state not in (State.FINISHED, State.FAILED):
-            self._fail(reason)
-
-    def _await_the_others(self, now: float) -> None:
-        """A first rank has come to a protected step after all; the others have as long for it once more."""
-        if self.places[Place.JOINED] == 1:
-            for record in self.ranks.values():
-                if record.place is Place.STARTING:
-                    self.outbox.expect(record.rank, "replace", now + self.config.timeouts.startup_s)
-
-    def _try_start(self, now: float) -> None:
-        """STARTING is over when every rank has come to its first step."""
-        if not self._all(Place.JOINED):
-            return
-        self._unprotected = False
-        uneven = unequal_steps(self.ranks.values())
-        if uneven:
-            self._fail(uneven)
-            return
-        wrong = unequal_claims(self.ranks.values())
-        if wrong:
-            self._fail(
-                "state registered as replicated is not equal on all ranks at the start: "
-                + "; ".join(wrong[:5])
-                + ". Initialise it alike (DDP broadcasts it) before registering it."
-            )
-            return
-        self._emit(
-            ev.JobStarted(generation=self.generation, world_size=len(self.ranks), seconds=now - self._started_at)
-        )
-        if self.config.resume and self.checkpoint is not None:
-            version, self._restore_from = self.checkpoint
-            self._start_version = version
-            self._round = RestoreRound.from_checkpoint(version, self.ranks)
-            self._to(State.RESTORING)
-            self._send_restore(now)
-        else:
-            self._to(State.RUNNING)
-            self._send_resume(0, now)
+        if self.job.state not in (State.FINISHED, State.FAILED):
+            self.job.fail(reason)
 
     def _restart(self, failed: RankRecord, message: pb.Failure, now: float) -> None:
         """A failure before the first step: nothing is lost yet, so everything starts again, unless it is the script."""
         if message.kind == "exception":
             words = message.last_words
-            self._fail(
+            self.job.fail(
                 f"rank {failed.rank} raised {words.exception} before its first step: {words.message}\n{words.traceback}"
             )
         else:
-            self._start_again(f"{self.last_failure}, before the first step", now)
-
-    def _recover(self, victims: list[int], kind: str, failed_at: float, detect_s: float, now: float) -> None:
-        """Ranks have lost their processes: replace these, and bring everybody back to one consistent version."""
-        joins = self._joins(victims)
-        if self.recovery is None:
-            self.recovery = Recovery(self.generation, failed_at, detect_s)
-        self.recovery.cause = self.recovery.cause or kind
-        for victim in victims:
-            self.recovery.add_victim(victim, kind, self.generation + (not joins))
-        if joins:
-            self._join_recovery(kind, now, victims)
-        else:
-            self._enter_recovery(kind, now, victims)
+            self._starting.start_again(f"{self.job.last_failure}, before the first step", now)
 
     def _emit_failure(
         self,
@@ -507,9 +440,9 @@ class Machine(Watching, TakeOver):
         words: pb.LastWords | None = None,
     ) -> None:
         words = words or pb.LastWords()
-        self._emit(
+        self.job.emit(
             ev.FailureDetected(
-                generation=self.generation,
+                generation=self.job.generation,
                 rank=record.rank,
                 kind=kind,
                 evidence=evidence,
@@ -524,9 +457,9 @@ class Machine(Watching, TakeOver):
     def _command_failed(self, record: RankRecord, what: str, error: str, now: float) -> None:
         """A rank could not regroup or restore. Mostly its peer has just died, which is about to be reported; if
         nothing is reported within a second, everybody tries again in the next generation."""
-        if what in ("regroup", "restore") and self.state in RECOVERY_STATES:
-            if self._retry_at is None:
-                self._retry_at = now + _RETRY_AFTER_S
+        if what in ("regroup", "restore") and self.job.state in RECOVERY_STATES:
+            if self.job.retry_at is None:
+                self.job.retry_at = now + _RETRY_AFTER_S
             return
         self.on_failure(self._found(record, "command", f"{what}: {error}", now), now)
 
@@ -535,7 +468,7 @@ class Machine(Watching, TakeOver):
         return pb.Failure(
             rank=record.rank,
             pid=record.pid,
-            generation=self.generation,
+            generation=self.job.generation,
             kind=kind,
             evidence=evidence,
             detect_s=late_s,

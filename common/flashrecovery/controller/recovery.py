@@ -8,12 +8,15 @@ RESTORING, VERIFYING, and back to RUNNING. Each function here belongs to one of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from flashrecovery import events as ev
 from flashrecovery.controller.evacuate import Evacuation
-from flashrecovery.controller.records import THROUGH, Place, RankRecord
-from flashrecovery.controller.restore import Decision, decide
+from flashrecovery.controller.history import Recovery
+from flashrecovery.controller.job_state import JobState
+from flashrecovery.controller.records import THROUGH, Place, RankRecord, unequal_claims, unequal_steps
+from flashrecovery.controller.restore import Decision, RestoreRound, decide
+from flashrecovery.controller.staffing import Staffing
+from flashrecovery.controller.starting import Starting
 from flashrecovery.controller.states import State
 from flashrecovery.errors import JobFailedError
 from flashrecovery.plan import NoSourceError
@@ -23,25 +26,75 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 _MAX_RETRIES = 3
 
 
-@dataclass
-class RecoverySteps(Evacuation):
+class RecoverySteps:
     """Transitions between the states of a recovery."""
 
-    def _enter_recovery(self, cause: str, now: float, victims: Sequence[int] = ()) -> None:
+    def __init__(self, job: JobState, staffing: Staffing, evacuation: Evacuation, starting: Starting) -> None:
+        self._job = job
+        self._staffing = staffing
+        self._evacuation = evacuation
+        self._starting = starting
+
+    def begin(self, now: float) -> None:
+        """STARTING is over when every rank has come to its first step."""
+        if not self._job.all_in(Place.JOINED):
+            return
+        self._job.unprotected = False
+        uneven = unequal_steps(self._job.ranks.values())
+        if uneven:
+            self._job.fail(uneven)
+            return
+        wrong = unequal_claims(self._job.ranks.values())
+        if wrong:
+            self._job.fail(
+                "state registered as replicated is not equal on all ranks at the start: "
+                + "; ".join(wrong[:5])
+                + ". Initialise it alike (DDP broadcasts it) before registering it."
+            )
+            return
+        self._job.emit(
+            ev.JobStarted(
+                generation=self._job.generation, world_size=len(self._job.ranks), seconds=now - self._job.started_at
+            )
+        )
+        if self._job.config.resume and self._job.checkpoint is not None:
+            version, self._job.restore_from = self._job.checkpoint
+            self._job.start_version = version
+            self._job.round = RestoreRound.from_checkpoint(version, self._job.ranks)
+            self._job.to(State.RESTORING)
+            self.send_restore(now)
+        else:
+            self._job.to(State.RUNNING)
+            self.send_resume(0, now)
+
+    def recover(self, victims: list[int], kind: str, failed_at: float, detect_s: float, now: float) -> None:
+        """Ranks have lost their processes: replace these, and bring everybody back to one consistent version."""
+        joins = self._joins(victims)
+        if self._job.recovery is None:
+            self._job.recovery = Recovery(self._job.generation, failed_at, detect_s)
+        self._job.recovery.cause = self._job.recovery.cause or kind
+        for victim in victims:
+            self._job.recovery.add_victim(victim, kind, self._job.generation + (not joins))
+        if joins:
+            self._join_recovery(kind, now, victims)
+        else:
+            self.enter(kind, now, victims)
+
+    def enter(self, cause: str, now: float, victims: Sequence[int] = ()) -> None:
         """Enter QUIESCING with the next generation; also from the middle of a recovery."""
-        self.generation += 1
-        victims = [*victims, *(rank for rank in self._stranded() if rank not in victims)]
+        self._job.generation += 1
+        victims = [*victims, *(rank for rank in self._staffing.stranded() if rank not in victims)]
         # replacements that are still on their way keep their deadline; every other command is void
-        self.outbox.keep(lambda what, rank: what == "replace" and rank not in victims)
-        self._round, self._restore_from, self._retry_at = None, "", None
-        self._to(State.QUIESCING, now)
-        of_all = self.recovery.victims if self.recovery is not None else []
-        self._emit(ev.RecoveryStarted(generation=self.generation, victims=list(of_all), cause=cause))
-        limit = self.config.timeouts
-        survivors = self._survivors()
+        self._job.outbox.keep(lambda what, rank: what == "replace" and rank not in victims)
+        self._job.round, self._job.restore_from, self._job.retry_at = None, "", None
+        self._job.to(State.QUIESCING, now)
+        of_all = self._job.recovery.victims if self._job.recovery is not None else []
+        self._job.emit(ev.RecoveryStarted(generation=self._job.generation, victims=list(of_all), cause=cause))
+        limit = self._job.config.timeouts
+        survivors = self.survivors()
         for record in survivors:
             record.place = Place.STOPPING
-        self._command_all(survivors, pb.Command(hold=pb.Hold()), now + limit.stop_ack_s, "hold")
+        self._job.command_all(survivors, pb.Command(hold=pb.Hold()), now + limit.stop_ack_s, "hold")
         self._replace(victims, now)
 
     def _joins(self, victims: Sequence[int]) -> bool:
@@ -51,63 +104,58 @@ class RecoverySteps(Evacuation):
         what it has reported stays true whoever else dies. From then on the plan counts on everybody. And a rank that
         has been filled in this generation must not be filled in it again: its two processes could not be told apart.
         """
-        if self.state not in (State.QUIESCING, State.REPLACING) or self.recovery is None or not victims:
+        if self._job.state not in (State.QUIESCING, State.REPLACING) or self._job.recovery is None or not victims:
             return False
-        return all(self.ranks[rank].filled != self.generation for rank in (*victims, *self._stranded()))
+        return all(
+            self._job.ranks[rank].filled != self._job.generation for rank in (*victims, *self._staffing.stranded())
+        )
 
     def _join_recovery(self, cause: str, now: float, victims: Sequence[int]) -> None:
         """These, too, have lost their processes."""
-        victims = [*victims, *(rank for rank in self._stranded() if rank not in victims)]
-        self.outbox.keep(lambda _, rank: rank not in victims)
-        of_all = self.recovery.victims if self.recovery is not None else []
-        self._emit(ev.RecoveryStarted(generation=self.generation, victims=list(of_all), cause=cause))
+        victims = [*victims, *(rank for rank in self._staffing.stranded() if rank not in victims)]
+        self._job.outbox.keep(lambda _, rank: rank not in victims)
+        of_all = self._job.recovery.victims if self._job.recovery is not None else []
+        self._job.emit(ev.RecoveryStarted(generation=self._job.generation, victims=list(of_all), cause=cause))
         self._replace(victims, now)
 
     def _replace(self, victims: Sequence[int], now: float) -> None:
         """Fill these ranks anew, and go on if there is somebody to go on from."""
         for victim in victims:
-            if self.ranks[victim].home:
-                self.ranks[victim].vacate()
-                self._fill(self.ranks[victim], now, detached=True, reason=self.last_failure)
-        if not self._survivors() and self.checkpoint is None:
-            why = f"no survivor holds any state and there is no checkpoint; the last failure: {self.last_failure}"
+            if self._job.ranks[victim].home:
+                self._job.ranks[victim].vacate()
+                self._staffing.fill(self._job.ranks[victim], now, detached=True, reason=self._job.last_failure)
+        if not self.survivors() and self._job.checkpoint is None:
+            why = f"no survivor holds any state and there is no checkpoint; the last failure: {self._job.last_failure}"
             self._nothing_to_go_on_from(why, now)
         else:
-            self._advance(now)
+            self.advance(now)
 
-    def _survivors(self) -> list[RankRecord]:
+    def survivors(self) -> list[RankRecord]:
         """The ranks whose processes were in their loop."""
-        return [r for r in self.ranks.values() if r.place not in (Place.EMPTY, Place.STARTING, Place.JOINED)]
+        return [r for r in self._job.ranks.values() if r.place not in (Place.EMPTY, Place.STARTING, Place.JOINED)]
 
-    def _stranded(self) -> list[int]:
-        """Ranks whose replacement is on its way, but was told to use a TCPStore that is lost with its node, and would
-        wait for it in vain."""
-        living = {node.store for node in self.nodes.values() if node.alive}
-        waiting = (r for r in self.ranks.values() if r.home and r.place in (Place.EMPTY, Place.STARTING))
-        return [r.rank for r in waiting if r.store not in living]
-
-    def _advance(self, now: float) -> None:
+    def advance(self, now: float) -> None:
         """Move on from the current recovery state if all that it waits for is there."""
-        if self.state is State.QUIESCING:
-            if self.places[Place.STOPPING]:
+        if self._job.state is State.QUIESCING:
+            if self._job.places[Place.STOPPING]:
                 self._stop_survivors(now)
                 return
-            self._to(State.REPLACING, now)
-            self._evacuate(now)
-        if self.state is State.REPLACING and self._all(Place.STOPPED, Place.JOINED):
+            self._job.to(State.REPLACING, now)
+            self._evacuation.evacuate(now)
+        if self._job.state is State.REPLACING and self._job.all_in(Place.STOPPED, Place.JOINED):
             self._decide(now)
             return
-        if self._retry_at is not None:
+        if self._job.retry_at is not None:
             return
-        if self.state is State.REGROUPING and not self.outbox.waits_for("regroup"):
-            self._to(State.RESTORING, now)
-            self._send_restore(now)
-        if self.state is State.RESTORING and not self.outbox.pending:
-            self._to(State.VERIFYING, now)
+        if self._job.state is State.REGROUPING and not self._job.outbox.waits_for("regroup"):
+            self._job.to(State.RESTORING, now)
+            self.send_restore(now)
+        if self._job.state is State.RESTORING and not self._job.outbox.pending:
+            self._job.to(State.VERIFYING, now)
             self._verify(now)
-        elif self.state is State.VERIFYING and not self.outbox.pending:
-            self._to(State.RUNNING, now)
-            self._confirm(now)
+        elif self._job.state is State.VERIFYING and not self._job.outbox.pending:
+            self._job.to(State.RUNNING, now)
+            self.confirm(now)
 
     def _stop_survivors(self, now: float) -> None:
         """Once every survivor is held: first those that may finish their step stop, then the others.
@@ -116,217 +164,199 @@ class RecoverySteps(Evacuation):
         the dead rank still had to send them something; where that matters, a barrier comes before the mutation). The
         others wait meanwhile, because closing their connections could cut off what they had sent.
         """
-        if self.outbox.waits_for("hold") or self.outbox.waits_for("stop"):
+        if self._job.outbox.waits_for("hold") or self._job.outbox.waits_for("stop"):
             return
-        limit = self.config.timeouts
-        known = [r for r in self.ranks.values() if r.place in (Place.STOPPING, Place.STOPPED)]
+        limit = self._job.config.timeouts
+        known = [r for r in self._job.ranks.values() if r.place in (Place.STOPPING, Place.STOPPED)]
         newest = max((at.version + at.mutating for at in (r.held_at for r in known) if at.settled), default=-1)
         held = [r for r in known if r.place is Place.STOPPING]
         behind = [r for r in held if r.held_at.settled and (r.held_at.mutating or r.held_at.version < newest)]
         chosen = behind or held
         for settled in (True, False):
             stop = pb.Stop(
-                reason=self.last_failure,
+                reason=self._job.last_failure,
                 mutation_grace_s=limit.mutation_grace_s,
                 finish_to=newest if settled else -1,
-                needs_known=self._needs_known,
+                needs_known=self._job.needs_known,
             )
             told = [r for r in chosen if r.held_at.settled is settled]
             deadline = now + limit.mutation_grace_s + limit.stop_ack_s
-            self._command_all(told, pb.Command(stop=stop), deadline, "stop")
+            self._job.command_all(told, pb.Command(stop=stop), deadline, "stop")
 
     def _decide(self, now: float) -> None:
         """Everybody is quiet: which version, from whom?"""
-        self._needs_known = self.generation
+        self._job.needs_known = self._job.generation
         try:
-            decision = decide(self.ranks, self.checkpoint)
+            decision = decide(self._job.ranks, self._job.checkpoint)
         except JobFailedError as e:
             self._nothing_to_go_on_from(str(e), now)
             return
         self._adopt(decision, now)
-        self._to(State.REGROUPING, now)
-        stores = self._stores()
-        limit = self.config.timeouts.regroup_s
-        for record in self.ranks.values():
+        self._job.to(State.REGROUPING, now)
+        stores = self._staffing.stores()
+        limit = self._job.config.timeouts.regroup_s
+        for record in self._job.ranks.values():
             record.place = Place.RECOVERING
         command = pb.Command(regroup=pb.Regroup(stores=stores, deadline_s=limit))
-        self._command_all(self.ranks.values(), command, now + 2 * limit, "regroup")
+        self._job.command_all(self._job.ranks.values(), command, now + 2 * limit, "regroup")
         if not decision.checkpoint:
             self._restore_idle(now + 2 * limit)
 
     def _adopt(self, decision: Decision, now: float) -> None:
-        self._round, self._restore_from = decision.round, decision.checkpoint
+        self._job.round, self._job.restore_from = decision.round, decision.checkpoint
         version, reason = decision.round.version, decision.round.reason
         if decision.checkpoint:
-            self._to(State.FALLBACK, now)
-            self._emit(
-                ev.FallbackStarted(generation=self.generation, version=version, path=decision.checkpoint, reason=reason)
+            self._job.to(State.FALLBACK, now)
+            self._job.emit(
+                ev.FallbackStarted(
+                    generation=self._job.generation, version=version, path=decision.checkpoint, reason=reason
+                )
             )
-        if self.recovery is not None:
-            self.recovery.resume_step, self.recovery.reason = version, reason
-            self._tell_of_cut_short(self.recovery.victims, version)
+        if self._job.recovery is not None:
+            self._job.recovery.resume_step, self._job.recovery.reason = version, reason
+            self._tell_of_cut_short(self._job.recovery.victims, version)
 
     def _tell_of_cut_short(self, victims: Sequence[int], version: int) -> None:
         """Ranks that had committed ``version``, and died before they came to its hand-out: nobody can tell what their
         script had still to do there. It is not silently left out."""
-        for record in (self.ranks[rank] for rank in victims):
+        for record in (self._job.ranks[rank] for rank in victims):
             if record.committed >= version and version in record.early and version in record.capsules:
                 text = (
                     f"rank {record.rank} died between the block of step {version - 1} and the next one; what only this "
                     "rank does there (an evaluation, say) is not done again, and random numbers that it has drawn "
                     "there are drawn once more"
                 )
-                self._emit(ev.Notice(generation=self.generation, rank=record.rank, kind="below_cut_short", text=text))
+                self._job.emit(
+                    ev.Notice(generation=self._job.generation, rank=record.rank, kind="below_cut_short", text=text)
+                )
 
     def _restore_idle(self, regrouped_by: float) -> None:
         """Whoever has nothing to transfer goes on from its own state as soon as it has regrouped: mostly all ranks but
         a few, which saves a message to each of them and its answer."""
-        assert self._round is not None
-        busy, limit = self._round.busy, self.config.timeouts.restore_s
-        idle = [self.ranks[rank] for rank in self._round.ranks if rank not in busy]
-        command = pb.Command(restore=self._round.command(None, "", limit))
-        self._command_all(idle, command, regrouped_by + 1.5 * limit, "restore")
+        assert self._job.round is not None
+        busy, limit = self._job.round.busy, self._job.config.timeouts.restore_s
+        idle = [self._job.ranks[rank] for rank in self._job.round.ranks if rank not in busy]
+        command = pb.Command(restore=self._job.round.command(None, "", limit))
+        self._job.command_all(idle, command, regrouped_by + 1.5 * limit, "restore")
 
-    def _send_restore(self, now: float) -> None:
+    def send_restore(self, now: float) -> None:
         """The transfers; from a checkpoint, every rank reads its own part."""
-        assert self._round is not None
-        limit = self.config.timeouts.restore_s
-        if self._restore_from:
-            command = pb.Command(restore=self._round.command(None, self._restore_from, limit))
-            self._command_all(self.ranks.values(), command, now + 1.5 * limit, "restore")
-        for rank in self._round.busy:
-            command = pb.Command(restore=self._round.command(rank, "", limit))
-            self._command(rank, command, now + 1.5 * limit, "restore")
+        assert self._job.round is not None
+        limit = self._job.config.timeouts.restore_s
+        if self._job.restore_from:
+            command = pb.Command(restore=self._job.round.command(None, self._job.restore_from, limit))
+            self._job.command_all(self._job.ranks.values(), command, now + 1.5 * limit, "restore")
+        for rank in self._job.round.busy:
+            command = pb.Command(restore=self._job.round.command(rank, "", limit))
+            self._job.command(rank, command, now + 1.5 * limit, "restore")
 
     def _verify(self, now: float) -> None:
         """Every restored shard must have its source's digest; if not, it is taken from the next source."""
-        assert self._round is not None
-        wrong = self._round.mismatches() if self.config.verify else []
+        assert self._job.round is not None
+        wrong = self._job.round.mismatches() if self._job.config.verify else []
         if not wrong:
-            if self.recovery is not None:
-                self.recovery.add_round(self._round)
-            self._send_resume(self._round.version, now)
+            if self._job.recovery is not None:
+                self._job.recovery.add_round(self._job.round)
+            self.send_resume(self._job.round.version, now)
             return
         for shard, source in wrong:
-            self._emit(
+            self._job.emit(
                 ev.Notice(
-                    generation=self.generation,
+                    generation=self._job.generation,
                     rank=source,
                     kind="digest_mismatch",
                     text=f"shard {shard!r} from rank {source} did not arrive with its digest; the next source is used",
                 )
             )
         try:
-            self._round = self._round.retry(wrong)
+            self._job.round = self._job.round.retry(wrong)
         except NoSourceError as e:
-            if self.checkpoint is None:
-                self._fail(f"{e}; and there is no checkpoint")
+            if self._job.checkpoint is None:
+                self._job.fail(f"{e}; and there is no checkpoint")
                 return
-            self._adopt(Decision.from_checkpoint(self.checkpoint, self.ranks, str(e)), now)
-        self._to(State.RESTORING, now)
-        self._send_restore(now)
+            self._adopt(Decision.from_checkpoint(self._job.checkpoint, self._job.ranks, str(e)), now)
+        self._job.to(State.RESTORING, now)
+        self.send_restore(now)
 
-    def _send_resume(self, version: int, now: float) -> None:
-        limit = self.config.timeouts.resume_ack_s
-        self._confirmed = 0
-        for record in self.ranks.values():
+    def send_resume(self, version: int, now: float) -> None:
+        limit = self._job.config.timeouts.resume_ack_s
+        self._job.confirmed = 0
+        for record in self._job.ranks.values():
             record.committed = version
-            if self.state is State.RUNNING:
+            if self._job.state is State.RUNNING:
                 record.place = Place.RUNNING
-        self._command_all(self.ranks.values(), pb.Command(resume=pb.Resume(version=version)), now + limit, "resume")
+        self._job.command_all(
+            self._job.ranks.values(), pb.Command(resume=pb.Resume(version=version)), now + limit, "resume"
+        )
 
-    def _confirm(self, now: float) -> None:
+    def confirm(self, now: float) -> None:
         """A recovery is over when every rank has committed one more real step (or has no step left); so is the job."""
-        if self.state is not State.RUNNING:
+        if self._job.state is not State.RUNNING:
             return
-        recovery = self.recovery
+        recovery = self._job.recovery
         if recovery is not None and self._all_have_gone_on(recovery.resume_step):
             recovery.finish(now)
             self._recovered()
-            self.history.append(recovery)
-            self.recovery = None
-            self._emit(recovery.finished_event(self.generation))
-        if self.places[Place.DONE] and self._all(*THROUGH):
-            for r in self.ranks.values():
+            self._job.history.append(recovery)
+            self._job.recovery = None
+            self._job.emit(recovery.finished_event(self._job.generation))
+        if self._job.places[Place.DONE] and self._job.all_in(*THROUGH):
+            for r in self._job.ranks.values():
                 if r.place is Place.DONE:
                     r.place = Place.RELEASED
-                    self._command(r.rank, pb.Command(release=pb.Release()))
+                    self._job.command(r.rank, pb.Command(release=pb.Release()))
 
-    def _finish_if_all_have(self, now: float) -> None:
+    def finish_if_all_have(self, now: float) -> None:
         """The job has ended well once every rank's process has."""
-        if self._all(Place.FINISHED):
-            self._to(State.FINISHED)
-            self._emit(ev.JobFinished(generation=self.generation, exit_code=0, seconds=now - self._started_at))
+        if self._job.all_in(Place.FINISHED):
+            self._job.to(State.FINISHED)
+            self._job.emit(
+                ev.JobFinished(generation=self._job.generation, exit_code=0, seconds=now - self._job.started_at)
+            )
 
     def _recovered(self) -> None:
         """What counts within one recovery begins anew with the next one."""
-        self._retries, self._asked_again = 0, False
-        self._failures.clear()
-        for record in self.ranks.values():
+        self._job.retries, self._job.asked_again = 0, False
+        self._job.failures.clear()
+        for record in self._job.ranks.values():
             record.crashes.arrived()
 
     def _all_have_gone_on(self, resume_step: int) -> bool:
         """Whether every rank has committed a step after ``resume_step`` or has none left. Who has, has for good; so
         each rank is asked about only until then, however many heartbeats come."""
-        while self._confirmed < len(self.ranks):
-            record = self.ranks[self._confirmed]
+        while self._job.confirmed < len(self._job.ranks):
+            record = self._job.ranks[self._job.confirmed]
             if record.place not in THROUGH and record.committed <= resume_step:
                 return False
-            self._confirmed += 1
+            self._job.confirmed += 1
         return True
 
-    def _retry(self, now: float) -> None:
-        self._retries += 1
-        if self._retries > _MAX_RETRIES:
-            self._fail(f"regrouping or restoring failed {self._retries} times in a row; see the events")
+    def retry(self, now: float) -> None:
+        self._job.retries += 1
+        if self._job.retries > _MAX_RETRIES:
+            self._job.fail(f"regrouping or restoring failed {self._job.retries} times in a row; see the events")
         else:
-            self._enter_recovery("retry", now)
+            self.enter("retry", now)
 
     def _nothing_to_go_on_from(self, why: str, now: float) -> None:
         """No state is left in memory, and there is no checkpoint."""
         raised = self._raised_first()
         if raised:
             why = f"{raised}\n{why}"
-        if raised and len({f.rank for f in self._failures if f.last_words.exception}) == len(self.ranks):
-            self._fail(why)  # a script that does so on all ranks will do so again
-        elif max(r.committed for r in self.ranks.values()) <= self._start_version + 1:
-            self._start_again(f"{why}; only the first step is lost", now)
+        if raised and len({f.rank for f in self._job.failures if f.last_words.exception}) == len(self._job.ranks):
+            self._job.fail(why)  # a script that does so on all ranks will do so again
+        elif max(r.committed for r in self._job.ranks.values()) <= self._job.start_version + 1:
+            self._starting.start_again(f"{why}; only the first step is lost", now)
         else:
-            self._fail(why)
+            self._job.fail(why)
 
     def _raised_first(self) -> str:
         """The script's own exception, if this recovery has begun with one; else ""."""
-        if not self._failures or not self._failures[0].last_words.exception:
+        if not self._job.failures or not self._job.failures[0].last_words.exception:
             return ""
-        if self._failures[0].last_words.communication:
+        if self._job.failures[0].last_words.communication:
             return ""
-        first = self._failures[0].last_words
-        alike = sorted({f.rank for f in self._failures if f.last_words.exception == first.exception})
-        said = f"the script raised {first.exception} on {ranks_text(alike)}, at step {self._failures[0].step}"
+        first = self._job.failures[0].last_words
+        alike = sorted({f.rank for f in self._job.failures if f.last_words.exception == first.exception})
+        said = f"the script raised {first.exception} on {ranks_text(alike)}, at step {self._job.failures[0].step}"
         return f"{said}: {first.message}\n{first.traceback}".rstrip()
-
-    def _start_again(self, why: str, now: float) -> None:
-        """Every rank from the script's first line, because no step that counts has been taken."""
-        if self._unprotected:
-            self._fail(
-                f"{why}. The script had run for longer than timeouts.startup_s without a protected step, so there is "
-                "nothing to recover it from, and it is not started from its beginning again: start it yourself, from "
-                "its own checkpoint if it has one"
-            )
-            return
-        self._restarts += 1
-        if self._restarts > self.config.max_restarts:
-            self._fail(f"{why}, {self._restarts} times (max_restarts)")
-            return
-        self._emit(ev.Notice(generation=self.generation, kind="start_again", text=why))
-        self._to(State.STARTING)
-        self.generation += 1
-        self.recovery, self._retry_at = None, None
-        self._failures.clear()
-        self.outbox.clear()
-        self._start_stores, self._needs_known = [], 0
-        for record in self.ranks.values():
-            record.vacate()
-            record.needs, record.committed = {}, -1
-            if record.home:
-                self._fill(record, now, detached=False, reason=why)

@@ -76,7 +76,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._agents = Connections()
         quorum = quorum or Quorum("")
         self._liveness = Liveness(config.timeouts, quorum.leader)
-        self._electorate = Electorate(quorum, self.machine, config.timeouts)
+        self._electorate = Electorate(quorum, self.machine.job, config.timeouts)
         self._renewal: asyncio.Task[None] | None = None
         self._tables = TablePublisher(run_dir)
         self._beats = BeatServer(access.token, self, config.timeouts.heartbeat_s)
@@ -108,7 +108,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
     def take_over(self, why: str) -> None:
         """This controller is not the job's first one, which has been lost."""
         self._record(ev.Notice(generation=0, kind="controller_elected", text=why))
-        self.machine.inherit(time.monotonic())
+        self.machine.takeover.inherit(time.monotonic())
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises ConfigError if it is in use."""
@@ -181,8 +181,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         return sum(r for r, _ in self._standbys.values()), sum(s for _, s in self._standbys.values())
 
     def _beat(self) -> pb.Command:
-        beat = pb.Beat(suspended=self._suspended, gathering=self.machine.gathering)
-        return pb.Command(generation=self.machine.generation, beat=beat)
+        beat = pb.Beat(suspended=self._suspended, gathering=self.machine.takeover.gathering)
+        return pb.Command(generation=self.machine.job.generation, beat=beat)
 
     async def Inject(self, request: pb.InjectRequest, context: Context) -> pb.InjectReply:
         """Arm or deliver a fault."""
@@ -196,17 +196,17 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._drills.arm(spec)
 
     def _inject(self, r: pb.InjectRequest) -> None:
-        generation = self.machine.generation
+        generation = self.machine.job.generation
         self._record(ev.FaultInjected(generation=generation, rank=r.rank, fault=r.fault, phase=r.phase, step=r.step))
         message = pb.Fault(fault=r.fault, phase=r.phase, step=r.step)
         command = pb.Command(generation=generation, rank=r.rank, fault=message)
-        self._agents.post(self.machine.ranks[r.rank].home, command)
+        self._agents.post(self.machine.job.ranks[r.rank].home, command)
 
     # -- beats.controller.Hearer ------------------------------------------------------------------
 
     def hears(self, node: str, now: float, echo: float) -> bool:
         """A sign of life by datagram."""
-        record = self.machine.nodes.get(node)
+        record = self.machine.job.nodes.get(node)
         if record is None or not record.alive:
             return False
         self._liveness.heard(node, now)
@@ -217,8 +217,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         """With every heartbeat where something waits for the next step; while ranks stand still anyway, seldom."""
         if self.machine.wants_every_heartbeat:
             return 0.0
-        large = len(self.machine.nodes) > _MANY_NODES
-        return _HEALTH_SELDOM_S if large and self.machine.state in RECOVERY_STATES else _HEALTH_S
+        large = len(self.machine.job.nodes) > _MANY_NODES
+        return _HEALTH_SELDOM_S if large and self.machine.job.state in RECOVERY_STATES else _HEALTH_S
 
     def health(self, node: str, heartbeat: pb.Heartbeat) -> None:
         self.machine.on_heartbeat(heartbeat, time.monotonic())
@@ -240,12 +240,12 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._tell_modules(node)
         if self._electorate.named:
             self._agents.post(node, self._electorate.command())
-        if self.machine.checkpoint is not None and not self.machine.gathering:
-            self._agents.post(node, self.machine.saved())
+        if self.machine.job.checkpoint is not None and not self.machine.takeover.gathering:
+            self._agents.post(node, self.machine.job.saved())
         # at once, because an agent that was cut off waits for it
         beat = self._beats.invite(node, connection.link)
-        beat.suspended, beat.gathering = self._suspended, self.machine.gathering
-        return pb.Command(generation=self.machine.generation, beat=beat)
+        beat.suspended, beat.gathering = self._suspended, self.machine.takeover.gathering
+        return pb.Command(generation=self.machine.job.generation, beat=beat)
 
     def deliver(self, message: pb.AgentMessage, node: str) -> None:
         """What an agent says."""
@@ -258,7 +258,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         elif body == "vouch":
             self._vouched(node, message.vouch, lease_clock())
         elif body == "started":
-            m.on_started(message.started, node, m.nodes[node].host)
+            m.on_started(message.started, node, m.job.nodes[node].host)
         elif body == "probed":
             probed = message.probed
             self._liveness.answered(node, probed.node, probed.reachable, probed.evidence)
@@ -268,10 +268,10 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                     if elector.node in self._agents.links:
                         self._agents.post(elector.node, self._electorate.command())
         elif body == "standstill":
-            m.on_standstill(node, message.standstill)
+            m.watch.on_standstill(node, message.standstill)
         elif body == "modules":
             self._modules = message.modules
-            for name in m.nodes:
+            for name in m.job.nodes:
                 self._tell_modules(name)
         elif body == "joined":
             self._checkpoints.adopt(message.joined, now)
@@ -297,25 +297,25 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             self._checkpoints.saved(saved)
             self._record(
                 ev.CheckpointSaved(
-                    generation=m.generation, version=saved.version, path=saved.path, seconds=saved.seconds
+                    generation=m.job.generation, version=saved.version, path=saved.path, seconds=saved.seconds
                 )
             )
         elif body == "standby":
             self._standbys[node] = (message.standby.ready, message.standby.starting)
             ready, starting = self._standby_counts()
-            self._record(ev.StandbyReady(generation=m.generation, ready=ready, starting=starting))
+            self._record(ev.StandbyReady(generation=m.job.generation, ready=ready, starting=starting))
         elif body == "notice":
             n = message.notice
-            self._record(ev.Notice(generation=m.generation, rank=n.rank, kind=n.kind, text=n.text))
+            self._record(ev.Notice(generation=m.job.generation, rank=n.rank, kind=n.kind, text=n.text))
             if n.kind == "health_warning":
-                m.nodes[node].suspect = n.text  # the last to get ranks of a lost node
-            elif n.kind == "undo_enabled" and self._undo_told != (m.generation, n.step):
-                self._undo_told = (m.generation, n.step)  # once, however many ranks find it out
+                m.job.nodes[node].suspect = n.text  # the last to get ranks of a lost node
+            elif n.kind == "undo_enabled" and self._undo_told != (m.job.generation, n.step):
+                self._undo_told = (m.job.generation, n.step)  # once, however many ranks find it out
                 # a rank whose steps need it cannot be brought back unless the others can go back, too
-                for rank in m.ranks:
+                for rank in m.job.ranks:
                     keep = pb.KeepUndo(reason=n.text, step=n.step)
-                    command = pb.Command(generation=m.generation, rank=rank, keep_undo=keep)
-                    self._agents.post(m.ranks[rank].home, command)
+                    command = pb.Command(generation=m.job.generation, rank=rank, keep_undo=keep)
+                    self._agents.post(m.job.ranks[rank].home, command)
 
     def echoed(self, node: str, sent_at: float) -> None:
         """The agent has received what was sent at this time."""
@@ -335,7 +335,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     def _vouched(self, observer: str, vouch: pb.Vouch, now: float) -> None:
         """A node that does not get through has asked another one to say that it lives."""
-        record = self.machine.nodes.get(vouch.node)
+        record = self.machine.job.nodes.get(vouch.node)
         heard = record is not None and record.alive and record.incarnation == vouch.incarnation and not self._suspended
         if heard:
             self._liveness.vouches(observer, vouch.node, now)
@@ -344,7 +344,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     def _tell_modules(self, node: str) -> None:
         """A spare node has no worker to learn from what its standbys should import."""
-        if self._modules is not None and self.machine.nodes[node].state is NodeState.SPARE:
+        if self._modules is not None and self.machine.job.nodes[node].state is NodeState.SPARE:
             self._agents.post(node, pb.Command(rank=AGENT, modules=self._modules))
 
     def _record(self, event: ev.Event) -> None:
@@ -384,7 +384,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._answers_left = _BEATS_A_TICK - len(told)
         connected = set(self._agents.connected()) if told else set()
         for name in told:
-            if name in connected and self.machine.nodes[name].alive:
+            if name in connected and self.machine.job.nodes[name].alive:
                 self._beat_to(name, now)
 
     def _needs_beat(self, node: str, now: float) -> bool:
@@ -398,7 +398,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             if isinstance(found, Ask):
                 probe = pb.Probe(
                     node=found.suspect,
-                    address=self.machine.nodes[found.suspect].peer,
+                    address=self.machine.job.nodes[found.suspect].peer,
                     timeout_s=NODE_PROBE * self._config.timeouts.node_probe_s,
                 )
                 self._agents.post(found.observer, pb.Command(rank=AGENT, probe=probe))
@@ -411,22 +411,22 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             else:
                 seen = f"but node {found.observer} reaches it" if found.observer else "nor is any other node"
                 text = f"node {found.node} has not been heard for {found.silent_s:.2f} s, {seen}: it keeps its ranks"
-                self._record(ev.Notice(generation=self.machine.generation, kind="node_unheard", text=text))
+                self._record(ev.Notice(generation=self.machine.job.generation, kind="node_unheard", text=text))
 
     def _spread_out(self, now: float) -> None:
         """More agents than may speak here themselves are to go through others, but not in the middle of a recovery."""
-        if self.machine.state not in (State.STARTING, State.RUNNING) or self.machine.recovery is not None:
+        if self.machine.job.state not in (State.STARTING, State.RUNNING) or self.machine.job.recovery is not None:
             return
-        for node, relay in self._relays.moves(self._agents.newest(), self.machine.nodes, now):
-            through = pb.GoThrough(node=relay, peer=self.machine.nodes[relay].peer)
+        for node, relay in self._relays.moves(self._agents.newest(), self.machine.job.nodes, now):
+            through = pb.GoThrough(node=relay, peer=self.machine.job.nodes[relay].peer)
             self._agents.post(node, pb.Command(rank=AGENT, go_through=through))
 
     def _announce_checkpoint(self, now: float) -> None:
         """Have every rank save a version, if it is time."""
-        if self.machine.state is State.RUNNING:
-            for command in self._checkpoints.announce(self.machine.ranks.values(), now):
-                command.generation = self.machine.generation
-                self._agents.post(self.machine.ranks[command.rank].home, command)
+        if self.machine.job.state is State.RUNNING:
+            for command in self._checkpoints.announce(self.machine.job.ranks.values(), now):
+                command.generation = self.machine.job.generation
+                self._agents.post(self.machine.job.ranks[command.rank].home, command)
 
     def act(self) -> None:
         """Carry out what the machine wants; later, if somebody else may have been elected meanwhile."""
@@ -435,11 +435,11 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     def _carry_out(self) -> None:
         batches = Batches()
-        for action in self.machine.take_actions():
+        for action in self.machine.job.take_actions():
             if isinstance(action, Emit):
                 self._record(action.event)
                 if isinstance(action.event, ev.JobStarted):
-                    self._agents.post_batches(batches, len(self.machine.nodes))
+                    self._agents.post_batches(batches, len(self.machine.job.nodes))
                     for request in self._drills.take_armed():
                         self._inject(request)
                     _keep_what_there_is()
@@ -451,29 +451,31 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 for node, command in self._tables.publish(action, self._agents.links):
                     self._agents.post(node, command)
             elif action.node is None or action.command.HasField("fence"):  # which the session itself must see
-                self._agents.post_batches(batches, len(self.machine.nodes))
+                self._agents.post_batches(batches, len(self.machine.job.nodes))
                 self._agents.post(action.node, action.command)
             else:
                 batches.add(action.node, action.command)
-        self._agents.post_batches(batches, len(self.machine.nodes))
-        if self._gathering and not self.machine.gathering:
+        self._agents.post_batches(batches, len(self.machine.job.nodes))
+        if self._gathering and not self.machine.takeover.gathering:
             self._agents.post(None, self._beat())  # from now on the ranks of a failed collective can be stopped
-        self._gathering = self.machine.gathering
-        if self.machine.state is State.FINISHED and not self._dismissed:
+        self._gathering = self.machine.takeover.gathering
+        if self.machine.job.state is State.FINISHED and not self._dismissed:
             self._dismissed = True
             self._agents.post(None, self._last_word())
         if self._over_for_all() and not self.over.is_set():
-            self._absent = {n.name for n in self.machine.nodes.values() if n.alive}.difference(self._agents.connected())
+            self._absent = {n.name for n in self.machine.job.nodes.values() if n.alive}.difference(
+                self._agents.connected()
+            )
             self.over.set()
 
     def _over_for_all(self) -> bool:
         """The job has ended, well or not."""
-        return self.machine.state in (State.FINISHED, State.FAILED)
+        return self.machine.job.state in (State.FINISHED, State.FAILED)
 
     def _last_word(self) -> pb.Command:
         """To an agent, when the job has ended."""
         grace_s = self._config.timeouts.shutdown_grace_s
-        return pb.Command(rank=AGENT, shutdown=pb.Shutdown(reason=self.machine.failure_reason, grace_s=grace_s))
+        return pb.Command(rank=AGENT, shutdown=pb.Shutdown(reason=self.machine.job.failure_reason, grace_s=grace_s))
 
     async def dismissed(self, timeout_s: float) -> None:
         """The job is over: wait until every agent knows, also one that is just connecting anew: it would wait for a

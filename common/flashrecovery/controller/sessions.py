@@ -110,7 +110,7 @@ class Sessions:
             first = await asyncio.wait_for(anext(messages), _REGISTER_S)
         except (asyncio.TimeoutError, StopAsyncIteration):
             return
-        record = self._machine.nodes.get(first.relay)
+        record = self._machine.job.nodes.get(first.relay)
         if record is None or not record.alive:
             text = f"a relay must be a node of this job, and {first.relay!r} is none"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
@@ -149,7 +149,7 @@ class Sessions:
         if first.WhichOneof("body") != "register" or not first.register.node:
             return Refusal(grpc.StatusCode.INVALID_ARGUMENT, "the first message of an agent must be Register")
         node, now = first.register.node, lease_clock()
-        known = self._machine.nodes.get(node)
+        known = self._machine.job.nodes.get(node)
         there = self._agents.is_connected(node) and not self._liveness.silent(node, now)
         refused = refusal(first.register, self._settings, known, there=there, only=self._only_node())
         if refused is not None:
@@ -167,13 +167,13 @@ class Sessions:
 
     def _only_node(self) -> str:
         """The node of a job that has no other one, as far as it is not lost; "": there may be others."""
-        if self._machine.config.several_nodes:
+        if self._machine.job.config.several_nodes:
             return ""
-        return next((n.name for n in self._machine.nodes.values() if n.alive), "")
+        return next((n.name for n in self._machine.job.nodes.values() if n.alive), "")
 
     def welcome(self, connection: Connection) -> pb.Command | None:
         """The first word back; None for a node that is to be fenced first."""
-        alive = self._machine.nodes[connection.node].alive
+        alive = self._machine.job.nodes[connection.node].alive
         return self._listener.greet(connection) if alive else None
 
     def take(self, connection: Connection, message: pb.AgentMessage) -> None:
@@ -181,7 +181,7 @@ class Sessions:
         node = connection.node
         if not connection.link.accept(message):
             return
-        record = self._machine.nodes.get(node)
+        record = self._machine.job.nodes.get(node)
         if record is None or not record.alive:
             return  # taken for lost: its ranks belong to others now
         self._liveness.heard(node, lease_clock())

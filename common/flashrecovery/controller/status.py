@@ -40,13 +40,13 @@ def job_status(
     ``liveness``."""
     ready, starting = standbys
     return pb.JobStatus(
-        state=machine.state.value,
-        generation=machine.generation,
+        state=machine.job.state.value,
+        generation=machine.job.generation,
         standby_ready=ready,
         standby_starting=starting,
-        last_failure=machine.last_failure,
-        failure_reason=machine.failure_reason,
-        ranks=[_rank(machine, r, now) for r in machine.ranks.values()],
+        last_failure=machine.job.last_failure,
+        failure_reason=machine.job.failure_reason,
+        ranks=[_rank(machine, r, now) for r in machine.job.ranks.values()],
         recoveries=[
             pb.RecoverySummary(
                 generation=x.generation,
@@ -55,7 +55,7 @@ def job_status(
                 total_s=x.total_s,
                 kind=x.cause,
             )
-            for x in machine.history
+            for x in machine.job.history
         ],
         nodes=_nodes(machine, liveness, lease_now),
     )
@@ -74,10 +74,10 @@ def _rank(machine: Machine, r: RankRecord, now: float) -> pb.RankStatus:
         committed=r.committed,
         step_s=r.step_s,
         own_s=r.own_s,
-        straggler=r.rank in machine.stragglers.slow,
+        straggler=r.rank in machine.watch.stragglers.slow,
         overhead_s=r.overhead_s,
     )
-    keeper = machine.keeper_of_copies(r.rank)
+    keeper = machine.job.keeper_of_copies(r.rank)
     if keeper.kept >= 0:
         found.copied, found.copied_by = keeper.kept + 1, keeper.rank
         found.copy_age_s = keeper.kept_age_s + max(now - keeper.heard_at, 0.0)
@@ -86,7 +86,7 @@ def _rank(machine: Machine, r: RankRecord, now: float) -> pb.RankStatus:
 
 def _nodes(machine: Machine, liveness: Liveness, now: float) -> list[pb.NodeStatus]:
     held: dict[str, list[int]] = {}
-    for record in machine.ranks.values():
+    for record in machine.job.ranks.values():
         held.setdefault(record.home, []).append(record.rank)
     return [
         pb.NodeStatus(
@@ -99,5 +99,5 @@ def _nodes(machine: Machine, liveness: Liveness, now: float) -> list[pb.NodeStat
             ranks=held.get(n.name, []),
             suspect=n.suspect,
         )
-        for n in machine.nodes.values()
+        for n in machine.job.nodes.values()
     ]

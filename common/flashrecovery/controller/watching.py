@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from flashrecovery import events as ev
 from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.lookout import Lookout
@@ -14,45 +12,42 @@ from flashrecovery.controller.stragglers import Stragglers
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
-@dataclass
-class Watching(JobState):
+class HangWatch:
     """What follows from the ranks' progress, or the lack of it."""
 
-    _lookout: Lookout = field(init=False)
-    stragglers: Stragglers = field(default_factory=Stragglers)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._lookout = Lookout(self.config.timeouts)
+    def __init__(self, job: JobState) -> None:
+        self._job = job
+        self.stragglers = Stragglers()
+        self._lookout = Lookout(job.config.timeouts)
 
     def on_standstill(self, node: str, message: pb.Standstill) -> None:
         """An agent says where its workers stand."""
         self._lookout.answered(node, message)
 
-    def _find_hung(self, now: float) -> Verdict | None:
+    def find_hung(self, now: float) -> Verdict | None:
         """Who or what hangs. Asks the agents if ranks stand still."""
-        if self.state is not State.RUNNING:
+        if self._job.state is not State.RUNNING:
             self._lookout.forget()
             return None
-        ranks = self.ranks.values()
+        ranks = self._job.ranks.values()
         if self._lookout.due(ranks, now):
             nodes = {r.home for r in ranks if r.place is Place.RUNNING}
             number = self._lookout.begin(nodes, now)
             for node in sorted(nodes):
                 look = pb.Look(number=number, answer_s=self._lookout.answer_s)
-                self.outbox.send(node, pb.Command(generation=self.generation, rank=AGENT, look=look))
+                self._job.outbox.send(node, pb.Command(generation=self._job.generation, rank=AGENT, look=look))
         found = self._lookout.verdict(ranks, now)
         if found is not None and found.kind is not Kind.CULPRITS:
             kind = "deadlock" if found.kind is Kind.DEADLOCK else "standstill"
-            self._emit(ev.Notice(generation=self.generation, kind=kind, text=found.text))
+            self._job.emit(ev.Notice(generation=self._job.generation, kind=kind, text=found.text))
         return found
 
-    def _report_stragglers(self, now: float) -> None:
-        if self.state is not State.RUNNING:
+    def report_stragglers(self, now: float) -> None:
+        if self._job.state is not State.RUNNING:
             self.stragglers.forget()
             return
         if not self.stragglers.due(now):
             return
-        running = [r for r in self.ranks.values() if r.place is Place.RUNNING]
+        running = [r for r in self._job.ranks.values() if r.place is Place.RUNNING]
         for rank, text in self.stragglers.check(running, now):
-            self._emit(ev.Notice(generation=self.generation, rank=rank, kind="straggler", text=text))
+            self._job.emit(ev.Notice(generation=self._job.generation, rank=rank, kind="straggler", text=text))

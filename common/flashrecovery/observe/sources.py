@@ -28,7 +28,7 @@ def controller_facts(service: ControllerService, tally: Tally) -> ControllerFact
         now = time.monotonic()
         counts = tally.counts()
         machine = service.machine
-        saved = machine.checkpoint
+        saved = machine.job.checkpoint
         status = service.status()
         return JobFacts(
             status=status,
@@ -36,7 +36,9 @@ def controller_facts(service: ControllerService, tally: Tally) -> ControllerFact
                 NodeFacts(i, n.name, n.host, tuple(n.ranks), n.heartbeat_age_s, n.suspect)
                 for i, n in enumerate(status.nodes)
             ),
-            recovery=None if machine.recovery is None else recovery_facts(machine.recovery, machine.state, now),
+            recovery=None
+            if machine.job.recovery is None
+            else recovery_facts(machine.job.recovery, machine.job.state, now),
             checkpoint=None if saved is None else CheckpointFacts(saved[0], counts.checkpoint_saved_at),
             counts=counts,
         )

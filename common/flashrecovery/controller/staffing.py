@@ -1,0 +1,130 @@
+"""Which process fills a rank, on which node, and what all ranks are told of that."""
+
+from __future__ import annotations
+
+from flashrecovery import events as ev
+from flashrecovery.controller.job_state import AGENT, JobState
+from flashrecovery.controller.nodes import NodeRecord, NodeState, rooms
+from flashrecovery.controller.rank_table import RankTable
+from flashrecovery.controller.records import Place, RankRecord
+from flashrecovery.plan.placement import place
+from flashrecovery.plan.stores import choose, store_count
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+
+class Staffing:
+    """Gives ranks to nodes, and has these start processes."""
+
+    def __init__(self, job: JobState) -> None:
+        self._job = job
+
+    def settle(self, ranks: list[int], now: float, lost_domain: str = "") -> bool:
+        """Give ``ranks``, which have lost their node, a new one; False if there is no room for them."""
+        taken = [r.home for r in self._job.ranks.values() if r.home]
+        places = place(ranks, rooms(self._job.nodes.values(), taken), lost_domain)
+        if places is None:
+            if self._job.homeless_since is None:
+                self._job.homeless_since = now
+                limit_s = self._job.config.timeouts.node_wait_s
+                wait = f"ranks {ranks} wait {limit_s:g} s at most for a node with room for them"
+                self._job.emit(ev.Notice(generation=self._job.generation, kind="waiting_for_node", text=wait))
+            return False
+        used: dict[str, set[int]] = {name: set() for name in places.values()}
+        for other in self._job.ranks.values():
+            if other.home in used:
+                used[other.home].add(other.local_rank)
+        for rank, name in places.items():
+            record, taken_there = self._job.ranks[rank], used[name]
+            if record.local_rank in taken_there:
+                record.local_rank = next(i for i in range(len(taken_there) + 1) if i not in taken_there)
+            taken_there.add(record.local_rank)
+            record.home = name
+            self._job.nodes[name].state = NodeState.ACTIVE
+        if not self.homeless():
+            self._job.homeless_since = None
+        return True
+
+    def fence(self, node: NodeRecord, why: str) -> None:
+        """Have the node end its processes; it may come back as a spare one."""
+        node.state = NodeState.LOST
+        fence = pb.Fence(reason=f"node {node.name}: {why}")
+        self._job.outbox.send(node.name, pb.Command(generation=self._job.generation, rank=AGENT, fence=fence))
+
+    def homeless(self) -> list[int]:
+        """Ranks whose node is lost and that have no other one yet."""
+        return [r.rank for r in self._job.ranks.values() if not r.home]
+
+    def fill(self, record: RankRecord, now: float, *, detached: bool, reason: str) -> None:
+        """Have the rank's node start a process for it."""
+        if not detached and not self._job.start_stores:
+            self._job.start_stores = self.stores()
+        host, port = self.store() if detached else (self._job.start_stores[0].host, self._job.start_stores[0].port)
+        record.store, record.filled, record.on_its_way = (host, port), self._job.generation, True
+        replace = pb.Replace(
+            detached=detached,
+            reason=reason,
+            attempt=self._job.restarts,
+            store_host=host,
+            store_port=port,
+            local_rank=record.local_rank,
+            node_rank=record.rank // self._job.config.nproc_per_node,
+            stride=self._job.stride,
+            setup_from=self._keeper_of(record) if detached else "",
+            stores=() if detached else self._job.start_stores,
+        )
+        limits = self._job.config.timeouts
+        deadline = now + limits.fence_s + (limits.replacement_s if detached else limits.startup_s)
+        self._job.command(record.rank, pb.Command(replace=replace), deadline, "replace")
+
+    def _keeper_of(self, record: RankRecord) -> str:
+        """The agent that keeps the rank's set-up log for when its own node is lost; "" if its node still has it."""
+        if record.page_on == record.home:
+            return ""
+        node = self._job.nodes.get(self._job.keeper_of_copies(record.rank).page_on)
+        return node.peer if node is not None and node.alive else ""
+
+    def store(self) -> tuple[str, int]:
+        """Host and port of the TCPStore for a process's own start: the first node's that holds ranks and lives."""
+        for record in self._job.ranks.values():
+            node = self._job.nodes.get(record.home)
+            if node is not None and node.alive:
+                return node.store
+        return "localhost", 0
+
+    def stores(self) -> list[pb.StoreServer]:
+        """The TCPStores over which the groups are spread from now on, the same for all ranks."""
+        count = self._job.config.stores or store_count(len(self._job.ranks), self._job.config.nnodes)
+        if count == 1:
+            addresses = [self.store()]
+        else:
+            living = {node.name for node in self._job.nodes.values() if node.alive}
+            self._job.store_nodes = choose(
+                [r.home for r in self._job.ranks.values()], living, count, self._job.store_nodes
+            )
+            addresses = [self._job.nodes[name].store for name in self._job.store_nodes] or [self.store()]
+        return [pb.StoreServer(host=host, port=port) for host, port in addresses]
+
+    def stranded(self) -> list[int]:
+        """Ranks whose replacement is on its way, but was told to use a TCPStore that is lost with its node, and would
+        wait for it in vain."""
+        living = {node.store for node in self._job.nodes.values() if node.alive}
+        waiting = (r for r in self._job.ranks.values() if r.home and r.place in (Place.EMPTY, Place.STARTING))
+        return [r.rank for r in waiting if r.store not in living]
+
+    def publish_rank_table(self) -> None:
+        peers = {name: node.peer for name, node in self._job.nodes.items()}
+        homes = {r.home for r in self._job.ranks.values()}
+        entries = tuple(r.entry(peers.get(r.home, "")) for r in self._job.ranks.values())
+        living = [node for node in self._job.nodes.values() if node.state in (NodeState.ACTIVE, NodeState.SPARE)]
+        others = tuple(sorted((node.name, node.peer) for node in living if node.name not in homes))
+        self._job.outbox.publish(self._job.generation, RankTable(entries, self._job.stride, others))
+
+    def publish_others(self) -> None:
+        """A node without ranks has come or gone: a node that has all of them is to know of it, or it could not tell
+        that it is cut off. (If a rank has no process now, the table is published when it has.)"""
+        if (
+            self._job.launched
+            and not self._job.places[Place.EMPTY]
+            and len({r.home for r in self._job.ranks.values()}) == 1
+        ):
+            self.publish_rank_table()

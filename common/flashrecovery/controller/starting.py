@@ -1,0 +1,110 @@
+"""The way to the first step: all ranks are started, once their nodes are there, and again if that fails."""
+
+from __future__ import annotations
+
+from flashrecovery import events as ev
+from flashrecovery.controller.admission import other_command
+from flashrecovery.controller.job_state import AGENT, JobState
+from flashrecovery.controller.nodes import NodeState, launch_order
+from flashrecovery.controller.records import Place
+from flashrecovery.controller.staffing import Staffing
+from flashrecovery.controller.states import State
+from flashrecovery.errors import ConfigError
+from flashrecovery.plan.placement import neighbour_stride
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+HOW_TO_PROTECT = (
+    "take its steps in recovery.steps() (plain PyTorch, DeepSpeed's three calls), set flash_recovery.enabled in the "
+    "configuration of DeepSpeed, or give Megatron-LM --flash-recovery; if its first step takes longer than that, set "
+    "timeouts.startup_s"
+)
+_SAID = 3
+"""Of so many nodes it is said that they run something else; the others mostly do so, too."""
+
+
+class Starting:
+    """Starts every rank from the script's first line."""
+
+    def __init__(self, job: JobState, staffing: Staffing) -> None:
+        self._job = job
+        self._staffing = staffing
+
+    def compare_command(self, message: pb.Register) -> None:
+        """Do all nodes run the same?"""
+        if self._job.first_command is None:
+            self._job.first_command = (message.node, list(message.command))
+        if self._job.other_commands >= _SAID:
+            return
+        text = other_command(message.node, message.command, *self._job.first_command)
+        if text:
+            self._job.other_commands += 1
+            self._job.emit(ev.Notice(generation=self._job.generation, kind="other_command", text=text))
+
+    def launch(self, now: float) -> None:
+        """Once all nodes are there, start every rank."""
+        try:
+            order = launch_order(self._job.nodes.values(), self._job.config.nnodes, self._job.config.nproc_per_node)
+        except ConfigError as e:
+            self._job.fail(str(e))
+            return
+        if order is None:
+            return
+        self._job.launched, self._job.started_at = True, now
+        if self._job.checkpoint is not None:  # what an agent remembers is of a job that it has served before
+            self._job.checkpoint = None
+            self._job.command(AGENT, self._job.saved())
+        chosen = {node.name for node in order}
+        for node in self._job.nodes.values():
+            node.state = NodeState.ACTIVE if node.name in chosen else NodeState.SPARE
+        nproc = self._job.config.nproc_per_node
+        self._job.stride = neighbour_stride([n.domain for n in order], nproc)
+        for record in self._job.ranks.values():
+            record.home, record.local_rank = order[record.rank // nproc].name, record.rank % nproc
+        for record in self._job.ranks.values():
+            self._staffing.fill(record, now, detached=False, reason="launch")
+
+    def let_run_unprotected(self) -> None:
+        """No rank has come to a protected step in all the time for it. It looks as if none ever will, and what runs
+        may be hours of training."""
+        self._job.unprotected = True
+        self._job.emit(
+            ev.Notice(
+                generation=self._job.generation,
+                kind="unprotected",
+                text=f"no rank has come to a protected step within {self._job.config.timeouts.startup_s:g} s "
+                f"(timeouts.startup_s), so the script runs on without recovery, as under torchrun: {HOW_TO_PROTECT}",
+            )
+        )
+
+    def await_the_others(self, now: float) -> None:
+        """A first rank has come to a protected step after all; the others have as long for it once more."""
+        if self._job.places[Place.JOINED] == 1:
+            for record in self._job.ranks.values():
+                if record.place is Place.STARTING:
+                    self._job.outbox.expect(record.rank, "replace", now + self._job.config.timeouts.startup_s)
+
+    def start_again(self, why: str, now: float) -> None:
+        """Every rank from the script's first line, because no step that counts has been taken."""
+        if self._job.unprotected:
+            self._job.fail(
+                f"{why}. The script had run for longer than timeouts.startup_s without a protected step, so there is "
+                "nothing to recover it from, and it is not started from its beginning again: start it yourself, from "
+                "its own checkpoint if it has one"
+            )
+            return
+        self._job.restarts += 1
+        if self._job.restarts > self._job.config.max_restarts:
+            self._job.fail(f"{why}, {self._job.restarts} times (max_restarts)")
+            return
+        self._job.emit(ev.Notice(generation=self._job.generation, kind="start_again", text=why))
+        self._job.to(State.STARTING)
+        self._job.generation += 1
+        self._job.recovery, self._job.retry_at = None, None
+        self._job.failures.clear()
+        self._job.outbox.clear()
+        self._job.start_stores, self._job.needs_known = [], 0
+        for record in self._job.ranks.values():
+            record.vacate()
+            record.needs, record.committed = {}, -1
+            if record.home:
+                self._staffing.fill(record, now, detached=False, reason=why)

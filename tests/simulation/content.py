@@ -39,6 +39,7 @@ class Script:
         in_place: the forward pass writes into the middle of its batch.
         below: the learning rate changes below the ``with step:`` block.
         below_every: in every so many steps random numbers are drawn there, too (0: never).
+        read_amid: a rank that is told to go on always does so while its agent reads its page; else one in ten does.
         forward_s, backward_s, optimizer_s: times.
     """
 
@@ -52,6 +53,7 @@ class Script:
     in_place: bool = False
     below: bool = False
     below_every: int = 0
+    read_amid: bool = False
     forward_s: float = 0.03
     backward_s: float = 0.03
     optimizer_s: float = 0.02

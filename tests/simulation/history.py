@@ -92,6 +92,8 @@ def draw(seed: int) -> History:
     script, shape = _habits(more, script), _precautions(more, shape)
     if seed % 8 == 5:
         return _scene(more, History(seed, shape, script, weather, ()))
+    if seed % 40 == 11:
+        return _in_one_node(more, History(seed, shape, script, weather, ()))
     if seed % 3 == 2:
         faults += _followers(random.Random(seed * 104_729 + 3), shape)
     if more.random() < 0.3:
@@ -191,6 +193,28 @@ def _scene(rng: random.Random, h: History) -> History:
         if rng.random() < 0.5:
             faults.append(Fault(at + 0.3 * rng.random(), "kill", (rng.randrange(shape.world),)))
     return replace(h, shape=shape, script=script, weather=weather, faults=tuple(sorted(faults, key=lambda f: f.at)))
+
+
+def _in_one_node(rng: random.Random, h: History) -> History:
+    """Where no barrier between nodes keeps a rank from a mistake: an old word to go on comes late, together with a new
+    controller's to hold; or ranks have committed a version, go back from it, and are looked at in that moment."""
+    shape = Shape(1, 4, checkpoint_s=h.shape.checkpoint_s)
+    at, ranks = 0.3 + 0.7 * rng.random(), rng.sample(range(4), 4)
+    script = replace(h.script, steps=16, unique=False, plain=False, forward_s=0.03, backward_s=0.03, optimizer_s=0.02)
+    if h.seed // 40 % 2 == 0:
+        victim, slow, muted, _ = ranks
+        shape = replace(shape, external=True)
+        gone_on, sent = ("hears resume", 8), 0.1 + 0.1 * rng.random()  # their gradients of the first step
+        faults = [
+            Fault(at, "kill", (victim,)),
+            Fault(0.0, "busy", (slow, 1.0 + 4.0 * rng.random()), after=("hears regroup", rng.randint(1, 4))),
+            Fault(sent, "controller", (0.1 + 0.5 * rng.random(),), after=gone_on),
+            Fault(sent, "mute", (muted,), after=gone_on),
+        ]
+    else:
+        script = replace(script, below=True, below_every=1, optimizer_s=0.1, read_amid=True)
+        faults = [Fault(at, "kill", (ranks[0],)), Fault(at + 1.0 + rng.random(), "kill", (ranks[1],))]
+    return replace(h, shape=shape, script=script, faults=tuple(faults))
 
 
 def _lost(rng: random.Random, shape: Shape, name: str, how: str, at: float) -> Iterator[Fault]:

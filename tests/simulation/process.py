@@ -53,9 +53,13 @@ class SimPage(Page):
     """A page that can be read at the same time as it is written, although there is one thread."""
 
     _amid: tuple[Process, Callable[[], None]] | None = None
+    _skipped = 0
 
     def health(self) -> Health:
         if self._amid is None or not self._amid[0].runs:
+            return super().health()
+        if self._skipped > 0:
+            self._skipped -= 1
             return super().health()
         words = self._words
         self._words = _Half(words, self._act)  # type: ignore[assignment]
@@ -69,9 +73,10 @@ class SimPage(Page):
             (_, act), self._amid = self._amid, None
             act()
 
-    async def amid(self, process: Process, act: Callable[[], bool], wait_s: float) -> bool:
-        """Do this in the middle of the next reading, or after this time. Returns what it does."""
+    async def amid(self, process: Process, act: Callable[[], bool], wait_s: float, skipped: int) -> bool:
+        """Do this in the middle of the next reading but ``skipped``, or after this time. Returns what it does."""
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._skipped = skipped
         self._amid = process, lambda: done.set_result(process.context.copy().run(act))
         timer = process.call(wait_s, self._act)
         try:

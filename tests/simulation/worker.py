@@ -768,11 +768,13 @@ class ModelWorker:
         self.capsule.drop_after(version)
 
     async def _told_to_resume(self, version: int, generation: int) -> bool:
-        wait_s = 3.0 * self.world.random.random()
+        always, chance = self.script.read_amid, self.world.random
+        wait_s = (0.3 if always else 3.0) * chance.random()
         if wait_s > 0.3:
             return self.gate.resume(version, generation)
         # while the agent reads the page, if it does so in that time
-        return await self.page.amid(self.process, lambda: self.gate.resume(version, generation), wait_s)
+        skipped = chance.randrange(3) if always else 0
+        return await self.page.amid(self.process, lambda: self.gate.resume(version, generation), wait_s, skipped)
 
     async def _resume(self, command: pb.Command) -> bool:
         version = command.resume.version

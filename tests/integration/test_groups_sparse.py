@@ -252,9 +252,9 @@ def _strangers(rank: int, size: int, store: dist.Store) -> None:
     group = groups.create_control_group()
     assert group is not None
     (port,) = _listening() - before
-    magic = (0x31304D4145525453).to_bytes(8, "little")
+    ours = b"STREAM02" + bytes(16) + (1 - rank).to_bytes(4, "little") + bytes(4)
     guests = []
-    for said in (b"", b"x", b"GET / HTTP/1.1\r\n\r\n" * 10, magic + bytes(16) + bytes(8), os.urandom(1 << 16)) * 20:
+    for said in (b"", b"x", b"GET / HTTP/1.1\r\n\r\n" * 10, ours + bytes(16), os.urandom(1 << 16)) * 20:
         guest = socket.create_connection(("127.0.0.1", port))
         guest.setblocking(False)
         if said:
@@ -268,6 +268,8 @@ def _strangers(rank: int, size: int, store: dist.Store) -> None:
         guest.settimeout(10)
         if number % 5 in (2, 3, 4):
             try:
+                if number % 5 == 3:
+                    assert len(guest.recv(32, socket.MSG_WAITALL)) == 32, "a random number, and a proof"
                 assert guest.recv(1) == b"", "nothing is told to a stranger"
             except ConnectionResetError:
                 pass  # it had said more than was read

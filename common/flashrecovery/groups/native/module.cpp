@@ -133,6 +133,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       },
       NoGil());
   m.def("address_of", &addressOf);
+  m.def("siphash", [](const std::string& key, const std::string& message) {
+    Secret secret;
+    TORCH_CHECK(key.size() == secret.size(), "a key has ", secret.size(), " bytes");
+    std::copy(key.begin(), key.end(), secret.begin());
+    const auto hash = SipHash::of(secret, reinterpret_cast<const uint8_t*>(message.data()), message.size());
+    return py::bytes(reinterpret_cast<const char*>(hash.data()), hash.size());
+  });
 
   // stores
   m.def("wrap_store", [](StorePtr store) -> StorePtr {

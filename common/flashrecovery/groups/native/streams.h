@@ -1,15 +1,16 @@
 // Connections between ranks, made when two of them first need each other.
 //
 // A stream goes in one direction: the rank that sends on it opens it, and gives it a tag, so that two exchanges of the
-// same ranks never wait for each other. Where a rank listens stands in the store, with a secret that whoever connects
-// must know. There is nothing to do for the ranks that never talk to each other: n ranks in a ring need n connections.
+// same ranks never wait for each other. Where a rank listens stands in the store, with a secret. Both ends of a connection
+// prove that they know it (proof.h) before anything else is said. There is nothing to do for the ranks that never talk to
+// each other: n ranks in a ring need n connections.
 #pragma once
 
+#include "proof.h"
 #include "sockets.h"
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <sys/random.h>
 #include <sys/resource.h>
 
 #include <condition_variable>
@@ -31,7 +32,7 @@ class Streams final : public Transport {
   // Listens on `host`, and says so in `store`. `timeout`: of everything that a peer has to do.
   Streams(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const std::string& host, Millis timeout)
       : store_(std::move(store)), rank_(rank), size_(size), timeout_(timeout) {
-    if (::getrandom(secret_.data(), secret_.size(), 0) != static_cast<ssize_t>(secret_.size())) throwLost("getrandom", errno);
+    if (!draw(secret_)) throwLost("getrandom", errno);
     uint16_t port = 0;
     std::tie(listener_, port) = listenOn(host);
     std::string entry(reinterpret_cast<const char*>(secret_.data()), secret_.size());
@@ -63,9 +64,9 @@ class Streams final : public Transport {
     }
     const std::string name = "rank " + std::to_string(peer);
     const Entry entry = whereIs(peer);
-    End end{connectTo(entry.endpoint, stop_, deadline(), "connecting to " + name), name};
-    const Hello hello{kMagic, entry.secret, static_cast<uint32_t>(rank_), tag};
-    sendAll(end, &hello, sizeof hello);
+    const auto until = deadline();
+    End end{connectTo(entry.endpoint, stop_, until, "connecting to " + name), name};
+    introduce(end, peer, tag, entry.secret, until);
     std::lock_guard<std::mutex> guard(mutex_);
     return outgoing_.emplace(Key{peer, tag}, std::move(end)).first->second;
   }
@@ -115,26 +116,17 @@ class Streams final : public Transport {
   }
 
  private:
-  using Secret = std::array<uint8_t, 16>;
   using Key = std::pair<int, int>;  // (peer, tag)
-  static constexpr uint64_t kMagic = 0x31304d4145525453;
+  static constexpr uint64_t kMagic = 0x32304d4145525453;
   static constexpr size_t kOwnGuests = 8;
   static constexpr std::chrono::seconds kGuestTime{10};
-
-  struct Hello {
-    uint64_t magic;
-    Secret secret;
-    uint32_t rank;
-    int32_t tag;
-  };
-  static_assert(sizeof(Hello) == 32);
 
   struct Entry {
     Endpoint endpoint;
     Secret secret;
   };
 
-  // How many connections of this process have not said who they are. More than a quarter of its file descriptors they
+  // How many connections of this process have not proven who they are. More than a quarter of its file descriptors they
   // may not have, or strangers could keep it from opening anything; but each listener may always have a few.
   struct Seat {
     Seat() { ++taken(); }
@@ -153,14 +145,18 @@ class Streams final : public Transport {
     }
   };
 
-  // A connection that has not said who it is.
+  // A connection that has not proven who it is.
   struct Guest {
     explicit Guest(FileDescriptor&& accepted) : socket(std::move(accepted)), until(std::chrono::steady_clock::now() + kGuestTime) {}
 
     FileDescriptor socket;
     Deadline until;
-    std::array<char, sizeof(Hello)> said{};
-    size_t bytes = 0;
+    struct {
+      Hello hello;
+      Proof proof;
+    } said{};
+    size_t bytes = 0;  // of that
+    Nonce answer{};
     Seat seat;
   };
 
@@ -180,14 +176,38 @@ class Streams final : public Transport {
     return entry;
   }
 
-  void sendAll(const End& end, const void* data, size_t bytes) const {
-    const char* next = static_cast<const char*>(data);
-    for (const auto until = deadline(); bytes > 0;) {
+  // Who listens proves first that it knows the secret of rank `peer`; what does not gets nothing more.
+  void introduce(const End& end, int peer, int tag, const Secret& secret, Deadline until) const {
+    Introduction said{{kMagic, {}, static_cast<uint32_t>(rank_), tag}, {}, static_cast<uint32_t>(peer)};
+    if (!draw(said.hello.nonce)) throwLost("getrandom", errno);
+    sendAll(end, &said.hello, sizeof said.hello, until);
+    Answer answer;
+    receiveAll(end, &answer, sizeof answer, until);
+    said.answer = answer.nonce;
+    if (!same(prove(secret, said, Side::kListens), answer.proof))
+      C10_THROW_ERROR(DistBackendError, "what listens where " + end.peer + " did does not know its secret");
+    const Proof own = prove(secret, said, Side::kDials);
+    sendAll(end, &own, sizeof own, until);
+  }
+
+  void sendAll(const End& end, const void* data, size_t bytes, Deadline until) const {
+    for (const char* next = static_cast<const char*>(data); bytes > 0;) {
       const ssize_t sent = ::send(end.socket.get(), next, bytes, MSG_NOSIGNAL | MSG_DONTWAIT);
       if (sent < 0 && errno != EAGAIN && errno != EINTR) throwLost("connection to " + end.peer, errno);
       if (sent > 0) next += sent, bytes -= sent;
       pollfd writable{end.socket.get(), POLLOUT, 0};
       if (bytes > 0) pollUntil(&writable, 1, stop_, until, "connecting to " + end.peer);
+    }
+  }
+
+  void receiveAll(const End& end, void* data, size_t bytes, Deadline until) const {
+    for (char* next = static_cast<char*>(data); bytes > 0;) {
+      pollfd readable{end.socket.get(), POLLIN, 0};
+      pollUntil(&readable, 1, stop_, until, "connecting to " + end.peer);
+      const ssize_t got = ::recv(end.socket.get(), next, bytes, MSG_DONTWAIT);
+      if (got < 0 && errno != EAGAIN && errno != EINTR) throwLost("connection to " + end.peer, errno);
+      if (got == 0) throwLost("connection to " + end.peer, ECONNRESET);
+      if (got > 0) next += got, bytes -= got;
     }
   }
 
@@ -220,26 +240,44 @@ class Streams final : public Transport {
     guests.emplace_back(std::move(socket));
   }
 
-  // Reads what a guest says. True as long as it has not said all.
+  // Reads what a guest says: a Hello, and once that is answered, its proof. False: it is none any more.
   bool listenTo(Guest& guest) {
-    const ssize_t got = ::recv(guest.socket.get(), guest.said.data() + guest.bytes, guest.said.size() - guest.bytes, MSG_DONTWAIT);
+    const bool greets = guest.bytes < sizeof(Hello);
+    const size_t all = greets ? sizeof(Hello) : sizeof guest.said;
+    char* next = reinterpret_cast<char*>(&guest.said) + guest.bytes;
+    const ssize_t got = ::recv(guest.socket.get(), next, all - guest.bytes, MSG_DONTWAIT);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return true;
     if (got <= 0) return false;
     guest.bytes += got;
-    if (guest.bytes < guest.said.size()) return true;
-    Hello hello;
-    std::memcpy(&hello, guest.said.data(), sizeof hello);
-    uint8_t wrong = 0;  // compared in constant time
-    for (size_t i = 0; i < secret_.size(); ++i) wrong |= secret_[i] ^ hello.secret[i];
-    if (wrong || hello.magic != kMagic || hello.rank >= static_cast<uint32_t>(size_)) {
-      TORCH_WARN_ONCE("a connection that does not know this rank's secret was refused");
-      return false;
-    }
+    if (guest.bytes < all) return true;
+    return greets ? answer(guest) : admit(guest);
+  }
+
+  bool answer(Guest& guest) {
+    const Hello& hello = guest.said.hello;
+    const auto own = static_cast<uint32_t>(rank_), ranks = static_cast<uint32_t>(size_);
+    if (hello.magic != kMagic || hello.rank >= ranks || hello.rank == own) return refuse();
+    if (!draw(guest.answer)) return false;
+    const Answer said{guest.answer, prove(secret_, {hello, guest.answer, own}, Side::kListens)};
+    guest.until = std::chrono::steady_clock::now() + kGuestTime;  // this process may have been stopped meanwhile
+    const ssize_t sent = ::send(guest.socket.get(), &said, sizeof said, MSG_NOSIGNAL | MSG_DONTWAIT);
+    return sent == static_cast<ssize_t>(sizeof said);  // a connection on which nothing was sent has room for it
+  }
+
+  bool admit(Guest& guest) {
+    const Hello& hello = guest.said.hello;
+    const Introduction said{hello, guest.answer, static_cast<uint32_t>(rank_)};
+    if (!same(prove(secret_, said, Side::kDials), guest.said.proof)) return refuse();
     detail::atOnce(guest.socket);
     std::lock_guard<std::mutex> guard(mutex_);
     End end{std::move(guest.socket), "rank " + std::to_string(hello.rank)};
     incoming_.emplace(Key{static_cast<int>(hello.rank), hello.tag}, std::move(end));
     changed_.notify_all();
+    return false;
+  }
+
+  static bool refuse() {
+    TORCH_WARN_ONCE("a connection that does not know this rank's secret was refused");
     return false;
   }
 

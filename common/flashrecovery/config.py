@@ -10,7 +10,7 @@ import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -183,11 +183,17 @@ class Settings(_Model):
     resume: bool = Field(False, description="start from the newest fallback checkpoint if there is one")
 
 
+FaultKind = Literal["sigkill", "sigstop", "exit", "raise", "segv", "hang", "corrupt"]
+FAULTS: tuple[str, ...] = get_args(FaultKind)
+"""What can be injected. ``corrupt``: one bit of what a rank receives while it is restored."""
+CORRUPTIBLE = "recovery:restoring"
+
+
 class FaultSpec(_Model):
     """One injected fault: ``rank=1,fault=sigkill,at=backward,step=3``."""
 
     rank: int = Field(ge=0)
-    fault: Literal["sigkill", "sigstop", "exit", "raise", "segv", "hang", "corrupt"] = "sigkill"
+    fault: FaultKind = "sigkill"
     at: str | None = None
     step: int | None = Field(None, ge=0)
 
@@ -310,7 +316,7 @@ def parse_fault(text: str) -> FaultSpec:
             raise ConfigError(f"--inject {text!r}: {part!r} is not KEY=VALUE; keys: rank, fault, at, step")
         values[key.strip()] = value.strip()
     spec: FaultSpec = validate(FaultSpec, values, f"--inject {text!r}")
-    check_phase(spec.at)
+    check_fault(spec.fault, spec.at)
     return spec
 
 
@@ -320,6 +326,15 @@ def check_phase(phase: str | None) -> None:
         near = difflib.get_close_matches(phase, PHASES + RECOVERY_PHASES, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"phase {phase!r} is unknown{hint} Allowed: {', '.join(PHASES + RECOVERY_PHASES)}")
+
+
+def check_fault(fault: str, phase: str | None) -> None:
+    """Raises ConfigError if there is no such fault, or it does nothing in ``phase`` (None: at once)."""
+    if fault not in FAULTS:
+        raise ConfigError(f"fault {fault!r} is unknown; allowed: {', '.join(FAULTS)}")
+    check_phase(phase)
+    if fault == "corrupt" and phase != CORRUPTIBLE:
+        raise ConfigError(f"fault 'corrupt' needs at={CORRUPTIBLE}, and does nothing at {phase or 'once'!r}")
 
 
 def overlaid(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -351,7 +366,7 @@ def load_run_config(file: Path | None, overrides: dict[str, Any]) -> RunConfig:
     _check_leases(config.timeouts)
     _check_tls(config)
     for spec in config.inject:
-        check_phase(spec.at)
+        check_fault(spec.fault, spec.at)
         if spec.rank >= config.world_size:
             raise ConfigError(f"inject: rank {spec.rank} is outside the world of {config.world_size} ranks")
     if config.world_size == 1 and config.redundancy in ("replica", "neighbor"):

@@ -46,7 +46,7 @@ class DeathWatch:
         watched = _Watched(pid, Lifeline(page_fd), os.pidfd_open(pid), callback, threading.Event())
         self._watched[pid] = watched
         self._loop.add_reader(watched.pidfd, self._dead, watched, None)
-        threading.Thread(target=self._wait, args=(watched,), name=f"fr-lifeline-{pid}", daemon=True).start()
+        threading.Thread(target=self._wait, args=(watched,), name=f"flashrecovery-lifeline-{pid}", daemon=True).start()
 
     def _wait(self, watched: _Watched) -> None:
         lifeline = watched.lifeline

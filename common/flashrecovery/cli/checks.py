@@ -162,7 +162,7 @@ def _lifeline_works() -> bool:
     """A thread that holds a lifeline ends, and whoever waits for that is told."""
     page = Page.create("doctor")
     lifeline = Lifeline(page.fd)
-    thread = threading.Thread(target=lifeline.hold)
+    thread = threading.Thread(target=lifeline.hold, name="flashrecovery-lifeline-check")
     thread.start()
     thread.join()
     works = lifeline.cut(1.0)

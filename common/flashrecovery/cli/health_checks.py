@@ -44,7 +44,7 @@ def _look(check: str, entry: EntryPoint, limit_s: float) -> list[Finding]:
         except Exception as e:  # noqa: BLE001 - a plugin is anyone's code; what it raises is the finding
             failed = f"{type(e).__name__}: {e}"
 
-    thread = threading.Thread(target=ask, daemon=True)
+    thread = threading.Thread(target=ask, name="flashrecovery-health-check", daemon=True)
     thread.start()
     thread.join(limit_s)
     if failed or thread.is_alive():

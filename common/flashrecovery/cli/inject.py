@@ -10,7 +10,7 @@ import grpc
 
 from flashrecovery.access import CONTROLLER, Access
 from flashrecovery.cli.status import access_of
-from flashrecovery.config import check_phase
+from flashrecovery.config import FAULTS, check_fault
 from flashrecovery.errors import ConfigError, StrangerError
 from flashrecovery.events import RunFiles
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -24,7 +24,7 @@ _ANSWER_S = 5.0
 @click.option("--rank", type=int, required=True)
 @click.option(
     "--fault",
-    type=click.Choice(["sigkill", "sigstop", "exit", "raise", "segv", "hang"]),
+    type=click.Choice(FAULTS),
     default="sigkill",
     show_default=True,
 )
@@ -32,7 +32,7 @@ _ANSWER_S = 5.0
 @click.option("--step", type=int, default=-1, help="Step of the phase; without it, the next one.")
 def inject(run_dir: Path, rank: int, fault: str, phase: str, step: int) -> None:
     """Inject a fault into a running job."""
-    check_phase(phase or None)
+    check_fault(fault, phase or None)
     if step >= 0 and not phase:
         raise ConfigError(f"--step {step} needs --at PHASE")
     controller = RunFiles(run_dir).controller()

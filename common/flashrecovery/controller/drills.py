@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from flashrecovery.config import FaultSpec, check_phase
+from flashrecovery.config import FaultSpec, check_fault
 from flashrecovery.errors import ConfigError
 from flashrecovery.proto import flashrecovery_pb2 as pb
-
-FAULTS = ("sigkill", "sigstop", "exit", "raise", "segv", "hang", "corrupt")
 
 
 class Drills:
@@ -20,10 +18,8 @@ class Drills:
         """Why this fault cannot be delivered; "" if it can."""
         if request.rank >= self._world:
             return f"rank {request.rank} is outside the world of {self._world} ranks"
-        if request.fault not in FAULTS:
-            return f"fault {request.fault!r} is unknown; allowed: {', '.join(FAULTS)}"
         try:
-            check_phase(request.phase or None)
+            check_fault(request.fault, request.phase or None)
         except ConfigError as e:
             return str(e)
         return ""

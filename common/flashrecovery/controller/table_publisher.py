@@ -25,7 +25,7 @@ class TablePublisher:
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="fr-rank-table")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="flashrecovery-rank-table")
         self._newest: Publish | None = None
         self._parts: Parts | None = None
         self._told: dict[str, object] = {}

@@ -90,7 +90,7 @@ def abandon(reason: str) -> int:
         count += module.abandon(outer, reason)
         if group.request.kind == "nccl" and group.size > 1:
             thread = threading.Thread(
-                target=module.abort_inners, args=(outer,), name=f"abort-{group.name}", daemon=True
+                target=module.abort_inners, args=(outer,), name=f"flashrecovery-abort-{group.name}", daemon=True
             )
             _aborts[group.name] = thread
             thread.start()

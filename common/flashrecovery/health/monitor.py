@@ -100,7 +100,9 @@ class HealthMonitor:
     # -- on the event loop ------------------------------------------------------------------------
 
     def _start_thread(self) -> None:
-        threading.Thread(target=self._run, args=(self._turn,), name=f"fr-health-{self._turn}", daemon=True).start()
+        threading.Thread(
+            target=self._run, args=(self._turn,), name=f"flashrecovery-health-{self._turn}", daemon=True
+        ).start()
 
     def _watch(self) -> None:
         """Is a call stuck?"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,3 +50,13 @@ def test_the_core_imports_no_framework() -> None:
 def test_the_controller_never_imports_the_worker() -> None:
     for path in (ROOT / "common/flashrecovery/controller").rglob("*.py"):
         assert "flashrecovery.worker" not in path.read_text(), path
+
+
+def test_the_files_that_the_architecture_names_are_there() -> None:
+    """Each name is the end of a path."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    folders = ("common", "fr_deepspeed", "fr_megatron", "tests", "docs")
+    here = [p.relative_to(ROOT).as_posix() for folder in folders for p in (ROOT / folder).rglob("*.*")]
+    named = set(re.findall(r"`([\w/]+\.(?:py|h|md))`", text))
+    assert len(named) > 40
+    assert [name for name in sorted(named) if not any(f"/{path}".endswith(f"/{name}") for path in here)] == []

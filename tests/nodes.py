@@ -124,6 +124,14 @@ class NodesJob:
         self._wait(lambda: len(self.of(event)) >= count, f"event {event}", timeout_s)
         return self.of(event)[count - 1]
 
+    def wait_for_join(self, host: Host, count: int, timeout_s: float = 60) -> None:
+        """Until a controller has taken it in for the ``count``-th time."""
+
+        def joined() -> bool:
+            return sum(e["node"] == host.name for e in self.of("node_joined")) >= count
+
+        self._wait(joined, f"node {host.name}", timeout_s)
+
     def wait_for_notice(self, kind: str, timeout_s: float = 60) -> None:
         self._wait(lambda: any(e["kind"] == kind for e in self.of("notice")), f"notice {kind}", timeout_s)
 
@@ -199,7 +207,11 @@ class NodesJob:
 
     def kill_agent(self, host: Host) -> None:
         """SIGKILL to the agent alone."""
-        os.kill(self.popens[host.name].pid, signal.SIGKILL)
+        self.signal_agent(host, signal.SIGKILL)
+
+    def signal_agent(self, host: Host, number: signal.Signals) -> None:
+        """To the agent alone, which may be the controller as well."""
+        os.kill(self.popens[host.name].pid, number)
 
     def codes(self) -> dict[str, int | None]:
         """How each node's launcher has ended; None: it runs."""

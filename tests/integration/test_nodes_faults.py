@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests import hosts
-from tests.hosts import Network
-from tests.jobs import DDP, Layout, References, check_same
+from tests.hosts import Host, Network
+from tests.jobs import DDP, Job, Layout, References, check_same, read_events
 from tests.nodes import PORT, NodesJob, hosts_of_a_test, references_of_a_module
 
 pytestmark = [
@@ -23,6 +25,9 @@ KILL_AFTER = 8
 THREE = Layout("ddp-on-three", DDP.script, nproc=3)
 """On three nodes: the rank that dies first does not keep what the lost node takes with it."""
 LOSSY = Layout("ddp-lossy", DDP.script, ("--steps", "150"))
+PEER_ERROR_WAIT_S = 1.5
+DECISIONS = ("failure_detected", "node_lost", "recovery_started")
+"""Events of a controller that does something about a failure."""
 MOMENTS = ("recovery_started", "quiesce", "replace", "regroup", "restore")
 """The end of one phase of a recovery is the beginning of the next one."""
 
@@ -84,6 +89,117 @@ def test_a_controller_is_killed_during_a_recovery(
     ended = job.wait()
     assert "taken_over" in [e["kind"] for e in ended.of("notice")]
     check_same(ended, reference(DDP))
+
+
+def test_two_ranks_on_two_nodes_that_miss_one_deadline_are_one_recovery(
+    net: Network, tmp_path: Path, reference: References
+) -> None:
+    """They are stopped, and a third one is killed: neither of them answers that it holds. State T alone is no failure
+    here."""
+    config = tmp_path / "config.yaml"
+    config.write_text("timeouts: {stopped_s: 300, stop_ack_s: 5, mutation_grace_s: 1}\n")
+    job = NodesJob(net.part(2), tmp_path / "run", DDP, steps=STEPS, config=config)
+    first, second = net.hosts[:2]
+    job.wait_for_step(KILL_AFTER)
+    job.signal_worker(first, 1, signal.SIGSTOP)
+    job.signal_worker(second, 2, signal.SIGSTOP)
+    job.kill_worker(second, rank=3)
+    ended = job.wait()
+    found = [(e["rank"], e["kind"]) for e in ended.of("failure_detected")]
+    assert found == [(3, "killed"), (1, "unresponsive"), (2, "unresponsive")], ended.explain()
+    assert [e["victims"] for e in ended.of("recovery_started")] == [[3], [3, 1, 2]], ended.explain()
+    (recovery,) = ended.of("recovery_finished")
+    assert recovery["victims"] == [3, 1, 2] and recovery["generation"] == 1
+    check_same(ended, reference(DDP))
+
+
+@pytest.mark.parametrize("then", ["started again", "elected"])
+def test_a_rank_dies_while_no_controller_is_there(
+    then: str, net: Network, tmp_path: Path, reference: References
+) -> None:
+    """Its peers wait for one, longer than they would wait for its word. No more is replaced than the dead rank, or
+    where another controller is elected, its node, which stands still with the first one."""
+    config = tmp_path / "config.yaml"
+    config.write_text(f"timeouts: {{peer_error_wait_s: {PEER_ERROR_WAIT_S}}}\n")
+    alone = then == "started again"
+    job = NodesJob(net.part(3), tmp_path / "run", DDP, steps=STEPS, config=config, alone=alone)
+    first, second, third = net.hosts[:3]
+    job.wait_for_step(KILL_AFTER)
+    job.signal_agent(first, signal.SIGKILL if alone else signal.SIGSTOP)
+    job.kill_worker(third if alone else first, rank=3 if alone else 1)
+    if alone:
+        time.sleep(4 * PEER_ERROR_WAIT_S)
+        job.start_controller()
+    else:
+        job.wait_for("recovery_finished")
+        job.kill_node(first)
+    ended = job.wait(of=[second, third])
+    took_over = "taken_over" if alone else "controller_elected"
+    assert [e["kind"] for e in ended.of("notice")].count(took_over) == 1, ended.explain()
+    (recovery,) = ended.of("recovery_finished")
+    assert recovery["victims"] == ([3] if alone else [0, 1]) and recovery["generation"] == 1, ended.explain()
+    check_same(ended, reference(DDP))
+
+
+def test_a_controller_that_comes_back_decides_nothing(net: Network, tmp_path: Path, reference: References) -> None:
+    """It stood still while another one was elected. What its electors had sent to it comes only now, out of its
+    sockets, and so does the death of a rank of its own host."""
+    job = NodesJob(net.part(3), tmp_path / "run", DDP, steps=STEPS)
+    first, second, spare = net.hosts[:3]
+    job.wait_for_step(KILL_AFTER)
+    job.signal_agent(first, signal.SIGSTOP)
+    job.kill_worker(first, rank=0)
+    job.wait_for("recovery_finished")
+    job.signal_agent(first, signal.SIGCONT)
+    job.wait_for_join(first, 2)  # fenced, and back as a spare
+    ended = job.wait(of=[second, spare])
+    _check_one_decides(job, ended)
+    check_same(ended, reference(DDP))
+
+
+def test_a_controller_that_comes_back_amid_an_election_does_not_take_its_term(
+    net: Network, tmp_path: Path, reference: References
+) -> None:
+    """An elector has voted, and whom it has elected stands still before it can say that it leads. The first one hears
+    of the promise, and what its electors had sent to it before they voted."""
+    job = NodesJob(net.part(3), tmp_path / "run", DDP, steps=STEPS)
+    first, second, spare = net.hosts[:3]
+    job.wait_for_step(KILL_AFTER)
+    job.signal_agent(first, signal.SIGSTOP)
+    job.kill_worker(first, rank=0)
+    elected = _await_vote(job, (second, spare))
+    job.signal_agent(elected, signal.SIGSTOP)
+    assert not _elections(job), "it has said that it leads"
+    job.signal_agent(first, signal.SIGCONT)
+    time.sleep(2.0)
+    job.signal_agent(elected, signal.SIGCONT)
+    ended = job.wait(of=[second, spare])
+    _check_one_decides(job, ended)
+    check_same(ended, reference(DDP))
+
+
+def _await_vote(job: NodesJob, electors: Sequence[Host]) -> Host:
+    """Whom one of them has voted for, as soon as it has."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for candidate in electors:
+            if any(f"votes for node {candidate.name} as controller" in job.output_of(h) for h in electors):
+                return candidate
+        time.sleep(0.001)
+    raise AssertionError(f"nobody has voted\n{job.stop().explain()}")
+
+
+def _elections(job: NodesJob) -> int:
+    return sum(e["kind"] == "controller_elected" for e in job.of("notice"))
+
+
+def _check_one_decides(job: NodesJob, ended: Job) -> None:
+    """One controller has been elected, and the first one, which had stood still, has decided nothing since."""
+    assert _elections(job) == 1, ended.explain()
+    decided = [e for e in read_events(job.run_dir) if e["event"] in DECISIONS]
+    assert not decided, f"the first controller has decided: {decided}\n{ended.explain()}"
+    (recovery,) = ended.of("recovery_finished")
+    assert recovery["victims"] in ([0], [0, 1]) and recovery["generation"] == 1, ended.explain()
 
 
 def test_two_nodes_are_lost_one_after_the_other(net: Network, tmp_path: Path, reference: References) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -99,6 +100,30 @@ def test_two_nodes_are_lost_one_after_the_other(net: Network, tmp_path: Path, re
     ended = job.wait(of=[first, second])
     assert "waiting_for_node" in [e["kind"] for e in ended.of("notice")]
     assert [e["victims"] for e in ended.of("recovery_finished")] == [[2, 3], [2, 3]]
+    check_same(ended, reference(DDP))
+
+
+def test_two_nodes_are_started_again_before_a_controller_is_elected(
+    net: Network, tmp_path: Path, reference: References
+) -> None:
+    """The lost controller's node begins as the job's first one, and a spare node comes to it. When another controller is
+    elected, both find it."""
+    lost, second, third, fourth = net.hosts
+    job = NodesJob(net, tmp_path / "run", DDP, steps=STEPS)
+    job.wait_for_step(KILL_AFTER)
+    for host in (second, third):
+        job.signal_node(host, signal.SIGSTOP)
+    for host in (lost, fourth):
+        job.kill_node(host)
+    for host, joined in ((lost, 5), (fourth, 6)):
+        job.start_again(host)
+        job.wait_for("node_joined", joined)
+    for host in (second, third):
+        job.signal_node(host, signal.SIGCONT)
+    ended = job.wait(of=[lost, second, third, fourth])
+    assert [e["kind"] for e in ended.of("notice")].count("controller_elected") == 1, ended.explain()
+    (recovery,) = ended.of("recovery_finished")
+    assert recovery["victims"] == [0, 1] and recovery["generation"] == 1
     check_same(ended, reference(DDP))
 
 

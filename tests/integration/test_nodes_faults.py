@@ -218,6 +218,30 @@ def test_two_nodes_are_lost_one_after_the_other(net: Network, tmp_path: Path, re
     check_same(ended, reference(DDP))
 
 
+def test_two_nodes_are_started_again_before_a_controller_is_elected(
+    net: Network, tmp_path: Path, reference: References
+) -> None:
+    """The lost controller's node begins as the job's first one, and a spare node comes to it. When another controller is
+    elected, both find it."""
+    lost, second, third, fourth = net.hosts
+    job = NodesJob(net, tmp_path / "run", DDP, steps=STEPS)
+    job.wait_for_step(KILL_AFTER)
+    for host in (second, third):
+        job.signal_node(host, signal.SIGSTOP)
+    for host in (lost, fourth):
+        job.kill_node(host)
+    for host, joined in ((lost, 5), (fourth, 6)):
+        job.start_again(host)
+        job.wait_for("node_joined", joined)
+    for host in (second, third):
+        job.signal_node(host, signal.SIGCONT)
+    ended = job.wait(of=[lost, second, third, fourth])
+    assert [e["kind"] for e in ended.of("notice")].count("controller_elected") == 1, ended.explain()
+    (recovery,) = ended.of("recovery_finished")
+    assert recovery["victims"] == [0, 1] and recovery["generation"] == 1
+    check_same(ended, reference(DDP))
+
+
 def test_a_link_is_down_for_three_seconds(net: Network, tmp_path: Path, reference: References) -> None:
     first, second, third, fourth = net.hosts
     job = NodesJob(net, tmp_path / "run", DDP, steps=STEPS)

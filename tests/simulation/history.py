@@ -18,10 +18,6 @@ from tests.simulation.patches import inside, simulated
 from tests.simulation.process import SimWorkerProcess
 from tests.simulation.world import Outcome, Shape, World
 
-SUSPENDS = False
-"""Whether hosts are suspended, and CLOCK_MONOTONIC with them. A lease that is measured by it outlives that: two
-controllers may decide. Until it is measured by another clock, the host only stands still, and its clocks go on."""
-
 LONGEST_S = 260.0
 """After the last fault nothing takes longer than this."""
 
@@ -433,10 +429,7 @@ class Struck:
     def _suspend(self, name: str, seconds: float) -> None:
         host = self.world.hosts[name]
         if host.up and not host.frozen:
-            if SUSPENDS:
-                host.suspend(self.world.loop)
-            else:
-                host.freeze()
+            host.suspend(self.world.loop)
             self._later(seconds, self._thaw_host, name, seconds)
 
     def _wall(self, name: str, seconds: float) -> None:

@@ -234,7 +234,7 @@ def test_who_leaves_its_loop_in_a_void_attempt_is_replaced(tmp_path: Path) -> No
 
 def test_the_first_late_step_of_a_job_is_not_taken_for_one_like_any_other(tmp_path: Path) -> None:
     """What the dead rank drew after its optimizer is nowhere, and its peers hold no copy to go back to. They say so.
-    Only where one of them has heard in time that another one's step was late, it has a copy; all go back to that then."""
+    Only where one of them has heard in time that another one's step was late, it has a copy; all go back to it then."""
     plain = _layout("late-draws", "ddp")
     layout = Layout(plain.name, "", (*plain.flags, *PAUSE), nproc=WORLD)
     job = run_loop(tmp_path / "run", layout, 12, [Kill(1, 8, "end", 0)])

@@ -106,8 +106,8 @@ def test_two_nodes_are_lost_one_after_the_other(net: Network, tmp_path: Path, re
 def test_two_nodes_are_started_again_before_a_controller_is_elected(
     net: Network, tmp_path: Path, reference: References
 ) -> None:
-    """The lost controller's node begins as the job's first one, and a spare node comes to it. When another controller is
-    elected, both find it."""
+    """The lost controller's node begins as the job's first one, and a spare node comes to it. Both find the one that is
+    elected then."""
     lost, second, third, fourth = net.hosts
     job = NodesJob(net, tmp_path / "run", DDP, steps=STEPS)
     job.wait_for_step(KILL_AFTER)

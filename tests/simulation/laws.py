@@ -32,7 +32,7 @@ _SEEN_AT_ONCE = ("kill", "power", "agent")
 _BEFORE_A_STEP = -1
 """In place of a step, for a replacement that has not taken any."""
 _TO_COME_S = 5.0
-"""For a node that was cut off: to come to a new controller, before that stops waiting and decides."""
+"""For a node that was cut off, or has stood still: to come to a new controller before that decides."""
 
 
 _Failures = tuple["Process", int, str, int]
@@ -521,7 +521,10 @@ class Laws:
         node = service.machine.job.nodes.get(process.agent.name) if service is not None else None
         if node is not None or there is None:
             return node is None or node.alive
-        return process.agent.runs and self.world.network.reached_for(process.agent.host, there.host, _TO_COME_S)
+        agent = process.agent
+        if not agent.runs or self.world.loop.now - agent.went_on_at < _TO_COME_S:
+            return False
+        return self.world.network.reached_for(agent.host, there.host, _TO_COME_S)
 
     # -- agents ---------------------------------------------------------------------------------------
 

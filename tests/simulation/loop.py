@@ -40,7 +40,7 @@ class Process:
         self.loop = loop
         self.host = host
         self.name = name
-        self.life = Life.RUNS
+        self.life, self._went_on_at = Life.RUNS, float("-inf")
         self.at_end: list[Callable[[], None]] = []
         self._held: deque[asyncio.Handle] = deque()
         self.context = contextvars.copy_context()
@@ -59,6 +59,11 @@ class Process:
         """A callback whose time has come while the process does not run."""
         (self.loop.never if self.dead else self._held).append(handle)
 
+    @property
+    def went_on_at(self) -> float:
+        """When it went on, after it or its host had stood still; -inf: it has not."""
+        return max(self._went_on_at, self.host.went_on_at)
+
     def freeze(self) -> None:
         """SIGSTOP."""
         if not self.dead:
@@ -67,7 +72,7 @@ class Process:
     def thaw(self) -> None:
         """SIGCONT."""
         if not self.dead:
-            self.life = Life.RUNS
+            self.life, self._went_on_at = Life.RUNS, self.loop.now
         self.catch_up()
 
     def catch_up(self) -> None:

@@ -48,6 +48,7 @@ class Host:
     boot: float = 0.0
     wall: float = 0.0
     suspended_at: float | None = None
+    went_on_at: float = float("-inf")
     up: bool = True
     frozen: bool = False
     boots: int = 0
@@ -70,7 +71,7 @@ class Host:
 
     def thaw(self, loop: VirtualLoop) -> None:
         """It goes on, wherever it stands."""
-        self.frozen = False
+        self.frozen, self.went_on_at = False, loop.now
         if self.suspended_at is not None:
             since, self.suspended_at = self.suspended_at, None
             self.clock -= loop.now - since

@@ -14,7 +14,8 @@ import pytest
 from tests.scripts.one_session import LOOPS, MOMENTS, PLACES
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "one_session.py"
-FURTHER_BACK = SCRIPT.with_name("further_back.py")
+ROOT = SCRIPT.parents[2]
+FURTHER_BACK = "tests.scripts.further_back"  # which imports its neighbours
 Results = dict[tuple[str, str, str], dict[str, Any]]
 
 
@@ -59,7 +60,7 @@ def test_own_copies_are_kept_only_where_a_step_may_have_to_be_undone(
 
 def further_back(source: str) -> dict[str, Any]:
     job = subprocess.run(
-        [sys.executable, str(FURTHER_BACK), source], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-m", FURTHER_BACK, source], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
     )
     assert job.returncode == 0, job.stderr[-3000:]
     found: dict[str, Any] = json.loads(job.stdout)

@@ -189,15 +189,11 @@ class EngineAdapter(TorchAdapter):
         with torch.no_grad():
             self._derive_weights()
 
-    def capture_rank(self) -> dict[str, Any]:
-        return {**super().capture_rank(), "rng_tracker": capture_tracker()}
+    def _tracked_streams(self) -> dict[str, Any]:
+        return capture_tracker()
 
-    def capsule_mark(self) -> Any:
-        return super().capsule_mark(), {name: bytes(state.numpy()) for name, state in capture_tracker().items()}
-
-    def restore_rank(self, state: dict[str, Any]) -> None:
-        super().restore_rank(state)
-        restore_tracker(state["rng_tracker"])
+    def _restore_streams(self, states: dict[str, Any]) -> None:
+        restore_tracker(states)
 
     def _scaler(self) -> Any:
         """The object that keeps the loss scale and its counters; something empty where there is none."""

@@ -121,15 +121,11 @@ class MegatronAdapter(TorchAdapter):
                 if hasattr(inner, "_copy_main_params_to_model_params"):
                     inner._copy_main_params_to_model_params()
 
-    def capture_rank(self) -> dict[str, Any]:
-        return {**super().capture_rank(), "rng_tracker": capture_tracker()}
+    def _tracked_streams(self) -> dict[str, Any]:
+        return capture_tracker()
 
-    def capsule_mark(self) -> Any:
-        return super().capsule_mark(), {name: bytes(state.numpy()) for name, state in capture_tracker().items()}
-
-    def restore_rank(self, state: dict[str, Any]) -> None:
-        super().restore_rank(state)
-        restore_tracker(state["rng_tracker"])
+    def _restore_streams(self, states: dict[str, Any]) -> None:
+        restore_tracker(states)
 
     def checkpoint_format(self) -> CheckpointFormat | None:
         if not MegatronCheckpoint.fits(self._chunks):

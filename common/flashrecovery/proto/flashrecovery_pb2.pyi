@@ -2476,28 +2476,6 @@ class Modules(_message.Message):
 Global___Modules: _TypeAlias = Modules  # noqa: Y015
 
 @_typing.final
-class Suspect(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    GROUP_FIELD_NUMBER: _builtins.int
-    ERROR_FIELD_NUMBER: _builtins.int
-    group: _builtins.str
-    error: _builtins.str
-    def __init__(
-        self,
-        *,
-        group: _builtins.str = ...,
-        error: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "group", b"group"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Suspect: _TypeAlias = Suspect  # noqa: Y015
-
-@_typing.final
 class FromWorker(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2508,7 +2486,6 @@ class FromWorker(_message.Message):
     REPLY_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     LAST_WORDS_FIELD_NUMBER: _builtins.int
-    SUSPECT_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     NOTICE_FIELD_NUMBER: _builtins.int
     WHEREABOUTS_FIELD_NUMBER: _builtins.int
@@ -2527,8 +2504,6 @@ class FromWorker(_message.Message):
     @_builtins.property
     def last_words(self) -> Global___LastWords: ...
     @_builtins.property
-    def suspect(self) -> Global___Suspect: ...
-    @_builtins.property
     def checkpoint(self) -> Global___CheckpointSaved: ...
     @_builtins.property
     def notice(self) -> Global___Notice: ...
@@ -2544,16 +2519,15 @@ class FromWorker(_message.Message):
         reply: Global___Reply | None = ...,
         done: Global___Done | None = ...,
         last_words: Global___LastWords | None = ...,
-        suspect: Global___Suspect | None = ...,
         checkpoint: Global___CheckpointSaved | None = ...,
         notice: Global___Notice | None = ...,
         whereabouts: Global___Whereabouts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hello", b"hello", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "reply", b"reply", "suspect", b"suspect", "warmed", b"warmed", "whereabouts", b"whereabouts"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hello", b"hello", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "reply", b"reply", "warmed", b"warmed", "whereabouts", b"whereabouts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hello", b"hello", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "reply", b"reply", "suspect", b"suspect", "warmed", b"warmed", "whereabouts", b"whereabouts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hello", b"hello", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "reply", b"reply", "warmed", b"warmed", "whereabouts", b"whereabouts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "warmed", "modules", "joined", "reply", "done", "last_words", "suspect", "checkpoint", "notice", "whereabouts"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "warmed", "modules", "joined", "reply", "done", "last_words", "checkpoint", "notice", "whereabouts"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

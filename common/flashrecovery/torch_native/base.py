@@ -84,6 +84,14 @@ class TorchAdapter(Adapter):
         """The framework's methods that change shards behind their version counters when a script calls them."""
         return ()
 
+    def _tracked_streams(self) -> Mapping[str, torch.Tensor] | None:
+        """The states of the random streams that the framework tracks by name, as byte tensors; None if it tracks none.
+        Not those of torch, Python and numpy."""
+        return None
+
+    def _restore_streams(self, states: dict[str, Any]) -> None:
+        """Set what :meth:`_tracked_streams` returned on this rank."""
+
     def _gradients_ready(self) -> None:
         """All gradients of this step are reduced, nothing has been changed yet. May come several times a step."""
 
@@ -201,10 +209,13 @@ class TorchAdapter(Adapter):
         return set(presence)
 
     def capture_rank(self) -> dict[str, Any]:
-        return {"buffers": self._buffers.capture(), "modes": self._modes.capture()}
+        own: dict[str, Any] = {"buffers": self._buffers.capture(), "modes": self._modes.capture()}
+        streams = self._tracked_streams()
+        return own if streams is None else {**own, "rng_tracker": streams}
 
     def capsule_mark(self) -> Any:
-        return self._buffers.mark(), self._modes.mark()
+        own, streams = (self._buffers.mark(), self._modes.mark()), self._tracked_streams()
+        return own if streams is None else (own, {name: bytes(state.numpy()) for name, state in streams.items()})
 
     def look_closely(self, closely: bool) -> None:
         self._buffers.look_closely(closely)
@@ -237,6 +248,8 @@ class TorchAdapter(Adapter):
     def restore_rank(self, state: dict[str, Any]) -> None:
         self._buffers.restore(state["buffers"])
         self._modes.restore(state["modes"])
+        if "rng_tracker" in state:
+            self._restore_streams(state["rng_tracker"])
 
     # -- fault injection ------------------------------------------------------------------------
 

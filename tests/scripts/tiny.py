@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import flashrecovery
+from flashrecovery.worker.recover import Recoverer
 
 
 class SlowToBegin:
@@ -31,7 +32,8 @@ class SlowToBegin:
             signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
 
     def _on_alarm(self, _signum: int, frame: types.FrameType | None) -> None:
-        if any(f.f_code.co_name == "next_command" for f, _ in traceback.walk_stack(frame)) and not self.busy:
+        waits = Recoverer._next_command.__code__  # by its code: a new name ends this script at once
+        if any(f.f_code is waits for f, _ in traceback.walk_stack(frame)) and not self.busy:
             self.busy = True
             signal.setitimer(signal.ITIMER_REAL, 0)
             time.sleep(1)

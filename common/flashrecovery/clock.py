@@ -2,8 +2,8 @@
 
 CLOCK_BOOTTIME also counts the time for which a host was suspended. CLOCK_MONOTONIC does not: a virtual machine that was
 paused would find its lease as good as before, although its ranks have been given away meanwhile. So whatever decides
-who may change state, give ranks away or lead is measured here (:mod:`flashrecovery.leases`). Time-outs that only say
-how long to be patient are measured by CLOCK_MONOTONIC: nobody has waited while his host was asleep.
+who may change state, give ranks away or lead is measured here (:mod:`flashrecovery.plan.leases`). Time-outs that only
+say how long to be patient are measured by CLOCK_MONOTONIC: no one has waited while the host was suspended.
 
 Where the clock begins means nothing, and no two hosts compare theirs.
 """

@@ -15,9 +15,9 @@ from typing import Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from flashrecovery import leases
 from flashrecovery._version import __version__
 from flashrecovery.errors import ConfigError
+from flashrecovery.plan import leases
 
 CONTROLLER_PORT = 29400
 """By default; torchrun's for its rendezvous."""

@@ -15,17 +15,17 @@ from flashrecovery import tls
 from flashrecovery.access import Access
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.identity import Identity
-from flashrecovery.agent.peers import PeerService
+from flashrecovery.agent.peer_service import PeerService
 from flashrecovery.agent.session import ControllerSession, answers
 from flashrecovery.agent.succession import Succession
 from flashrecovery.clock import lease_clock
 from flashrecovery.config import RunConfig
-from flashrecovery.controller.quorum import Quorum
 from flashrecovery.controller.service import ControllerService
-from flashrecovery.controller.states import State
 from flashrecovery.errors import ConfigError
 from flashrecovery.events import EventLog, RunDir, RunFiles
 from flashrecovery.observe import Observer
+from flashrecovery.plan.quorum import Quorum
+from flashrecovery.plan.transitions import State
 from flashrecovery.runtime.addresses import address_towards, is_free, is_here, resolve, split_address
 from flashrecovery.security import job_token, new_token
 

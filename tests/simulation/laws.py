@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from flashrecovery import events as ev
 from flashrecovery.controller.crashes import cause_of, option_of
 from flashrecovery.controller.records import Place
-from flashrecovery.controller.states import State
 from flashrecovery.handshake import job_key
 from flashrecovery.plan.electors import majority
+from flashrecovery.plan.transitions import State
 from tests.simulation.content import TOKEN, Content
 from tests.simulation.loop import Life
 from tests.simulation.network import Firewall, Host

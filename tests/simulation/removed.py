@@ -11,14 +11,14 @@ from unittest.mock import patch
 from flashrecovery import handshake
 from flashrecovery.agent import session
 from flashrecovery.agent.agent import Agent
-from flashrecovery.agent.lease import Reach
 from flashrecovery.clock import lease_clock
 from flashrecovery.controller import recovery, restore
 from flashrecovery.controller.electorate import Electorate
-from flashrecovery.controller.liveness import Liveness
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.outbox import Outbox
 from flashrecovery.controller.recovery import RecoverySteps
+from flashrecovery.plan.liveness import Liveness
+from flashrecovery.plan.membership import Reach
 from flashrecovery.runtime.page import _COMMITTED, _GENERATION, Page
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.habits import Habits

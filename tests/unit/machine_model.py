@@ -20,7 +20,7 @@ from flashrecovery.config import RunConfig
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.outbox import Emit, Send
 from flashrecovery.controller.records import Place
-from flashrecovery.controller.states import State
+from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 BROKEN = -99

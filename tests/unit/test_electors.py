@@ -9,19 +9,18 @@ from typing import cast
 
 import pytest
 
-from flashrecovery.agent.lease import Standing
 from flashrecovery.agent.patience import AGAIN_S, EAGER_S, next_attempt_s, next_question_s
-from flashrecovery.agent.peers import Seen
 from flashrecovery.agent.session import ATTEMPT_S
 from flashrecovery.agent.succession import AFTER_VOTE_S, TURN_S, Succession
 from flashrecovery.config import Timeouts
 from flashrecovery.controller.electorate import Electorate
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.nodes import NodeRecord
-from flashrecovery.controller.quorum import Quorum
 from flashrecovery.controller.takeover import QUIET
-from flashrecovery.leases import LOOK_S
 from flashrecovery.plan.electors import Elector, Eligible, choose, first_version
+from flashrecovery.plan.leases import LOOK_S
+from flashrecovery.plan.membership import Seen, Standing
+from flashrecovery.plan.quorum import Quorum
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 LEASE_S = 0.4

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from flashrecovery import events as ev
 from flashrecovery.controller.nodes import NodeState
-from flashrecovery.controller.states import State
 from flashrecovery.plan.evacuation import Warned, evacuations
 from flashrecovery.plan.placement import Room
+from flashrecovery.plan.transitions import State
 from flashrecovery.plan.types import Holding, Kind, Need
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from tests.unit.test_machine import World

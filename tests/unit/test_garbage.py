@@ -19,7 +19,8 @@ import grpc
 import pytest
 
 from flashrecovery.access import CONTROLLER
-from flashrecovery.agent.peers import PeerService, probe
+from flashrecovery.agent.peer_service import PeerService
+from flashrecovery.agent.peers import probe
 from flashrecovery.complaints import Seldom
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc

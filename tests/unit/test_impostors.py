@@ -20,8 +20,8 @@ import pytest
 from flashrecovery.access import CONTROLLER, Access, agent_at
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.identity import Identity
-from flashrecovery.agent.lease import Door, Standing
-from flashrecovery.agent.peers import PeerService, fetch_from, keep_there, probe
+from flashrecovery.agent.peer_service import PeerService
+from flashrecovery.agent.peers import fetch_from, keep_there, probe
 from flashrecovery.agent.session import ControllerSession
 from flashrecovery.agent.session import answers as session_answers
 from flashrecovery.agent.setup_logs import SetupLogs
@@ -32,6 +32,7 @@ from flashrecovery.errors import AuthenticationError, ConfigError, ProtocolError
 from flashrecovery.events import EventLog, RunDir
 from flashrecovery.handshake import job_key
 from flashrecovery.plan.electors import Elector
+from flashrecovery.plan.membership import Port, Standing
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.sealed import CHALLENGE_KEY, HELLO
@@ -472,7 +473,7 @@ def test_a_stranger_on_the_controllers_port_means_that_it_is_gone(
         stranger = controlling(tmp_path / "x", port, OTHER) if kind.startswith("another") else fake.listening(port)
         async with stranger:
             await until(lambda: job.session._stranger and job.session._silent_s() > SETTINGS.timeouts.lease_s)
-            await until(lambda: job.session._door is Door.REFUSED)
+            await until(lambda: job.session._port_answer is Port.REFUSES)
             await asyncio.sleep(1.0)
             assert not job.running.done() and job.agent.halted == 0
         assert {method for method, _, _ in fake.calls} <= {HELLO}
@@ -524,7 +525,9 @@ def test_a_set_up_log_that_is_cut_short_is_not_taken_for_whole(monkeypatch: pyte
             assert await fetch_from(address, ACCESS, 1) == b"0123456789" * 3
             await keep_there(address, ACCESS, 2, b"")
             assert await fetch_from(address, ACCESS, 2) == b""
-            monkeypatch.setattr("flashrecovery.agent.peers._parts", lambda rank, log: [pb.SetupLogPart(data=log[:10])])
+            monkeypatch.setattr(
+                "flashrecovery.agent.peer_service.log_parts", lambda rank, log: [pb.SetupLogPart(data=log[:10])]
+            )
             with pytest.raises(ProtocolError, match="did not come whole"):
                 await fetch_from(address, ACCESS, 1)
         finally:

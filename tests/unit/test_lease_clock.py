@@ -13,15 +13,15 @@ from typing import cast
 import pytest
 
 from flashrecovery.agent import session as session_module
-from flashrecovery.agent.lease import Door, Standing
-from flashrecovery.agent.peers import Asking, Seen
+from flashrecovery.agent.peers import Asking
 from flashrecovery.agent.succession import Succession
 from flashrecovery.clock import lease_clock, lease_clock_ns
 from flashrecovery.config import Timeouts
 from flashrecovery.controller.electorate import Electorate
 from flashrecovery.controller.job_state import JobState
-from flashrecovery.controller.quorum import Quorum
 from flashrecovery.plan.electors import Elector
+from flashrecovery.plan.membership import Port, Seen, Standing
+from flashrecovery.plan.quorum import Quorum
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.page import Page
 from tests.unit.test_electors import Job
@@ -131,14 +131,14 @@ def test_an_agent_that_wakes_up_has_not_heard_its_controller(tmp_path: Path, hos
     play(tmp_path, act)
 
 
-@pytest.mark.parametrize("door", [Door.OPEN, Door.REFUSED])
+@pytest.mark.parametrize("port", [Port.ACCEPTS, Port.REFUSES])
 def test_answers_from_before_it_slept_say_nothing(
-    door: Door, tmp_path: Path, host: Host, monkeypatch: pytest.MonkeyPatch
+    port: Port, tmp_path: Path, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others were reached, and then the host was suspended before the verdict."""
 
-    async def knock(*_: object) -> Door:
-        return door
+    async def probe_port(*_: object) -> Port:
+        return port
 
     async def probe_all(*_: object) -> list[Seen]:
         host.sleep(HOUR_S)
@@ -147,7 +147,7 @@ def test_answers_from_before_it_slept_say_nothing(
     async def act(scene: Scene) -> None:
         await scene.until(scene.by_datagram)
         session = scene.session
-        monkeypatch.setattr(session_module, "knock", knock)
+        monkeypatch.setattr(session_module, "probe_port", probe_port)
         monkeypatch.setattr(session_module, "probe_all", probe_all)
         monkeypatch.setattr(session, "_heard", lambda command: None)  # nothing comes any more
         session._fresh, session._heard_at = False, lease_clock() - 0.5

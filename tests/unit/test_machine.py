@@ -13,8 +13,8 @@ from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.outbox import Emit, Publish, Send
 from flashrecovery.controller.rank_table import RankTable
 from flashrecovery.controller.records import Place
-from flashrecovery.controller.states import RECOVERY_STATES, TRANSITIONS, State, check_transition
 from flashrecovery.errors import ProtocolError
+from flashrecovery.plan.transitions import RECOVERY_STATES, TRANSITIONS, State, check_transition
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 

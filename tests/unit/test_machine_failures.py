@@ -9,8 +9,8 @@ import pytest
 from flashrecovery import events as ev
 from flashrecovery.controller.crashes import Cause, Crashes, cause_of
 from flashrecovery.controller.records import Place
-from flashrecovery.controller.standstill import Kind, Verdict
-from flashrecovery.controller.states import State
+from flashrecovery.plan.hang import Kind, Verdict
+from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from tests.unit.test_machine import World, told
 

@@ -7,19 +7,19 @@ import re
 import pytest
 
 from flashrecovery import events as ev
-from flashrecovery.agent.lease import Door, Reach, Standing, lost, reach, standing
-from flashrecovery.agent.peers import Seen, neighbours
+from flashrecovery.agent.peers import neighbours
 from flashrecovery.config import Timeouts, load_run_config
 from flashrecovery.controller.admission import refusal
-from flashrecovery.controller.liveness import Ask, Liveness, Lost, Unheard
 from flashrecovery.controller.rank_table import Parts, RankTable, affected
 from flashrecovery.controller.records import Place
-from flashrecovery.controller.states import State
 from flashrecovery.controller.status import job_status
 from flashrecovery.errors import ConfigError
-from flashrecovery.leases import LOOK_S, decides_for_s, halts_after_s
 from flashrecovery.plan.electors import Elector
+from flashrecovery.plan.leases import LOOK_S, decides_for_s, halts_after_s
+from flashrecovery.plan.liveness import Ask, Liveness, Lost, Unheard
+from flashrecovery.plan.membership import Port, Reach, Seen, Standing, lost, reach, standing
 from flashrecovery.plan.placement import Room, neighbour_stride, place
+from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.link import Link
 from tests.unit.test_machine import World
@@ -238,21 +238,21 @@ def test_after_a_pause_of_its_own_the_controller_suspects_nobody() -> None:
 
 
 @pytest.mark.parametrize(
-    ("door", "enough", "vouched", "silent_s", "expected"),
+    ("port", "enough", "vouched", "silent_s", "expected"),
     [
-        (Door.SILENT, False, False, 0.4, Standing.CUT_OFF),
-        (Door.SILENT, True, False, 0.4, Standing.CUT_OFF),  # they may have been cut off with us
-        (Door.SILENT, False, True, 9.0, Standing.MEMBER),
-        (Door.OPEN, False, False, 0.5, Standing.MEMBER),  # busy
-        (Door.OPEN, True, False, 9.0, Standing.MEMBER),
-        (Door.OPEN, False, False, 0.8, Standing.CUT_OFF),  # or its host's kernel, and the others have another one
-        (Door.REFUSED, True, False, 0.4, Standing.ORPHANED),
-        (Door.REFUSED, False, False, 0.4, Standing.CUT_OFF),  # a firewall says so
-        (Door.REFUSED, False, True, 0.4, Standing.MEMBER),
+        (Port.SILENT, False, False, 0.4, Standing.CUT_OFF),
+        (Port.SILENT, True, False, 0.4, Standing.CUT_OFF),  # they may have been cut off with us
+        (Port.SILENT, False, True, 9.0, Standing.MEMBER),
+        (Port.ACCEPTS, False, False, 0.5, Standing.MEMBER),  # busy
+        (Port.ACCEPTS, True, False, 9.0, Standing.MEMBER),
+        (Port.ACCEPTS, False, False, 0.8, Standing.CUT_OFF),  # or its host's kernel, and the others have another one
+        (Port.REFUSES, True, False, 0.4, Standing.ORPHANED),
+        (Port.REFUSES, False, False, 0.4, Standing.CUT_OFF),  # a firewall says so
+        (Port.REFUSES, False, True, 0.4, Standing.MEMBER),
     ],
 )
-def test_standing(door: Door, enough: bool, vouched: bool, silent_s: float, expected: Standing) -> None:
-    assert standing(door, Reach(enough, vouched), silent_s, LIMITS) is expected
+def test_standing(port: Port, enough: bool, vouched: bool, silent_s: float, expected: Standing) -> None:
+    assert standing(port, Reach(enough, vouched), silent_s, LIMITS) is expected
 
 
 @pytest.mark.parametrize(
@@ -276,18 +276,18 @@ def test_who_is_reached(electors: str, seen: str, enough: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "door", "silent_s", "expected"),
+    ("found", "port", "silent_s", "expected"),
     [
-        (Standing.ORPHANED, Door.REFUSED, 0.4, True),
-        (Standing.CUT_OFF, Door.SILENT, 0.8, False),
-        (Standing.CUT_OFF, Door.SILENT, 1.0, True),
-        (Standing.MEMBER, Door.SILENT, 10.0, False),  # a neighbour hears it
-        (Standing.MEMBER, Door.OPEN, 2.0, False),  # busy
-        (Standing.MEMBER, Door.OPEN, 3.0, True),  # it stands still
+        (Standing.ORPHANED, Port.REFUSES, 0.4, True),
+        (Standing.CUT_OFF, Port.SILENT, 0.8, False),
+        (Standing.CUT_OFF, Port.SILENT, 1.0, True),
+        (Standing.MEMBER, Port.SILENT, 10.0, False),  # a neighbour hears it
+        (Standing.MEMBER, Port.ACCEPTS, 2.0, False),  # busy
+        (Standing.MEMBER, Port.ACCEPTS, 3.0, True),  # it stands still
     ],
 )
-def test_when_a_controller_is_lost(found: Standing, door: Door, silent_s: float, expected: bool) -> None:
-    assert lost(found, door, silent_s, LIMITS) is expected
+def test_when_a_controller_is_lost(found: Standing, port: Port, silent_s: float, expected: bool) -> None:
+    assert lost(found, port, silent_s, LIMITS) is expected
 
 
 def test_a_node_halts_before_its_ranks_are_given_away() -> None:

@@ -7,10 +7,10 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from flashrecovery import events as ev
-from flashrecovery.controller.states import State
 from flashrecovery.observe.facts import JobFacts
 from flashrecovery.observe.metrics import copy_age, exposition, job_metrics
 from flashrecovery.observe.tally import BOUNDS_S, LATEST, Tally
+from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 from .history_samples import FAST, START, at, kill, two_recoveries

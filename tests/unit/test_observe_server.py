@@ -15,12 +15,12 @@ import pytest
 
 from flashrecovery.config import ObserveSettings
 from flashrecovery.controller.history import Recovery
-from flashrecovery.controller.states import State
 from flashrecovery.errors import ConfigError
 from flashrecovery.observe import Observer
 from flashrecovery.observe.server import ObserveServer, serve, url_of
 from flashrecovery.observe.sources import recovery_facts
 from flashrecovery.observe.views import health_of, history_view, status_view
+from flashrecovery.plan.transitions import State
 from flashrecovery.security import is_loopback
 
 from .observe_samples import NASTY, job, node

@@ -10,10 +10,10 @@ import pytest
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.outbox import Send
-from flashrecovery.controller.states import State
-from flashrecovery.plan.stores import MOST, STORES_ENV, choose, server_of, store_count
+from flashrecovery.plan.stores import MOST, choose, server_of, store_count
+from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.runtime.environment import rank_env
+from flashrecovery.runtime.environment import STORES_ENV, rank_env
 from tests.unit.test_machine import World
 
 

@@ -15,7 +15,8 @@ import pytest
 
 from flashrecovery.access import CONTROLLER, agent_at
 from flashrecovery.agent.agent import Agent
-from flashrecovery.agent.peers import CONTROLLER_KEY, PeerService
+from flashrecovery.agent.peer_service import PeerService
+from flashrecovery.agent.peers import CONTROLLER_KEY
 from flashrecovery.agent.session import ControllerSession
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.connections import Connection

@@ -15,15 +15,16 @@ import pytest
 
 from flashrecovery.access import CONTROLLER, Access
 from flashrecovery.agent.agent import Agent
-from flashrecovery.agent.lease import Standing
-from flashrecovery.agent.peers import Asking, PeerService
+from flashrecovery.agent.peer_service import PeerService
+from flashrecovery.agent.peers import Asking
 from flashrecovery.agent.session import ControllerSession
 from flashrecovery.agent.succession import Succession
 from flashrecovery.clock import lease_clock
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.service import ControllerService
 from flashrecovery.events import EventLog, RunDir
-from flashrecovery.leases import works_for_s
+from flashrecovery.plan.leases import works_for_s
+from flashrecovery.plan.membership import Standing
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.runtime.link import Link

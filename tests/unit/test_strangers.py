@@ -18,13 +18,14 @@ import grpc
 import pytest
 
 from flashrecovery.access import CONTROLLER, Access
-from flashrecovery.agent.peers import PeerService, fetch_from, probe
+from flashrecovery.agent.peer_service import PeerService
+from flashrecovery.agent.peers import fetch_from, probe
 from flashrecovery.config import RunConfig, Timeouts
 from flashrecovery.controller.service import ControllerService
-from flashrecovery.controller.states import State
 from flashrecovery.errors import ConfigError, StrangerError
 from flashrecovery.events import EventLog, RunDir
 from flashrecovery.handshake import Caller, job_key
+from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.sealed import CHALLENGE_KEY, SealedChannel

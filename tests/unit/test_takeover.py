@@ -8,7 +8,7 @@ from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.outbox import Emit, Send
-from flashrecovery.controller.states import State
+from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 STEP = 7

@@ -20,7 +20,8 @@ from cryptography import x509
 
 from flashrecovery.access import CONTROLLER, Access
 from flashrecovery.agent.agent import Agent
-from flashrecovery.agent.peers import PeerService, probe
+from flashrecovery.agent.peer_service import PeerService
+from flashrecovery.agent.peers import probe
 from flashrecovery.agent.session import ControllerSession
 from flashrecovery.cli.status import access_of
 from flashrecovery.config import RunConfig, TlsSettings, load_run_config

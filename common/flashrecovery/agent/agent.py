@@ -20,7 +20,8 @@ from flashrecovery.agent.gather import Gather, singly
 from flashrecovery.agent.hang import Looks, StopMonitor
 from flashrecovery.agent.identity import Identity
 from flashrecovery.agent.node_health import NodeHealth
-from flashrecovery.agent.peers import PeerService, neighbours, probe
+from flashrecovery.agent.peer_service import PeerService
+from flashrecovery.agent.peers import neighbours, probe
 from flashrecovery.agent.process import WorkerProcess
 from flashrecovery.agent.procfs import Exit, exit_of
 from flashrecovery.agent.pulse import Pulse

@@ -10,8 +10,8 @@ moment. A node that has halted, or whose controller is dead, has nothing to lose
 
 from __future__ import annotations
 
-from flashrecovery.agent.lease import Standing
 from flashrecovery.config import Timeouts
+from flashrecovery.plan.membership import Standing
 
 AGAIN_S = 0.1
 """From the end of a connection to the next attempt."""

@@ -20,9 +20,9 @@ import grpc
 
 from flashrecovery.access import CONTROLLER, Access, agent_at
 from flashrecovery.agent.agent import Agent
-from flashrecovery.agent.lease import FRESH, Door, Standing, knock, lost, reach, standing
 from flashrecovery.agent.patience import Patience, next_attempt_s, next_question_s
-from flashrecovery.agent.peers import CONTROLLER_KEY, UNREACHED, Asking, PeerService, Seen, probe, probe_all
+from flashrecovery.agent.peer_service import PeerService
+from flashrecovery.agent.peers import CONTROLLER_KEY, UNREACHED, Asking, probe, probe_all, probe_port
 from flashrecovery.agent.relay import Relay
 from flashrecovery.agent.succession import Succession
 from flashrecovery.ballot import ask_elector
@@ -31,7 +31,8 @@ from flashrecovery.clock import lease_clock
 from flashrecovery.complaints import Complaints
 from flashrecovery.config import Timeouts
 from flashrecovery.errors import AuthenticationError, ConfigError, ProtocolError, StrangerError
-from flashrecovery.leases import LEASE_PROBE, LOOK_S, NODE_PROBE, works_for_s
+from flashrecovery.plan.leases import LEASE_PROBE, LOOK_S, NODE_PROBE, works_for_s
+from flashrecovery.plan.membership import FRESH, Port, Seen, Standing, lost, reach, standing
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.runtime.addresses import split_address
@@ -41,7 +42,7 @@ from flashrecovery.sealed import SealedCall
 ATTEMPT_S = 1.0
 """A connection attempt without any answer is given up for a new one after this time."""
 _BUSY_S = 5.0
-"""A controller whose door is open but who says nothing is busy: thousands of new connections would not help it."""
+"""A controller whose port accepts but that says nothing is busy: thousands of new connections would not help it."""
 _NAME_TAKEN_S = 3.0
 """Whose name is taken for so long is not the same agent, started anew before its old connection has ended."""
 _TELL_S = 0.1
@@ -103,7 +104,7 @@ class ControllerSession:
         self._at_once = asyncio.Event()
         self._ask_at = 0.0
         self._standing = Standing.MEMBER
-        self._door = Door.SILENT
+        self._port_answer = Port.SILENT
         self._stranger = False
         self._complaints = Complaints(log)
         self._beats = BeatSender(access.token, self._heard_at_least_at, self._drop_connection)
@@ -403,7 +404,7 @@ class ControllerSession:
             if now >= self._ask_at:
                 await self._ask()
                 self._ask_at = now + next_question_s(self._standing, silent_s, self._turn_in_s(), self._limits)
-            patience_s = _BUSY_S if self._door is Door.OPEN else self._limits.node_silence_s
+            patience_s = _BUSY_S if self._port_answer is Port.ACCEPTS else self._limits.node_silence_s
             stale = self._fresh and silent_s >= patience_s
             late = not self._fresh and time.monotonic() - self._attempt_at > ATTEMPT_S
             if stale or late:
@@ -444,14 +445,14 @@ class ControllerSession:
         electors = self._succession.electors
         asked = {e.peer for e in electors if e.node != self._agent.node} | set(self._agent.neighbours())
         asking = Asking(self._agent.node, self._agent.incarnation())
-        door, seen = await asyncio.gather(
-            knock(host, port, wait_s), probe_all(sorted(asked), self._access, wait_s, asking)
+        answer, seen = await asyncio.gather(
+            probe_port(host, port, wait_s), probe_all(sorted(asked), self._access, wait_s, asking)
         )
         now = self._look_at_clock()
         found = reach(seen, electors, self._agent.node)
-        if self._stranger and door is Door.OPEN:
-            door = Door.REFUSED  # the port is somebody else's now: the controller's process is gone
-        self._door = door
+        if self._stranger and answer is Port.ACCEPTS:
+            answer = Port.REFUSES  # the port is somebody else's now: the controller's process is gone
+        self._port_answer = answer
         if self._heard_at > asked_at or self._silent_s() < self._limits.lease_s:
             return
         if self._standing is not Standing.CUT_OFF:  # once cut off, only the controller itself restores it
@@ -460,7 +461,7 @@ class ControllerSession:
             held = now - self._vouched_at < self._limits.lease_s
             self._stood_still &= not held
             now_is = standing(
-                Door.SILENT if self._suspended else door, replace(found, vouched=held), self._silent_s(), self._limits
+                Port.SILENT if self._suspended else answer, replace(found, vouched=held), self._silent_s(), self._limits
             )
             if now_is is not self._standing:
                 log.warning("the controller has not been heard for %.2f s: %s", self._silent_s(), now_is.value)
@@ -470,12 +471,13 @@ class ControllerSession:
             if now_is is Standing.CUT_OFF:
                 self._agent.halt()
                 self._drop_connection()
-        await self._succeed(door, seen)
+        await self._succeed(answer, seen)
 
     def _excused_s(self, standing: Standing, seen: Sequence[Seen]) -> float:
         """For how long after the questions that led to a verdict the workers may do without an answer: to the next one.
-        (Not after the verdict: this host may have been suspended since it has asked.) After a standstill an open door
-        is no excuse, for what is behind it may have given the ranks away, nor is a closed one if others lead now."""
+        (Not after the verdict: this host may have been suspended since it has asked.) After a standstill a port that
+        accepts is no excuse, for what is behind it may have given the ranks away, nor is a closed one if others
+        lead."""
         if self._stood_still and (standing is Standing.MEMBER or self._succession.newer(seen) is not None):
             return 0.0
         if standing is Standing.ORPHANED:
@@ -492,7 +494,7 @@ class ControllerSession:
         if until > float("-inf"):
             self._agent.lend(until)
 
-    async def _succeed(self, door: Door, seen: Sequence[Seen]) -> None:
+    async def _succeed(self, answer: Port, seen: Sequence[Seen]) -> None:
         """Follow a newer controller, or become one if this one is lost and it is this node's turn."""
         newer = self._succession.newer(seen)
         if newer is not None and newer.controller == self._address:
@@ -501,7 +503,7 @@ class ControllerSession:
             self._follow(newer.term, newer.controller)
             await self._leave()
             return
-        if not lost(self._standing, door, self._silent_s(), self._limits):
+        if not lost(self._standing, answer, self._silent_s(), self._limits):
             return
         now = time.monotonic()
         self._lost_at = now if self._lost_at is None else self._lost_at

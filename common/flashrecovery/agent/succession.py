@@ -6,7 +6,7 @@ elects nobody leaves an agent without a controller; the one that the others hear
 newer term, which its own electors grant although they hear it, and without leaving it.
 
 While a change of the electors is not settled, as far as the candidate knows, it needs the votes of more than half of
-the old and of the new ones (:mod:`flashrecovery.controller.quorum`). Votes are kept in memory:
+the old and of the new ones (:mod:`flashrecovery.plan.quorum`). Votes are kept in memory:
 an agent that is started anew has another incarnation, and is no elector any more. (Leader election as in Raft, without
 the log: what the next controller must know, all agents tell it when they register.)
 """
@@ -18,8 +18,8 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from flashrecovery.agent.peers import Seen
 from flashrecovery.plan.electors import Elector, decide
+from flashrecovery.plan.membership import Seen
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 TURN_S = 0.5
@@ -35,8 +35,8 @@ Ask = Callable[[Elector, pb.VoteRequest], Awaitable[pb.VoteReply]]
 
 class Succession:
     """``silent_s`` says how long nothing of a controller has *arrived*; for ``lease_s`` of that an elector refuses to
-    vote for another one, because the one before may decide for so long (:mod:`flashrecovery.leases`). ``abandon`` ends
-    the connection to the present controller, which is not served any more once another one has this agent's vote."""
+    vote for another one, because the one before may decide for so long (:mod:`flashrecovery.plan.leases`). ``abandon``
+    ends the connection to the present controller, which is not served any more once another has this agent's vote."""
 
     def __init__(
         self,

@@ -14,9 +14,9 @@ from flashrecovery import events as ev
 from flashrecovery.config import Timeouts
 from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.nodes import NodeState
-from flashrecovery.controller.quorum import Quorum
-from flashrecovery.leases import decides_for_s
 from flashrecovery.plan.electors import Elector, Eligible
+from flashrecovery.plan.leases import decides_for_s
+from flashrecovery.plan.quorum import Quorum
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _RENEWAL_S = 0.5

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from flashrecovery import events as ev
 from flashrecovery.controller.restore import RestoreRound
-from flashrecovery.controller.states import State
+from flashrecovery.plan.transitions import State
 
 PHASE_OF = {
     State.QUIESCING: "quiesce",

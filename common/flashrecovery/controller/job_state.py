@@ -13,7 +13,7 @@ from flashrecovery.controller.nodes import NodeRecord
 from flashrecovery.controller.outbox import Action, Outbox
 from flashrecovery.controller.records import Place, RankRecord
 from flashrecovery.controller.restore import RestoreRound
-from flashrecovery.controller.states import State, check_transition
+from flashrecovery.plan.transitions import State, check_transition
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 AGENT = -1

@@ -1,8 +1,8 @@
 """When ranks stand still, have every agent look at its workers, and find the culprit.
 
 A rank is suspected when its progress counter has stood still for ``max(hang_floor_s, hang_factor * usual step time)``.
-Then all agents are asked at once, and :mod:`.standstill` judges. Only a verdict that a second look repeats, with the
-same ranks accused and no progress of theirs in between, has consequences.
+Then all agents are asked at once, and :mod:`flashrecovery.plan.hang` judges. Only a verdict that a second look
+repeats, with the same ranks accused and no progress of theirs in between, has consequences.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from flashrecovery.config import Timeouts
 from flashrecovery.controller.records import Place, RankRecord
-from flashrecovery.controller.standstill import Group, Kind, Operation, Progress, Stand, Verdict, judge
+from flashrecovery.plan.hang import Group, Kind, Operation, Progress, Stand, Verdict, judge
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _PACE_S = 0.25

@@ -7,7 +7,7 @@ done with it is in objects that have nothing of their own but their way of doing
 
 ==================  ==========================================================================
 :mod:`.starting`    the way to the first step
-:mod:`.recovery`    the way of a recovery through the states of :mod:`.states`
+:mod:`.recovery`    the way of a recovery through the states of :mod:`flashrecovery.plan.transitions`
 :mod:`.takeover`    a controller that is started while its job runs
 :mod:`.evacuate`    warned nodes are replaced with the next failure
 :mod:`.watching`    hangs and slow ranks
@@ -33,11 +33,11 @@ from flashrecovery.controller.nodes import NodeRecord, NodeState
 from flashrecovery.controller.records import HeldAt, Place, RankRecord, unequal_steps
 from flashrecovery.controller.recovery import RecoverySteps
 from flashrecovery.controller.staffing import Staffing
-from flashrecovery.controller.standstill import Kind, victims_of
 from flashrecovery.controller.starting import HOW_TO_PROTECT, Starting
-from flashrecovery.controller.states import RECOVERY_STATES, State
 from flashrecovery.controller.takeover import TakeOver
 from flashrecovery.controller.watching import HangWatch
+from flashrecovery.plan.hang import Kind, victims_of
+from flashrecovery.plan.transitions import RECOVERY_STATES, State
 from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 

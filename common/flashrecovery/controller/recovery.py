@@ -2,7 +2,7 @@
 
 QUIESCING: hold, then stop. REPLACING: wait for the replacements, then decide the version and the sources. REGROUPING,
 RESTORING, VERIFYING, and back to RUNNING. Each function here belongs to one of these; the table of transitions is in
-:mod:`.states`, the decision about versions and sources in :mod:`flashrecovery.plan`.
+:mod:`flashrecovery.plan.transitions`, the decision about versions and sources in :mod:`flashrecovery.plan`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from flashrecovery.controller.records import THROUGH, Place, RankRecord, unequal
 from flashrecovery.controller.restore import Decision, RestoreRound, decide
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.controller.starting import Starting
-from flashrecovery.controller.states import State
 from flashrecovery.errors import JobFailedError
 from flashrecovery.plan import NoSourceError
+from flashrecovery.plan.transitions import State
 from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 

@@ -28,18 +28,18 @@ from flashrecovery.controller.console import Console
 from flashrecovery.controller.drills import Drills
 from flashrecovery.controller.electorate import Electorate
 from flashrecovery.controller.job_state import AGENT
-from flashrecovery.controller.liveness import Ask, Liveness, Lost
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.nodes import NodeState
 from flashrecovery.controller.outbox import Emit, Publish
-from flashrecovery.controller.quorum import Quorum
 from flashrecovery.controller.relays import Relays
 from flashrecovery.controller.sessions import Sessions
-from flashrecovery.controller.states import RECOVERY_STATES, State
 from flashrecovery.controller.status import StatusBoard
 from flashrecovery.controller.table_publisher import TablePublisher
 from flashrecovery.errors import ConfigError
-from flashrecovery.leases import NODE_PROBE
+from flashrecovery.plan.leases import NODE_PROBE
+from flashrecovery.plan.liveness import Ask, Liveness, Lost
+from flashrecovery.plan.quorum import Quorum
+from flashrecovery.plan.transitions import RECOVERY_STATES, State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 

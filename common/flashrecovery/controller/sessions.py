@@ -18,9 +18,9 @@ from flashrecovery.beats.controller import BeatServer
 from flashrecovery.clock import lease_clock
 from flashrecovery.controller.admission import Refusal, refusal
 from flashrecovery.controller.connections import Connection, Connections
-from flashrecovery.controller.liveness import Liveness
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.relays import Relays
+from flashrecovery.plan.liveness import Liveness
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 if TYPE_CHECKING:

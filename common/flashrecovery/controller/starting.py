@@ -8,9 +8,9 @@ from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.nodes import NodeState, launch_order
 from flashrecovery.controller.records import Place
 from flashrecovery.controller.staffing import Staffing
-from flashrecovery.controller.states import State
 from flashrecovery.errors import ConfigError
 from flashrecovery.plan.placement import neighbour_stride
+from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 HOW_TO_PROTECT = (

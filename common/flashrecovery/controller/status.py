@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 from flashrecovery.clock import lease_clock
-from flashrecovery.controller.liveness import Liveness
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.records import RankRecord
+from flashrecovery.plan.liveness import Liveness
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _CHEAP_S = 0.005

@@ -16,7 +16,7 @@ from flashrecovery.controller.records import THROUGH, Place, RankRecord
 from flashrecovery.controller.recovery import RecoverySteps
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.controller.starting import Starting
-from flashrecovery.controller.states import State
+from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _GOING = THROUGH | {Place.RUNNING}

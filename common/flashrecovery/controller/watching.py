@@ -6,9 +6,9 @@ from flashrecovery import events as ev
 from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.lookout import Lookout
 from flashrecovery.controller.records import Place
-from flashrecovery.controller.standstill import Kind, Verdict
-from flashrecovery.controller.states import State
 from flashrecovery.controller.stragglers import Stragglers
+from flashrecovery.plan.hang import Kind, Verdict
+from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 from flashrecovery.groups.state import STATE
 from flashrecovery.groups.torch_private import DEFAULT_TIMEOUT, GroupRequest, PrefixStore, Store, TCPStore
-from flashrecovery.plan.stores import STORES_ENV, server_of
+from flashrecovery.plan.stores import server_of
+from flashrecovery.runtime.environment import STORES_ENV
 
 Address = tuple[str, int]
 

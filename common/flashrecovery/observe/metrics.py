@@ -11,9 +11,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from flashrecovery.controller.states import State
 from flashrecovery.observe.facts import Counts, Durations, JobFacts, NodeWorkers
 from flashrecovery.observe.tally import BOUNDS_S
+from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _Labels = Sequence[str]

@@ -7,7 +7,6 @@ import time
 from flashrecovery.agent.agent import Agent
 from flashrecovery.controller.history import PHASE_OF, Recovery
 from flashrecovery.controller.service import ControllerService
-from flashrecovery.controller.states import State
 from flashrecovery.observe.facts import (
     AgentFacts,
     CheckpointFacts,
@@ -19,6 +18,7 @@ from flashrecovery.observe.facts import (
     WorkerFacts,
 )
 from flashrecovery.observe.tally import Tally
+from flashrecovery.plan.transitions import State
 
 
 def controller_facts(service: ControllerService, tally: Tally) -> ControllerFacts:

@@ -10,7 +10,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 SLOW_S = 10.0
 """Without progress for so long, and for ``SLOW_STEPS`` usual steps, a rank is drawn as slow. Only a colour: what
-a hang is is decided in :mod:`flashrecovery.controller.standstill`."""
+a hang is is decided in :mod:`flashrecovery.plan.hang`."""
 SLOW_STEPS = 5.0
 SILENT_S = 2.0
 """An agent says something four times a second; one that has been silent for so long is drawn as silent."""

@@ -11,8 +11,6 @@ from collections.abc import Sequence, Set
 
 import xxhash
 
-STORES_ENV = "FLASHRECOVERY_STORES"
-"""Environment variable of a rank: hosts and ports of the servers for the groups of the start, JSON; unset if one."""
 RANKS_A_STORE = 1000
 """One server takes the connections of so many ranks in about a second."""
 MOST = 32

@@ -7,11 +7,12 @@ import os
 from collections.abc import Mapping
 
 from flashrecovery.config import CONFIG_ENV, RunConfig
-from flashrecovery.plan.stores import STORES_ENV
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.nccl_env import LAUNCH_DEFAULTS
 
 AGENT_PID_ENV = "FLASHRECOVERY_AGENT_PID"
+STORES_ENV = "FLASHRECOVERY_STORES"
+"""Hosts and ports of the servers for the groups of the start, JSON; unset if there is one."""
 STRIDE_ENV = "FLASHRECOVERY_NEIGHBOUR_STRIDE"
 """Rank r's copies are kept by rank r + stride, modulo the world size."""
 

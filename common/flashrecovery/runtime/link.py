@@ -5,7 +5,7 @@ what has arrived already is dropped. Acknowledgements ride on the heartbeats tha
 or as datagrams (:mod:`flashrecovery.beats`).
 
 Every message says when it went out, and which sending time of the other side has been the newest to arrive; so each
-side knows for certain up to when it has been heard (:attr:`Link.echoed_at`, see :mod:`flashrecovery.leases`).
+side knows for certain up to when it has been heard (:attr:`Link.echoed_at`, see :mod:`flashrecovery.plan.leases`).
 """
 
 from __future__ import annotations

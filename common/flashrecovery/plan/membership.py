@@ -1,14 +1,14 @@
 """Whether this node still belongs to the job, as far as it can tell. Pure; times are seconds.
 
 A node that the controller takes for lost has its ranks given away; its own processes must have stopped before that,
-or a rank would live twice. So when no heartbeat of the last ``lease_s`` has been answered, the agent knocks at the
-controller's door, and asks other nodes to tell the controller that it lives:
+or a rank would live twice. So when no heartbeat of the last ``lease_s`` has been answered, the agent tries the
+controller's port, and asks other nodes to tell the controller that it lives:
 
 * one of them has, and the controller has answered: that counts as an answer to the question's sending. Go on.
-* the door opens: the controller is there, but busy, and the next connection will tell. Go on for a moment, and for
+* the port accepts: the controller is there, but busy, and the next connection will tell. Go on for a moment, and for
   longer if others are reached. (Not if this agent has stood still so long that its ranks may have been given
   away: then the workers wait for an answer.)
-* the door is closed (the connection is refused): the controller is dead, or a firewall says so. If others are reached,
+* the port refuses the connection: the controller is dead, or a firewall says so. If others are reached,
   or there are no others, the controller is taken for dead: training goes on without it.
 * otherwise this side of a partition is the one without the controller: the workers are halted until it answers again.
 
@@ -17,33 +17,54 @@ else one node. What a controller outside of the nodes cannot be told from: a fir
 several nodes which reach each other.
 
 A node that is cut off halts sooner after its last answered heartbeat than its ranks are given away:
-:mod:`flashrecovery.leases` has the sums, and the configuration is checked for them.
+:mod:`flashrecovery.plan.leases` has the sums, and the configuration is checked for them.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
-from flashrecovery.agent.peers import Seen
-from flashrecovery.config import Timeouts
 from flashrecovery.plan.electors import Elector, majority
 
 FRESH = 0.7
 """Part of the lease. Who has not heard the controller for that long itself passes nothing on: it may have been cut off
 at the same time, and a controller that is late would be even later."""
 MUTE = 4.0
-"""Times ``node_silence_s``. A controller whose door opens but who says nothing is busy; if it is so for that long, its
-process stands still, and it is its host's kernel that takes the connections."""
+"""Times ``node_silence_s``. A controller whose port accepts but that says nothing is busy; if it is so for that long,
+its process stands still, and it is its host's kernel that takes the connections."""
 
 
-class Door(Enum):
+class Limits(Protocol):
+    """What the configuration says (:class:`flashrecovery.config.Timeouts`), in seconds."""
+
+    @property
+    def node_silence_s(self) -> float: ...
+
+    @property
+    def node_probe_s(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A peer's answer. ``vouched``: the controller has learned from it that who asks lives. ``controller`` (HOST:PORT),
+    of this ``term``: whom it follows."""
+
+    peer: str
+    reachable: bool
+    evidence: str = ""
+    vouched: bool = False
+    term: int = 0
+    controller: str = ""
+
+
+class Port(Enum):
     """What comes of a connection to the controller's port."""
 
-    OPEN = "open"
-    REFUSED = "refused"
+    ACCEPTS = "accepts"
+    REFUSES = "refused"
     SILENT = "silent"
 
 
@@ -74,33 +95,21 @@ def reach(seen: Sequence[Seen], electors: Collection[Elector], node: str) -> Rea
     return Reach(enough, any(s.vouched for s in seen))
 
 
-def standing(door: Door, found: Reach, silent_s: float, limits: Timeouts) -> Standing:
+def standing(port: Port, found: Reach, silent_s: float, limits: Limits) -> Standing:
     """What follows from the answers. ``silent_s``: since the sending of the last heartbeat that was answered."""
     if found.vouched:
         return Standing.MEMBER
-    if door is Door.OPEN and (found.enough or silent_s < limits.node_silence_s):
+    if port is Port.ACCEPTS and (found.enough or silent_s < limits.node_silence_s):
         return Standing.MEMBER
-    if door is Door.REFUSED and found.enough:
+    if port is Port.REFUSES and found.enough:
         return Standing.ORPHANED
     return Standing.CUT_OFF
 
 
-def lost(found: Standing, door: Door, silent_s: float, limits: Timeouts) -> bool:
+def lost(found: Standing, port: Port, silent_s: float, limits: Limits) -> bool:
     """Whether another controller may be elected. (An elector that hears this one still refuses.)"""
-    if door is Door.REFUSED:
+    if port is Port.REFUSES:
         return True
-    if door is Door.OPEN and silent_s >= MUTE * limits.node_silence_s:
+    if port is Port.ACCEPTS and silent_s >= MUTE * limits.node_silence_s:
         return True
     return found is not Standing.MEMBER and silent_s >= limits.node_silence_s + limits.node_probe_s
-
-
-async def knock(host: str, port: int, timeout_s: float) -> Door:
-    """Try to connect."""
-    try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), timeout_s)
-    except ConnectionRefusedError:
-        return Door.REFUSED
-    except (asyncio.TimeoutError, OSError):
-        return Door.SILENT
-    writer.close()
-    return Door.OPEN

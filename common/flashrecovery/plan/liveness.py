@@ -6,7 +6,7 @@ neighbours in the ring of nodes are asked whether they reach it. Only if none do
 controller and one node, or of the controller's own network, costs nobody their ranks. A lost node is found after
 ``node_silence_s + node_probe_s`` at the latest; one whose connection has broken is asked about at once, and lost after
 ``node_silence_s``. Not sooner, whatever the others say: a firewall may answer for a node that lives, and its workers
-step on until its lease ends (:mod:`flashrecovery.leases`).
+step on until its lease ends (:mod:`flashrecovery.plan.leases`).
 
 The bound for false alarms: a living node is taken for lost only if nothing of it has arrived for ``node_silence_s``
 (several heartbeats in a row), also not by way of another node (:meth:`Liveness.vouched`), *and* no neighbour has got an
@@ -20,9 +20,22 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from flashrecovery.config import Timeouts
 from flashrecovery.plan.ring import OBSERVERS, following
+
+
+class Limits(Protocol):
+    """What the configuration says (:class:`flashrecovery.config.Timeouts`), in seconds."""
+
+    @property
+    def node_silence_s(self) -> float: ...
+
+    @property
+    def node_probe_s(self) -> float: ...
+
+    @property
+    def node_wait_s(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -66,7 +79,7 @@ class _Pulse:
 class Liveness:
     """One for the job. Nodes enter with their first message. ``own``: the node of this process, if it has an agent."""
 
-    def __init__(self, limits: Timeouts, own: str = "") -> None:
+    def __init__(self, limits: Limits, own: str = "") -> None:
         self._limits = limits
         self._own = own
         self._pulses: dict[str, _Pulse] = {}

@@ -8,7 +8,8 @@ from flashrecovery import events as ev
 from flashrecovery.config import Timeouts
 from flashrecovery.controller.lookout import Lookout
 from flashrecovery.controller.records import Place, RankRecord
-from flashrecovery.controller.standstill import (
+from flashrecovery.controller.stragglers import Pace, Stragglers, slow, usual_of
+from flashrecovery.plan.hang import (
     UNKNOWN,
     Group,
     Kind,
@@ -18,8 +19,7 @@ from flashrecovery.controller.standstill import (
     judge,
     victims_of,
 )
-from flashrecovery.controller.states import State
-from flashrecovery.controller.stragglers import Pace, Stragglers, slow, usual_of
+from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.worker.pace import STEPS
 from flashrecovery.worker.pace import Pace as OwnWork

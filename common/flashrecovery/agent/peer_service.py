@@ -1,0 +1,93 @@
+"""What this agent does for other agents: says that it lives, passes on that they do, votes, relays their sessions, and
+keeps set-up logs for them (:mod:`.peers`)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from flashrecovery.access import Access, Server
+from flashrecovery.agent.peers import CONTROLLER_KEY, Asking, log_parts
+from flashrecovery.agent.relay import Relay
+from flashrecovery.agent.succession import Succession
+from flashrecovery.errors import ConfigError
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+Vouch = Callable[[Asking, float], Awaitable[bool]]
+"""Tell the controller that this node lives, and wait so many seconds for its word; whether it has come."""
+
+
+class PeerService(rpc.PeerServicer):  # type: ignore[misc]
+    """What this agent does for others."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._logs: dict[int, bytes] = {}
+        self._server: Server | None = None
+        self.vouch: Vouch | None = None
+        self.succession: Succession | None = None
+        self.relay: Relay | None = None
+        self.port = 0
+
+    async def start(self, host: str) -> None:
+        """Listen on any free port of ``host``. Raises ConfigError."""
+        self._server = self._access.server()
+        rpc.add_PeerServicer_to_server(self, self._server.grpc)
+        try:
+            self.port = await self._server.start(host, 0)
+        except ConfigError as e:
+            raise ConfigError(f"node address {e}") from e
+
+    async def stop(self) -> None:
+        if self.relay is not None:
+            self.relay.close()
+        if self._server is not None:
+            await self._server.stop(0.1)
+
+    async def Probe(self, request: pb.ProbeRequest, context: Context) -> pb.ProbeReply:
+        """This agent lives; and if it hears the controller, it passes on that who asks does, too."""
+        reply = pb.ProbeReply()
+        if request.node and self.vouch is not None:
+            reply.vouched = await self.vouch(Asking(request.node, request.incarnation), request.wait_s)
+        if self.succession is not None:
+            reply.term, reply.controller = self.succession.term, self.succession.controller
+        return reply
+
+    async def Vote(self, request: pb.VoteRequest, context: Context) -> pb.VoteReply:
+        """Elect another controller."""
+        if self.succession is None:
+            return pb.VoteReply(granted=False, reason="it has not come to the job yet")
+        return self.succession.vote(request)
+
+    async def Relay(
+        self, request_iterator: AsyncIterator[pb.AgentMessage], context: Context
+    ) -> AsyncIterator[pb.Command]:
+        """Carry another agent's session, if both follow the same controller."""
+        controller = dict(context.invocation_metadata() or ()).get(CONTROLLER_KEY, "")
+        if self.relay is None or not self.relay.carries_to(str(controller)):
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this agent follows another controller")
+        async with aclosing(self.relay.converse(request_iterator)) as frames:
+            async for frame in frames:
+                if frame.HasField("command"):
+                    yield frame.command
+
+    async def Keep(self, request_iterator: AsyncIterator[pb.SetupLogPart], context: Context) -> pb.KeepReply:
+        """Keep a rank's set-up log for as long as the job runs."""
+        parts = [part async for part in request_iterator]
+        whole = bool(parts) and parts[-1].last
+        if whole:
+            self._logs[parts[-1].rank] = b"".join([part.data for part in parts])
+        return pb.KeepReply(kept=whole)
+
+    async def Fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.SetupLogPart]:
+        """Give it back."""
+        if request.rank not in self._logs:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no set-up log of rank {request.rank} here")
+        for part in log_parts(request.rank, self._logs[request.rank]):
+            yield part

@@ -27,7 +27,7 @@ from flashrecovery.groups.torch_private import GroupRequest
 from regroup import slowest_rank_medians, sync
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the ranks' harness is the tests'
-from tests.integration.groups_ranks import connections, run_ranks
+from tests.support.groups_ranks import connections, run_ranks
 
 _LIMIT = datetime.timedelta(seconds=120)
 _BARRIERS = 20

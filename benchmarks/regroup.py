@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from flashrecovery import groups
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the ranks' harness is the tests'
-from tests.integration.groups_ranks import run_ranks
+from tests.support.groups_ranks import run_ranks
 
 PHASES = ("free", "drain", "detach", "attach", "first")
 

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from flashrecovery.config import PHASES
-from tests import megatron as mg
-from tests.faults import in_every_phase
-from tests.jobs import DDP, FSDP, GPT, HSDP, ROOT, SMALL, Job, Layout, check_clean, run_job
-from tests.sameness import Printed, differences
+from tests.support import megatron as mg
+from tests.support.faults import in_every_phase
+from tests.support.jobs import DDP, FSDP, GPT, HSDP, ROOT, SMALL, Job, Layout, check_clean, run_job
+from tests.support.sameness import Printed, differences
 
 WRAPPER = ROOT / "tests" / "scripts" / "one_gpu.py"
 STEPS = 2 * len(PHASES) + 4

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from flashrecovery.config import PHASES
-from tests.faults import faults, in_every_phase
-from tests.jobs import (
+from tests.support.faults import faults, in_every_phase
+from tests.support.jobs import (
     ROOT,
     SMALL,
     Job,

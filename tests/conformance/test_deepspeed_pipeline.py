@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import faults
-from tests.jobs import (
+from tests.support.faults import faults
+from tests.support.jobs import (
     ROOT,
     SMALL,
     Job,
@@ -24,7 +24,7 @@ from tests.jobs import (
     check_same,
     run_job,
 )
-from tests.sameness import Printed
+from tests.support.sameness import Printed
 
 pytest.importorskip("deepspeed")
 

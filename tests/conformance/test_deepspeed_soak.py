@@ -1,4 +1,4 @@
-"""``make soak-deepspeed``: 60 kills of each ZeRO stage (see :mod:`tests.soak`)."""
+"""``make soak-deepspeed``: 60 kills of each ZeRO stage (see :mod:`tests.support.soak`)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from flashrecovery.config import PHASES
-from tests.jobs import Layout
-from tests.soak import kills, soak
+from tests.support.jobs import Layout
+from tests.support.soak import kills, soak
 
 pytest.importorskip("deepspeed")
 

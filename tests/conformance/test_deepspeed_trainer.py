@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.faults import faults
-from tests.jobs import Job, Layout, References, check_fired, check_recovered, check_same, run_job
-from tests.sameness import Printed
+from tests.support.faults import faults
+from tests.support.jobs import Job, Layout, References, check_fired, check_recovered, check_same, run_job
+from tests.support.sameness import Printed
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")

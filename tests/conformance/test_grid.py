@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from flashrecovery.config import PHASES
-from tests.jobs import (
+from tests.support.jobs import (
     DDP,
     FSDP,
     HSDP,

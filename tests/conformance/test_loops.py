@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import Job, Layout, References, check_same
-from tests.loops import ROTATIONS, Kill, check_loop, differences, from_the_start, rotated, run_loop, steps_for
 from tests.scripts.loops import LOOPS, loop_class
+from tests.support.jobs import Job, Layout, References, check_same
+from tests.support.loops import ROTATIONS, Kill, check_loop, differences, from_the_start, rotated, run_loop, steps_for
 
 Reference = Callable[[Layout], Job]
 WORLD = 3

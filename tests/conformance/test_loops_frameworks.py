@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import ROOT, Job, Layout, References
-from tests.loops import ROTATIONS, check_loop, from_the_start, rotated, run_loop, steps_for
 from tests.scripts.proof import MOMENTS, Kill
+from tests.support.jobs import ROOT, Job, Layout, References
+from tests.support.loops import ROTATIONS, check_loop, from_the_start, rotated, run_loop, steps_for
 
 SCRIPT = ROOT / "tests" / "scripts" / "loops_frameworks.py"
 ENVIRONMENT = {"FR_MEGATRON_CPU": "1", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import megatron as mg
-from tests.faults import faults
-from tests.jobs import ROOT, Job, Layout, check_clean, check_fired, check_recovered, check_same
+from tests.support import megatron as mg
+from tests.support.faults import faults
+from tests.support.jobs import ROOT, Job, Layout, check_clean, check_fired, check_recovered, check_same
 
 pytest.importorskip("megatron.core")
 

@@ -19,8 +19,8 @@ import torch
 
 from flashrecovery.redundancy.checkpoint import newest
 from flashrecovery.redundancy.dcp import read_whole
-from tests.jobs import ROOT, SMALL, Job, Layout, RunningJob, check_clean, check_same, run_job
-from tests.megatron import (
+from tests.support.jobs import ROOT, SMALL, Job, Layout, RunningJob, check_clean, check_same, run_job
+from tests.support.megatron import (
     DISTRIBUTED,
     DP2_DISTRIBUTED,
     DP4_DISTRIBUTED,

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import megatron as mg
-from tests.faults import in_every_phase
-from tests.jobs import Job, Layout, check_fired, check_recovered, check_same
+from tests.support import megatron as mg
+from tests.support.faults import in_every_phase
+from tests.support.jobs import Job, Layout, check_fired, check_recovered, check_same
 
 pytest.importorskip("megatron.core")
 

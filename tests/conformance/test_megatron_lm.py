@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import faults
-from tests.jobs import Job, Layout, References, check_fired, check_recovered, check_same
-from tests.megatron_lm import CHECKOUT, FLAGS, MODEL, TIMEOUT_S, needs_checkout, run_lm
-from tests.sameness import Printed
+from tests.support.faults import faults
+from tests.support.jobs import Job, Layout, References, check_fired, check_recovered, check_same
+from tests.support.megatron_lm import CHECKOUT, FLAGS, MODEL, TIMEOUT_S, needs_checkout, run_lm
+from tests.support.sameness import Printed
 
 pytest.importorskip("megatron.core")
 

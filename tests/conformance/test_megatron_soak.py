@@ -1,4 +1,4 @@
-"""``make soak-megatron``: 200 kills of TP2 x DP2 (see :mod:`tests.soak`).
+"""``make soak-megatron``: 200 kills of TP2 x DP2 (see :mod:`tests.support.soak`).
 
 A survivor there may wait in a tensor-parallel collective for a peer that lives and has left the step: no connection of
 its own breaks, so it has to be told.
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import megatron as mg
-from tests.jobs import Layout
-from tests.soak import kills, soak
+from tests.support import megatron as mg
+from tests.support.jobs import Layout
+from tests.support.soak import kills, soak
 
 pytest.importorskip("megatron.core")
 

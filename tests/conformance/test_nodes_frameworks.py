@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import hosts
-from tests import megatron as mg
-from tests.hosts import Network
-from tests.jobs import Layout, check_same
-from tests.nodes import NodesJob, hosts_of_a_test
+from tests.support import hosts
+from tests.support import megatron as mg
+from tests.support.hosts import Network
+from tests.support.jobs import Layout, check_same
+from tests.support.nodes import NodesJob, hosts_of_a_test
 
 pytestmark = [
     pytest.mark.skipif(not hosts.available(), reason="network namespaces need CAP_NET_ADMIN"),

@@ -1,4 +1,4 @@
-"""``make soak``: 200 kills of a DDP job, 60 of FSDP2 and HSDP each (see :mod:`tests.soak`)."""
+"""``make soak``: 200 kills of a DDP job, 60 of FSDP2 and HSDP each (see :mod:`tests.support.soak`)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from flashrecovery.config import PHASES
-from tests.jobs import DDP, FSDP, HSDP, Layout
-from tests.soak import kills, soak
+from tests.support.jobs import DDP, FSDP, HSDP, Layout
+from tests.support.soak import kills, soak
 
 
 @pytest.mark.soak

@@ -25,7 +25,7 @@ from flashrecovery.redundancy.checkpoint import (
 from flashrecovery.redundancy.dcp import read_whole, write_part
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from tests.integration.test_neighbour import Owned, capsule_of, shards_of
-from tests.ranks import die, results, run_ranks
+from tests.support.ranks import die, results, run_ranks
 
 WORLD = 3
 COMMON = b"common state"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.jobs import DDP, ENVIRONMENT, RunningJob, check_recovered, check_same, read_events, run_job
+from tests.support.jobs import DDP, ENVIRONMENT, RunningJob, check_recovered, check_same, read_events, run_job
 
 PEER_ERROR_WAIT_S = 1.5
 CONFIG = {"timeouts": {"peer_error_wait_s": PEER_ERROR_WAIT_S}}

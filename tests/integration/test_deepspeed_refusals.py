@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import ROOT, Layout, check_clean, check_fired, check_same, run_job
+from tests.support.jobs import ROOT, Layout, check_clean, check_fired, check_same, run_job
 
 pytest.importorskip("deepspeed")
 

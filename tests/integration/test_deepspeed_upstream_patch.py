@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import ROOT, Layout, check_fired, check_recovered, check_same, run_job
-from tests.patched import apply_patch, run_script
+from tests.support.jobs import ROOT, Layout, check_fired, check_recovered, check_same, run_job
+from tests.support.patched import apply_patch, run_script
 
 pytest.importorskip("deepspeed")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.jobs import DDP, ROOT, SMALL, check_recovered, check_same, run_job
+from tests.support.jobs import DDP, ROOT, SMALL, check_recovered, check_same, run_job
 
 SCRIPT = ROOT / "tests" / "scripts" / "stuck_abort.py"
 CONFIG = {"timeouts": {"drain_s": 0.5}}

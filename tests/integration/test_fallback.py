@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flashrecovery.redundancy.checkpoint import newest
-from tests.jobs import FSDP, RunningJob, check_clean, check_same, run_job
+from tests.support.jobs import FSDP, RunningJob, check_clean, check_same, run_job
 
 pytestmark = pytest.mark.timeout(400)  # two or three launches, one after another, each with a deadline of its own
 

@@ -11,7 +11,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import nn
 
 from flashrecovery import groups
-from tests.integration.groups_ranks import run_ranks
+from tests.support.groups_ranks import run_ranks
 
 Check = Callable[[], object]
 

@@ -15,7 +15,7 @@ from torch import nn
 from flashrecovery import groups
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.worker.outside import OutsideWatch
-from tests.integration.groups_ranks import run_ranks
+from tests.support.groups_ranks import run_ranks
 
 
 def _alone(body: Callable[[], None], world: int = 4, rank: int = 1) -> Callable[[int, int, dist.Store], None]:

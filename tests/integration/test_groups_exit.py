@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from flashrecovery import groups
 from flashrecovery.errors import RegroupError
-from tests.integration.groups_ranks import run_ranks
+from tests.support.groups_ranks import run_ranks
 
 ENDINGS = {
     "destroyed": "dist.all_reduce(t); dist.destroy_process_group()",

@@ -17,7 +17,7 @@ from torch import nn
 
 from flashrecovery import groups
 from flashrecovery.errors import RegroupError
-from tests.integration.groups_ranks import run_ranks
+from tests.support.groups_ranks import run_ranks
 
 BLOCKED_AT_MOST_S = 1.0  # categorical: the operations' own time-out is 30 minutes; the median is asserted at 50 ms
 BIG = 8_000_000

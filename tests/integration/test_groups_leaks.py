@@ -11,8 +11,8 @@ from torch._C._distributed_c10d import Store
 
 from flashrecovery import groups
 from flashrecovery.groups.native_build import native
-from tests.integration.groups_ranks import run_ranks
-from tests.leaks import Growth, Usage
+from tests.support.groups_ranks import run_ranks
+from tests.support.leaks import Growth, Usage
 
 EXCHANGES = 150
 

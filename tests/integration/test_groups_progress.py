@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from flashrecovery import groups
 from flashrecovery.worker.whereabouts import whereabouts
-from tests.integration.groups_ranks import run_ranks
+from tests.support.groups_ranks import run_ranks
 
 _LATE_S = 0.4
 

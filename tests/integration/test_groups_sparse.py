@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from flashrecovery import groups
-from tests.integration.groups_ranks import connections, run_ranks
+from tests.support.groups_ranks import connections, run_ranks
 
 MANY = 8 << 20
 """Bytes that do not fit into the buffers of a connection."""

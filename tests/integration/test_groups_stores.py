@@ -21,7 +21,7 @@ from flashrecovery.groups.stores import _CLIENTS, OneStore, StoresInUse
 from flashrecovery.groups.torch_private import GroupRequest, HashStore
 from flashrecovery.plan.stores import server_of
 from flashrecovery.runtime.environment import STORES_ENV
-from tests.integration.groups_ranks import RankFunction, _Host, run_ranks
+from tests.support.groups_ranks import RankFunction, _Host, run_ranks
 
 SETS = ([0, 1], [2, 3], [0, 2], [1, 3])
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from tests.integration.test_launcher import TINY, ends, run_cli
-from tests.jobs import ROOT, Layout, RunningJob, check_clean, check_recovered, run_job
+from tests.support.jobs import ROOT, Layout, RunningJob, check_clean, check_recovered, run_job
 
 TWO = Layout("two", "", nproc=2)
 FLAGS = ("--steps", "150")

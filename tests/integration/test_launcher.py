@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.jobs import Job, Layout, References, RunningJob, check_clean, check_fired, check_recovered, run_job
+from tests.support.jobs import Job, Layout, References, RunningJob, check_clean, check_fired, check_recovered, run_job
 
 TINY = Path(__file__).parent.parent / "scripts" / "tiny.py"
 TWO = Layout("two", "tiny.py", nproc=2)

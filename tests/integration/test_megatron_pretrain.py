@@ -8,9 +8,9 @@ import pytest
 
 import fr_megatron
 from flashrecovery.errors import ConfigError
-from tests.jobs import ROOT, check_fired, check_recovered, check_same
-from tests.megatron_lm import CHECKOUT, FLAGS, TIMEOUT_S, needs_checkout, run_lm
-from tests.sameness import Printed
+from tests.support.jobs import ROOT, check_fired, check_recovered, check_same
+from tests.support.megatron_lm import CHECKOUT, FLAGS, TIMEOUT_S, needs_checkout, run_lm
+from tests.support.sameness import Printed
 
 SCRIPT = ROOT / "tests" / "scripts" / "megatron_own_pretrain.py"
 

@@ -11,8 +11,8 @@ import pytest
 
 from flashrecovery.versions import Bound
 from fr_megatron.support import CORE_0_16, CORE_0_20
-from tests.jobs import GPT, ROOT, SMALL, Job, Layout, check_clean, run_job
-from tests.megatron_lm import CHECKOUT, FLAGS, MODEL, copied, environment, needs_checkout, run_lm
+from tests.support.jobs import GPT, ROOT, SMALL, Job, Layout, check_clean, run_job
+from tests.support.megatron_lm import CHECKOUT, FLAGS, MODEL, copied, environment, needs_checkout, run_lm
 from tests.unit.test_megatron_doctor import tree
 
 pytest.importorskip("megatron.core")

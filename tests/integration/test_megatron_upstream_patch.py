@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import ROOT, check_fired, check_recovered, check_same
-from tests.megatron_lm import CHECKOUT, TIMEOUT_S, copied, environment, needs_checkout, run_lm
-from tests.patched import apply_patch, run_script
-from tests.sameness import Printed
+from tests.support.jobs import ROOT, check_fired, check_recovered, check_same
+from tests.support.megatron_lm import CHECKOUT, TIMEOUT_S, copied, environment, needs_checkout, run_lm
+from tests.support.patched import apply_patch, run_script
+from tests.support.sameness import Printed
 
 pytest.importorskip("megatron.core")
 

@@ -17,7 +17,7 @@ from flashrecovery.redundancy import shared_memory
 from flashrecovery.redundancy.neighbor import NeighbourCopies
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec
-from tests.ranks import results, run_ranks
+from tests.support.ranks import results, run_ranks
 
 
 class Owned(Shard):

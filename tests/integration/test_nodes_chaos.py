@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import hosts
-from tests.hosts import Host, Network
-from tests.jobs import DDP, Layout, check_same
-from tests.nodes import NodesJob
+from tests.support import hosts
+from tests.support.hosts import Host, Network
+from tests.support.jobs import DDP, Layout, check_same
+from tests.support.nodes import NodesJob
 
 pytestmark = [
     pytest.mark.skipif(not hosts.available(), reason="network namespaces need CAP_NET_ADMIN"),

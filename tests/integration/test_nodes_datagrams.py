@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import hosts
-from tests.hosts import Host, Network
-from tests.jobs import DDP
-from tests.nodes import PORT, NodesJob, hosts_of_a_test
+from tests.support import hosts
+from tests.support.hosts import Host, Network
+from tests.support.jobs import DDP
+from tests.support.nodes import PORT, NodesJob, hosts_of_a_test
 
 pytestmark = [
     pytest.mark.skipif(not hosts.available(), reason="network namespaces need CAP_NET_ADMIN"),

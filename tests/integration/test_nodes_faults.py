@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import hosts
-from tests.hosts import Host, Network
-from tests.jobs import DDP, Job, Layout, References, check_same, read_events
-from tests.nodes import PORT, NodesJob, hosts_of_a_test, references_of_a_module
+from tests.support import hosts
+from tests.support.hosts import Host, Network
+from tests.support.jobs import DDP, Job, Layout, References, check_same, read_events
+from tests.support.nodes import PORT, NodesJob, hosts_of_a_test, references_of_a_module
 
 pytestmark = [
     pytest.mark.skipif(not hosts.available(), reason="network namespaces need CAP_NET_ADMIN"),

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from flashrecovery.agent.procfs import is_stopped
-from tests import hosts
-from tests.hosts import Host, Network
-from tests.jobs import DDP, Layout, References, check_same
-from tests.nodes import NodesJob, hosts_of_a_test, references_of_a_module
+from tests.support import hosts
+from tests.support.hosts import Host, Network
+from tests.support.jobs import DDP, Layout, References, check_same
+from tests.support.nodes import NodesJob, hosts_of_a_test, references_of_a_module
 
 pytestmark = [
     pytest.mark.skipif(not hosts.available(), reason="network namespaces need CAP_NET_ADMIN"),

@@ -19,7 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from flashrecovery.events import RunFiles
-from tests.jobs import FSDP, Layout, RunningJob, check_clean
+from tests.support.jobs import FSDP, Layout, RunningJob, check_clean
 
 TINY = Path(__file__).parent.parent / "scripts" / "tiny.py"
 TWO = Layout("two", "tiny.py", nproc=2)

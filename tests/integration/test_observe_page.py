@@ -21,8 +21,8 @@ import pytest
 
 from flashrecovery.observe.server import serve
 from tests.integration.test_observe import TINY, url_of
-from tests.jobs import Layout, RunningJob, check_clean
-from tests.unit.observe_samples import NASTY, big_job, job
+from tests.support.jobs import Layout, RunningJob, check_clean
+from tests.support.observe_samples import NASTY, big_job, job
 
 CHROMIUM_ENV = "FLASHRECOVERY_CHROMIUM"
 FOUR = Layout("four", "tiny.py", nproc=4)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import hosts
-from tests.hosts import Host
-from tests.jobs import ROOT
+from tests.support import hosts
+from tests.support.hosts import Host
+from tests.support.jobs import ROOT
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "count_name_queries.py"
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import ROOT, Job, Layout, check_clean
-from tests.loops import check_loop, run_loop
 from tests.scripts.proof import Kill
+from tests.support.jobs import ROOT, Job, Layout, check_clean
+from tests.support.loops import check_loop, run_loop
 
 SCRIPT = ROOT / "tests" / "scripts" / "porting.py"
 

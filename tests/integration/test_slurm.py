@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests import slurm
-from tests.jobs import GPT, ROOT, SMALL, Job, check_same, read_digests, read_events
-from tests.slurm import ENDED, Cluster
+from tests.support import slurm
+from tests.support.jobs import GPT, ROOT, SMALL, Job, check_same, read_digests, read_events
+from tests.support.slurm import ENDED, Cluster
 
 pytestmark = [
     pytest.mark.skipif(bool(slurm.missing()), reason=f"Slurm: {slurm.missing()}"),

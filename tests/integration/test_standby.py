@@ -7,7 +7,7 @@ import re
 import time
 from pathlib import Path
 
-from tests.jobs import Layout, RunningJob, check_clean, check_recovered
+from tests.support.jobs import Layout, RunningJob, check_clean, check_recovered
 
 MODULE = """
 import os, sys

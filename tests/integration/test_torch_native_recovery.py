@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.torch_native_jobs import Fault, Job, run
-from tests.ranks import results, run_ranks
+from tests.support.ranks import results, run_ranks
+from tests.support.torch_native_jobs import Fault, Job, run
 
 
 def train(tmp_path: Path, world: int, job: Job) -> list[tuple[list[float], dict[str, str]]]:

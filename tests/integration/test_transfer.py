@@ -16,7 +16,7 @@ from flashrecovery.state.digest import shard_digest
 from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.state.spec import ShardSpec
 from flashrecovery.worker.transfer import DIRECT_BYTES, PACK_BYTES, exchange
-from tests.ranks import die, results, run_ranks
+from tests.support.ranks import die, results, run_ranks
 
 
 class DictShard(Shard):

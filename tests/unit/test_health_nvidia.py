@@ -13,7 +13,7 @@ from flashrecovery.health.findings import HealthContext, HealthFinding, Severity
 from flashrecovery.health.gpu import LINK_ERRORS, visible
 from flashrecovery.health.nvidia import NvidiaPlugin, create
 from flashrecovery.health.xid import XIDS, XidClass, xid
-from tests.unit.fake_nvml import FakeGpu, FakeNvml
+from tests.support.fake_nvml import FakeGpu, FakeNvml
 
 UUIDS = ["GPU-aa11", "GPU-bb22", "GPU-bb33", "GPU-cc44"]
 FATAL, WARNING = Severity.FATAL, Severity.WARNING

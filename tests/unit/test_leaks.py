@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.leaks import LEAST, OTHERS_SETTLING, SETTLING, Growth, Usage, files_of
-from tests.soak import Overdue
+from tests.support.leaks import LEAST, OTHERS_SETTLING, SETTLING, Growth, Usage, files_of
+from tests.support.soak import Overdue
 
 RECOVERIES = 200
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import Job, read_digests
-from tests.loops import ROTATIONS, check_loop, from_the_start, rotated
 from tests.scripts.proof import MOMENTS, Kill
+from tests.support.jobs import Job, read_digests
+from tests.support.loops import ROTATIONS, check_loop, from_the_start, rotated
 
 SHA = "ab" * 32
 LINES = [f"rank=0 step={step} batch=b rate=0x1p-7 loss_hex=0x1.{step}p-3" for step in range(3)]

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from flashrecovery import events as ev
-from tests.unit.machine_model import OVER, Layout, Model
+from tests.support.machine_model import OVER, Layout, Model
 
 LAYOUTS = st.builds(
     Layout,

@@ -12,9 +12,8 @@ from flashrecovery.observe.metrics import copy_age, exposition, job_metrics
 from flashrecovery.observe.tally import BOUNDS_S, LATEST, Tally
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
-
-from .history_samples import FAST, START, at, kill, two_recoveries
-from .observe_samples import job, node
+from tests.support.history_samples import FAST, START, at, kill, two_recoveries
+from tests.support.observe_samples import job, node
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

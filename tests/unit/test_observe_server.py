@@ -22,8 +22,7 @@ from flashrecovery.observe.sources import recovery_facts
 from flashrecovery.observe.views import health_of, history_view, status_view
 from flashrecovery.plan.transitions import State
 from flashrecovery.security import is_loopback
-
-from .observe_samples import NASTY, job, node
+from tests.support.observe_samples import NASTY, job, node
 
 
 def with_server(use: Callable[[str, aiohttp.ClientSession], Awaitable[None]], **sources: Any) -> None:

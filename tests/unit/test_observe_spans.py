@@ -16,8 +16,7 @@ from flashrecovery.errors import ConfigError
 from flashrecovery.events import EventLog
 from flashrecovery.observe import Observer
 from flashrecovery.observe.spans import Span, span_of, spans_of
-
-from .history_samples import FAST, SLOW, START, at, kill, two_recoveries
+from tests.support.history_samples import FAST, SLOW, START, at, kill, two_recoveries
 
 
 def check_times(span: Span, expected: dict[str, tuple[float, float]]) -> None:

@@ -15,8 +15,7 @@ from flashrecovery.cli.history import BOUNDS, PHASES, read_history
 from flashrecovery.cli.output import bytes_text, count_text, seconds_text
 from flashrecovery.cli.report import COLOURS, as_dict, render_html, report
 from flashrecovery.errors import ConfigError
-
-from .history_samples import FAST, SLOW, at, kill, two_recoveries
+from tests.support.history_samples import FAST, SLOW, at, kill, two_recoveries
 
 
 def write_log(run_dir: Path, events: list[ev.Event]) -> Path:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import Job, check_same, read_digests
-from tests.sameness import Printed, ProcessLog, Run, differences
+from tests.support.jobs import Job, check_same, read_digests
+from tests.support.sameness import Printed, ProcessLog, Run, differences
 
 RANKS, STEPS = 3, 10
 FAILED, RESUMED = 4, 5

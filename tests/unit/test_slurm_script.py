@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from flashrecovery.config import load_run_config
-from tests.jobs import ROOT
+from tests.support.jobs import ROOT
 
 SCRIPT = ROOT / "examples" / "gpt" / "slurm" / "gpt.sbatch"
 NODES = ("n1", "n2", "n3")

@@ -20,8 +20,7 @@ from flashrecovery.errors import ConfigError, StrangerError
 from flashrecovery.events import RunDir, RunFiles
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
-
-from .history_samples import at, two_recoveries
+from tests.support.history_samples import at, two_recoveries
 
 RANK = pb.RankStatus(
     rank=1,

@@ -2,7 +2,7 @@
 
 A job is ``flashrecovery run`` in a process of its own, with one of the example scripts. :func:`check_clean` proves
 that it left nothing behind; :func:`check_same` proves that a job with faults went exactly the way of the same launch
-without (:mod:`tests.sameness`).
+without (:mod:`tests.support.sameness`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.sameness import Printed, ProcessLog, Run, differences
+from tests.support.sameness import Printed, ProcessLog, Run, differences
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 GPT = ROOT / "examples" / "gpt"
 MARKER = "FLASHRECOVERY_TEST_JOB"
 ENVIRONMENT = {"PYTHONFAULTHANDLER": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -230,7 +230,7 @@ def check_same(
     job: Job, reference: Job, *, printed: Printed = Printed.STEPS, start: int = 0, launches: int = 1
 ) -> None:
     """The job went the way of the reference: parameters, optimizer state and random streams of every rank, the loss of
-    every step of every rank, and where each recovery resumed. See :func:`tests.sameness.differences`."""
+    every step of every rank, and where each recovery resumed. See :func:`tests.support.sameness.differences`."""
     found = differences(job, reference, printed, start, launches)
     assert not found, "\n".join([*found, job.explain(), "--- the reference", reference.explain()])
     check_clean(job)

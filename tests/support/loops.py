@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.jobs import ROOT, Job, Layout, check_same, run_job
 from tests.scripts.proof import MOMENTS, Kill
+from tests.support.jobs import ROOT, Job, Layout, check_same, run_job
 
 LOOPS = ROOT / "tests" / "scripts" / "loops.py"
 TIMEOUT_S = 150

@@ -5,8 +5,7 @@ from __future__ import annotations
 from flashrecovery.observe.facts import CheckpointFacts, JobFacts, NodeFacts, NodeWorkers, RecoveryFacts, WorkerFacts
 from flashrecovery.observe.tally import Tally
 from flashrecovery.proto import flashrecovery_pb2 as pb
-
-from .history_samples import START, two_recoveries
+from tests.support.history_samples import START, two_recoveries
 
 NASTY = 'a<b>"\\\n</script><img src=x onerror=alert(1)>'
 """Text as a user's exception may have it."""

@@ -1,4 +1,4 @@
-"""Jobs of several nodes, each node a host of :mod:`tests.hosts`, and what to do to a node."""
+"""Jobs of several nodes, each node a host of :mod:`tests.support.hosts`, and what to do to a node."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.hosts import Host, Network, network
-from tests.jobs import GPT, MARKER, SMALL, Job, Layout, References, marked_processes, read_digests, read_events
+from tests.support.hosts import Host, Network, network
+from tests.support.jobs import GPT, MARKER, SMALL, Job, Layout, References, marked_processes, read_digests, read_events
 
 TOKEN = "the-token-of-this-test-job"
 PORT = 29400

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import ROOT, Job, Layout, run_job
+from tests.support.jobs import ROOT, Job, Layout, run_job
 
 CHECKOUT = os.environ.get("MEGATRON_LM", "")
 needs_checkout = pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM does not say where a checkout of Megatron-LM is")

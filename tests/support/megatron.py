@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flashrecovery.config import PHASES
-from tests.jobs import SMALL, Job, Layout, References, RunningJob
+from tests.support.jobs import SMALL, Job, Layout, References, RunningJob
 
 STEPS = 22
 TIMEOUT_S = 400

@@ -1,4 +1,4 @@
-"""A real Slurm cluster on this machine: slurmctld, and one slurmd for each host of :mod:`tests.hosts`.
+"""A real Slurm cluster on this machine: slurmctld, and one slurmd for each host of :mod:`tests.support.hosts`.
 
 Every host has its own network, host name, munged and configuration file, and all of it lies in one temporary directory;
 nothing of the machine's own Slurm, if it has one, is touched. Needs root, and Debian's packages slurmctld, slurmd,
@@ -19,8 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import mkdtemp
 
-from tests import hosts
-from tests.hosts import Host
+from tests.support import hosts
+from tests.support.hosts import Host
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "squeue", "scontrol", "ip", "unshare")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT", "OUT_OF_MEMORY", "BOOT_FAIL")

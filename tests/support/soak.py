@@ -20,8 +20,8 @@ from click.testing import CliRunner
 from torch.distributed import TCPStore
 
 from flashrecovery.cli.inject import inject
-from tests.jobs import Layout, RunningJob, check_same, run_job
-from tests.leaks import LEAST, OTHERS_SETTLING, Growth, Usage, files_of
+from tests.support.jobs import Layout, RunningJob, check_same, run_job
+from tests.support.leaks import LEAST, OTHERS_SETTLING, Growth, Usage, files_of
 
 SEED = int(os.environ.get("FLASHRECOVERY_SOAK_SEED", "1"))
 STEPS_A_KILL = 14

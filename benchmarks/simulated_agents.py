@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Iterable
 import grpc
 
 from flashrecovery.access import CONTROLLER, Access
-from flashrecovery.agent import patience
+from flashrecovery.agent import backoff
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.runtime.link import Link
@@ -118,7 +118,7 @@ class SimulatedAgent:
             except grpc.aio.AioRpcError as e:
                 print(f"# {self.name}: {e.code().name}: {e.details()}", flush=True)
             if self.through is None:
-                await asyncio.sleep(AGAIN_S if through is None else patience.AGAIN_S)
+                await asyncio.sleep(AGAIN_S if through is None else backoff.AGAIN_S)
 
     async def converse_straight(self) -> None:
         async with _ACCESS.dial(self.address, CONTROLLER, _CONNECT_S) as channel:
@@ -190,9 +190,9 @@ class SimulatedAgent:
     def carry_out(self, command: pb.Command) -> Iterable[pb.Reply]:
         """One command; what its ranks answer."""
         body = command.WhichOneof("body")
-        if body == "beat":
-            if command.beat.port:
-                beats.invited(self.beating, "127.0.0.1", command.beat)
+        if body == "heartbeat":
+            if command.heartbeat.port:
+                beats.invited(self.beating, "127.0.0.1", command.heartbeat)
         elif body == "go_through":
             self.through = here.get(command.go_through.node)
         elif body == "replace":

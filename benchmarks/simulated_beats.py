@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from flashrecovery.agent.patience import Patience
-from flashrecovery.beats.wire import ANSWERED, BEAT, LIMIT, MAGIC, Header, Seal, Stream, pack_ranks, ticket_of
+from flashrecovery.agent.backoff import Backoff
+from flashrecovery.heartbeat.wire import ANSWERED, BEAT, LIMIT, MAGIC, Header, Seal, Stream, pack_ranks, ticket_of
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 PERIOD_S = 0.25
@@ -44,7 +44,7 @@ class Beating:
     counter: int = 0
     answered_at: float = float("-inf")
     heard_at: float = float("-inf")
-    patience: Patience = field(default_factory=Patience)
+    backoff: Backoff = field(default_factory=Backoff)
     _packed: tuple[pb.Heartbeat, int, bytes] | None = None
     _packed_at: float = 0.0
 
@@ -69,7 +69,7 @@ class Beats:
     _socket: socket.socket | None = None
     _by_ticket: dict[int, Beating] = field(default_factory=dict)
 
-    def invited(self, agent: Beating, host: str, beat: pb.Beat) -> None:
+    def invited(self, agent: Beating, host: str, beat: pb.ControllerHeartbeat) -> None:
         if self._socket is None:
             self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
             self._socket.setblocking(False)
@@ -93,7 +93,7 @@ class Beats:
     def _beat(self, agent: Beating, now: float) -> None:
         heartbeat, number, ranks = agent.packed(now)
         through = now - agent.answered_at < _THROUGH_S
-        if not through and agent.patience.due(now, now - max(agent.answered_at, agent.heard_at)):
+        if not through and agent.backoff.due(now, now - max(agent.answered_at, agent.heard_at)):
             agent.unanswered(heartbeat)
         if self._socket is None or agent.seal is None:
             return

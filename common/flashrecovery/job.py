@@ -14,10 +14,10 @@ from pathlib import Path
 from flashrecovery import tls
 from flashrecovery.access import Access
 from flashrecovery.agent.agent import Agent
+from flashrecovery.agent.election import Election
 from flashrecovery.agent.identity import Identity
 from flashrecovery.agent.peer_service import PeerService
 from flashrecovery.agent.session import ControllerSession, answers
-from flashrecovery.agent.succession import Succession
 from flashrecovery.clock import lease_clock
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.service import ControllerService
@@ -215,7 +215,7 @@ class Leadership:
             return not (self.service.machine.takeover.begun or self.service.over.is_set())
         return session.stranded
 
-    async def elected(self, succession: Succession, term: int) -> str:
+    async def elected(self, election: Election, term: int) -> str:
         """By the electors, for this term. Returns where it listens.
 
         It writes into the directory of the controller before, unless that one, cut off, still holds it.
@@ -223,7 +223,7 @@ class Leadership:
         await self.leave()
         here = replace(self._place, controller=self._place.here, port=0)
         until = lease_clock() + _GATHER_S
-        quorum = Quorum.elected(self._agent.node, term, succession.electors, succession.before, until)
+        quorum = Quorum.elected(self._agent.node, term, election.electors, election.before, until)
         try:
             address = await self._start(here, self._path, quorum)
         except ConfigError as e:

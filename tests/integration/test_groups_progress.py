@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from flashrecovery import groups
-from flashrecovery.worker.whereabouts import whereabouts
+from flashrecovery.worker.hang_report import hang_report
 from tests.support.groups_ranks import run_ranks
 
 _LATE_S = 0.4
@@ -34,7 +34,7 @@ def _counts(rank: int, size: int, store: dist.Store) -> None:
         work = dist.irecv(torch.ones(1), peer)
         (op,) = world.pending
         assert (op.op, op.peer, op.number, op.certain) == ("recv", peer, 1, False)
-        told = whereabouts(rank, threading.main_thread())
+        told = hang_report(rank, threading.main_thread())
         assert [(o.op, o.peer, o.number) for o in told.operations] == [("recv", peer, 1)] and "_counts" in told.stack
         by_name = {g.group: g for g in told.groups}
         assert (by_name["0"].size, by_name["0"].collectives) == (size, before + 3)
@@ -47,7 +47,7 @@ def _counts(rank: int, size: int, store: dist.Store) -> None:
         barrier = dist.barrier(async_op=True)
         (op,) = world.pending
         assert (op.op, op.peer, op.number, op.certain) == ("barrier", groups.EVERYBODY, before + 3, True)
-        assert whereabouts(rank, threading.main_thread()).stack == ""
+        assert hang_report(rank, threading.main_thread()).stack == ""
         store.set("seen", "")
         barrier.wait()
     else:

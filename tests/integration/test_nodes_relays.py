@@ -81,7 +81,7 @@ def test_a_carried_rank_is_killed(net: Network, tmp_path: Path, reference: Refer
 
 @pytest.mark.parametrize("how", ["killed", "cut", "frozen"])
 def test_the_node_that_carries_others_is_lost(how: str, net: Network, tmp_path: Path, reference: References) -> None:
-    """It alone is taken for lost."""
+    """It alone is declared dead."""
     job = RelayedJob(net, tmp_path)
     rank = job.rank_on(job.relay)
     if how == "killed":

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import flashrecovery
-from flashrecovery.worker.recover import Recoverer
+from flashrecovery.worker.recoverer import Recoverer
 
 
 class SlowToBegin:

@@ -218,16 +218,16 @@ class Laws:
         """A controller is about to decide something."""
         world = self.world
         now = world.loop.now
-        term = service._electorate.term
+        term = service._elector_set.term
         self._goes_on(service)
         self._believes(service)
-        if service.machine.job.config.controller is None or not service._electorate.named:
+        if service.machine.job.config.controller is None or not service._elector_set.named:
             return
-        electors = set(service._electorate.voters)
+        electors = set(service._elector_set.voters)
         owner, other, known = self.terms.setdefault(term, (process, service, electors))
         if other is service:
             known |= electors
-        elif owner.dead and (not known & electors or not other._electorate.voters):
+        elif owner.dead and (not known & electors or not other._elector_set.voters):
             # Everyone has been started anew: another job, of nodes with the same names. Or the one before had no
             # electors left, because there were but two nodes: then whoever is started again in its place goes on.
             self.terms[term] = process, service, electors
@@ -236,18 +236,18 @@ class Laws:
         for other_process, other in world.controllers():
             if other is service or not other_process.runs:
                 continue
-            if other._electorate.named and other._electorate.term > term:
+            if other._elector_set.named and other._elector_set.term > term:
                 clock = now + other_process.host.clock
-                if other._electorate.may_decide(clock) and other.machine.job.launched:
+                if other._elector_set.may_decide(clock) and other.machine.job.launched:
                     self.broken(
                         "two controllers",
                         f"{process.host.name} of term {term} decides, and so may {other_process.host.name} "
-                        f"of term {other._electorate.term}",
+                        f"of term {other._elector_set.term}",
                     )
 
     def _goes_on(self, service: ControllerService) -> None:
         """A controller's term and generation only grow."""
-        now = service._electorate.term, service.machine.job.generation
+        now = service._elector_set.term, service.machine.job.generation
         before = self.last_terms.get(id(service), now)
         if now[0] < before[0] or now[1] < before[1]:
             self.broken("growth", f"a controller goes from term and generation {before} to {now}")
@@ -384,7 +384,7 @@ class Laws:
         ]
         if alive:
             ranks = [w.place for w in alive]
-            self.broken("given away", f"node {event.node} is taken for lost while its ranks {ranks} can take steps")
+            self.broken("given away", f"node {event.node} is declared dead while its ranks {ranks} can take steps")
 
     def _controller_seems_dead_to(self, host: Host) -> bool:
         """Several nodes that reach each other, and for which a firewall refuses connections to a controller outside of
@@ -515,7 +515,7 @@ class Laws:
         return max(common, default=-1)
 
     def _counts(self, process: SimWorkerProcess) -> bool:
-        """Whether the controller that has failed the job could still ask it: its node was not taken for lost, and has
+        """Whether the controller that has failed the job could still ask it: its node was not declared dead, and has
         neither stood still nor been cut off while a new controller has waited for it."""
         there, service = next((found for found in self.world.services if found[1] is self.failed_by), (None, None))
         node = service.machine.job.nodes.get(process.agent.name) if service is not None else None
@@ -543,17 +543,17 @@ class Laws:
         are none because only two nodes were left: then the job ends (docs/nodes.md). Of the newest controller, which
         the others follow."""
         world = self.world
-        named = [(p, s) for p, s in world.services if s._electorate.named]
+        named = [(p, s) for p, s in world.services if s._elector_set.named]
         if not named:
             return False
-        process, newest = max(named, key=lambda found: found[1]._electorate.term)
+        process, newest = max(named, key=lambda found: found[1]._elector_set.term)
 
         def lives(elector: Elector) -> bool:
             ip, _, port = elector.peer.rpartition(":")
             listener = world.network.hosts[ip].listeners.get(int(port))
             return listener is not None and not listener.process.dead
 
-        quorum = newest._electorate._quorum
+        quorum = newest._elector_set._quorum
         lists = [electors for electors in (quorum.electors, quorum.before) if electors]
         if not lists:
             return process.dead

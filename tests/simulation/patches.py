@@ -25,9 +25,9 @@ from flashrecovery.agent import agent as agent_module
 from flashrecovery.agent import crew, hang, pulse
 from flashrecovery.agent import session as agent_session
 from flashrecovery.agent.identity import Identity
-from flashrecovery.beats import controller as beats_controller
 from flashrecovery.controller import service as service_module
 from flashrecovery.controller import table_publisher
+from flashrecovery.heartbeat import controller as beats_controller
 from tests.simulation.loop import PROCESS, current
 from tests.simulation.network import DatagramSocket
 from tests.simulation.process import SimDeathWatch, SimWorkerProcess
@@ -213,14 +213,14 @@ class _Service(service_module.ControllerService):
         super().__init__(*args, **kwargs)
         self._sim_process = current()
         world().services.append((self._sim_process, self))
-        electorate, machine = self._electorate, self.machine
+        elector_set, machine = self._elector_set, self.machine
         on_tick = machine.on_tick
 
         def watched(now: float) -> None:
             world().laws.decides(self._sim_process, self)
             on_tick(now)
 
-        del electorate
+        del elector_set
         machine.on_tick = watched  # type: ignore[method-assign]
 
 
@@ -232,7 +232,7 @@ class _Agent(agent_module.Agent):
         world().agent_of[current()] = self
 
 
-class _Succession(agent_session.Succession):
+class _Election(agent_session.Election):
     """The real one; the laws look at its terms."""
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -280,7 +280,7 @@ def simulated() -> Iterator[None]:
         (job, "_on_signals", lambda stop: None),
         (job, "ControllerService", _Service),
         (job, "Agent", _Agent),
-        (agent_session, "Succession", _Succession),
+        (agent_session, "Election", _Election),
         (crew, "WorkerProcess", SimpleNamespace(spawn=_spawn)),
         (crew, "DeathWatch", lambda loop: SimDeathWatch(world())),
         (crew, "LogTail", _Tail),

@@ -13,7 +13,7 @@ from flashrecovery.agent import session
 from flashrecovery.agent.agent import Agent
 from flashrecovery.clock import lease_clock
 from flashrecovery.controller import recovery, restore
-from flashrecovery.controller.electorate import Electorate
+from flashrecovery.controller.elector_set import ElectorSet
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.outbox import Outbox
 from flashrecovery.controller.recovery import RecoverySteps
@@ -63,13 +63,13 @@ def _one_by_one(expired: Callable[..., Any]) -> Callable[..., Any]:
     return first
 
 
-async def _raised(self: Electorate, promised: int, ask: object) -> bool:
+async def _raised(self: ElectorSet, promised: int, ask: object) -> bool:
     """Takes the term that an agent has promised to somebody, without asking for it."""
     self._quorum.renewed(promised)
     return True
 
 
-def _arrived(self: Electorate, node: str, sent_at: float) -> None:
+def _arrived(self: ElectorSet, node: str, sent_at: float) -> None:
     """Whatever arrives counts as sent and heard now."""
     record = self._job.nodes.get(node)
     if record is not None and record.alive:
@@ -138,8 +138,8 @@ REMOVED: dict[str, Callable[[], Any]] = {
     "resume at the cut": lambda: patch.object(RecoverySteps, "send_resume", _resume_next(RecoverySteps.send_resume)),
     "failures before the take-over": lambda: patch.object(Machine, "_is_lost", _lost_at_once(Machine._is_lost)),
     "victims of one moment together": lambda: patch.object(Outbox, "expired", _one_by_one(Outbox.expired)),
-    "a new term by votes": lambda: patch.object(Electorate, "renew", _raised),
-    "heard counts from the sending": lambda: patch.object(Electorate, "echoed", _arrived),
+    "a new term by votes": lambda: patch.object(ElectorSet, "renew", _raised),
+    "heard counts from the sending": lambda: patch.object(ElectorSet, "echoed", _arrived),
     "a broken connection is no proof": lambda: patch.object(Liveness, "_judge", _believes(Liveness._judge)),
     "a closed door is no proof": lambda: patch.object(session, "reach", _any_door),
     "no secret is sent": lambda: patch.object(handshake, "_proof", _proof_with_key(handshake._proof)),
@@ -212,7 +212,7 @@ def _commits_twice(commit: Callable[..., bool]) -> Callable[..., bool]:
 def _goes_back(follow: Callable[..., None]) -> Callable[..., None]:
     def followed(self: session.ControllerSession, term: int, address: str) -> None:
         follow(self, term, address)
-        self._succession.term -= 1
+        self._election.term -= 1
 
     return followed
 

@@ -248,7 +248,7 @@ class ModelWorker:
             elif body == "stop":
                 await self._stop_thread(command)
             elif body == "ping":
-                self._say(pb.FromWorker(whereabouts=pb.Whereabouts(rank=self.rank, answered=True)))
+                self._say(pb.FromWorker(hang_report=pb.HangReport(rank=self.rank, answered=True)))
             elif body == "keep_undo":
                 self.habits.hear(command.keep_undo.step)
             elif body == "checkpoint":

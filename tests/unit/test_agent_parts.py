@@ -198,14 +198,14 @@ def test_a_process_that_is_stopped_for_too_long_is_a_victim(through: bool) -> No
 
 
 def test_workers_are_asked_where_they_stand_and_one_that_is_silent_is_not_waited_for() -> None:
-    async def run() -> tuple[pb.Standstill, float]:
+    async def run() -> tuple[pb.HangReports, float]:
         page = Page.create("test")
         page.beat()
         workers: list[Any] = []
         looks = Looks(lambda: list(workers))
 
         def reply() -> None:
-            asyncio.get_running_loop().call_soon(looks.answered, quick, pb.Whereabouts(answered=True, stack="here"))
+            asyncio.get_running_loop().call_soon(looks.answered, quick, pb.HangReport(answered=True, stack="here"))
 
         quick: Any = Worker(os.getpid(), page, reply)
         mute: Any = Worker(os.getppid(), page)

@@ -9,11 +9,11 @@ from typing import cast
 
 import pytest
 
-from flashrecovery.agent.patience import AGAIN_S, EAGER_S, next_attempt_s, next_question_s
+from flashrecovery.agent.backoff import AGAIN_S, EAGER_S, next_attempt_s, next_question_s
+from flashrecovery.agent.election import AFTER_VOTE_S, TURN_S, Election
 from flashrecovery.agent.session import ATTEMPT_S
-from flashrecovery.agent.succession import AFTER_VOTE_S, TURN_S, Succession
 from flashrecovery.config import Timeouts
-from flashrecovery.controller.electorate import Electorate
+from flashrecovery.controller.elector_set import ElectorSet
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.nodes import NodeRecord
 from flashrecovery.controller.takeover import QUIET
@@ -137,7 +137,7 @@ def test_a_new_term_begins_with_a_version_above_all_before() -> None:
 
 @dataclass
 class Job:
-    """What the electorate looks at."""
+    """What a set of electors looks at."""
 
     nodes: dict[str, NodeRecord]
     generation: int = 0
@@ -148,14 +148,14 @@ class Job:
         return Job({r.node: NodeRecord.of(r) for r in registers})
 
 
-def electorate(quorum: Quorum, job: Job) -> Electorate:
-    return Electorate(quorum, cast(JobState, job), Timeouts())
+def elector_set(quorum: Quorum, job: Job) -> ElectorSet:
+    return ElectorSet(quorum, cast(JobState, job), Timeouts())
 
 
 def test_a_controller_decides_by_the_sending_of_what_its_electors_have_received() -> None:
     """Not by the arrival of what they send: that may have waited while this process stood still."""
     job = Job.of("abc")
-    known = electorate(settled("a", "b", "c"), job)
+    known = elector_set(settled("a", "b", "c"), job)
     known.echoed("a", 100.0)
     known.echoed("b", 100.0)
     known.echoed("c", 0.0)
@@ -173,12 +173,12 @@ def test_a_controller_decides_by_the_sending_of_what_its_electors_have_received(
 
 def test_a_controller_that_has_named_no_electors_gets_no_newer_term() -> None:
     """It may have been started again, by the old command, while the others have elected another one."""
-    assert not electorate(Quorum("a"), Job.of("ab")).needs_newer(5, 10.0)
+    assert not elector_set(Quorum("a"), Job.of("ab")).needs_newer(5, 10.0)
 
 
 @pytest.mark.parametrize(("refusing", "renewed"), [("", True), ("c", True), ("bc", False)])
 def test_a_newer_term_is_won_by_votes(refusing: str, renewed: bool) -> None:
-    known = electorate(settled("a", "b", "c"), Job.of("abc"))
+    known = elector_set(settled("a", "b", "c"), Job.of("abc"))
     for name in "abc":
         known.echoed(name, 10.0)
     assert not known.needs_newer(1, 10.1) and not known.needs_newer(5, 99.0), "another one may have been elected"
@@ -194,7 +194,7 @@ def test_a_newer_term_is_won_by_votes(refusing: str, renewed: bool) -> None:
 
 def test_after_a_vain_attempt_the_next_one_is_for_a_term_that_nobody_has_promised() -> None:
     """Who asks for it has promised term 2, and no vote for term 3 counts twice."""
-    known = electorate(settled("a", "b", "c"), Job.of("abc"))
+    known = elector_set(settled("a", "b", "c"), Job.of("abc"))
     agents = Nodes("abc").agents
     reached = {"a"}
 
@@ -222,7 +222,7 @@ class Nodes:
         electors = [pb.Elector(node=n, peer=f"{n}:1", incarnation=f"{n}-life") for n in self.names]
         self.agents = {}
         for name in self.names:
-            agent = Succession(
+            agent = Election(
                 name,
                 lambda n=name: f"{n}-life",  # type: ignore[misc]
                 lambda n=name: self.silent_s.get(n, 9.0),  # type: ignore[misc]

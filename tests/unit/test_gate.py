@@ -154,7 +154,7 @@ def test_the_barrier_before_the_mutation_is_known(gate: Gate) -> None:
 
 
 def test_no_change_of_state_begins_after_the_lease(gate: Gate) -> None:
-    """Its node may have been taken for lost, and its agent may stand still."""
+    """Its node may have been declared dead, and its agent may stand still."""
     gate.begin()
     gate.page.lend(lease_clock() + 60)
     assert not gate.page.lease_over()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from flashrecovery import events as ev
 from flashrecovery.config import Timeouts
-from flashrecovery.controller.lookout import Lookout
+from flashrecovery.controller.hang_detector import HangDetector
 from flashrecovery.controller.records import Place, RankRecord
 from flashrecovery.controller.stragglers import Pace, Stragglers, slow, usual_of
 from flashrecovery.plan.hang import (
@@ -214,8 +214,8 @@ def records(*ages: float, step_s: float = 0.1) -> list[RankRecord]:
     ]
 
 
-def answer(rank: int, count: int, *, waits: bool, progress: int = 3) -> pb.Whereabouts:
-    message = pb.Whereabouts(rank=rank, pid=rank, answered=True, progress=progress, age_s=6.0, step_s=0.1)
+def answer(rank: int, count: int, *, waits: bool, progress: int = 3) -> pb.HangReport:
+    message = pb.HangReport(rank=rank, pid=rank, answered=True, progress=progress, age_s=6.0, step_s=0.1)
     message.groups.add(group="0", size=2, collectives=count)
     if waits:
         message.operations.add(group="0", op="barrier", peer=-1, number=count - 1, certain=True)
@@ -223,50 +223,50 @@ def answer(rank: int, count: int, *, waits: bool, progress: int = 3) -> pb.Where
 
 
 def test_the_agents_are_asked_when_a_rank_is_late() -> None:
-    assert not Lookout(LIMITS).due(records(4.0, 4.9), 0.0)
-    assert Lookout(LIMITS).due(records(1.0, 5.1), 0.0)
-    assert not Lookout(LIMITS).due(records(1.0, 5.1, step_s=2.0), 0.0), "ten usual steps"
+    assert not HangDetector(LIMITS).due(records(4.0, 4.9), 0.0)
+    assert HangDetector(LIMITS).due(records(1.0, 5.1), 0.0)
+    assert not HangDetector(LIMITS).due(records(1.0, 5.1, step_s=2.0), 0.0), "ten usual steps"
     slow_rank = records(1.0, 5.1)
     slow_rank[1].hang_floor_s = 60.0
-    assert not Lookout(LIMITS).due(slow_rank, 0.0), "its framework says so"
-    assert Lookout(LIMITS).due(records(4.0, 4.0), 1.5), "time passes, also without a heartbeat"
+    assert not HangDetector(LIMITS).due(slow_rank, 0.0), "its framework says so"
+    assert HangDetector(LIMITS).due(records(4.0, 4.0), 1.5), "time passes, also without a heartbeat"
 
 
 def test_only_what_two_looks_say_alike_counts() -> None:
     for second_progress, certain in ((3, True), (4, False)):
-        lookout, ranks = Lookout(LIMITS), records(6.0, 6.0)
+        lookout, ranks = HangDetector(LIMITS), records(6.0, 6.0)
         verdicts = []
         for progress, now in ((3, 0.0), (second_progress, 0.3)):
             assert lookout.due(ranks, now)
             number = lookout.begin(["n"], now)
             assert lookout.verdict(ranks, now + 0.01) is None, "not answered yet"
             replies = [answer(0, 4, waits=True), answer(1, 3, waits=False, progress=progress)]
-            lookout.answered("n", pb.Standstill(look=number, ranks=replies))
+            lookout.answered("n", pb.HangReports(look=number, ranks=replies))
             verdicts.append(lookout.verdict(ranks, now + 0.02))
         assert verdicts[0] is None
         assert (verdicts[1] is not None and list(verdicts[1].accused) == [1]) is certain
 
 
 def test_a_node_that_does_not_answer_is_not_waited_for_and_its_ranks_are_not_accused() -> None:
-    lookout, ranks = Lookout(LIMITS), records(6.0, 6.0)
+    lookout, ranks = HangDetector(LIMITS), records(6.0, 6.0)
     ranks[1].home = "other"
     now = 0.0
     for _ in range(4):
         assert lookout.due(ranks, now)
         number = lookout.begin(["n", "other"], now)
-        lookout.answered("n", pb.Standstill(look=number, ranks=[answer(0, 4, waits=True)]))
+        lookout.answered("n", pb.HangReports(look=number, ranks=[answer(0, 4, waits=True)]))
         assert lookout.verdict(ranks, now + 0.5) is None
         assert lookout.verdict(ranks, now + 1.1) is None
         now += 40.0
 
 
 def test_late_and_foreign_answers_count_for_nothing() -> None:
-    lookout, ranks = Lookout(LIMITS), records(6.0, 6.0)
+    lookout, ranks = HangDetector(LIMITS), records(6.0, 6.0)
     assert lookout.due(ranks, 0.0)
     number = lookout.begin(["n"], 0.0)
-    old = pb.Standstill(look=number - 1, ranks=[answer(1, 3, waits=False)])
+    old = pb.HangReports(look=number - 1, ranks=[answer(1, 3, waits=False)])
     lookout.answered("n", old)
-    lookout.answered("stranger", pb.Standstill(look=number, ranks=[answer(1, 3, waits=False)]))
+    lookout.answered("stranger", pb.HangReports(look=number, ranks=[answer(1, 3, waits=False)]))
     assert lookout.verdict(ranks, 0.1) is None
 
 
@@ -297,7 +297,7 @@ def test_a_hang_across_nodes_is_recovered_from() -> None:
                 reply = answer(rank, 3 if rank == 2 else 4, waits=rank != 2)
                 reply.pid, reply.age_s, reply.groups[0].size = m.job.ranks[rank].pid, world.now, 4
                 replies.append(reply)
-            m.watch.on_standstill(node, pb.Standstill(look=looks[0].number, ranks=replies))
+            m.watch.on_hang_reports(node, pb.HangReports(look=looks[0].number, ranks=replies))
         m.on_tick(world.now)
         world.collect()
         if m.job.state is not State.RUNNING:

@@ -36,7 +36,7 @@ from flashrecovery.plan.membership import Port, Standing
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.sealed import CHALLENGE_KEY, HELLO
-from tests.unit.test_session_beats import NoWorkers, no_lead, no_leave
+from tests.unit.test_session_heartbeats import NoWorkers, no_lead, no_leave
 
 TOKEN = "the-token-of-this-test-job"
 ACCESS = Access(TOKEN)
@@ -344,7 +344,7 @@ def test_a_recorded_call_is_refused_when_it_comes_again(tmp_path: Path) -> None:
                 assert "99" in reply.error
                 call = stub.Session()
                 await call.write(pb.AgentMessage(register=pb.Register(node="a", host="h", slots=1, incarnation="1")))
-                assert (await call.read()).HasField("beat")
+                assert (await call.read()).HasField("heartbeat")
                 call.cancel()
             recorded = [c for c in middle.calls if c[0] != HELLO]
             assert len(recorded) == 3

@@ -20,7 +20,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "_version errors versions clock complaints grpc_private proto",
         "plan handshake security state",
         "config patches events",
-        "sealed tls beats health",
+        "sealed tls heartbeat health",
         "access",
         "runtime",
         "ballot groups redundancy",

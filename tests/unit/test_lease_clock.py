@@ -13,11 +13,11 @@ from typing import cast
 import pytest
 
 from flashrecovery.agent import session as session_module
+from flashrecovery.agent.election import Election
 from flashrecovery.agent.peers import Asking
-from flashrecovery.agent.succession import Succession
 from flashrecovery.clock import lease_clock, lease_clock_ns
 from flashrecovery.config import Timeouts
-from flashrecovery.controller.electorate import Electorate
+from flashrecovery.controller.elector_set import ElectorSet
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.plan.electors import Elector
 from flashrecovery.plan.membership import Port, Seen, Standing
@@ -25,7 +25,7 @@ from flashrecovery.plan.quorum import Quorum
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.page import Page
 from tests.unit.test_electors import Job
-from tests.unit.test_session_beats import Scene, play
+from tests.unit.test_session_heartbeats import Scene, play
 
 LIMITS = Timeouts()
 HOUR_S = 3600.0
@@ -164,19 +164,19 @@ def test_answers_from_before_it_slept_say_nothing(
 def test_a_controller_that_wakes_up_may_not_decide(host: Host) -> None:
     electors = tuple(Elector(n, f"{n}:1", f"{n}-life") for n in "abc")
     quorum = Quorum.elected("a", 2, electors, (), until=lease_clock())
-    electorate = Electorate(quorum, cast(JobState, Job.of("abc")), LIMITS)
+    elector_set = ElectorSet(quorum, cast(JobState, Job.of("abc")), LIMITS)
     for name in "abc":
-        electorate.echoed(name, lease_clock())
-    assert electorate.may_decide(lease_clock()) and not electorate.suspended(lease_clock())
+        elector_set.echoed(name, lease_clock())
+    assert elector_set.may_decide(lease_clock()) and not elector_set.suspended(lease_clock())
     host.sleep(LIMITS.lease_s)
-    assert not electorate.may_decide(lease_clock())
+    assert not elector_set.may_decide(lease_clock())
     host.sleep(HOUR_S)
-    assert electorate.suspended(lease_clock())
+    assert elector_set.suspended(lease_clock())
 
 
 def test_an_elector_that_wakes_up_defends_nobody(host: Host) -> None:
     came_at = lease_clock()
-    agent = Succession("b", lambda: "life", lambda: lease_clock() - came_at, LIMITS.lease_s, lambda: None)
+    agent = Election("b", lambda: "life", lambda: lease_clock() - came_at, LIMITS.lease_s, lambda: None)
     agent.learn(pb.Electors(term=1, version=1, electors=[pb.Elector(node="b", peer="b:1", incarnation="life")]))
     request = pb.VoteRequest(term=2, version=1, candidate="c", voter="b", incarnation="life", preliminary=True)
     assert not agent.vote(request).granted

@@ -27,7 +27,7 @@ from flashrecovery.events import EventLog, RunDir
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.runtime.link import Link
-from tests.unit.test_session_beats import ACCESS, NoWorkers, no_lead, no_leave
+from tests.unit.test_session_heartbeats import ACCESS, NoWorkers, no_lead, no_leave
 
 DIRECT = 2
 
@@ -245,7 +245,7 @@ def test_a_relay_that_swallows_everything_is_left_when_it_is_lost(tmp_path: Path
         relay._stream._lines = {}  # what comes down concerns nobody, ...
         relay._stream.put = lambda frame: None  # type: ignore[method-assign]  # ... and nothing goes up
         scene.nodes[dead].agent.beat = lambda message: None
-        scene.nodes[dead].session._beats.forget()
+        scene.nodes[dead].session._heartbeats.forget()
         scene.service._liveness.disconnected(dead)
         scene.service._liveness.answered = lambda *a: None  # type: ignore[method-assign]  # and nobody reaches it
         for name in children:

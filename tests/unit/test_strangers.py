@@ -105,7 +105,7 @@ def test_a_wrong_token_opens_nothing(token: str, tmp_path: Path) -> None:
 def test_the_right_token_opens_everything(tmp_path: Path) -> None:
     async def use(service: ControllerService, address: str) -> None:
         first = await session(address, ACCESS, register())
-        assert first.HasField("beat")
+        assert first.HasField("heartbeat")
         async with ACCESS.dial(address, CONTROLLER, 5.0) as channel:
             status = await rpc.ControllerStub(channel).Status(pb.StatusRequest(), timeout=5)
         assert [n.name for n in status.nodes] == ["node"]
@@ -151,7 +151,7 @@ def test_a_node_with_other_settings_is_refused(tmp_path: Path) -> None:
         assert not service.machine.job.nodes
         same = register("same")
         same.register.settings.update(RunConfig(nproc_per_node=1, standby=3, node_rank=0).shared())
-        assert (await session(address, ACCESS, same)).HasField("beat")
+        assert (await session(address, ACCESS, same)).HasField("heartbeat")
 
     asyncio.run(with_controller(tmp_path, use))
 
@@ -173,7 +173,7 @@ def test_garbage_on_the_port_does_no_harm(tmp_path: Path) -> None:
             call = channel.unary_unary("/flashrecovery.v1.Controller/Status", bytes, bytes)
             with pytest.raises(grpc.aio.AioRpcError):
                 await call(b"\xff" * 1000, timeout=5)
-        assert (await session(address, ACCESS, register())).HasField("beat")
+        assert (await session(address, ACCESS, register())).HasField("heartbeat")
 
     asyncio.run(with_controller(tmp_path, use))
 
@@ -194,7 +194,7 @@ def test_an_oversized_message_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_messages_of_a_lost_node_and_of_old_generations_change_nothing(tmp_path: Path) -> None:
     async def use(service: ControllerService, address: str) -> None:
-        assert (await session(address, ACCESS, register())).HasField("beat")
+        assert (await session(address, ACCESS, register())).HasField("heartbeat")
         machine = service.machine
         (record,) = machine.job.ranks.values()
         started = pb.WorkerStarted(rank=0, generation=0, pid=77)
@@ -255,6 +255,6 @@ def test_an_agent_that_comes_after_the_end_is_told(tmp_path: Path) -> None:
                 said.append(command.WhichOneof("body"))
                 if len(said) == 2:
                     break
-        assert said == ["beat", "shutdown"]
+        assert said == ["heartbeat", "shutdown"]
 
     asyncio.run(with_controller(tmp_path, use))

@@ -32,7 +32,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.tls import Tls, given, made
 from tests.unit.test_impostors import SETTINGS, controlling, until
-from tests.unit.test_session_beats import NoWorkers, no_lead, no_leave
+from tests.unit.test_session_heartbeats import NoWorkers, no_lead, no_leave
 
 TOKEN = "the-token-of-this-test-job"
 

@@ -14,17 +14,17 @@ import time
 from collections.abc import Callable
 
 from flashrecovery.access import Access
-from flashrecovery.agent.crew import LAST_WORDS_S, Crew
 from flashrecovery.agent.faults import Faults
 from flashrecovery.agent.gather import Gather, singly
 from flashrecovery.agent.hang import Looks, StopMonitor
+from flashrecovery.agent.heartbeat import HeartbeatLoop
 from flashrecovery.agent.identity import Identity
 from flashrecovery.agent.node_health import NodeHealth
 from flashrecovery.agent.peer_service import PeerService
 from flashrecovery.agent.peers import neighbours, probe
 from flashrecovery.agent.process import WorkerProcess
+from flashrecovery.agent.process_manager import LAST_WORDS_S, ProcessManager
 from flashrecovery.agent.procfs import Exit, exit_of
-from flashrecovery.agent.pulse import Pulse
 from flashrecovery.agent.setup_logs import SetupLogs
 from flashrecovery.agent.store import StoreServer
 from flashrecovery.agent.tasks import Tasks
@@ -63,7 +63,7 @@ class Agent:
         self.finished: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._tasks = Tasks(self._task_failed)
         network_env = identity.network_env if peers is not None else dict
-        self._crew = Crew(self, config, command, run_dir, network_env, self._setup_logs, self._tasks)
+        self._crew = ProcessManager(self, config, command, run_dir, network_env, self._setup_logs, self._tasks)
         self._ranks = self._crew.ranks
         self._pool = self._crew.pool
         self._faults = Faults(self.notice)
@@ -77,7 +77,7 @@ class Agent:
     def connect(self, send: Send, send_heartbeat: Send) -> None:
         """``send`` takes a message for the controller and does not lose it; a heartbeat may be lost."""
         self._gather = Gather(send)
-        self._pulse = Pulse(self, self._ranks, send_heartbeat, self._config.timeouts.heartbeat_s)
+        self._pulse = HeartbeatLoop(self, self._ranks, send_heartbeat, self._config.timeouts.heartbeat_s)
         self._tasks.start(self._pulse.run())
         self._health.start()
 
@@ -209,7 +209,7 @@ class Agent:
             self._pool.set_modules(list(command.modules.names))
         elif body == "saved":
             self._remember(command.saved)
-        elif body in ("beat", "fence"):
+        elif body in ("heartbeat", "fence"):
             pass  # the session's own
         elif body == "fault":
             self._faults.deliver(command, self._ranks.get(command.rank))
@@ -246,7 +246,7 @@ class Agent:
     async def _look(self, message: pb.Look) -> None:
         """Where do the workers stand? A node that is cut off has no say."""
         if not self._crew.halted:
-            self._send(pb.AgentMessage(standstill=await self._looks.look(message)))
+            self._send(pb.AgentMessage(hang_reports=await self._looks.look(message)))
 
     def _relay(self, command: pb.Command) -> None:
         """To the process that fills the rank."""
@@ -294,8 +294,8 @@ class Agent:
                 process.joined = message.joined
                 self._tasks.start(self._setup_logs.spread(self._table, self._ranks, self._identity.name))
             self._send(pb.AgentMessage(**{body: getattr(message, body)}))
-        elif body == "whereabouts":
-            self._looks.answered(process, message.whereabouts)
+        elif body == "hang_report":
+            self._looks.answered(process, message.hang_report)
         elif body in ("checkpoint", "notice"):
             if body == "notice" and message.notice.kind == "fault_fired":
                 self._faults.fired(message.notice.rank, message.notice.fault)

@@ -46,10 +46,10 @@ class Looks:
     def __init__(self, workers: Callable[[], Sequence[WorkerProcess]]) -> None:
         """``workers``: the living ones at the time of the call, whose pages may be read."""
         self._workers = workers
-        self._answers: dict[int, pb.Whereabouts] = {}
+        self._answers: dict[int, pb.HangReport] = {}
         self._answered = asyncio.Event()
 
-    async def look(self, look: pb.Look) -> pb.Standstill:
+    async def look(self, look: pb.Look) -> pb.HangReports:
         """What the workers have answered by ``look.answer_s``, with what their pages say."""
         self._answers.clear()
         processes = self._workers()
@@ -62,15 +62,15 @@ class Looks:
                 await asyncio.wait_for(self._answered.wait(), deadline - time.monotonic())
             except asyncio.TimeoutError:
                 break
-        return pb.Standstill(look=look.number, ranks=[self._whereabouts(p) for p in self._workers() if p in processes])
+        return pb.HangReports(look=look.number, ranks=[self._whereabouts(p) for p in self._workers() if p in processes])
 
-    def answered(self, process: WorkerProcess, message: pb.Whereabouts) -> None:
+    def answered(self, process: WorkerProcess, message: pb.HangReport) -> None:
         """A worker's answer."""
         self._answers[process.pid] = message
         self._answered.set()
 
-    def _whereabouts(self, process: WorkerProcess) -> pb.Whereabouts:
-        message = self._answers.get(process.pid, pb.Whereabouts())
+    def _whereabouts(self, process: WorkerProcess) -> pb.HangReport:
+        message = self._answers.get(process.pid, pb.HangReport())
         health = process.page.health()
         message.rank, message.pid = process.place, process.pid
         message.stopped = is_stopped(process.pid)

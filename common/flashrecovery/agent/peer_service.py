@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 
 from flashrecovery.access import Access, Server
+from flashrecovery.agent.election import Election
 from flashrecovery.agent.peers import CONTROLLER_KEY, Asking, log_parts
 from flashrecovery.agent.relay import Relay
-from flashrecovery.agent.succession import Succession
 from flashrecovery.errors import ConfigError
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
@@ -31,7 +31,7 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
         self._logs: dict[int, bytes] = {}
         self._server: Server | None = None
         self.vouch: Vouch | None = None
-        self.succession: Succession | None = None
+        self.election: Election | None = None
         self.relay: Relay | None = None
         self.port = 0
 
@@ -55,15 +55,15 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
         reply = pb.ProbeReply()
         if request.node and self.vouch is not None:
             reply.vouched = await self.vouch(Asking(request.node, request.incarnation), request.wait_s)
-        if self.succession is not None:
-            reply.term, reply.controller = self.succession.term, self.succession.controller
+        if self.election is not None:
+            reply.term, reply.controller = self.election.term, self.election.controller
         return reply
 
     async def Vote(self, request: pb.VoteRequest, context: Context) -> pb.VoteReply:
         """Elect another controller."""
-        if self.succession is None:
+        if self.election is None:
             return pb.VoteReply(granted=False, reason="it has not come to the job yet")
-        return self.succession.vote(request)
+        return self.election.vote(request)
 
     async def Relay(
         self, request_iterator: AsyncIterator[pb.AgentMessage], context: Context

@@ -1,8 +1,8 @@
 """The agent's connection to the controller, for as long as the job runs: made, watched, made again.
 
 Messages are carried by a :class:`~flashrecovery.runtime.link.Link`, so a broken connection loses none. While the
-controller is not heard, :mod:`.lease` says whether this node's workers may go on, and :mod:`.succession` whether there
-is another one to follow, or this node has to become it.
+controller is not heard, :mod:`flashrecovery.plan.membership` says whether this node's workers may go on, and
+:mod:`.election` whether there is another one to follow, or this node has to become it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import grpc
 
 from flashrecovery.access import CONTROLLER, Access, agent_at
 from flashrecovery.agent.agent import Agent
-from flashrecovery.agent.patience import Patience, next_attempt_s, next_question_s
+from flashrecovery.agent.backoff import Backoff, next_attempt_s, next_question_s
+from flashrecovery.agent.election import Election
 from flashrecovery.agent.peer_service import PeerService
 from flashrecovery.agent.peers import CONTROLLER_KEY, UNREACHED, Asking, probe, probe_all, probe_port
 from flashrecovery.agent.relay import Relay
-from flashrecovery.agent.succession import Succession
 from flashrecovery.ballot import ask_elector
-from flashrecovery.beats.agent import BeatSender
 from flashrecovery.clock import lease_clock
 from flashrecovery.complaints import Complaints
 from flashrecovery.config import Timeouts
 from flashrecovery.errors import AuthenticationError, ConfigError, ProtocolError, StrangerError
+from flashrecovery.heartbeat.sender import HeartbeatSender
 from flashrecovery.plan.leases import LEASE_PROBE, LOOK_S, NODE_PROBE, works_for_s
 from flashrecovery.plan.membership import FRESH, Port, Seen, Standing, lost, reach, standing
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -50,7 +50,7 @@ _TELL_S = 0.1
 
 log = logging.getLogger("flashrecovery")
 
-Lead = Callable[[Succession, int], Awaitable[str]]
+Lead = Callable[[Election, int], Awaitable[str]]
 """Start a controller here, which has been elected for this term; returns its address."""
 Leave = Callable[[], Awaitable[None]]
 """Another node's controller is followed now: if there was one in this process, its time is over."""
@@ -74,21 +74,21 @@ class ControllerSession:
         self._peers = peers
         self._limits = limits
         self._lead, self._leave = lead, leave
-        self._succession = Succession(
+        self._election = Election(
             agent.node, agent.incarnation, self._nothing_came_s, limits.lease_s, self._drop_connection
         )
-        self._succession.controller = address
+        self._election.controller = address
         self._relay = Relay(agent.node, access)
         self._way = self._through = ""
         self._move: asyncio.Task[None] | None = None
         if peers is not None:
-            peers.succession, peers.relay, peers.vouch = self._succession, self._relay, self._vouch
+            peers.election, peers.relay, peers.vouch = self._election, self._relay, self._vouch
         self._suspended = False
         self._gathering = False
         self._lost_at: float | None = None
         self._link: Link[pb.AgentMessage, pb.Command] = Link()
         self._heard_at = self._came_at = lease_clock()
-        self._missed_since = time.monotonic()  # patience, which a host that is suspended does not lose
+        self._missed_since = time.monotonic()  # backoff, which a host that is suspended does not lose
         self._vouched_at = self._excused_until = float("-inf")
         self._awake_at = lease_clock()
         self._stood_still = False
@@ -107,8 +107,8 @@ class ControllerSession:
         self._port_answer = Port.SILENT
         self._stranger = False
         self._complaints = Complaints(log)
-        self._beats = BeatSender(access.token, self._heard_at_least_at, self._drop_connection)
-        self._patience = Patience()
+        self._heartbeats = HeartbeatSender(access.token, self._heard_at_least_at, self._drop_connection)
+        self._backoff = Backoff()
         agent.connect(self._send, self._send_heartbeat)
 
     @property
@@ -123,11 +123,11 @@ class ControllerSession:
         if not self._joined:
             return True
         heard = self._fresh and self._silent_s() < self._limits.lease_s
-        return not (heard or self._succession.electors or self._agent.in_job)
+        return not (heard or self._election.electors or self._agent.in_job)
 
     @property
     def _address(self) -> str:
-        return self._succession.controller
+        return self._election.controller
 
     def _silent_s(self) -> float:
         """Seconds since the sending of the last heartbeat that a controller has answered."""
@@ -142,9 +142,9 @@ class ControllerSession:
         self._link.send(message)
 
     def _send_heartbeat(self, message: pb.AgentMessage) -> None:
-        if not self._fresh or self._beats.carry(message.heartbeat):
+        if not self._fresh or self._heartbeats.carry(message.heartbeat):
             return
-        if self._patience.due(time.monotonic(), self._silent_s()):
+        if self._backoff.due(time.monotonic(), self._silent_s()):
             self._link.send_now_or_never(message)
 
     async def run(self) -> str | None:
@@ -192,7 +192,7 @@ class ControllerSession:
         ends: set[asyncio.Future[Any]] = {self._attempt, self._agent.finished}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         self._fresh = False
-        self._beats.forget()
+        self._heartbeats.forget()
         if not self._attempt.done():
             self._attempt.cancel()
             await asyncio.wait({self._attempt})
@@ -237,9 +237,9 @@ class ControllerSession:
         async with self._access.dial(self._address, CONTROLLER, ATTEMPT_S) as channel:
             self._stranger = False
             stub = rpc.ControllerStub(channel)
-            request = pb.WhoRequest(promised=self._succession.promised)
+            request = pb.WhoRequest(promised=self._election.promised)
             who = await stub.Who(request, timeout=ATTEMPT_S)
-            if not self._succession.follows(who.term, known=self._controller in ("", who.incarnation)):
+            if not self._election.follows(who.term, known=self._controller in ("", who.incarnation)):
                 log.debug("the controller at %s, of term %d, is not the one to follow", self._address, who.term)
                 return
             if self._controller and who.incarnation != self._controller:
@@ -284,14 +284,14 @@ class ControllerSession:
         if body == "refused":
             self._refused_by(command.refused)
             return
-        if body == "beat":
-            self._suspended, self._gathering = command.beat.suspended, command.beat.gathering
+        if body == "heartbeat":
+            self._suspended, self._gathering = command.heartbeat.suspended, command.heartbeat.gathering
         if self._suspended and command.sequence == 0:
             self._heard_suspended(command)
             return  # whether there is another one, the watch will find
         self._joined, self._name_taken_at = True, None
         if body == "fence":
-            # Before the link: to a node that it has taken for lost, the controller counts from one again.
+            # Before the link: to a node that it has declared dead, the controller counts from one again.
             log.warning("%s", command.fence.reason)
             self._agent.fence()
             self._heard_at, self._missed_since = max(self._heard_at, command.echo), time.monotonic()
@@ -310,8 +310,8 @@ class ControllerSession:
             if asked is not None and not asked.done():
                 asked.set_result(command.vouched.heard)
         elif body == "electors":
-            self._succession.learn(command.electors)
-            self._beats.echoes = self._succession.is_elector
+            self._election.learn(command.electors)
+            self._heartbeats.echoes = self._election.is_elector
             self._send(pb.AgentMessage(electors_known=pb.ElectorsKnown(version=command.electors.version)))
         elif body == "go_through":
             self._move = asyncio.create_task(self._go_through(command.go_through, self._attempt))
@@ -321,19 +321,19 @@ class ControllerSession:
 
     def _heard_on_stream(self, command: pb.Command) -> None:
         """The controller is there, and may decide."""
-        beat = command.HasField("beat")
+        beat = command.HasField("heartbeat")
         first, self._fresh = not self._fresh, True
         self._heard_at_least_at(command.echo)
         if first and beat:
             host, _ = split_address(self._address, "--controller")
-            self._beats.invited(host, command.beat, self._link, carried=bool(self._way))
-        if beat and self._succession.is_elector:  # it counts on its electors by what they bring back
+            self._heartbeats.invited(host, command.heartbeat, self._link, carried=bool(self._way))
+        if beat and self._election.is_elector:  # it counts on its electors by what they bring back
             self._link.send_now_or_never(pb.AgentMessage())
 
     def _heard_suspended(self, command: pb.Command) -> None:
         """It is there, but decides nothing until it knows that its electors have heard it. One that brings its time
         back to it votes for nobody else for a while; not where somebody else waits for the vote."""
-        if self._succession.is_elector and not self._succession.is_wanted():
+        if self._election.is_elector and not self._election.is_wanted():
             self._link.accept(command)
             self._came_at = lease_clock()
             self._link.send_now_or_never(pb.AgentMessage())
@@ -430,7 +430,7 @@ class ControllerSession:
 
     def _turn_in_s(self) -> float:
         """Until this node may stand for election the next time."""
-        return float("inf") if self._lost_at is None else self._succession.turn_in(time.monotonic() - self._lost_at)
+        return float("inf") if self._lost_at is None else self._election.turn_in(time.monotonic() - self._lost_at)
 
     def _drop_connection(self) -> None:
         """For a new one. What is still on its way in this one may be older than the controller's verdict."""
@@ -442,7 +442,7 @@ class ControllerSession:
         asked_at = self._look_at_clock()
         wait_s = LEASE_PROBE * self._limits.node_probe_s
         host, port = split_address(self._address, "--controller")
-        electors = self._succession.electors
+        electors = self._election.electors
         asked = {e.peer for e in electors if e.node != self._agent.node} | set(self._agent.neighbours())
         asking = Asking(self._agent.node, self._agent.incarnation())
         answer, seen = await asyncio.gather(
@@ -478,7 +478,7 @@ class ControllerSession:
         (Not after the verdict: this host may have been suspended since it has asked.) After a standstill a port that
         accepts is no excuse, for what is behind it may have given the ranks away, nor is a closed one if others
         lead."""
-        if self._stood_still and (standing is Standing.MEMBER or self._succession.newer(seen) is not None):
+        if self._stood_still and (standing is Standing.MEMBER or self._election.newer(seen) is not None):
             return 0.0
         if standing is Standing.ORPHANED:
             return 2 * self._limits.node_silence_s
@@ -496,9 +496,9 @@ class ControllerSession:
 
     async def _succeed(self, answer: Port, seen: Sequence[Seen]) -> None:
         """Follow a newer controller, or become one if this one is lost and it is this node's turn."""
-        newer = self._succession.newer(seen)
+        newer = self._election.newer(seen)
         if newer is not None and newer.controller == self._address:
-            self._succession.term = newer.term  # the same one, which its electors have elected once more
+            self._election.term = newer.term  # the same one, which its electors have elected once more
         elif newer is not None:
             self._follow(newer.term, newer.controller)
             await self._leave()
@@ -507,25 +507,25 @@ class ControllerSession:
             return
         now = time.monotonic()
         self._lost_at = now if self._lost_at is None else self._lost_at
-        if not self._succession.turn(now - self._lost_at):
+        if not self._election.turn(now - self._lost_at):
             return
-        term = await self._succession.stand(lambda e, request: ask_elector(e, request, self._access))
+        term = await self._election.stand(lambda e, request: ask_elector(e, request, self._access))
         if term is not None:
-            self._follow(term, await self._lead(self._succession, term))
+            self._follow(term, await self._lead(self._election, term))
 
     def join(self, address: str) -> bool:
         """The job runs already, under the controller at ``address``; where this agent began, nobody leads it. Whether
         it has not come from there already."""
         if address == self._address:
             return False
-        self._succession.forget()
+        self._election.forget()
         self._follow(0, address)
         return True
 
     def _follow(self, term: int, address: str) -> None:
         log.warning("follows the controller%s at %s", f" of term {term}" if term else "", address)
-        self._succession.controller = address
-        self._succession.term, self._suspended, self._lost_at = term, False, None
+        self._election.controller = address
+        self._election.term, self._suspended, self._lost_at = term, False, None
         self._heard_at = self._came_at = lease_clock()  # it has that long to be heard
         self._missed_since = time.monotonic()
         self._controller = ""  # any incarnation there

@@ -62,7 +62,7 @@ class Machine:
         known = self.job.nodes.get(message.node)
         if known is not None and known.incarnation == message.incarnation:
             if not known.alive:
-                self._staffing.fence(known, "it was taken for lost, and its ranks were given away")
+                self._staffing.fence(known, "it was declared dead, and its ranks were given away")
             return
         if known is not None and known.alive:
             self.on_node_lost(known.name, "its agent has ended and was started anew", 0.0, now)

@@ -18,7 +18,6 @@ import grpc
 from flashrecovery import events as ev
 from flashrecovery.access import CONTROLLER, Access, Server
 from flashrecovery.ballot import ask_elector
-from flashrecovery.beats.controller import BeatServer
 from flashrecovery.clock import lease_clock
 from flashrecovery.config import FaultSpec, RunConfig
 from flashrecovery.controller.batches import Batches
@@ -26,7 +25,7 @@ from flashrecovery.controller.checkpoints import Checkpoints
 from flashrecovery.controller.connections import Connection, Connections
 from flashrecovery.controller.console import Console
 from flashrecovery.controller.drills import Drills
-from flashrecovery.controller.electorate import Electorate
+from flashrecovery.controller.elector_set import ElectorSet
 from flashrecovery.controller.job_state import AGENT
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.nodes import NodeState
@@ -36,6 +35,7 @@ from flashrecovery.controller.sessions import Sessions
 from flashrecovery.controller.status import StatusBoard
 from flashrecovery.controller.table_publisher import TablePublisher
 from flashrecovery.errors import ConfigError
+from flashrecovery.heartbeat.receiver import HeartbeatReceiver
 from flashrecovery.plan.leases import NODE_PROBE
 from flashrecovery.plan.liveness import Ask, Liveness, Lost
 from flashrecovery.plan.quorum import Quorum
@@ -76,13 +76,13 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._agents = Connections()
         quorum = quorum or Quorum("")
         self._liveness = Liveness(config.timeouts, quorum.leader)
-        self._electorate = Electorate(quorum, self.machine.job, config.timeouts)
+        self._elector_set = ElectorSet(quorum, self.machine.job, config.timeouts)
         self._renewal: asyncio.Task[None] | None = None
         self._tables = TablePublisher(run_dir)
-        self._beats = BeatServer(access.token, self, config.timeouts.heartbeat_s)
+        self._heartbeats = HeartbeatReceiver(access.token, self, config.timeouts.heartbeat_s)
         self._relays = Relays(config.direct_agents, quorum.leader)
         self._sessions = Sessions(
-            self, self.machine, self._agents, self._liveness, self._beats, self._relays, config.shared()
+            self, self.machine, self._agents, self._liveness, self._heartbeats, self._relays, config.shared()
         )
         self._answered_at: dict[str, float] = {}
         self._answers_left = _BEATS_A_TICK
@@ -119,7 +119,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         except ConfigError as e:
             raise ConfigError(f"controller {e}") from e
         if self._config.several_nodes and self._config.datagrams:
-            self._beats.open(host, bound)
+            self._heartbeats.open(host, bound)
         self._ticker = asyncio.create_task(self._tick())
         return bound
 
@@ -127,7 +127,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         for task in (self._ticker, self._renewal):
             if task is not None:
                 task.cancel()
-        self._beats.close()
+        self._heartbeats.close()
         self.over.set()
         self._agents.close()
         if self._server is not None:
@@ -142,15 +142,15 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     async def Who(self, request: pb.WhoRequest, context: Context) -> pb.WhoReply:
         """Is this still the controller that an agent knows?"""
-        if self._renewal is None and self._electorate.needs_newer(request.promised, lease_clock()):
+        if self._renewal is None and self._elector_set.needs_newer(request.promised, lease_clock()):
             self._renewal = asyncio.create_task(self._renew(request.promised))
-        return pb.WhoReply(incarnation=self._incarnation, term=self._electorate.term)
+        return pb.WhoReply(incarnation=self._incarnation, term=self._elector_set.term)
 
     async def _renew(self, promised: int) -> None:
         """An agent has promised not to follow this term any more: get a newer one."""
         try:
-            if await self._electorate.renew(promised, lambda e, request: ask_elector(e, request, self._access)):
-                self._agents.post(None, self._electorate.command())
+            if await self._elector_set.renew(promised, lambda e, request: ask_elector(e, request, self._access)):
+                self._agents.post(None, self._elector_set.command())
         finally:
             self._renewal = None
 
@@ -181,8 +181,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         return sum(r for r, _ in self._standbys.values()), sum(s for _, s in self._standbys.values())
 
     def _beat(self) -> pb.Command:
-        beat = pb.Beat(suspended=self._suspended, gathering=self.machine.takeover.gathering)
-        return pb.Command(generation=self.machine.job.generation, beat=beat)
+        beat = pb.ControllerHeartbeat(suspended=self._suspended, gathering=self.machine.takeover.gathering)
+        return pb.Command(generation=self.machine.job.generation, heartbeat=beat)
 
     async def Inject(self, request: pb.InjectRequest, context: Context) -> pb.InjectReply:
         """Arm or deliver a fault."""
@@ -202,7 +202,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         command = pb.Command(generation=generation, rank=r.rank, fault=message)
         self._agents.post(self.machine.job.ranks[r.rank].home, command)
 
-    # -- beats.controller.Hearer ------------------------------------------------------------------
+    # -- heartbeat.receiver.Hearer ------------------------------------------------------------------
 
     def hears(self, node: str, now: float, echo: float) -> bool:
         """A sign of life by datagram."""
@@ -210,7 +210,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         if record is None or not record.alive:
             return False
         self._liveness.heard(node, now)
-        self._electorate.echoed(node, echo)
+        self._elector_set.echoed(node, echo)
         return not self._suspended
 
     def wanted_every_s(self) -> float:
@@ -238,14 +238,14 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         if self._over_for_all() and connection.link.sent == 0:
             self._agents.post(node, self._last_word())  # it has come after the job's end
         self._tell_modules(node)
-        if self._electorate.named:
-            self._agents.post(node, self._electorate.command())
+        if self._elector_set.named:
+            self._agents.post(node, self._elector_set.command())
         if self.machine.job.checkpoint is not None and not self.machine.takeover.gathering:
             self._agents.post(node, self.machine.job.saved())
         # at once, because an agent that was cut off waits for it
-        beat = self._beats.invite(node, connection.link)
+        beat = self._heartbeats.invite(node, connection.link)
         beat.suspended, beat.gathering = self._suspended, self.machine.takeover.gathering
-        return pb.Command(generation=self.machine.job.generation, beat=beat)
+        return pb.Command(generation=self.machine.job.generation, heartbeat=beat)
 
     def deliver(self, message: pb.AgentMessage, node: str) -> None:
         """What an agent says."""
@@ -263,12 +263,12 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             probed = message.probed
             self._liveness.answered(node, probed.node, probed.reachable, probed.evidence)
         elif body == "electors_known":
-            if self._electorate.known(node, message.electors_known.version):
-                for elector in self._electorate.voters:
+            if self._elector_set.known(node, message.electors_known.version):
+                for elector in self._elector_set.voters:
                     if elector.node in self._agents.links:
-                        self._agents.post(elector.node, self._electorate.command())
-        elif body == "standstill":
-            m.watch.on_standstill(node, message.standstill)
+                        self._agents.post(elector.node, self._elector_set.command())
+        elif body == "hang_reports":
+            m.watch.on_hang_reports(node, message.hang_reports)
         elif body == "modules":
             self._modules = message.modules
             for name in m.job.nodes:
@@ -319,7 +319,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     def echoed(self, node: str, sent_at: float) -> None:
         """The agent has received what was sent at this time."""
-        self._electorate.echoed(node, sent_at)
+        self._elector_set.echoed(node, sent_at)
 
     def _answer(self, node: str, now: float) -> None:
         """A heartbeat that has come on the stream: at once, for the agent counts from it; if there are many, later."""
@@ -359,22 +359,22 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             await asyncio.sleep(_TICK_S)
             now, lease_now = time.monotonic(), lease_clock()
             self._beat_all(lease_now)
-            if self._electorate.may_decide(lease_now):
+            if self._elector_set.may_decide(lease_now):
                 self._look_for_the_silent(lease_now, now)
                 self.machine.on_tick(now)
                 self._announce_checkpoint(now)
                 self._spread_out(now)
                 self.act()
-                if self._electorate.changed():
-                    self._agents.post(None, self._electorate.command())
+                if self._elector_set.changed():
+                    self._agents.post(None, self._elector_set.command())
 
     def _beat_all(self, now: float) -> None:
         """Tell the agents, as far as they do not hear it by datagram, that this controller is there and may decide. So
         many at a time that it does not keep this controller from anything else, however many they are."""
-        suspended = self._electorate.suspended(now)
+        suspended = self._elector_set.suspended(now)
         if suspended is not self._suspended:
             self._suspended, self._beat_at, self._to_beat = suspended, 0.0, {}
-            self._record(self._electorate.notice(suspended=suspended))
+            self._record(self._elector_set.notice(suspended=suspended))
         if not self._to_beat and now - self._beat_at >= self._config.timeouts.heartbeat_s:
             self._beat_at = now
             self._to_beat = dict.fromkeys(n for n in self._agents.connected() if suspended or self._needs_beat(n, now))
@@ -390,7 +390,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
     def _needs_beat(self, node: str, now: float) -> bool:
         """Whether this agent has heard nothing by datagram lately, nor in answer to its heartbeats on the stream."""
         answered_at = self._answered_at.get(node, float("-inf"))
-        return not self._beats.gets_through(node, now) and now - answered_at >= self._config.timeouts.heartbeat_s
+        return not self._heartbeats.gets_through(node, now) and now - answered_at >= self._config.timeouts.heartbeat_s
 
     def _look_for_the_silent(self, lease_now: float, now: float) -> None:
         """Who is lost?"""
@@ -404,7 +404,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 self._agents.post(found.observer, pb.Command(rank=AGENT, probe=probe))
             elif isinstance(found, Lost):
                 self._standbys.pop(found.node, None)
-                self._beats.forget(found.node)
+                self._heartbeats.forget(found.node)
                 self._sessions.cut(found.node)
                 self._agents.end(found.node)  # if it hears this, it comes back, and is told that it was lost
                 self.machine.on_node_lost(found.node, found.evidence, found.silent_s, now)
@@ -430,7 +430,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     def act(self) -> None:
         """Carry out what the machine wants; later, if somebody else may have been elected meanwhile."""
-        if self._electorate.may_decide(lease_clock()):
+        if self._elector_set.may_decide(lease_clock()):
             self._carry_out()
 
     def _carry_out(self) -> None:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 
-from flashrecovery.beats.controller import BeatServer
 from flashrecovery.clock import lease_clock
 from flashrecovery.controller.admission import Refusal, refusal
 from flashrecovery.controller.connections import Connection, Connections
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.relays import Relays
+from flashrecovery.heartbeat.receiver import HeartbeatReceiver
 from flashrecovery.plan.liveness import Liveness
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -57,7 +57,7 @@ class Sessions:
         machine: Machine,
         agents: Connections,
         liveness: Liveness,
-        beats: BeatServer,
+        beats: HeartbeatReceiver,
         relays: Relays,
         settings: Mapping[str, str],
     ) -> None:
@@ -65,7 +65,7 @@ class Sessions:
         self._machine = machine
         self._agents = agents
         self._liveness = liveness
-        self._beats = beats
+        self._heartbeats = beats
         self._relays = relays
         self._settings = settings
         self._trunks: dict[str, Trunk] = {}
@@ -183,7 +183,7 @@ class Sessions:
             return
         record = self._machine.job.nodes.get(node)
         if record is None or not record.alive:
-            return  # taken for lost: its ranks belong to others now
+            return  # declared dead: its ranks belong to others now
         self._liveness.heard(node, lease_clock())
         if self._agents.is_newest(connection):
             self._listener.echoed(node, connection.link.echoed_at)
@@ -195,7 +195,7 @@ class Sessions:
         ended = self._agents.ended(connection, blameless=blameless)
         if ended and not blameless and not self._relays.is_moving(connection, time.monotonic()):
             if not connection.via:  # a carried one may not know it: if it lives, its next heartbeat tells both sides
-                self._beats.forget(node)
+                self._heartbeats.forget(node)
             self._liveness.disconnected(node)
 
 

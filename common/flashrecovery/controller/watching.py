@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from flashrecovery import events as ev
+from flashrecovery.controller.hang_detector import HangDetector
 from flashrecovery.controller.job_state import AGENT, JobState
-from flashrecovery.controller.lookout import Lookout
 from flashrecovery.controller.records import Place
 from flashrecovery.controller.stragglers import Stragglers
 from flashrecovery.plan.hang import Kind, Verdict
@@ -18,9 +18,9 @@ class HangWatch:
     def __init__(self, job: JobState) -> None:
         self._job = job
         self.stragglers = Stragglers()
-        self._lookout = Lookout(job.config.timeouts)
+        self._lookout = HangDetector(job.config.timeouts)
 
-    def on_standstill(self, node: str, message: pb.Standstill) -> None:
+    def on_hang_reports(self, node: str, message: pb.HangReports) -> None:
         """An agent says where its workers stand."""
         self._lookout.answered(node, message)
 

@@ -2,7 +2,7 @@
 
 For its log, torch looks up the host name of every connection to a TCPStore, in the client and in the server, whose one
 thread serves nobody meanwhile. Where the addresses have no names, or a reply of the name server gets lost, that is
-seconds for each rank that connects (5 s is the resolver's patience), in the middle of a recovery. torch stops asking
+seconds for each rank that connects (5 s is the resolver's backoff), in the middle of a recovery. torch stops asking
 for the whole process as soon as one look-up has failed (``formatSockAddr`` in torch 2.13): so the first one is made to
 fail, on a connection of this process to itself.
 """

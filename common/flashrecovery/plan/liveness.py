@@ -8,7 +8,7 @@ controller and one node, or of the controller's own network, costs nobody their 
 ``node_silence_s``. Not sooner, whatever the others say: a firewall may answer for a node that lives, and its workers
 step on until its lease ends (:mod:`flashrecovery.plan.leases`).
 
-The bound for false alarms: a living node is taken for lost only if nothing of it has arrived for ``node_silence_s``
+The bound for false alarms: a living node is declared dead only if nothing of it has arrived for ``node_silence_s``
 (several heartbeats in a row), also not by way of another node (:meth:`Liveness.vouched`), *and* no neighbour has got an
 answer from it. After a pause of the controller itself
 nobody is suspected before having had the time again. The node whose agent lives in the controller's own process is

@@ -1,6 +1,6 @@
 """Whether this node still belongs to the job, as far as it can tell. Pure; times are seconds.
 
-A node that the controller takes for lost has its ranks given away; its own processes must have stopped before that,
+A node that the controller declares dead has its ranks given away; its own processes must have stopped before that,
 or a rank would live twice. So when no heartbeat of the last ``lease_s`` has been answered, the agent tries the
 controller's port, and asks other nodes to tell the controller that it lives:
 
@@ -9,7 +9,7 @@ controller's port, and asks other nodes to tell the controller that it lives:
   longer if others are reached. (Not if this agent has stood still so long that its ranks may have been given
   away: then the workers wait for an answer.)
 * the port refuses the connection: the controller is dead, or a firewall says so. If others are reached,
-  or there are no others, the controller is taken for dead: training goes on without it.
+  or there are no others, the controller is declared dead: training goes on without it.
 * otherwise this side of a partition is the one without the controller: the workers are halted until it answers again.
 
 *Others are reached*: more than half of the electors, where there are any, for then nobody else can have been elected;

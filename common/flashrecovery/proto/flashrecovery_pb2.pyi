@@ -94,7 +94,7 @@ class AgentMessage(_message.Message):
     MODULES_FIELD_NUMBER: _builtins.int
     ELECTORS_KNOWN_FIELD_NUMBER: _builtins.int
     REPLIES_FIELD_NUMBER: _builtins.int
-    STANDSTILL_FIELD_NUMBER: _builtins.int
+    HANG_REPORTS_FIELD_NUMBER: _builtins.int
     VOUCH_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     acknowledged: _builtins.int
@@ -140,7 +140,7 @@ class AgentMessage(_message.Message):
     @_builtins.property
     def replies(self) -> Global___Replies: ...
     @_builtins.property
-    def standstill(self) -> Global___Standstill: ...
+    def hang_reports(self) -> Global___HangReports: ...
     @_builtins.property
     def vouch(self) -> Global___Vouch: ...
     def __init__(
@@ -166,14 +166,14 @@ class AgentMessage(_message.Message):
         modules: Global___Modules | None = ...,
         electors_known: Global___ElectorsKnown | None = ...,
         replies: Global___Replies | None = ...,
-        standstill: Global___Standstill | None = ...,
+        hang_reports: Global___HangReports | None = ...,
         vouch: Global___Vouch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "standby", b"standby", "standstill", b"standstill", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "age_base", b"age_base", "body", b"body", "checkpoint", b"checkpoint", "done", b"done", "echo", b"echo", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "sent_at", b"sent_at", "sequence", b"sequence", "standby", b"standby", "standstill", b"standstill", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "age_base", b"age_base", "body", b"body", "checkpoint", b"checkpoint", "done", b"done", "echo", b"echo", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "sent_at", b"sent_at", "sequence", b"sequence", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice", "probed", "modules", "electors_known", "replies", "standstill", "vouch"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice", "probed", "modules", "electors_known", "replies", "hang_reports", "vouch"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -540,7 +540,7 @@ class RankHealth(_message.Message):
 Global___RankHealth: _TypeAlias = RankHealth  # noqa: Y015
 
 @_typing.final
-class Standstill(_message.Message):
+class HangReports(_message.Message):
     """Where the workers of a node stand, in answer to a Look."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -549,12 +549,12 @@ class Standstill(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     look: _builtins.int
     @_builtins.property
-    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Whereabouts]: ...
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___HangReport]: ...
     def __init__(
         self,
         *,
         look: _builtins.int = ...,
-        ranks: _abc.Iterable[Global___Whereabouts] | None = ...,
+        ranks: _abc.Iterable[Global___HangReport] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -562,10 +562,10 @@ class Standstill(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Standstill: _TypeAlias = Standstill  # noqa: Y015
+Global___HangReports: _TypeAlias = HangReports  # noqa: Y015
 
 @_typing.final
-class Whereabouts(_message.Message):
+class HangReport(_message.Message):
     """Where one rank stands: by its page and, if it has answered, by its own control thread."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -616,7 +616,7 @@ class Whereabouts(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Whereabouts: _TypeAlias = Whereabouts  # noqa: Y015
+Global___HangReport: _TypeAlias = HangReport  # noqa: Y015
 
 @_typing.final
 class Operation(_message.Message):
@@ -1340,7 +1340,7 @@ class Command(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     KEEP_UNDO_FIELD_NUMBER: _builtins.int
     HOLD_FIELD_NUMBER: _builtins.int
-    BEAT_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
     PROBE_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
     MODULES_FIELD_NUMBER: _builtins.int
@@ -1393,7 +1393,7 @@ class Command(_message.Message):
     @_builtins.property
     def hold(self) -> Global___Hold: ...
     @_builtins.property
-    def beat(self) -> Global___Beat: ...
+    def heartbeat(self) -> Global___ControllerHeartbeat: ...
     @_builtins.property
     def probe(self) -> Global___Probe: ...
     @_builtins.property
@@ -1444,7 +1444,7 @@ class Command(_message.Message):
         checkpoint: Global___TakeCheckpoint | None = ...,
         keep_undo: Global___KeepUndo | None = ...,
         hold: Global___Hold | None = ...,
-        beat: Global___Beat | None = ...,
+        heartbeat: Global___ControllerHeartbeat | None = ...,
         probe: Global___Probe | None = ...,
         fence: Global___Fence | None = ...,
         modules: Global___Modules | None = ...,
@@ -1456,11 +1456,11 @@ class Command(_message.Message):
         saved: Global___CheckpointSaved | None = ...,
         refused: Global___Refused | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "electors", b"electors", "fault", b"fault", "fence", b"fence", "go_through", b"go_through", "hold", b"hold", "keep_undo", b"keep_undo", "look", b"look", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank_table", b"rank_table", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "shutdown", b"shutdown", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "checkpoint", b"checkpoint", "electors", b"electors", "fault", b"fault", "fence", b"fence", "go_through", b"go_through", "heartbeat", b"heartbeat", "hold", b"hold", "keep_undo", b"keep_undo", "look", b"look", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank_table", b"rank_table", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "shutdown", b"shutdown", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "batch", b"batch", "beat", b"beat", "body", b"body", "checkpoint", b"checkpoint", "echo", b"echo", "electors", b"electors", "fault", b"fault", "fence", b"fence", "generation", b"generation", "go_through", b"go_through", "hold", b"hold", "keep_undo", b"keep_undo", "look", b"look", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank", b"rank", "rank_table", b"rank_table", "ranks", b"ranks", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "sent_at", b"sent_at", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "batch", b"batch", "body", b"body", "checkpoint", b"checkpoint", "echo", b"echo", "electors", b"electors", "fault", b"fault", "fence", b"fence", "generation", b"generation", "go_through", b"go_through", "heartbeat", b"heartbeat", "hold", b"hold", "keep_undo", b"keep_undo", "look", b"look", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank", b"rank", "rank_table", b"rank_table", "ranks", b"ranks", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "sent_at", b"sent_at", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold", "beat", "probe", "fence", "modules", "electors", "batch", "look", "go_through", "vouched", "saved", "refused"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold", "heartbeat", "probe", "fence", "modules", "electors", "batch", "look", "go_through", "vouched", "saved", "refused"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1733,9 +1733,9 @@ class StoreServer(_message.Message):
 Global___StoreServer: _TypeAlias = StoreServer  # noqa: Y015
 
 @_typing.final
-class Beat(_message.Message):
+class ControllerHeartbeat(_message.Message):
     """The controller is there, and this node belongs to the job. At least 4 Hz, here or as a datagram.
-    The first one of a connection may invite the agent to send its heartbeats as datagrams (beats/wire.py).
+    The first one of a connection may invite the agent to send its heartbeats as datagrams (heartbeat/wire.py).
     suspended: it is there, but has lost the majority of its electors, so it decides nothing and counts as not heard.
     gathering: it has been started while the job runs and waits for the other agents; it stops nobody before that.
     """
@@ -1767,7 +1767,7 @@ class Beat(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Beat: _TypeAlias = Beat  # noqa: Y015
+Global___ControllerHeartbeat: _TypeAlias = ControllerHeartbeat  # noqa: Y015
 
 @_typing.final
 class Electors(_message.Message):
@@ -1861,7 +1861,7 @@ Global___Probe: _TypeAlias = Probe  # noqa: Y015
 
 @_typing.final
 class Fence(_message.Message):
-    """This node was taken for lost and its ranks were given away: end its workers, then register anew."""
+    """This node was declared dead and its ranks were given away: end its workers, then register anew."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2488,7 +2488,7 @@ class FromWorker(_message.Message):
     LAST_WORDS_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     NOTICE_FIELD_NUMBER: _builtins.int
-    WHEREABOUTS_FIELD_NUMBER: _builtins.int
+    HANG_REPORT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -2508,7 +2508,7 @@ class FromWorker(_message.Message):
     @_builtins.property
     def notice(self) -> Global___Notice: ...
     @_builtins.property
-    def whereabouts(self) -> Global___Whereabouts: ...
+    def hang_report(self) -> Global___HangReport: ...
     def __init__(
         self,
         *,
@@ -2521,13 +2521,13 @@ class FromWorker(_message.Message):
         last_words: Global___LastWords | None = ...,
         checkpoint: Global___CheckpointSaved | None = ...,
         notice: Global___Notice | None = ...,
-        whereabouts: Global___Whereabouts | None = ...,
+        hang_report: Global___HangReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hello", b"hello", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "reply", b"reply", "warmed", b"warmed", "whereabouts", b"whereabouts"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hang_report", b"hang_report", "hello", b"hello", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "reply", b"reply", "warmed", b"warmed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hello", b"hello", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "reply", b"reply", "warmed", b"warmed", "whereabouts", b"whereabouts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hang_report", b"hang_report", "hello", b"hello", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "reply", b"reply", "warmed", b"warmed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "warmed", "modules", "joined", "reply", "done", "last_words", "checkpoint", "notice", "whereabouts"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "warmed", "modules", "joined", "reply", "done", "last_words", "checkpoint", "notice", "hang_report"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

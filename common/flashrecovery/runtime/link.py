@@ -2,7 +2,7 @@
 
 Messages are numbered and kept until the other side has acknowledged them; after a break what is left is sent again, and
 what has arrived already is dropped. Acknowledgements ride on the heartbeats that both sides send anyway, on the stream
-or as datagrams (:mod:`flashrecovery.beats`).
+or as datagrams (:mod:`flashrecovery.heartbeat`).
 
 Every message says when it went out, and which sending time of the other side has been the newest to arrive; so each
 side knows for certain up to when it has been heard (:attr:`Link.echoed_at`, see :mod:`flashrecovery.plan.leases`).

@@ -23,8 +23,8 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.channel import Channel
 from flashrecovery.worker.device import DeviceClock
 from flashrecovery.worker.gate import Gate
+from flashrecovery.worker.hang_report import hang_report
 from flashrecovery.worker.outside import ADVICE
-from flashrecovery.worker.whereabouts import whereabouts
 
 log = logging.getLogger("flashrecovery")
 
@@ -143,5 +143,5 @@ class Control:
 
     def _answer(self, command: pb.Command) -> None:
         """Say where the training thread is."""
-        found = whereabouts(max(command.rank, 0), self._training_thread)
-        self._channel.send(pb.FromWorker(whereabouts=found))
+        found = hang_report(max(command.rank, 0), self._training_thread)
+        self._channel.send(pb.FromWorker(hang_report=found))

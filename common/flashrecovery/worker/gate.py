@@ -69,7 +69,7 @@ class Gate:
             self.page.set_tag(self.version)
 
     def mutate(self) -> None:
-        """Tag -1: the state changes from here on. Waits while held, and while this node may have been taken for lost.
+        """Tag -1: the state changes from here on. Waits while held, and while this node may have been declared dead.
         Raises StepInterrupted if stopped."""
         with self.lock:
             while (self._held or self.page.lease_over()) and not self._stopped:

@@ -25,7 +25,7 @@ from flashrecovery.worker.habits import IN_ALL_STEPS, UNTIL_RESEALED
 from flashrecovery.worker.outside import OutsideWatch
 from flashrecovery.worker.overhead import Overhead, TimedHooks
 from flashrecovery.worker.proving import Proving
-from flashrecovery.worker.recover import Recoverer
+from flashrecovery.worker.recoverer import Recoverer
 from flashrecovery.worker.registry import Drawn, Registry
 from flashrecovery.worker.sealing import Sealing
 from flashrecovery.worker.stops import Stops

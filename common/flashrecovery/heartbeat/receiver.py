@@ -15,7 +15,8 @@ import socket
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from flashrecovery.beats.wire import (
+from flashrecovery.clock import lease_clock
+from flashrecovery.heartbeat.wire import (
     ANSWER,
     ANSWERED,
     BEAT,
@@ -29,7 +30,6 @@ from flashrecovery.beats.wire import (
     ticket_of,
     unpack_ranks,
 )
-from flashrecovery.clock import lease_clock
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _BATCH = 256
@@ -85,7 +85,7 @@ class _Agent:
 
 
 @dataclass
-class BeatServer:
+class HeartbeatReceiver:
     """Begins with :meth:`open`. Without it, or if the port is taken, no agent is invited."""
 
     token: str
@@ -121,15 +121,15 @@ class BeatServer:
             self._socket.close()
         self._socket, self._port = None, 0
 
-    def invite(self, node: str, stream: Stream) -> pb.Beat:
+    def invite(self, node: str, stream: Stream) -> pb.ControllerHeartbeat:
         """The first word on a new connection: where to send heartbeats, and under which name and key."""
         self.forget(node)
         if self._socket is None:
-            return pb.Beat()
+            return pb.ControllerHeartbeat()
         ticket, salt = secrets.randbits(64), secrets.token_bytes(16)
         agent = _Agent(node, ticket, Seal(self.token, salt), stream)
         self._agents[ticket] = self._by_node[node] = agent
-        return pb.Beat(port=self._port, ticket=ticket, salt=salt)
+        return pb.ControllerHeartbeat(port=self._port, ticket=ticket, salt=salt)
 
     def forget(self, node: str) -> None:
         """Its connection has ended, and with it the invitation."""

@@ -27,7 +27,7 @@ class Watched(Protocol):
         """Called with every heartbeat."""
 
 
-class Pulse:
+class HeartbeatLoop:
     """Runs until it is cancelled. ``send`` gets the heartbeats, ``period_s`` apart at the most."""
 
     def __init__(

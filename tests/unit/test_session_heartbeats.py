@@ -15,10 +15,10 @@ import pytest
 
 from flashrecovery.access import CONTROLLER, Access
 from flashrecovery.agent.agent import Agent
+from flashrecovery.agent.election import Election
 from flashrecovery.agent.peer_service import PeerService
 from flashrecovery.agent.peers import Asking
 from flashrecovery.agent.session import ControllerSession
-from flashrecovery.agent.succession import Succession
 from flashrecovery.clock import lease_clock
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.service import ControllerService
@@ -100,7 +100,7 @@ class Scene:
         self.service, self.agent, self.session, self.address = service, agent, session, address
 
     def by_datagram(self) -> bool:
-        return self.service._beats.gets_through("a", lease_clock())
+        return self.service._heartbeats.gets_through("a", lease_clock())
 
     async def until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 10
@@ -117,7 +117,7 @@ class Scene:
         return oldest
 
 
-async def no_lead(succession: Succession, term: int) -> str:
+async def no_lead(election: Election, term: int) -> str:
     raise AssertionError("there are no electors")
 
 
@@ -154,11 +154,11 @@ def test_heartbeats_move_to_datagrams_and_back(tmp_path: Path) -> None:
         await scene.until(scene.by_datagram)
         scene.agent.commands.clear()
         assert await scene.oldest_heartbeat(1.0) < 0.75
-        assert "beat" not in scene.agent.commands[1:]  # none on the stream but for the one that was on its way
-        scene.service._beats.close()  # the way for datagrams is closed
+        assert "heartbeat" not in scene.agent.commands[1:]  # none on the stream but for the one that was on its way
+        scene.service._heartbeats.close()  # the way for datagrams is closed
         scene.agent.commands.clear()
         assert await scene.oldest_heartbeat(1.5) < 0.75
-        assert scene.agent.commands.count("beat") >= 3
+        assert scene.agent.commands.count("heartbeat") >= 3
         assert not scene.by_datagram() and scene.service.machine.job.nodes["a"].alive and not scene.agent.halted
 
     play(tmp_path, act)
@@ -176,7 +176,7 @@ def test_messages_are_acknowledged_by_datagram(tmp_path: Path) -> None:
 
 def test_without_datagrams_all_is_as_ever(tmp_path: Path) -> None:
     async def act(scene: Scene) -> None:
-        await scene.until(lambda: scene.agent.commands.count("beat") >= 4)
+        await scene.until(lambda: scene.agent.commands.count("heartbeat") >= 4)
         assert not scene.by_datagram() and await scene.oldest_heartbeat(0.5) < 0.75
 
     play(tmp_path, act, datagrams=False)
@@ -238,7 +238,7 @@ def test_a_node_that_is_taken_for_lost_hears_of_it(tmp_path: Path) -> None:
     async def act(scene: Scene) -> None:
         await scene.until(scene.by_datagram)
         scene.service._liveness.disconnected("a")  # nobody vouches for it, because there is nobody else
-        scene.service._beats.forget("a")
+        scene.service._heartbeats.forget("a")
         scene.agent.beat = lambda message: None
         await scene.until(lambda: scene.agent.fenced > 0)
         await scene.until(lambda: scene.service.machine.job.nodes["a"].incarnation == "second")
@@ -248,7 +248,7 @@ def test_a_node_that_is_taken_for_lost_hears_of_it(tmp_path: Path) -> None:
 
 def test_answers_on_the_stream_count_from_the_sending_of_the_heartbeat(tmp_path: Path) -> None:
     async def act(scene: Scene) -> None:
-        await scene.until(lambda: scene.agent.commands.count("beat") >= 2 or scene.session._fresh)
+        await scene.until(lambda: scene.agent.commands.count("heartbeat") >= 2 or scene.session._fresh)
         link = scene.session._link
         await scene.until(lambda: link.echoed_at > 0.0 and scene.session._heard_at == link.echoed_at)
         sent = []

@@ -19,8 +19,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from flashrecovery.beats.wire import ANSWER, ANSWERED, BEAT, ECHO, GONE, MAGIC, Header, Seal, Stream, pack_ranks
 from flashrecovery.clock import lease_clock
+from flashrecovery.heartbeat.wire import ANSWER, ANSWERED, BEAT, ECHO, GONE, MAGIC, Header, Seal, Stream, pack_ranks
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _AGAIN_S = 0.08
@@ -38,7 +38,7 @@ _REMEMBERED = 64
 log = logging.getLogger("flashrecovery")
 
 
-class BeatSender(asyncio.DatagramProtocol):
+class HeartbeatSender(asyncio.DatagramProtocol):
     """For one agent. ``heard``: called with the time (:func:`.lease_clock`) at which the controller lived for certain;
     ``stuck``: when the stream needs to be made anew."""
 
@@ -64,7 +64,7 @@ class BeatSender(asyncio.DatagramProtocol):
 
     # -- with the connection ----------------------------------------------------------------------
 
-    def invited(self, host: str, beat: pb.Beat, stream: Stream, *, carried: bool = False) -> None:
+    def invited(self, host: str, beat: pb.ControllerHeartbeat, stream: Stream, *, carried: bool = False) -> None:
         """The controller would take datagrams of this connection; without a port it would not. ``carried``: another
         agent carries its stream."""
         self.forget()

@@ -33,7 +33,7 @@ log = logging.getLogger("flashrecovery")
 Ask = Callable[[Elector, pb.VoteRequest], Awaitable[pb.VoteReply]]
 
 
-class Succession:
+class Election:
     """``silent_s`` says how long nothing of a controller has *arrived*; for ``lease_s`` of that an elector refuses to
     vote for another one, because the one before may decide for so long (:mod:`flashrecovery.plan.leases`). ``abandon``
     ends the connection to the present controller, which is not served any more once another has this agent's vote."""

@@ -42,7 +42,7 @@ class Foreman(Protocol):
         """Something to know."""
 
 
-class Crew:
+class ProcessManager:
     """``network_env``: what the processes' environment says of this node's network."""
 
     def __init__(

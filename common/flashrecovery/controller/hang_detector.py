@@ -31,10 +31,10 @@ class _Look:
     began: float
     deadline: float
     missing: set[str]
-    answers: list[pb.Whereabouts] = field(default_factory=list)
+    answers: list[pb.HangReport] = field(default_factory=list)
 
 
-class Lookout:
+class HangDetector:
     """One for the job. Times are CLOCK_MONOTONIC seconds."""
 
     def __init__(self, limits: Timeouts) -> None:
@@ -71,7 +71,7 @@ class Lookout:
         self._look = _Look(self._number, now, now + self.answer_s + _ON_THE_WAY_S, set(nodes))
         return self._number
 
-    def answered(self, node: str, message: pb.Standstill) -> None:
+    def answered(self, node: str, message: pb.HangReports) -> None:
         """An agent's answer. Late ones count for nothing."""
         if self._look is not None and message.look == self._look.number and node in self._look.missing:
             self._look.missing.remove(node)
@@ -112,7 +112,7 @@ class Lookout:
         """Seconds without progress that make a suspect."""
         return max(record.hang_floor_s or self._limits.hang_floor_s, self._limits.hang_factor * step_s)
 
-    def _stand(self, record: RankRecord, answer: pb.Whereabouts) -> Stand:
+    def _stand(self, record: RankRecord, answer: pb.HangReport) -> Stand:
         groups = {
             Group(g.group, g.members): Progress(g.size, g.collectives, {p.peer: (p.sent, p.received) for p in g.pairs})
             for g in answer.groups

@@ -38,7 +38,7 @@ def _idle_s(limits: Timeouts) -> float:
     return min(IDLE_S, limits.node_silence_s)
 
 
-class Patience:
+class Backoff:
     """How often heartbeats go on the stream while nothing comes back: the longer the silence, the seldomer.
 
     A controller that is late because it has too much to do would have even more with thousands of agents' heartbeats on

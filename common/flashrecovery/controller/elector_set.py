@@ -25,7 +25,7 @@ _RENEWAL_S = 0.5
 Ask = Callable[[Elector, pb.VoteRequest], Awaitable[pb.VoteReply]]
 
 
-class Electorate:
+class ElectorSet:
     """What ``quorum`` means for this job. ``now``: by :func:`flashrecovery.clock.lease_clock`."""
 
     def __init__(self, quorum: Quorum, job: JobState, limits: Timeouts) -> None:

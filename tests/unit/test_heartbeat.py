@@ -12,11 +12,11 @@ from contextlib import closing
 
 import pytest
 
-from flashrecovery.agent.patience import Patience
-from flashrecovery.beats.agent import BeatSender
-from flashrecovery.beats.controller import BeatServer
-from flashrecovery.beats.wire import ANSWER, BEAT, LIMIT, MAGIC, Header, Seal, pack_ranks, ticket_of, unpack_ranks
+from flashrecovery.agent.backoff import Backoff
 from flashrecovery.clock import lease_clock
+from flashrecovery.heartbeat.receiver import HeartbeatReceiver
+from flashrecovery.heartbeat.sender import HeartbeatSender
+from flashrecovery.heartbeat.wire import ANSWER, BEAT, LIMIT, MAGIC, Header, Seal, pack_ranks, ticket_of, unpack_ranks
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.link import Link
 
@@ -62,7 +62,7 @@ class Agent:
         self.heard: list[float] = []
         self.stuck = 0
         self.link: Link[pb.AgentMessage, pb.Command] = Link()
-        self.sender = BeatSender(token, self.heard.append, self._is_stuck)
+        self.sender = HeartbeatSender(token, self.heard.append, self._is_stuck)
 
     def _is_stuck(self) -> None:
         self.stuck += 1
@@ -73,7 +73,7 @@ class Both:
 
     def __init__(self, token: str = TOKEN) -> None:
         self.controller = Controller()
-        self.server = BeatServer(TOKEN, self.controller, PERIOD_S)
+        self.server = HeartbeatReceiver(TOKEN, self.controller, PERIOD_S)
         with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as free:
             free.bind(("127.0.0.1", 0))
             self.port: int = free.getsockname()[1]
@@ -280,7 +280,7 @@ def test_acknowledgements_ride_on_datagrams() -> None:
 
 
 def test_a_stream_that_does_not_move_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashrecovery.beats.agent._STUCK_S", 0.2)
+    monkeypatch.setattr("flashrecovery.heartbeat.sender._STUCK_S", 0.2)
 
     async def scene(both: Both) -> None:
         await both.beat(6)
@@ -293,7 +293,7 @@ def test_a_stream_that_does_not_move_is_given_up(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_stream_that_another_agent_carries_is_given_up_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashrecovery.beats.agent._STUCK_CARRIED_S", 0.2)
+    monkeypatch.setattr("flashrecovery.heartbeat.sender._STUCK_CARRIED_S", 0.2)
 
     async def scene(both: Both) -> None:
         both.agent.sender.invited("127.0.0.1", both.invitation, both.agent.link, carried=True)
@@ -306,8 +306,8 @@ def test_a_stream_that_another_agent_carries_is_given_up_sooner(monkeypatch: pyt
 
 
 def test_a_stream_does_not_count_as_still_while_the_controller_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashrecovery.beats.agent._STUCK_S", 0.3)
-    monkeypatch.setattr("flashrecovery.beats.agent._BUSY_S", 0.1)
+    monkeypatch.setattr("flashrecovery.heartbeat.sender._STUCK_S", 0.3)
+    monkeypatch.setattr("flashrecovery.heartbeat.sender._BUSY_S", 0.1)
 
     async def scene(both: Both) -> None:
         await both.beat(3)
@@ -350,7 +350,7 @@ def test_health_is_taken_as_often_as_it_is_wanted() -> None:
 def test_in_a_large_job_health_is_taken_as_often_as_the_controller_can_keep_up_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("flashrecovery.beats.controller._FEED_S", 10.0)
+    monkeypatch.setattr("flashrecovery.heartbeat.receiver._FEED_S", 10.0)
 
     async def scene(both: Both) -> None:
         await both.beat(3)
@@ -360,7 +360,7 @@ def test_in_a_large_job_health_is_taken_as_often_as_the_controller_can_keep_up_w
             both.server.invite(f"other{i}", Link())
         await both.beat(3)
         assert len(both.controller.heard) >= 6 and not both.controller.beats
-        monkeypatch.setattr("flashrecovery.beats.controller._FEED_S", 0.0)
+        monkeypatch.setattr("flashrecovery.heartbeat.receiver._FEED_S", 0.0)
         await both.beat()
         assert both.controller.beats
 
@@ -368,20 +368,20 @@ def test_in_a_large_job_health_is_taken_as_often_as_the_controller_can_keep_up_w
 
 
 def test_on_the_stream_heartbeats_get_seldom_while_nothing_comes_back() -> None:
-    patience = Patience()
-    assert all(patience.due(now, 0.25) for now in (1.0, 1.25, 1.5))  # the controller answers, on the stream
-    sent = [now / 4 for now in range(80) if patience.due(now / 4, now / 4)]  # from 0 s on it is silent
+    backoff = Backoff()
+    assert all(backoff.due(now, 0.25) for now in (1.0, 1.25, 1.5))  # the controller answers, on the stream
+    sent = [now / 4 for now in range(80) if backoff.due(now / 4, now / 4)]  # from 0 s on it is silent
     gaps = [later - earlier for earlier, later in itertools.pairwise(sent)]
     assert gaps == sorted(gaps) and gaps[0] == 0.25 and gaps[-1] == 2.0 and len(sent) < 16
 
 
 def test_a_taken_port_leaves_the_stream() -> None:
     async def scene(both: Both) -> None:
-        second = BeatServer(TOKEN, Controller(), PERIOD_S)
+        second = HeartbeatReceiver(TOKEN, Controller(), PERIOD_S)
         second.open("127.0.0.1", both.port)
-        assert second.invite("node", Link()) == pb.Beat()
+        assert second.invite("node", Link()) == pb.ControllerHeartbeat()
         agent = Agent()
-        agent.sender.invited("127.0.0.1", pb.Beat(), agent.link)
+        agent.sender.invited("127.0.0.1", pb.ControllerHeartbeat(), agent.link)
         assert not agent.sender.carry(pb.Heartbeat())
 
     play(scene)

@@ -14,10 +14,10 @@ _FRAMES = 8
 """Of the stack, the innermost."""
 
 
-def whereabouts(rank: int, training_thread: threading.Thread) -> pb.Whereabouts:
+def hang_report(rank: int, training_thread: threading.Thread) -> pb.HangReport:
     """Operations that have not finished, how far each group has come, and the stack if nothing is under way."""
     now = time.monotonic()
-    message = pb.Whereabouts(rank=rank, answered=True)
+    message = pb.HangReport(rank=rank, answered=True)
     under_way: list[tuple[float, pb.Operation]] = []
     for group in groups.groups():
         if group.size == 1:

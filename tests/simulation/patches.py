@@ -22,12 +22,12 @@ import grpc.aio
 from flashrecovery import events as ev
 from flashrecovery import job
 from flashrecovery.agent import agent as agent_module
-from flashrecovery.agent import crew, hang, pulse
+from flashrecovery.agent import hang, heartbeat, process_manager
 from flashrecovery.agent import session as agent_session
 from flashrecovery.agent.identity import Identity
 from flashrecovery.controller import service as service_module
 from flashrecovery.controller import table_publisher
-from flashrecovery.heartbeat import controller as beats_controller
+from flashrecovery.heartbeat import receiver
 from tests.simulation.loop import PROCESS, current
 from tests.simulation.network import DatagramSocket
 from tests.simulation.process import SimDeathWatch, SimWorkerProcess
@@ -271,7 +271,7 @@ def simulated() -> Iterator[None]:
         (secrets, "token_hex", lambda n=32: _drawn(8 * n).to_bytes(n, "little").hex()),
         (grpc.aio, "insecure_channel", _channel),
         (grpc.aio, "server", _server),
-        (beats_controller, "socket", _socket_module()),
+        (receiver, "socket", _socket_module()),
         (job, "place_of", lambda config: world().place_of(config)),
         (job, "_moved_to", _moved_to),
         (job, "RunDir", _RunDir),
@@ -281,15 +281,15 @@ def simulated() -> Iterator[None]:
         (job, "ControllerService", _Service),
         (job, "Agent", _Agent),
         (agent_session, "Election", _Election),
-        (crew, "WorkerProcess", SimpleNamespace(spawn=_spawn)),
-        (crew, "DeathWatch", lambda loop: SimDeathWatch(world())),
-        (crew, "LogTail", _Tail),
+        (process_manager, "WorkerProcess", SimpleNamespace(spawn=_spawn)),
+        (process_manager, "DeathWatch", lambda loop: SimDeathWatch(world())),
+        (process_manager, "LogTail", _Tail),
         (agent_module, "StoreServer", _Store),
         (agent_module, "NodeHealth", _Health),
         (agent_module, "exit_of", lambda pid: world().workers[pid].exit),
         (hang, "is_stopped", lambda pid: world().workers[pid].stopped),
         (Identity, "network_env", lambda self: {}),
-        (pulse, "_CONFIRM_POLL_S", 0.02),
+        (heartbeat, "_CONFIRM_POLL_S", 0.02),
         (service_module, "_keep_what_there_is", lambda: None),
         (table_publisher, "ThreadPoolExecutor", _NoThread),
     ]

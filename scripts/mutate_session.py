@@ -36,12 +36,12 @@ SESSION, LOOP, STEP, SEALING, HABITS, TOUCHES, PROVING, COLLECTIVES, STOPS, STAR
         "collectives",
         "stops",
         "start_checks",
-        "recover",
+        "recoverer",
     )
 )
 KEPT = "    def committed(self) -> None:\n        pass"
 UNIT = (
-    "session_beats",
+    "session_heartbeats",
     "data_stream",
     "registered",
     "versions",

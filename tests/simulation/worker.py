@@ -1,8 +1,8 @@
 """A model of a training process: the real gate, page, habits and sealing, everything else of it in a few lines.
 
-It does what :mod:`flashrecovery.worker.loop`, ``transaction``, ``recoverer``, ``control`` and ``copies`` do, in the same
-order and with the same messages, on numbers instead of tensors (:mod:`.content`). Its two threads are two tasks: one
-answers the agent at once, wherever the other one is.
+It does what :mod:`flashrecovery.worker.loop`, ``transaction``, ``recoverer``, ``control`` and ``copies`` do, in the
+same order and with the same messages, on numbers instead of tensors (:mod:`.content`). Its two threads are two tasks:
+one answers the agent at once, wherever the other one is.
 """
 
 from __future__ import annotations

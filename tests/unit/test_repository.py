@@ -15,6 +15,7 @@ def _script(name: str):  # type: ignore[no-untyped-def]
     spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look there
     spec.loader.exec_module(module)
     return module
 
@@ -60,3 +61,14 @@ def test_the_files_that_the_architecture_names_are_there() -> None:
     named = set(re.findall(r"`([\w/]+\.(?:py|h|md))`", text))
     assert len(named) > 40
     assert [name for name in sorted(named) if not any(f"/{path}".endswith(f"/{name}") for path in here)] == []
+
+
+def test_what_the_mutation_runs_name_is_there() -> None:
+    """Each place that is broken by hand stands exactly once where it is said to be; each pattern finds something."""
+    by_hand = _script("mutate_session")
+    assert [m.name for m in by_hand.MUTANTS if (ROOT / m.file).read_text().count(m.old) != 1] == []
+    for tests in (by_hand.LOOPS, by_hand.QUICK, by_hand.ALL):
+        assert [name for name in tests if not (ROOT / name.split("::")[0]).exists()] == []
+    for only, patterns in _script("mutate").TARGETS.values():
+        assert [p for p in only if not list((ROOT / "common").glob(p))] == []
+        assert [p for p in patterns if not list((ROOT / "tests" / "unit").glob(p))] == []

@@ -65,8 +65,9 @@ $(BIN)/.trainer-done: $(BIN)/.setup-done
 	@$(PIP) -c constraints.txt --editable '.[test,trainer]'
 	@touch $@
 
-test: setup $(BIN)/.frameworks-done lint  ## set up, check the code, run the tests (about 20 minutes)
-	$(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS)
+test: setup $(BIN)/.frameworks-done lint  ## set up, check the code, run the tests (about 35 minutes)
+	$(BIN)/python -m pytest -n auto --maxprocesses=8 --durations=5 $(PYTEST_ARGS) tests/unit || test $$? -eq 5  # none chosen
+	$(BIN)/python -m pytest --ignore=tests/unit --durations=15 $(PYTEST_ARGS)
 
 test-slurm: setup  ## the example on a real Slurm cluster of one machine (root; Debian: slurmctld slurmd slurm-client munge)
 	$(BIN)/python -m pytest -m slurm --durations=15 $(PYTEST_ARGS) tests/integration/test_slurm.py

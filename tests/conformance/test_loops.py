@@ -57,8 +57,10 @@ def _check(layout: Layout, kills: list[Kill], path: Path, reference: Reference) 
     [
         pytest.param(IN_BLOCK, "ddp", ("backward", "optimizer"), id="in the block"),
         pytest.param(BELOW, "ddp", ("end", "below"), id="below it"),
-        pytest.param("evaluation-below+scheduler-below+rank-bias", "fsdp2", ("optimizer",), id="fsdp2"),
-        pytest.param("silent-codebook", "ddp", ("backward", "optimizer"), id="silent buffer"),
+        pytest.param(
+            "evaluation-below+scheduler-below+rank-bias", "fsdp2", ("optimizer",), id="fsdp2", marks=pytest.mark.grid
+        ),
+        pytest.param("silent-codebook", "ddp", ("backward", "optimizer"), id="silent buffer", marks=pytest.mark.grid),
         pytest.param("silent-codebook+silent-queue", "fsdp2", ("backward", "below"), id="silent buffers, fsdp2"),
     ],
 )
@@ -97,6 +99,7 @@ def test_first_and_last_step(loop: str, framework: str, tmp_path: Path, referenc
     _check(layout, from_the_start(_steps(layout), world=WORLD), tmp_path, reference)
 
 
+@pytest.mark.grid
 def test_a_rank_that_dies_in_the_step_in_which_all_begin_to_seal_again(tmp_path: Path, reference: Reference) -> None:
     """Step 0 has shown that a rank's own state changes after the forward pass. In step 1 the ranks tell each other, and
     from the next one on they seal once more before the optimizer. This one was not sealed, so it is undone."""
@@ -126,7 +129,7 @@ def test_a_plain_variable_that_decides_something(tmp_path: Path) -> None:
     assert "do not agree" in job.output and "rank 1" in job.output, job.explain()
 
 
-@pytest.mark.parametrize("loop", ["plain-rate-below", "plain-counter"])
+@pytest.mark.parametrize("loop", [pytest.param("plain-rate-below", marks=pytest.mark.grid), "plain-counter"])
 def test_a_plain_variable_that_decides_something_later(loop: str, tmp_path: Path) -> None:
     """The redone step is the right one, and the ranks part afterwards: they go on to compare, and so they find it."""
     job = run_loop(tmp_path / "run", _layout(loop, "ddp"), 14, [Kill(1, 4, "backward", 0)])
@@ -152,7 +155,7 @@ def test_an_object_that_begins_to_differ_is_each_ranks_own_in_the_step_in_which_
     check_loop(run_loop(tmp_path / "run", paused, 8, kills), reference, kills)
 
 
-@pytest.mark.parametrize("step", [0, 3])
+@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.grid), 3])
 def test_tensors_that_change_above_the_block_are_copied_before_that(
     step: int, tmp_path: Path, reference: Reference
 ) -> None:
@@ -166,8 +169,8 @@ def test_tensors_that_change_above_the_block_are_copied_before_that(
 @pytest.mark.parametrize(
     ("loop", "framework", "moment"),
     [
-        ("momentum-edited+expert-bias", "ddp", "optimizer"),
-        ("momentum-edited", "fsdp2", "data"),
+        pytest.param("momentum-edited+expert-bias", "ddp", "optimizer", marks=pytest.mark.grid),
+        pytest.param("momentum-edited", "fsdp2", "data", marks=pytest.mark.grid),
         ("momentum-edited", "fsdp2", "optimizer"),
     ],
 )
@@ -196,7 +199,10 @@ def test_a_collective_above_the_block_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("slow", "moment"),
-    [pytest.param("below", "below", id="after the commit"), pytest.param("after", "optimizer", id="before it")],
+    [
+        pytest.param("below", "below", id="after the commit"),
+        pytest.param("after", "optimizer", id="before it", marks=pytest.mark.grid),
+    ],
 )
 def test_what_stand_ins_have_answered_below_the_block_is_nobodys_version(
     slow: str, moment: str, tmp_path: Path, reference: Reference

@@ -60,11 +60,14 @@ CASES = (
     ("unhooked-evaluation", "overlaps"),
 )
 QUICK = (
-    ("expert-bias", "zero2", (Kill(2, 2, "optimizer", 0), Kill(0, 6, "end", 1))),
     ("expert-bias", "megatron", (Kill(2, 2, "optimizer", 0), Kill(0, 6, "end", 1))),
-    ("decay-sometimes", "fp32", (Kill(1, 5, "backward", 0), Kill(2, 8, "optimizer", 1))),
     ("momentum-edited", "zero2", (Kill(1, 5, "backward", 0), Kill(2, 8, "optimizer", 1))),
 )
+MORE = (
+    ("expert-bias", "zero2", (Kill(2, 2, "optimizer", 0), Kill(0, 6, "end", 1))),
+    ("decay-sometimes", "fp32", (Kill(1, 5, "backward", 0), Kill(2, 8, "optimizer", 1))),
+)
+"""Not in ``make test``."""
 Reference = Callable[[Layout], Job]
 pytestmark = pytest.mark.timeout(3 * TIMEOUT_S)
 
@@ -98,13 +101,19 @@ def _package(framework: str) -> str:
     return "deepspeed" if framework.startswith("zero") else "megatron.core"
 
 
-def _case(loop: str, framework: str, *more: object) -> object:
+def _case(loop: str, framework: str, *values: object, more: tuple[pytest.MarkDecorator, ...] = ()) -> object:
     """With the marker by which ``make grid-deepspeed`` or ``make grid-megatron``, and not ``make grid``, chooses it."""
     marker = getattr(pytest.mark, _package(framework).partition(".")[0])
-    return pytest.param(loop, framework, *more, id=f"{loop}-{framework}", marks=marker)
+    return pytest.param(loop, framework, *values, id=f"{loop}-{framework}", marks=(marker, *more))
 
 
-@pytest.mark.parametrize(("loop", "framework", "kills"), [_case(*case) for case in QUICK])
+@pytest.mark.parametrize(
+    ("loop", "framework", "kills"),
+    [
+        *(_case(*case) for case in QUICK),
+        *(_case(*case, more=(pytest.mark.grid,)) for case in MORE),
+    ],
+)
 def test_some_loops(loop: str, framework: str, kills: tuple[Kill, ...], tmp_path: Path, reference: Reference) -> None:
     _check(loop, framework, list(kills), tmp_path, reference)
 

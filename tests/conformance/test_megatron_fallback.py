@@ -99,7 +99,7 @@ def _newest(directory: Path) -> tuple[int, Path]:
 @pytest.mark.parametrize(
     ("layout", "victims"),
     [
-        pytest.param(TP2_DP2_DISTRIBUTED, NEIGHBOURS, id="tp2-dp2-distributed"),
+        pytest.param(TP2_DP2_DISTRIBUTED, NEIGHBOURS, id="tp2-dp2-distributed", marks=pytest.mark.grid),
         *(
             pytest.param(layout, victims, id=layout.name, marks=pytest.mark.grid)
             for layout, victims in (

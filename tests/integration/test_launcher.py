@@ -170,12 +170,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], 
 
 MODES = ("plain", "swallow", "reduce-after", "swallow-after", "poll-after", "future-after", "evaluate-after")
 MODES += ("random-after", "idle-steps", "calls")
+QUICK_CASES = {
+    *((mode, "optimizer") for mode in MODES if mode not in ("reduce-after", "future-after")),
+    ("calls", "backward"),
+    ("calls", "commit"),
+}
 
 
 @pytest.mark.parametrize(
     ("mode", "phase"),
     [
-        pytest.param(mode, phase, marks=() if phase == "optimizer" or mode == "calls" else (pytest.mark.grid,))
+        pytest.param(mode, phase, marks=() if (mode, phase) in QUICK_CASES else (pytest.mark.grid,))
         for mode in MODES
         for phase in ("backward", "optimizer", "commit")
     ],

@@ -76,8 +76,8 @@ class SimulatedRank:
     def needs(self) -> list[pb.ShardNeed]:
         shard = self.rank % max(self.world // 2, 1)
         return [
-            pb.ShardNeed(name=f"model/{shard}", nbytes=SHARD_BYTES, replicated=True),
-            pb.ShardNeed(name="common", nbytes=1000, replicated=True),
+            pb.ShardNeed(name=f"model/{shard}", nbytes=SHARD_BYTES),
+            pb.ShardNeed(name="common", nbytes=1000),
             pb.ShardNeed(name=f"capsule@{self.rank}", nbytes=1000),
         ]
 

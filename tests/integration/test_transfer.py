@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from flashrecovery import groups
+from flashrecovery.errors import RestoreError
 from flashrecovery.state.digest import shard_digest
 from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.state.spec import ShardSpec
-from flashrecovery.worker.transfer import DIRECT_BYTES, PACK_BYTES, exchange
+from flashrecovery.worker.transfer import DIRECT_BYTES, PACK_BYTES, exchange, within
 from tests.support.ranks import die, results, run_ranks
 
 
@@ -197,6 +198,38 @@ def _abandoned(rank: int, world: int, folder: Path) -> Any:
         assert "flashrecovery-transfer" not in {t.name for t in threading.enumerate()}
         return "abandoned"
     return "none"
+
+
+def _overdue(rank: int, world: int, folder: Path) -> Any:
+    """Rank 0 never sends. Rank 1 does not wait for it for longer than it was told to."""
+    groups.install()
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    group = groups.control_group()
+    assert group is not None
+    if rank == 0:
+        while not (folder / "over").exists():
+            time.sleep(0.01)
+        return "silent"
+    with within(60.0):
+        pass  # what is over in time leaves nothing behind
+    try:
+        with within(0.5):
+            exchange(group, {}, {0: ["big"]}, {"big": DictShard("big")})
+    except RestoreError as e:
+        return str(e)
+    finally:
+        (folder / "over").touch()
+        assert "flashrecovery-restore-deadline" not in {t.name for t in threading.enumerate() if t.is_alive()}
+    return "none"
+
+
+def test_a_silent_source_is_not_waited_for_longer_than_the_deadline(tmp_path: Path) -> None:
+    """The controller waits half as long again: this rank says first that it has not got its shards, so that only the
+    source is found to stand still."""
+    groups.build()
+    outcomes = results(run_ranks(_overdue, 2, tmp_path, tmp_path, group=False))
+    assert "more than 0.5 s (timeouts.restore_s)" in outcomes[1]
 
 
 class _Stuck:

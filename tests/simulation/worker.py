@@ -589,8 +589,8 @@ class ModelWorker:
 
     def _needs(self, *, digests: bool) -> list[pb.ShardNeed]:
         needs = [
-            pb.ShardNeed(name="param", nbytes=100, replicated=True, digest=f"{self.now.weights:x}" if digests else ""),
-            pb.ShardNeed(name="common", nbytes=10, replicated=True),
+            pb.ShardNeed(name="param", nbytes=100, digest=f"{self.now.weights:x}" if digests else ""),
+            pb.ShardNeed(name="common", nbytes=10),
             pb.ShardNeed(name=f"capsule@{self.rank}", nbytes=10),
         ]
         if self.script.unique:

@@ -133,8 +133,8 @@ class World:
             m.on_started(started, m.job.ranks[rank].home, "host")
             self.version[rank] = -1 if command.replace.detached else 0
             needs = [
-                pb.ShardNeed(name="param/w", nbytes=100, replicated=True),
-                pb.ShardNeed(name="common", nbytes=10, replicated=True),
+                pb.ShardNeed(name="param/w", nbytes=100),
+                pb.ShardNeed(name="common", nbytes=10),
                 pb.ShardNeed(name=f"capsule@{rank}", nbytes=5),
             ]
             m.on_joined(pb.Joined(rank=rank, generation=command.generation, steps=self.steps, needs=needs), self.now)

@@ -31,11 +31,9 @@ def alike(replies: Iterable[pb.Reply]) -> list[pb.Reply]:
         bare = pb.Reply()
         bare.CopyFrom(reply)
         bare.ClearField("rank")
-        bare.ClearField("seconds")
         first = said.setdefault(bare.SerializeToString(deterministic=True), reply)
         if first is not reply:
             first.also.append(reply.rank)
-            first.seconds = max(first.seconds, reply.seconds)
     return list(said.values())
 
 

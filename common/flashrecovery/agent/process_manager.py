@@ -78,7 +78,6 @@ class ProcessManager:
     async def fill(self, command: pb.Command, *, hear_out: bool) -> tuple[WorkerProcess, pb.WorkerStarted] | None:
         """Fence what fills the rank, then fill it anew. ``hear_out``: wait a moment for what the old process has
         said. None if meanwhile the rank is being filled anew again, or its node has been fenced."""
-        began = time.monotonic()
         rank, replace = command.rank, command.replace
         env = {**self._env(), **rank_env(self._config, rank, command.generation, replace)}
         old = self.ranks.pop(rank, None)
@@ -121,7 +120,6 @@ class ProcessManager:
             generation=command.generation,
             pid=process.pid,
             standby=standby is not None,
-            seconds=time.monotonic() - began,
             capsules=process.page.capsule_versions(),
             early=process.page.early_capsules(),
         )

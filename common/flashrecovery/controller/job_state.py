@@ -119,7 +119,7 @@ class JobState:
         self.outbox.clear()
         self.to(State.FAILED)
         self.emit(ev.JobFailed(generation=self.generation, reason=reason))
-        shutdown = pb.Shutdown(reason=reason, grace_s=self.config.timeouts.shutdown_grace_s)
+        shutdown = pb.Shutdown(reason=reason)
         self.command(AGENT, pb.Command(shutdown=shutdown))
 
     def keeper_of_copies(self, rank: int) -> RankRecord:

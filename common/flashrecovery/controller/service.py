@@ -474,8 +474,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     def _last_word(self) -> pb.Command:
         """To an agent, when the job has ended."""
-        grace_s = self._config.timeouts.shutdown_grace_s
-        return pb.Command(rank=AGENT, shutdown=pb.Shutdown(reason=self.machine.job.failure_reason, grace_s=grace_s))
+        return pb.Command(rank=AGENT, shutdown=pb.Shutdown(reason=self.machine.job.failure_reason))
 
     async def dismissed(self, timeout_s: float) -> None:
         """The job is over: wait until every agent knows, also one that is just connecting anew: it would wait for a

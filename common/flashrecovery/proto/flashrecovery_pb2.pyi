@@ -747,15 +747,12 @@ class WorkerStarted(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     STANDBY_FIELD_NUMBER: _builtins.int
-    SECONDS_FIELD_NUMBER: _builtins.int
     CAPSULES_FIELD_NUMBER: _builtins.int
     EARLY_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     generation: _builtins.int
     pid: _builtins.int
     standby: _builtins.bool
-    seconds: _builtins.float
-    """from the command to the process"""
     @_builtins.property
     def capsules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """versions of the rank's capsule that the agent keeps in the page"""
@@ -771,13 +768,12 @@ class WorkerStarted(_message.Message):
         generation: _builtins.int = ...,
         pid: _builtins.int = ...,
         standby: _builtins.bool = ...,
-        seconds: _builtins.float = ...,
         capsules: _abc.Iterable[_builtins.int] | None = ...,
         early: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capsules", b"capsules", "early", b"early", "generation", b"generation", "pid", b"pid", "rank", b"rank", "seconds", b"seconds", "standby", b"standby"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capsules", b"capsules", "early", b"early", "generation", b"generation", "pid", b"pid", "rank", b"rank", "standby", b"standby"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -994,22 +990,19 @@ class ShardNeed(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     NBYTES_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
-    REPLICATED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     nbytes: _builtins.int
     digest: _builtins.str
-    replicated: _builtins.bool
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         nbytes: _builtins.int = ...,
         digest: _builtins.str = ...,
-        replicated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "nbytes", b"nbytes", "replicated", b"replicated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "nbytes", b"nbytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1213,9 +1206,6 @@ class Reply(_message.Message):
     RECEIVED_DIGESTS_FIELD_NUMBER: _builtins.int
     SENT_DIGESTS_FIELD_NUMBER: _builtins.int
     BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
-    BYTES_SENT_FIELD_NUMBER: _builtins.int
-    SECONDS_FIELD_NUMBER: _builtins.int
-    DETAIL_FIELD_NUMBER: _builtins.int
     NEEDS_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
     FATAL_FIELD_NUMBER: _builtins.int
@@ -1231,9 +1221,6 @@ class Reply(_message.Message):
     live_version: _builtins.int
     """-1: torn or empty"""
     bytes_received: _builtins.int
-    bytes_sent: _builtins.int
-    seconds: _builtins.float
-    detail: _builtins.str
     fatal: _builtins.bool
     """trying again cannot help: the job ends with this error"""
     outside: _builtins.bool
@@ -1273,9 +1260,6 @@ class Reply(_message.Message):
         received_digests: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         sent_digests: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         bytes_received: _builtins.int = ...,
-        bytes_sent: _builtins.int = ...,
-        seconds: _builtins.float = ...,
-        detail: _builtins.str = ...,
         needs: _abc.Iterable[Global___ShardNeed] | None = ...,
         position: Global___Position | None = ...,
         fatal: _builtins.bool = ...,
@@ -1285,7 +1269,7 @@ class Reply(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "detail", b"detail", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "late", b"late", "live_version", b"live_version", "needs", b"needs", "outside", b"outside", "position", b"position", "rank", b"rank", "received_digests", b"received_digests", "seconds", b"seconds", "sent_digests", b"sent_digests", "serial", b"serial"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_received", b"bytes_received", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "late", b"late", "live_version", b"live_version", "needs", b"needs", "outside", b"outside", "position", b"position", "rank", b"rank", "received_digests", b"received_digests", "sent_digests", b"sent_digests", "serial", b"serial"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2018,6 +2002,7 @@ class Restore(_message.Message):
     checkpoint: _builtins.str
     """directory; set: restore everything from it"""
     deadline_s: _builtins.float
+    """for the transfers; then this rank gives up, and says so"""
     @_builtins.property
     def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferItem]:
         """only those that this rank sends or receives"""
@@ -2082,22 +2067,19 @@ class Fault(_message.Message):
     FAULT_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
-    TOKEN_FIELD_NUMBER: _builtins.int
     fault: _builtins.str
     phase: _builtins.str
     step: _builtins.int
-    token: _builtins.str
     def __init__(
         self,
         *,
         fault: _builtins.str = ...,
         phase: _builtins.str = ...,
         step: _builtins.int = ...,
-        token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "phase", b"phase", "step", b"step", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "phase", b"phase", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2108,18 +2090,15 @@ class Shutdown(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
-    GRACE_S_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    grace_s: _builtins.float
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
-        grace_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_s", b"grace_s", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2142,7 +2121,7 @@ Global___Ping: _TypeAlias = Ping  # noqa: Y015
 
 @_typing.final
 class Look(_message.Message):
-    """To an agent: where do its workers stand? It answers with Standstill, within answer_s."""
+    """To an agent: where do its workers stand? It answers with HangReports, within answer_s."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2410,46 +2389,17 @@ class ToWorker(_message.Message):
 Global___ToWorker: _TypeAlias = ToWorker  # noqa: Y015
 
 @_typing.final
-class Hello(_message.Message):
+class Warmed(_message.Message):
     """---- worker -> agent only -----------------------------------------------------------------------"""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    PID_FIELD_NUMBER: _builtins.int
-    STANDBY_FIELD_NUMBER: _builtins.int
-    pid: _builtins.int
-    standby: _builtins.bool
     def __init__(
         self,
-        *,
-        pid: _builtins.int = ...,
-        standby: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pid", b"pid", "standby", b"standby"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Hello: _TypeAlias = Hello  # noqa: Y015
-
-@_typing.final
-class Warmed(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MODULES_FIELD_NUMBER: _builtins.int
-    SECONDS_FIELD_NUMBER: _builtins.int
-    modules: _builtins.int
-    seconds: _builtins.float
-    def __init__(
-        self,
-        *,
-        modules: _builtins.int = ...,
-        seconds: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["modules", b"modules", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2479,7 +2429,6 @@ Global___Modules: _TypeAlias = Modules  # noqa: Y015
 class FromWorker(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    HELLO_FIELD_NUMBER: _builtins.int
     WARMED_FIELD_NUMBER: _builtins.int
     MODULES_FIELD_NUMBER: _builtins.int
     JOINED_FIELD_NUMBER: _builtins.int
@@ -2489,8 +2438,6 @@ class FromWorker(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     NOTICE_FIELD_NUMBER: _builtins.int
     HANG_REPORT_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def hello(self) -> Global___Hello: ...
     @_builtins.property
     def warmed(self) -> Global___Warmed: ...
     @_builtins.property
@@ -2512,7 +2459,6 @@ class FromWorker(_message.Message):
     def __init__(
         self,
         *,
-        hello: Global___Hello | None = ...,
         warmed: Global___Warmed | None = ...,
         modules: Global___Modules | None = ...,
         joined: Global___Joined | None = ...,
@@ -2523,11 +2469,11 @@ class FromWorker(_message.Message):
         notice: Global___Notice | None = ...,
         hang_report: Global___HangReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hang_report", b"hang_report", "hello", b"hello", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "reply", b"reply", "warmed", b"warmed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hang_report", b"hang_report", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "reply", b"reply", "warmed", b"warmed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hang_report", b"hang_report", "hello", b"hello", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "reply", b"reply", "warmed", b"warmed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hang_report", b"hang_report", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "reply", b"reply", "warmed", b"warmed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "warmed", "modules", "joined", "reply", "done", "last_words", "checkpoint", "notice", "hang_report"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["warmed", "modules", "joined", "reply", "done", "last_words", "checkpoint", "notice", "hang_report"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -2970,12 +2916,10 @@ Global___NodeStatus: _TypeAlias = NodeStatus  # noqa: Y015
 class InjectRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    TOKEN_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
-    token: _builtins.str
     rank: _builtins.int
     fault: _builtins.str
     phase: _builtins.str
@@ -2983,7 +2927,6 @@ class InjectRequest(_message.Message):
     def __init__(
         self,
         *,
-        token: _builtins.str = ...,
         rank: _builtins.int = ...,
         fault: _builtins.str = ...,
         phase: _builtins.str = ...,
@@ -2991,7 +2934,7 @@ class InjectRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "phase", b"phase", "rank", b"rank", "step", b"step", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "phase", b"phase", "rank", b"rank", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

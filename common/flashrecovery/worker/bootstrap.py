@@ -11,7 +11,6 @@ import os
 import runpy
 import sys
 import threading
-import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,7 +48,6 @@ def main() -> None:
     os.set_inheritable(page.fd, False)
     Lifeline(page.fd).hold()
     _set_module_path(command)
-    channel.send(pb.FromWorker(hello=pb.Hello(pid=os.getpid(), standby=standby)))
     install_adapter_hooks()
     install_spawn_hook()
     sys.argv = _script_arguments(command)
@@ -70,10 +68,9 @@ def _wait_for_assignment(channel: Channel, command: list[str]) -> pb.Assign:
         if message.HasField("assign"):
             return message.assign
         if message.HasField("warm"):
-            began = time.monotonic()
-            count = import_ahead(list(message.warm.modules), command)
+            import_ahead(list(message.warm.modules), command)
             _warm_kernels()
-            channel.send(pb.FromWorker(warmed=pb.Warmed(modules=count, seconds=time.monotonic() - began)))
+            channel.send(pb.FromWorker(warmed=pb.Warmed()))
 
 
 def _warm_kernels() -> None:

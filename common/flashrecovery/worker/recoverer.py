@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping
 from typing import Literal, Protocol
 
@@ -17,13 +16,13 @@ from flashrecovery.errors import DrainError, FlashRecoveryError, RegroupError, R
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.checkpoint import newest
 from flashrecovery.state.digest import shard_digest
-from flashrecovery.state.object_shard import COMMON, ObjectShard
+from flashrecovery.state.object_shard import ObjectShard
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.state.version import VERSIONS_KEPT
 from flashrecovery.worker.copies import Copies
 from flashrecovery.worker.registry import Drawn
 from flashrecovery.worker.sealing import Sealing
-from flashrecovery.worker.transfer import exchange
+from flashrecovery.worker.transfer import exchange, within
 from flashrecovery.worker.worker import Worker
 
 log = logging.getLogger("flashrecovery")
@@ -128,7 +127,6 @@ class Recoverer:
         if worker.gate.outdated(command.generation):
             return False
         body = command.WhichOneof("body")
-        began = time.monotonic()
         reply = pb.Reply(serial=command.serial, generation=command.generation, rank=worker.rank)
         resumed = False
         try:
@@ -150,7 +148,6 @@ class Recoverer:
             reply.fatal = isinstance(e, FlashRecoveryError) and not isinstance(
                 e, (DrainError, RegroupError, RestoreError)
             )
-        reply.seconds = time.monotonic() - began
         worker.send(pb.FromWorker(reply=reply))
         if body == "stop":
             self._reset()
@@ -245,19 +242,20 @@ class Recoverer:
         group = groups.control_group()
         if group is None:
             raise RestoreError("no process group to restore over")
-        report = exchange(
-            group,
-            outgoing,
-            incoming,
-            worker.registry.shards,
-            corrupt=self._to_corrupt(incoming) if corrupt else frozenset(),
-        )
+        with within(restore.deadline_s):
+            report = exchange(
+                group,
+                outgoing,
+                incoming,
+                worker.registry.shards,
+                corrupt=self._to_corrupt(incoming) if corrupt else frozenset(),
+            )
         wrong = report.mismatched if worker.settings.verify else []
         for name in (n for names in incoming.values() for n in names if n not in wrong):
             shard = worker.registry.shards[name]
             if isinstance(shard, ObjectShard):
                 shard.adopt(version)
-        reply.bytes_sent, reply.bytes_received = report.bytes_sent, report.bytes_received
+        reply.bytes_received = report.bytes_received
         reply.sent_digests.update(report.sent_digests)
         reply.received_digests.update(report.received_digests)
         return not wrong
@@ -298,12 +296,11 @@ class Recoverer:
         needs = []
         for shard in self._worker.registry.shards.values():
             if isinstance(shard, ObjectShard):
-                needs.append(pb.ShardNeed(name=shard.name, nbytes=shard.nbytes(), replicated=shard.name == COMMON))
+                needs.append(pb.ShardNeed(name=shard.name, nbytes=shard.nbytes()))
                 continue
             nbytes = sum(t.nbytes for t in shard.spec().tensors.values())
-            replicated = len(shard.holders) > 1
-            digest = shard_digest(list(shard.tensors().values())) if digests and replicated else ""
-            needs.append(pb.ShardNeed(name=shard.name, nbytes=nbytes, digest=digest, replicated=replicated))
+            digest = shard_digest(list(shard.tensors().values())) if digests and len(shard.holders) > 1 else ""
+            needs.append(pb.ShardNeed(name=shard.name, nbytes=nbytes, digest=digest))
         return needs
 
     def _held(self) -> list[pb.Held]:

@@ -22,12 +22,14 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from flashrecovery.errors import ProtocolError
+from flashrecovery import groups
+from flashrecovery.errors import ProtocolError, RestoreError
 from flashrecovery.state import codec
 from flashrecovery.state.digest import byte_view, shard_digest
 from flashrecovery.state.shard import Shard, ShardSource
@@ -41,6 +43,33 @@ WINDOW = 4
 """Messages under way for each peer and direction: bounds staging memory to WINDOW * PACK_BYTES."""
 _TAG = 0x4652
 _DIGEST_BYTES = 16
+
+
+@contextmanager
+def within(deadline_s: float) -> Iterator[None]:
+    """Transfers that take longer are given up, with all communication of this process: a peer that stands still would
+    be waited for as long as it does. It is found in the next generation, in which it does not answer.
+
+    Raises RestoreError after ``deadline_s`` seconds.
+    """
+    late = threading.Event()
+    said = f"the transfers of a restore took more than {deadline_s:g} s (timeouts.restore_s)"
+
+    def give_up() -> None:
+        late.set()
+        groups.abandon(said)
+
+    timer = threading.Timer(deadline_s, give_up)
+    timer.name, timer.daemon = "flashrecovery-restore-deadline", True
+    timer.start()
+    try:
+        yield
+    except RuntimeError as e:
+        if late.is_set() and groups.is_communication_error(e):
+            raise RestoreError(said) from e
+        raise
+    finally:
+        timer.cancel()
 
 
 @dataclass

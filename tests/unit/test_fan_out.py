@@ -154,7 +154,7 @@ def test_an_order_to_many_ranks_is_one_message_a_node_and_waits_for_each_of_them
     told = {s.node: s.command for s in sends if isinstance(s, Send)}
     assert {node: list(c.ranks) for node, c in told.items()} == {"a": [0, 1], "b": [2], "": [3]}
     (serial,) = {c.serial for c in told.values()}
-    assert outbox.acknowledge(serial, [9]) == ("hold", []) and outbox.acknowledge(serial + 1, [0]) == ("", [])
+    assert outbox.acknowledge(serial, [9]) == ("hold", []) and outbox.acknowledge(serial + 1, [0]) == (None, [])
     assert outbox.acknowledge(serial, [9, 0]) == ("hold", [0]) and outbox.acknowledge(serial, [0]) == ("hold", [])
     outbox.keep(lambda what, rank: (what, rank) != ("hold", 2))
     assert outbox.waits_for("hold")

@@ -12,10 +12,10 @@ from flashrecovery.controller.stragglers import Pace, Stragglers, slow, usual_of
 from flashrecovery.plan.hang import (
     UNKNOWN,
     Group,
-    Kind,
     Operation,
     Progress,
     Stand,
+    VerdictKind,
     judge,
     victims_of,
 )
@@ -55,7 +55,7 @@ def inside(number: int, where: Group = WORLD, op: str = "all_reduce") -> Operati
 def test_who_has_not_come_to_the_collective_is_the_culprit() -> None:
     waiting = [stand(r, {WORLD: 6}, inside(5)) for r in (0, 2, 3)]
     found = judge([*waiting, stand(1, {WORLD: 5})])
-    assert found.kind is Kind.CULPRITS and list(found.accused) == [1]
+    assert found.kind is VerdictKind.CULPRITS and list(found.accused) == [1]
     assert "3 ranks wait for it in group 0, all_reduce #5" in found.accused[1]
     assert "in no collective" in found.accused[1] and "stack of 1" in found.accused[1]
 
@@ -130,7 +130,7 @@ def test_a_deadlock_is_told_with_its_members_and_one_of_them_is_replaced() -> No
             stand(2, {WORLD: 3}, inside(2), size=3),
         ]
     )
-    assert found.kind is Kind.DEADLOCK and sorted(found.accused) == [0, 1]
+    assert found.kind is VerdictKind.DEADLOCK and sorted(found.accused) == [0, 1]
     assert "rank 0 waits for rank 1 in group a, all_reduce #0" in found.text
     assert "rank 1 waits for rank 0 in group b, all_reduce #0" in found.text
     assert [rank for rank, _ in victims_of(found)] == [0]
@@ -147,19 +147,19 @@ def test_a_deadlock_is_told_with_its_members_and_one_of_them_is_replaced() -> No
 
 def test_where_everybody_has_come_nobody_is_accused() -> None:
     found = judge([stand(r, {WORLD: 6}, inside(5)) for r in range(4)])
-    assert found.kind is Kind.STUCK and "all_reduce #5 in group 0" in found.text
-    assert judge([stand(r, {WORLD: 6}, inside(5), age=9.0 if r else 90.0) for r in range(4)]).kind is Kind.LATER
+    assert found.kind is VerdictKind.STUCK and "all_reduce #5 in group 0" in found.text
+    assert judge([stand(r, {WORLD: 6}, inside(5), age=9.0 if r else 90.0) for r in range(4)]).kind is VerdictKind.LATER
     unlike = [stand(r, {WORLD: 6}, inside(5, op="broadcast" if r == 2 else "all_reduce")) for r in range(4)]
     found = judge(unlike)
-    assert found.kind is Kind.UNLIKE and "rank 2: broadcast" in found.text and "ranks 0, 1 and 3" in found.text
+    assert found.kind is VerdictKind.UNLIKE and "rank 2: broadcast" in found.text and "ranks 0, 1 and 3" in found.text
 
 
 def test_nobody_is_accused_before_his_time_or_by_hearsay() -> None:
     waiting = [stand(r, {WORLD: 6}, inside(5)) for r in (0, 2, 3)]
-    assert judge([*waiting, stand(1, {WORLD: 5}, age=9.0)]).kind is Kind.LATER
-    assert judge(waiting, absent=1).kind is Kind.LATER, "the culprit's node has not answered"
+    assert judge([*waiting, stand(1, {WORLD: 5}, age=9.0)]).kind is VerdictKind.LATER
+    assert judge(waiting, absent=1).kind is VerdictKind.LATER, "the culprit's node has not answered"
     anybody = stand(1, {WORLD: 5}, Operation(WORLD, "recv_any", 0, UNKNOWN, False))
-    assert judge([*waiting, anybody]).kind is Kind.NOBODY, "it may wait for anybody"
+    assert judge([*waiting, anybody]).kind is VerdictKind.NOBODY, "it may wait for anybody"
 
 
 def test_ranks_whose_waiting_is_not_seen_are_told_apart_by_their_counts() -> None:
@@ -167,8 +167,8 @@ def test_ranks_whose_waiting_is_not_seen_are_told_apart_by_their_counts() -> Non
     ahead = [stand(r, {WORLD: 6}) for r in (0, 2, 3)]
     found = judge([*ahead, stand(1, {WORLD: 5})])
     assert list(found.accused) == [1] and "5 of 6 collectives in group 0" in found.accused[1]
-    assert judge([*ahead, stand(1, {WORLD: 6})]).kind is Kind.NOBODY, "all alike"
-    assert judge([*ahead, stand(1, {WORLD: 6}, age=9.0)]).kind is Kind.LATER, "about to be alike"
+    assert judge([*ahead, stand(1, {WORLD: 6})]).kind is VerdictKind.NOBODY, "all alike"
+    assert judge([*ahead, stand(1, {WORLD: 6}, age=9.0)]).kind is VerdictKind.LATER, "about to be alike"
     found = judge([*(stand(r, {WORLD: 6}, age=1.0) for r in (0, 2, 3)), stand(1, {WORLD: 6})])
     assert list(found.accused) == [1], "the others move"
 
@@ -199,7 +199,7 @@ def test_a_verdict_on_many_ranks_takes_no_square_of_time() -> None:
     other = Group("odd", 1)
     crossed = [stand(r, {WORLD: 5, other: 1}, inside(0, other), size=world) for r in range(1, world, 2)]
     even = [stand(r, {WORLD: 6, other: 0}, inside(5), size=world) for r in range(0, world, 2)]
-    assert judge([*even, *crossed]).kind is Kind.DEADLOCK
+    assert judge([*even, *crossed]).kind is VerdictKind.DEADLOCK
 
 
 # -- when the agents are asked --------------------------------------------------------------------

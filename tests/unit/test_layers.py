@@ -17,7 +17,7 @@ CORE = "flashrecovery"
 LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(layer.split())
     for layer in (
-        "_version errors versions clock complaints grpc_private proto",
+        "_version errors kinds versions clock complaints grpc_private proto",
         "plan handshake security state",
         "config patches events",
         "sealed tls heartbeat health",

@@ -9,7 +9,8 @@ import pytest
 from flashrecovery import events as ev
 from flashrecovery.controller.crashes import Cause, Crashes, cause_of
 from flashrecovery.controller.records import Place
-from flashrecovery.plan.hang import Kind, Verdict
+from flashrecovery.kinds import FailureKind
+from flashrecovery.plan.hang import Verdict, VerdictKind
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from tests.unit.test_machine import World, told
@@ -77,7 +78,7 @@ def kill_on_the_way(world: World, rank: int, times: int, kind: str, number: int 
     ],
 )
 def test_whose_doing_a_failure_is(kind: str, number: int, cause: Cause) -> None:
-    assert cause_of(kind, number) is cause
+    assert cause_of(FailureKind(kind), number) is cause
 
 
 def test_failures_count_by_cause_and_by_step() -> None:
@@ -238,7 +239,7 @@ def test_where_nobody_at_all_answers_everybody_is_asked_once_more() -> None:
 # -- a redo that cannot be right --------------------------------------------------------------------
 
 
-def stand_still(world: World, monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
+def stand_still(world: World, monkeypatch: pytest.MonkeyPatch, kind: VerdictKind) -> None:
     text = "#3 in group 0 is not the same on all ranks: ranks 0 and 1: all_reduce; rank 2: broadcast"
     monkeypatch.setattr(type(world.machine.watch), "find_hung", lambda *_: Verdict(kind, text=text))
     world.machine.on_tick(world.now)
@@ -257,14 +258,16 @@ def redoing(world: World) -> None:
 def test_different_collectives_in_the_redone_step_void_the_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
     world = running(3)
     redoing(world)
-    stand_still(world, monkeypatch, Kind.UNLIKE)
+    stand_still(world, monkeypatch, VerdictKind.UNLIKE)
     assert world.machine.job.state is State.FAILED and not world.of(ev.RecoveryFinished)
     reason = world.machine.job.failure_reason
     assert "recovery of rank 1 is void" in reason and "rank 2: broadcast" in reason and "ranks 0 and 1" in reason
 
 
-@pytest.mark.parametrize("kind", [Kind.UNLIKE, Kind.STUCK])
-def test_a_standstill_without_a_recovery_runs_the_step_again(monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [VerdictKind.UNLIKE, VerdictKind.STUCK])
+def test_a_standstill_without_a_recovery_runs_the_step_again(
+    monkeypatch: pytest.MonkeyPatch, kind: VerdictKind
+) -> None:
     world = running(3)
     stand_still(world, monkeypatch, kind)
     assert recovered(world).victims == [] and world.run() is State.FINISHED
@@ -273,7 +276,7 @@ def test_a_standstill_without_a_recovery_runs_the_step_again(monkeypatch: pytest
 def test_a_collective_that_does_not_end_in_the_redone_step_is_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     world = running(3)
     redoing(world)
-    stand_still(world, monkeypatch, Kind.STUCK)
+    stand_still(world, monkeypatch, VerdictKind.STUCK)
     assert world.machine.job.generation == 2 and recovered(world).victims == [1]
 
 

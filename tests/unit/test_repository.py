@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from flashrecovery.kinds import FailureKind, NoticeKind
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -72,3 +74,10 @@ def test_what_the_mutation_runs_name_is_there() -> None:
     for only, patterns in _script("mutate").TARGETS.values():
         assert [p for p in only if not list((ROOT / "common").glob(p))] == []
         assert [p for p in patterns if not list((ROOT / "tests" / "unit").glob(p))] == []
+
+
+def test_operators_find_every_kind_explained() -> None:
+    """In the tables of docs/operations.md."""
+    first = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", (ROOT / "docs" / "operations.md").read_text(), re.M)
+    explained = {word for cell in first for word in re.findall(r"`(\w+)`", cell)}
+    assert {kind.value for kind in (*FailureKind, *NoticeKind)} - explained == set()

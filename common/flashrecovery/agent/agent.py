@@ -11,7 +11,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from flashrecovery.access import Access
 from flashrecovery.agent.faults import Faults
@@ -31,6 +31,7 @@ from flashrecovery.agent.tasks import Tasks
 from flashrecovery.config import RunConfig
 from flashrecovery.errors import ProtocolError
 from flashrecovery.events import RunDir
+from flashrecovery.kinds import FailureKind, NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 log = logging.getLogger("flashrecovery")
@@ -71,6 +72,32 @@ class Agent:
         self._stopped = StopMonitor(config.timeouts)
         self._looks = Looks(self.workers)
         self._store = StoreServer(identity.host, config.master_port)
+        self._carry_out: Mapping[str | None, Callable[[pb.Command], object]] = {
+            "batch": self._on_batch,
+            "replace": lambda command: self._tasks.start(self._replace(command)),
+            "shutdown": lambda command: self._tasks.start(self.shutdown(command.shutdown.reason or None)),
+            "rank_table": self._adopt,
+            "probe": lambda command: self._tasks.start(self._probe(command.probe)),
+            "look": lambda command: self._tasks.start(self._look(command.look)),
+            "modules": self._on_modules,
+            "saved": lambda command: self._remember(command.saved),
+            "fault": lambda command: self._faults.deliver(command, self._ranks.get(command.rank)),
+            "heartbeat": _the_sessions_own,
+            "fence": _the_sessions_own,
+        }
+        """The controller's commands by their body; all others are for the process that fills the rank."""
+        self._take_in: Mapping[str, Callable[[WorkerProcess, pb.FromWorker], None]] = {
+            "warmed": self._warmed,
+            "modules": self._imported,
+            "last_words": self._last_words,
+            "joined": self._joined,
+            "reply": self._replied,
+            "done": self._done,
+            "hang_report": self._stands,
+            "checkpoint": self._saved,
+            "notice": self._noticed,
+        }
+        """What processes say, by its body."""
 
     # -- public -----------------------------------------------------------------------------------
 
@@ -186,35 +213,21 @@ class Agent:
     def handle(self, command: pb.Command) -> None:
         """Carry out or relay one command of the controller."""
         self._generation = max(self._generation, command.generation)
-        body = command.WhichOneof("body")
-        if body == "replace":
-            self._tasks.start(self._replace(command))
-        elif body == "batch":
-            self._gather.expect(command.batch.commands, command.batch.gather_s)
-            for one in command.batch.commands:
-                self.handle(one)
-        elif command.ranks:
+        if command.ranks:
             for one in singly(command):
                 self.handle(one)
-        elif body == "shutdown":
-            self._tasks.start(self.shutdown(command.shutdown.reason or None))
-        elif body == "rank_table":
-            self._adopt(command)
-        elif body == "probe":
-            self._tasks.start(self._probe(command.probe))
-        elif body == "look":
-            self._tasks.start(self._look(command.look))
-        elif body == "modules":
-            self._pool.size = max(self._pool.size, self._identity.slots)
-            self._pool.set_modules(list(command.modules.names))
-        elif body == "saved":
-            self._remember(command.saved)
-        elif body in ("heartbeat", "fence"):
-            pass  # the session's own
-        elif body == "fault":
-            self._faults.deliver(command, self._ranks.get(command.rank))
-        else:
-            self._relay(command)
+            return
+        self._carry_out.get(command.WhichOneof("body"), self._relay)(command)
+
+    def _on_batch(self, command: pb.Command) -> None:
+        self._gather.expect(command.batch.commands, command.batch.gather_s)
+        for one in command.batch.commands:
+            self.handle(one)
+
+    def _on_modules(self, command: pb.Command) -> None:
+        """What this spare node's standbys are to import."""
+        self._pool.size = max(self._pool.size, self._identity.slots)
+        self._pool.set_modules(list(command.modules.names))
 
     def _remember(self, saved: pb.CheckpointSaved) -> None:
         """The newest checkpoint of the job, whichever node has published it. The next controller hears of it."""
@@ -276,32 +289,51 @@ class Agent:
     def said(self, process: WorkerProcess, message: pb.FromWorker) -> None:
         """A worker or a standby has sent this."""
         body = message.WhichOneof("body")
-        if body == "warmed":
-            process.ready = True
-            self._report_standbys()
-        elif body == "modules":
-            self._pool.set_modules(list(message.modules.names))
-            if process.rank == 0:
-                self._send(pb.AgentMessage(modules=message.modules))  # for spare nodes
-        elif body == "last_words":
-            process.last_words = message.last_words
-        elif body in ("joined", "reply", "done"):
-            if process.dead or process.failed:
-                return  # its rank is being filled anew
-            if body == "done":
-                process.stepping, process.done = False, message.done
-            elif body == "joined":
-                process.joined = message.joined
-                self._tasks.start(self._setup_logs.spread(self._table, self._ranks, self._identity.name))
-            self._send(pb.AgentMessage(**{body: getattr(message, body)}))
-        elif body == "hang_report":
-            self._looks.answered(process, message.hang_report)
-        elif body in ("checkpoint", "notice"):
-            if body == "notice" and message.notice.kind == "fault_fired":
-                self._faults.fired(message.notice.rank, message.notice.fault)
-            elif body == "checkpoint":
-                self._checkpoint = message.checkpoint
-            self._send(pb.AgentMessage(**{body: getattr(message, body)}))
+        if body is not None:
+            self._take_in[body](process, message)
+
+    def _warmed(self, process: WorkerProcess, _: pb.FromWorker) -> None:
+        process.ready = True
+        self._report_standbys()
+
+    def _imported(self, process: WorkerProcess, message: pb.FromWorker) -> None:
+        self._pool.set_modules(list(message.modules.names))
+        if process.rank == 0:
+            self._send(pb.AgentMessage(modules=message.modules))  # for spare nodes
+
+    def _last_words(self, process: WorkerProcess, message: pb.FromWorker) -> None:
+        process.last_words = message.last_words
+
+    def _joined(self, process: WorkerProcess, message: pb.FromWorker) -> None:
+        if self._counts(process):
+            process.joined = message.joined
+            self._tasks.start(self._setup_logs.spread(self._table, self._ranks, self._identity.name))
+            self._send(pb.AgentMessage(joined=message.joined))
+
+    def _replied(self, process: WorkerProcess, message: pb.FromWorker) -> None:
+        if self._counts(process):
+            self._send(pb.AgentMessage(reply=message.reply))
+
+    def _done(self, process: WorkerProcess, message: pb.FromWorker) -> None:
+        if self._counts(process):
+            process.stepping, process.done = False, message.done
+            self._send(pb.AgentMessage(done=message.done))
+
+    def _counts(self, process: WorkerProcess) -> bool:
+        """Whether its rank is not being filled by another process already."""
+        return not (process.dead or process.failed)
+
+    def _stands(self, process: WorkerProcess, message: pb.FromWorker) -> None:
+        self._looks.answered(process, message.hang_report)
+
+    def _saved(self, _: WorkerProcess, message: pb.FromWorker) -> None:
+        self._checkpoint = message.checkpoint
+        self._send(pb.AgentMessage(checkpoint=message.checkpoint))
+
+    def _noticed(self, _: WorkerProcess, message: pb.FromWorker) -> None:
+        if message.notice.kind == NoticeKind.FAULT_FIRED:
+            self._faults.fired(message.notice.rank, message.notice.fault)
+        self._send(pb.AgentMessage(notice=message.notice))
 
     def ended(self, process: WorkerProcess, late: float) -> None:
         """First sign that a worker is dead or dying."""
@@ -325,14 +357,14 @@ class Agent:
         if process.dead:
             return  # its rank is being filled anew, and its page has been given back
         if process.last_words is not None:
-            kind, evidence = "exception", f"{process.last_words.exception}: {process.last_words.message}"
+            kind, evidence = FailureKind.EXCEPTION, f"{process.last_words.exception}: {process.last_words.message}"
         else:
-            kind = "killed" if found.signal is not None else "exit"
+            kind = FailureKind.KILLED if found.signal is not None else FailureKind.EXIT
             evidence = str(found)
         self._report_failure(process, kind, evidence, late, found.signal or 0)
 
     def _report_failure(
-        self, process: WorkerProcess, kind: str, evidence: str, late: float, signal_number: int = 0
+        self, process: WorkerProcess, kind: FailureKind, evidence: str, late: float, signal_number: int = 0
     ) -> None:
         now = time.monotonic()
         process.stepping, process.failed = False, True
@@ -353,7 +385,7 @@ class Agent:
     def _send(self, message: pb.AgentMessage) -> None:
         self._gather.send(message)
 
-    def notice(self, rank: int, kind: str, text: str) -> None:
+    def notice(self, rank: int, kind: NoticeKind, text: str) -> None:
         """For the controller's log."""
         self._send(pb.AgentMessage(notice=pb.Notice(rank=rank, kind=kind, text=text)))
 
@@ -362,11 +394,13 @@ class Agent:
     async def look(self, alive: list[WorkerProcess], now: float) -> None:
         """With every heartbeat: who is stopped, is the store there, and are there standbys enough?"""
         for process, evidence, late in self._stopped.check([] if self._crew.halted else alive, now):
-            self._report_failure(process, "stopped", evidence, late)
+            self._report_failure(process, FailureKind.STOPPED, evidence, late)
         died = self._store.revive()
         if died:
             self.notice(
-                -1, "store_restarted", f"the TCPStore on node {self.node} has died ({died}) and was started anew"
+                -1,
+                NoticeKind.STORE_RESTARTED,
+                f"the TCPStore on node {self.node} has died ({died}) and was started anew",
             )
         await self._crew.replenish()
 
@@ -377,6 +411,10 @@ class Agent:
     def _task_failed(self, error: BaseException) -> None:
         if not self.finished.done():
             self.finished.set_exception(error)
+
+
+def _the_sessions_own(_: pb.Command) -> None:
+    """Carried out by :mod:`.session`."""
 
 
 def _unsent(message: pb.AgentMessage) -> None:

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 
 from flashrecovery.agent.process import WorkerProcess
+from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 REPLACING = "recovery:replacing"
@@ -19,7 +20,7 @@ _SIGNALS = {"sigkill": signal.SIGKILL, "sigstop": signal.SIGSTOP, "segv": signal
 class Faults:
     """By rank, in the order in which they were armed. ``notice`` takes a rank, a kind, a text."""
 
-    def __init__(self, notice: Callable[[int, str, str], None]) -> None:
+    def __init__(self, notice: Callable[[int, NoticeKind, str], None]) -> None:
         self._notice = notice
         self._armed: dict[int, list[pb.Command]] = {}
         self._at_replace: set[int] = set()
@@ -52,7 +53,7 @@ class Faults:
             _send(command, process)
         if replacement and process.place in self._at_replace:
             self._at_replace.remove(process.place)
-            self._notice(process.place, "fault_fired", f"sigkill at {REPLACING}")
+            self._notice(process.place, NoticeKind.FAULT_FIRED, f"sigkill at {REPLACING}")
             process.signal(signal.SIGKILL)
 
 

@@ -12,9 +12,10 @@ from flashrecovery.config import RunConfig
 from flashrecovery.health.findings import HealthContext, HealthFinding, Severity
 from flashrecovery.health.monitor import HealthMonitor
 from flashrecovery.health.plugins import AUTO, select
+from flashrecovery.kinds import FailureKind, NoticeKind
 
-Report = Callable[[WorkerProcess, str, str, float], None]
-Notice = Callable[[int, str, str], None]
+Report = Callable[[WorkerProcess, FailureKind, str, float], None]
+Notice = Callable[[int, NoticeKind, str], None]
 
 
 class NodeHealth:
@@ -59,10 +60,10 @@ class NodeHealth:
                 process.dead = True  # its end is no news any more
                 process.kill()
             for process in hit:
-                self._report(process, "device", str(finding), 0.0)
+                self._report(process, FailureKind.DEVICE, str(finding), 0.0)
             return
         rank = of_device[0].place if of_device else -1
-        self._notice(rank, f"health_{finding.severity.value}", str(finding))
+        self._notice(rank, NoticeKind(f"health_{finding.severity.value}"), str(finding))
 
     def _on_trouble(self, text: str) -> None:
-        self._notice(-1, "health_plugin", text)
+        self._notice(-1, NoticeKind.HEALTH_PLUGIN, text)

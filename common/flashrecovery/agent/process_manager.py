@@ -22,6 +22,7 @@ from flashrecovery.agent.tasks import Tasks
 from flashrecovery.agent.watch import DeathWatch
 from flashrecovery.config import RunConfig
 from flashrecovery.events import RunDir
+from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.environment import common_env, rank_env
 
@@ -38,7 +39,7 @@ class Foreman(Protocol):
     def ended(self, process: WorkerProcess, late: float) -> None:
         """First sign, ``late`` seconds after it, that a process which fills a rank is dead or dying."""
 
-    def notice(self, rank: int, kind: str, text: str) -> None:
+    def notice(self, rank: int, kind: NoticeKind, text: str) -> None:
         """Something to know."""
 
 
@@ -101,7 +102,7 @@ class ProcessManager:
         if old is not None:
             while not await old.gone(self._config.timeouts.fence_s):
                 waits = f"pid {old.pid} has not ended after SIGKILL; its rank is not filled before that"
-                self._foreman.notice(rank, "not_fenced", waits)
+                self._foreman.notice(rank, NoticeKind.NOT_FENCED, waits)
             if hear_out:
                 await old.hear_out(LAST_WORDS_S)
             self._tasks.start(self._bury(old))
@@ -137,7 +138,7 @@ class ProcessManager:
                 process.page.write_setup_log(log)
         except NOT_HANDED_OVER as e:
             text = f"the results of its set-up collectives are lost, {keeper} was to have them: {said_by(e)}"
-            self._foreman.notice(process.place, "setup_log_lost", text)
+            self._foreman.notice(process.place, NoticeKind.SETUP_LOG_LOST, text)
 
     async def replenish(self) -> None:
         """As many standbys as there should be."""

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from flashrecovery import events as ev
+from flashrecovery.kinds import NoticeKind
 
-_OF_THE_SCRIPT = ("communication_outside", "own_objects", "silent_buffers", "undo_enabled")
+_OF_THE_SCRIPT = (
+    NoticeKind.COMMUNICATION_OUTSIDE,
+    NoticeKind.OWN_OBJECTS,
+    NoticeKind.SILENT_BUFFERS,
+    NoticeKind.UNDO_ENABLED,
+)
 """What every rank of a script finds out for itself, in the same words."""
 
 
@@ -39,25 +45,25 @@ def line_of(event: ev.Event) -> str | None:
     if isinstance(event, ev.FallbackStarted):
         return f"no consistent state in memory ({event.reason}); going back to checkpoint {event.path}"
     if isinstance(event, ev.Notice) and event.kind in (
-        "redundancy",
+        NoticeKind.REDUNDANCY,
         *_OF_THE_SCRIPT,
-        "checkpoint_failed",
-        "digest_mismatch",
-        "other_layout",
-        "waiting_for_node",
-        "node_unheard",
-        "node_replaced",
-        "standstill",
-        "deadlock",
-        "straggler",
-        "health_warning",
-        "health_fatal",
-        "health_plugin",
-        "store_restarted",
-        "other_command",
-        "unprotected",
-        "all_asked_again",
-        "start_again",
+        NoticeKind.CHECKPOINT_FAILED,
+        NoticeKind.DIGEST_MISMATCH,
+        NoticeKind.OTHER_LAYOUT,
+        NoticeKind.WAITING_FOR_NODE,
+        NoticeKind.NODE_UNHEARD,
+        NoticeKind.NODE_REPLACED,
+        NoticeKind.STANDSTILL,
+        NoticeKind.DEADLOCK,
+        NoticeKind.STRAGGLER,
+        NoticeKind.HEALTH_WARNING,
+        NoticeKind.HEALTH_FATAL,
+        NoticeKind.HEALTH_PLUGIN,
+        NoticeKind.STORE_RESTARTED,
+        NoticeKind.OTHER_COMMAND,
+        NoticeKind.UNPROTECTED,
+        NoticeKind.ALL_ASKED_AGAIN,
+        NoticeKind.START_AGAIN,
     ):
         return f"{event.kind.replace('_', ' ')}: {event.text}"
     return None

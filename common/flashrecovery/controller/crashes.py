@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from flashrecovery.config import RunConfig
+from flashrecovery.kinds import FailureKind
 
 _BY_ITSELF = frozenset(
     {
@@ -42,11 +43,11 @@ class Cause(str, Enum):
     OUTSIDE = "outside"
 
 
-def cause_of(kind: str, number: int) -> Cause:
+def cause_of(kind: FailureKind, number: int) -> Cause:
     """``kind``: of the failure; ``number``: of the signal that has ended the process, 0 if none has."""
-    if kind == "killed":
+    if kind is FailureKind.KILLED:
         return Cause.OWN if number in _BY_ITSELF else Cause.OUTSIDE
-    return Cause.OUTSIDE if kind in ("stopped", "node_lost") else Cause.OWN
+    return Cause.OUTSIDE if kind in (FailureKind.STOPPED, FailureKind.NODE_LOST) else Cause.OWN
 
 
 def option_of(cause: Cause) -> str:

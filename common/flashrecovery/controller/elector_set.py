@@ -14,6 +14,7 @@ from flashrecovery import events as ev
 from flashrecovery.config import Timeouts
 from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.nodes import NodeState
+from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.electors import Elector, Eligible
 from flashrecovery.plan.leases import decides_for_s
 from flashrecovery.plan.quorum import Quorum
@@ -128,7 +129,7 @@ class ElectorSet:
     def notice(self, *, suspended: bool) -> ev.Notice:
         """For the log."""
         text = "are not heard: nothing is decided here, and the workers are halted" if suspended else "are heard again"
-        kind = "quorum_lost" if suspended else "quorum_held"
+        kind = NoticeKind.QUORUM_LOST if suspended else NoticeKind.QUORUM_HELD
         return ev.Notice(generation=self._job.generation, kind=kind, text=f"more than half of the electors {text}")
 
     def _lives(self, elector: Elector) -> bool:

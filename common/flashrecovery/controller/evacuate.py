@@ -7,10 +7,10 @@ still marked.
 
 from __future__ import annotations
 
-from flashrecovery import events as ev
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.nodes import NodeRecord, NodeState, rooms
 from flashrecovery.controller.staffing import Staffing
+from flashrecovery.kinds import FailureKind, NoticeKind
 from flashrecovery.plan.evacuation import Warned, evacuations
 from flashrecovery.plan.words import ranks_text
 
@@ -39,9 +39,7 @@ class Evacuation:
         moved = [r for r in self._job.ranks.values() if r.home == node.name]
         ranks = [r.rank for r in moved]
         why = f"{ranks_text(ranks)} go to node {spare}, because of a warning: {node.suspect}"
-        self._job.emit(
-            ev.Notice(generation=self._job.generation, kind="node_replaced", text=f"node {node.name}: {why}")
-        )
+        self._job.notice(NoticeKind.NODE_REPLACED, f"node {node.name}: {why}")
         self._staffing.fence(node, why)
         self._job.outbox.keep(lambda _, rank: rank not in ranks)
         for record in self._job.ranks.values():
@@ -50,7 +48,7 @@ class Evacuation:
             record.vacate()
             record.home, record.capsules = "", ()
             if self._job.recovery is not None:
-                self._job.recovery.add_victim(record.rank, "warning", self._job.generation)
+                self._job.recovery.add_victim(record.rank, FailureKind.WARNING, self._job.generation)
         self._staffing.settle(ranks, now, node.domain)
         for record in moved:
             self._staffing.fill(record, now, detached=True, reason=why)

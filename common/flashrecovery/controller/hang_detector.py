@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from flashrecovery.config import Timeouts
 from flashrecovery.controller.records import Place, RankRecord
-from flashrecovery.plan.hang import Group, Kind, Operation, Progress, Stand, Verdict, judge
+from flashrecovery.plan.hang import Group, Operation, Progress, Stand, Verdict, VerdictKind, judge
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _PACE_S = 0.25
@@ -22,7 +22,7 @@ _ON_THE_WAY_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 """Where nobody can be accused, the next look comes later and later."""
 
-_Key = tuple[Kind, frozenset[tuple[int, int]]]
+_Key = tuple[VerdictKind, frozenset[tuple[int, int]]]
 
 
 @dataclass
@@ -92,12 +92,12 @@ class HangDetector:
         progress = {s.rank: s.progress for s in stands}
         key = (found.kind, frozenset((r, progress[r]) for r in found.accused))
         repeated, self._last = key == self._last, key
-        if found.kind is Kind.LATER or repeated:
+        if found.kind is VerdictKind.LATER or repeated:
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         self._next_at = look.began + self._pause_s
-        if not repeated or found.kind is Kind.LATER:
+        if not repeated or found.kind is VerdictKind.LATER:
             return None
-        if found.kind is Kind.NOBODY:
+        if found.kind is VerdictKind.NOBODY:
             told, self._told = self._told, found.text
             return found if told != found.text else None
         return found

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from flashrecovery import events as ev
 from flashrecovery.controller.restore import RestoreRound
+from flashrecovery.kinds import FailureKind
 from flashrecovery.plan.transitions import State
 
 PHASE_OF = {
@@ -40,7 +41,7 @@ class Recovery:
     def __post_init__(self) -> None:
         self.phases["detect"] = self.detect_s
 
-    def add_victim(self, rank: int, kind: str, generation: int) -> None:
+    def add_victim(self, rank: int, kind: FailureKind, generation: int) -> None:
         self.generation = generation
         self.cause = self.cause or kind
         if rank not in self.victims:

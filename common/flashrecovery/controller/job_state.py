@@ -13,6 +13,7 @@ from flashrecovery.controller.nodes import NodeRecord
 from flashrecovery.controller.outbox import Action, Outbox
 from flashrecovery.controller.records import Place, RankRecord
 from flashrecovery.controller.restore import RestoreRound
+from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan.transitions import State, check_transition
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -113,6 +114,10 @@ class JobState:
                 self.emit(ev.RecoveryPhase(generation=self.generation, name=phase[0], seconds=phase[1]))
         self.state = state
 
+    def notice(self, kind: NoticeKind, text: str, *, rank: int = -1) -> None:
+        """Something that an operator may want to know."""
+        self.emit(ev.Notice(generation=self.generation, rank=rank, kind=kind, text=text))
+
     def fail(self, reason: str) -> None:
         """Nothing is left to try: say why, stop everything, keep the evidence."""
         self.failure_reason = reason
@@ -132,11 +137,13 @@ class JobState:
         saved = pb.CheckpointSaved(version=version, path=path)
         return pb.Command(generation=self.generation, rank=AGENT, saved=saved)
 
-    def command(self, rank: int, command: pb.Command, deadline: float | None = None, what: str = "") -> None:
+    def command(
+        self, rank: int, command: pb.Command, deadline: float | None = None, what: Ordered | None = None
+    ) -> None:
         command.generation, command.rank = self.generation, rank
         self.outbox.send(None if rank == AGENT else self.ranks[rank].home, command, deadline, what)
 
-    def command_all(self, records: Iterable[RankRecord], command: pb.Command, deadline: float, what: str) -> None:
+    def command_all(self, records: Iterable[RankRecord], command: pb.Command, deadline: float, what: Ordered) -> None:
         """The same to all of these ranks."""
         homes = [record.home for record in self.ranks.values()]
         if homes != self._homes:

@@ -36,7 +36,8 @@ from flashrecovery.controller.staffing import Staffing
 from flashrecovery.controller.starting import HOW_TO_PROTECT, Starting
 from flashrecovery.controller.takeover import TakeOver
 from flashrecovery.controller.watching import HangWatch
-from flashrecovery.plan.hang import Kind, victims_of
+from flashrecovery.kinds import FailureKind, NoticeKind, Ordered, failed
+from flashrecovery.plan.hang import VerdictKind, victims_of
 from flashrecovery.plan.transitions import RECOVERY_STATES, State
 from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -124,7 +125,7 @@ class Machine:
         self.job.last_failure = f"node {name}: {evidence}"
         released = [r.rank for r in lost if r.place is Place.RELEASED]
         for record in lost:
-            self._emit_failure(record, "node_lost", self.job.last_failure, silent_s)
+            self._emit_failure(record, FailureKind.NODE_LOST, self.job.last_failure, silent_s)
             record.vacate()
             record.home, record.capsules = "", ()
         if released:
@@ -134,7 +135,7 @@ class Machine:
         if self.job.state is State.STARTING:
             self._starting.start_again(f"{self.job.last_failure}, before the first step", now)
         else:
-            self._steps.recover([r.rank for r in lost], "node_lost", now - silent_s, silent_s, now)
+            self._steps.recover([r.rank for r in lost], FailureKind.NODE_LOST, now - silent_s, silent_s, now)
 
     def _settle_homeless(self, now: float) -> None:
         """A node has come; ranks that wait for one may get it."""
@@ -167,7 +168,7 @@ class Machine:
             return  # of a process that has been replaced since
         known, steps = dict(record.needs), record.steps
         record.joined(message)
-        self.job.outbox.forget("replace", record.rank)
+        self.job.outbox.forget(Ordered.REPLACE, record.rank)
         if known and set(known) != set(record.needs):
             odd = sorted(set(known) ^ set(record.needs))[:3]
             self.job.fail(
@@ -191,7 +192,8 @@ class Machine:
         lost = [message for message in messages if self._is_lost(message, now)]
         if lost and self.job.state not in (State.FAILED, State.FINISHED):
             first = lost[0]
-            self._steps.recover([m.rank for m in lost], first.kind, first.failed_at or now, first.detect_s, now)
+            kind, failed_at = FailureKind(first.kind), first.failed_at or now
+            self._steps.recover([m.rank for m in lost], kind, failed_at, first.detect_s, now)
 
     def _is_lost(self, message: pb.Failure, now: float) -> bool:
         """Note a failure; returns whether the rank is to be filled anew for that."""
@@ -201,8 +203,9 @@ class Machine:
         step = max(message.step, record.committed, 0)
         record.committed = max(record.committed, message.step)
         self.job.last_failure = f"rank {record.rank}: {message.kind}: {message.evidence}"
-        self._emit_failure(record, message.kind, message.evidence, message.detect_s, step, message.last_words)
-        if message.kind == "device" and record.home:
+        kind = FailureKind(message.kind)
+        self._emit_failure(record, kind, message.evidence, message.detect_s, step, message.last_words)
+        if kind is FailureKind.DEVICE and record.home:
             self.job.nodes[record.home].suspect = message.evidence
         was = record.place
         record.vacate()
@@ -221,7 +224,7 @@ class Machine:
 
     def _is_crash_loop(self, record: RankRecord, message: pb.Failure, step: int) -> bool:
         """Whether the rank has failed so often that the job ends for it."""
-        cause = cause_of(message.kind, message.signal)
+        cause = cause_of(FailureKind(message.kind), message.signal)
         count = record.crashes.count(cause, None if record.on_its_way else step)
         if count < limit_of(cause, self.job.config):
             return False
@@ -243,7 +246,7 @@ class Machine:
             self.job.outbox.prolong(message.serial, (message.rank, *message.also), limit)
             return
         what, ranks = self.job.outbox.acknowledge(message.serial, (message.rank, *message.also))
-        if not ranks:
+        if what is None or not ranks:
             return
         if message.error_type:
             self._refused(self.job.ranks[ranks[0]], what, message, now)
@@ -251,22 +254,22 @@ class Machine:
         self._carried_out([self.job.ranks[rank] for rank in ranks], what, message)
         self._steps.advance(now)
 
-    def _refused(self, record: RankRecord, what: str, message: pb.Reply, now: float) -> None:
+    def _refused(self, record: RankRecord, what: Ordered, message: pb.Reply, now: float) -> None:
         why = f"{message.error_type}: {message.error}"
-        self.job.emit(ev.Notice(generation=self.job.generation, rank=record.rank, kind=f"{what}_failed", text=why))
+        self.job.notice(failed(what), why, rank=record.rank)
         if message.fatal:
             self.job.fail(f"rank {record.rank}: {why}")
         else:
             self._command_failed(record, what, why, now)
 
-    def _carried_out(self, records: Sequence[RankRecord], what: str, message: pb.Reply) -> None:
+    def _carried_out(self, records: Sequence[RankRecord], what: Ordered, message: pb.Reply) -> None:
         """These ranks answer the same."""
-        if what == "hold":
+        if what is Ordered.HOLD:
             position = message.position
             held_at = HeldAt(position.settled, position.mutating, position.version)
             for record in records:
                 record.held_at, record.committed = held_at, max(record.committed, held_at.version)
-        elif what == "stop":
+        elif what is Ordered.STOP:
             needs = {n.name: n.nbytes for n in message.needs}
             for record in records:
                 record.place = Place.STOPPED
@@ -274,10 +277,10 @@ class Machine:
                 record.take_inventory(message.live_version, message.held)
                 record.late = frozenset(message.late)
                 record.capsules = ()  # as its page was when it started; the process knows what is in it now
-        elif what == "restore" and self.job.round is not None:
+        elif what is Ordered.RESTORE and self.job.round is not None:
             for record in records:
                 self.job.round.report(record.rank, message)
-        elif what == "resume":
+        elif what is Ordered.RESUME:
             for record in records:
                 record.place, record.on_its_way = Place.RUNNING, False
                 record.live = -1
@@ -300,12 +303,12 @@ class Machine:
         )
         if not finished:
             evidence = "the process ended with code 0 in the middle of the training"
-            self.on_failure(self._found(record, "exit", evidence, now), now)
+            self.on_failure(self._found(record, FailureKind.EXIT, evidence, now), now)
             return
         record.place = Place.FINISHED
         if self.job.all_in(Place.FINISHED) and self.job.state is State.STARTING and not self.job.unprotected:
             text = f"the script has ended without a protected step: {HOW_TO_PROTECT}"
-            self.job.emit(ev.Notice(generation=self.job.generation, kind="unprotected", text=text))
+            self.job.notice(NoticeKind.UNPROTECTED, text)
         self._steps.finish_if_all_have(now)
 
     @property
@@ -362,13 +365,13 @@ class Machine:
         found = self.watch.find_hung(now)
         if found is not None:
             self._on_failures([self._hung(rank, evidence, now) for rank, evidence in victims_of(found)], now)
-            if found.kind is Kind.UNLIKE and self.job.recovery is not None:
+            if found.kind is VerdictKind.UNLIKE and self.job.recovery is not None:
                 self._void(self.job.recovery, found.text)
-            elif found.kind in (Kind.STUCK, Kind.UNLIKE):
+            elif found.kind in (VerdictKind.STUCK, VerdictKind.UNLIKE):
                 self._all_again(found.text, now)
         self.watch.report_stragglers(now)
 
-    def _are_late(self, late: Mapping[int, str], now: float) -> None:
+    def _are_late(self, late: Mapping[int, Ordered], now: float) -> None:
         """These ranks, each with what it was asked, have missed a deadline: all of them are victims, of one recovery.
 
         Where nobody at all has answered, it may not be the ranks' fault, and to replace all of them would lose
@@ -382,19 +385,25 @@ class Machine:
             self._starting.let_run_unprotected()
         elif survivors and survivors <= late.keys() and not self.job.asked_again:
             self.job.asked_again = True
-            self.job.last_failure = f"no rank has answered {late[min(survivors)]!r} within its deadline"
-            self.job.emit(ev.Notice(generation=self.job.generation, kind="all_asked_again", text=self.job.last_failure))
-            self._steps.recover([], "unresponsive", now, 0.0, now)
+            self.job.last_failure = f"no rank has answered '{late[min(survivors)]}' within its deadline"
+            self.job.notice(NoticeKind.ALL_ASKED_AGAIN, self.job.last_failure)
+            self._steps.recover([], FailureKind.UNRESPONSIVE, now, 0.0, now)
         else:
             asked = sorted(late.items())
             why = "no answer to {!r} within its deadline"
             self._on_failures(
-                [self._found(self.job.ranks[r], "unresponsive", why.format(what), now) for r, what in asked], now
+                [
+                    self._found(self.job.ranks[r], FailureKind.UNRESPONSIVE, why.format(str(what)), now)
+                    for r, what in asked
+                ],
+                now,
             )
 
     def _hung(self, rank: int, evidence: str, now: float) -> pb.Failure:
         record = self.job.ranks[rank]
-        return self._found(record, "hang", evidence, now, late_s=record.progress_age_s + now - record.heard_at)
+        return self._found(
+            record, FailureKind.HANG, evidence, now, late_s=record.progress_age_s + now - record.heard_at
+        )
 
     def _void(self, recovery: Recovery, text: str) -> None:
         """The ranks do not run the same code since they have gone on. What decides on it is in the memory of some and
@@ -413,7 +422,7 @@ class Machine:
         if self.job.stuck_at[step] >= self.job.config.max_failures_per_step:
             self.job.fail(f"{why}; so it was {self.job.stuck_at[step]} times at step {step} (max_failures_per_step)")
         else:
-            self._steps.recover([], "standstill", now, 0.0, now)
+            self._steps.recover([], FailureKind.STANDSTILL, now, 0.0, now)
 
     def on_stop_request(self, reason: str) -> None:
         """The user or the scheduler wants the job to end."""
@@ -422,7 +431,7 @@ class Machine:
 
     def _restart(self, failed: RankRecord, message: pb.Failure, now: float) -> None:
         """A failure before the first step: nothing is lost yet, so everything starts again, unless it is the script."""
-        if message.kind == "exception":
+        if message.kind == FailureKind.EXCEPTION:
             words = message.last_words
             self.job.fail(
                 f"rank {failed.rank} raised {words.exception} before its first step: {words.message}\n{words.traceback}"
@@ -433,7 +442,7 @@ class Machine:
     def _emit_failure(
         self,
         record: RankRecord,
-        kind: str,
+        kind: FailureKind,
         evidence: str,
         detect_s: float,
         step: int = -1,
@@ -454,16 +463,18 @@ class Machine:
             )
         )
 
-    def _command_failed(self, record: RankRecord, what: str, error: str, now: float) -> None:
+    def _command_failed(self, record: RankRecord, what: Ordered, error: str, now: float) -> None:
         """A rank could not regroup or restore. Mostly its peer has just died, which is about to be reported; if
         nothing is reported within a second, everybody tries again in the next generation."""
-        if what in ("regroup", "restore") and self.job.state in RECOVERY_STATES:
+        if what in (Ordered.REGROUP, Ordered.RESTORE) and self.job.state in RECOVERY_STATES:
             if self.job.retry_at is None:
                 self.job.retry_at = now + _RETRY_AFTER_S
             return
-        self.on_failure(self._found(record, "command", f"{what}: {error}", now), now)
+        self.on_failure(self._found(record, FailureKind.COMMAND, f"{what}: {error}", now), now)
 
-    def _found(self, record: RankRecord, kind: str, evidence: str, now: float, late_s: float = 0.0) -> pb.Failure:
+    def _found(
+        self, record: RankRecord, kind: FailureKind, evidence: str, now: float, late_s: float = 0.0
+    ) -> pb.Failure:
         """A failure that the controller itself has found, ``late_s`` seconds after it happened."""
         return pb.Failure(
             rank=record.rank,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from flashrecovery import events as ev
 from flashrecovery.controller.rank_table import RankTable
+from flashrecovery.kinds import Ordered
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
@@ -46,7 +47,7 @@ class Order:
     """A command whose acknowledgement by some ranks is waited for; ``deadline`` in CLOCK_MONOTONIC seconds, for some
     ranks a ``later`` one."""
 
-    what: str
+    what: Ordered
     deadline: float
     waiting: set[int]
     later: dict[int, float] = field(default_factory=dict)
@@ -84,15 +85,20 @@ class Outbox:
     def publish(self, generation: int, table: RankTable) -> None:
         self.actions.append(Publish(generation, table))
 
-    def send(self, node: str | None, command: pb.Command, deadline: float | None = None, what: str = "") -> None:
+    def send(
+        self, node: str | None, command: pb.Command, deadline: float | None = None, what: Ordered | None = None
+    ) -> None:
         """Send ``command``; with a deadline its acknowledgement by the command's rank is waited for."""
         self._serial += 1
         command.serial = self._serial
         if deadline is not None:
+            assert what is not None
             self._await(what, deadline, {command.rank})
         self.actions.append(Send(node, command))
 
-    def send_all(self, ranks_of: Mapping[str, Sequence[int]], command: pb.Command, deadline: float, what: str) -> None:
+    def send_all(
+        self, ranks_of: Mapping[str, Sequence[int]], command: pb.Command, deadline: float, what: Ordered
+    ) -> None:
         """Send the same to many ranks, and wait for all of them: one message a node. ``ranks_of``: by node."""
         self._serial += 1
         command.serial = self._serial
@@ -103,12 +109,12 @@ class Outbox:
             one.ranks.extend(ranks)
             self.actions.append(Send(node, one))
 
-    def expect(self, rank: int, what: str, deadline: float) -> None:
+    def expect(self, rank: int, what: Ordered, deadline: float) -> None:
         """Wait for what another controller has asked for."""
         self._serial += 1
         self._await(what, deadline, {rank})
 
-    def _await(self, what: str, deadline: float, ranks: set[int]) -> None:
+    def _await(self, what: Ordered, deadline: float, ranks: set[int]) -> None:
         if not ranks:
             return
         self.pending[self._serial] = Order(what, deadline, ranks)
@@ -118,11 +124,11 @@ class Outbox:
             (rank,) = ranks
             self._single.setdefault((what, rank), set()).add(self._serial)
 
-    def acknowledge(self, serial: int, ranks: Iterable[int]) -> tuple[str, list[int]]:
+    def acknowledge(self, serial: int, ranks: Iterable[int]) -> tuple[Ordered | None, list[int]]:
         """What was sent under this number, and which of ``ranks`` it was waiting for until now."""
         order = self.pending.get(serial)
         if order is None:
-            return "", []
+            return None, []
         waiting = order.waiting
         found = [rank for rank in ranks if rank in waiting]
         waiting.difference_update(found)
@@ -142,12 +148,12 @@ class Outbox:
         if order is not None:
             order.later.update({rank: deadline for rank in ranks if rank in order.waiting})
 
-    def forget(self, what: str, rank: int) -> None:
+    def forget(self, what: Ordered, rank: int) -> None:
         """Wait for this of ``rank`` alone no longer."""
         for serial in list(self._single.get((what, rank), ())):
             self.acknowledge(serial, [rank])
 
-    def keep(self, condition: Callable[[str, int], bool]) -> None:
+    def keep(self, condition: Callable[[Ordered, int], bool]) -> None:
         """Forget whatever does not meet ``condition(what, rank)``."""
         for serial, order in list(self.pending.items()):
             self.acknowledge(serial, [rank for rank in order.waiting if not condition(order.what, rank)])
@@ -158,11 +164,11 @@ class Outbox:
         self._kinds.clear()
         self._single.clear()
 
-    def waits_for(self, what: str) -> bool:
+    def waits_for(self, what: Ordered) -> bool:
         """Whether any command of this kind is pending."""
         return self._kinds[what] > 0
 
-    def expired(self, now: float) -> list[tuple[str, int]]:
+    def expired(self, now: float) -> list[tuple[Ordered, int]]:
         """What is pending past its deadline, and of which ranks; pending no longer."""
         if now < self._soonest:
             return []

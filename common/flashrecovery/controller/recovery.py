@@ -18,6 +18,7 @@ from flashrecovery.controller.restore import Decision, RestoreRound, decide
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.controller.starting import Starting
 from flashrecovery.errors import JobFailedError
+from flashrecovery.kinds import FailureKind, NoticeKind, Ordered
 from flashrecovery.plan import NoSourceError
 from flashrecovery.plan.transitions import State
 from flashrecovery.plan.words import ranks_text
@@ -67,7 +68,7 @@ class RecoverySteps:
             self._job.to(State.RUNNING)
             self.send_resume(0, now)
 
-    def recover(self, victims: list[int], kind: str, failed_at: float, detect_s: float, now: float) -> None:
+    def recover(self, victims: list[int], kind: FailureKind, failed_at: float, detect_s: float, now: float) -> None:
         """Ranks have lost their processes: replace these, and bring everybody back to one consistent version."""
         joins = self._joins(victims)
         if self._job.recovery is None:
@@ -85,7 +86,7 @@ class RecoverySteps:
         self._job.generation += 1
         victims = [*victims, *(rank for rank in self._staffing.stranded() if rank not in victims)]
         # replacements that are still on their way keep their deadline; every other command is void
-        self._job.outbox.keep(lambda what, rank: what == "replace" and rank not in victims)
+        self._job.outbox.keep(lambda what, rank: what is Ordered.REPLACE and rank not in victims)
         self._job.round, self._job.restore_from, self._job.retry_at = None, "", None
         self._job.to(State.QUIESCING, now)
         of_all = self._job.recovery.victims if self._job.recovery is not None else []
@@ -94,7 +95,7 @@ class RecoverySteps:
         survivors = self.survivors()
         for record in survivors:
             record.place = Place.STOPPING
-        self._job.command_all(survivors, pb.Command(hold=pb.Hold()), now + limit.stop_ack_s, "hold")
+        self._job.command_all(survivors, pb.Command(hold=pb.Hold()), now + limit.stop_ack_s, Ordered.HOLD)
         self._replace(victims, now)
 
     def _joins(self, victims: Sequence[int]) -> bool:
@@ -147,7 +148,7 @@ class RecoverySteps:
             return
         if self._job.retry_at is not None:
             return
-        if self._job.state is State.REGROUPING and not self._job.outbox.waits_for("regroup"):
+        if self._job.state is State.REGROUPING and not self._job.outbox.waits_for(Ordered.REGROUP):
             self._job.to(State.RESTORING, now)
             self.send_restore(now)
         if self._job.state is State.RESTORING and not self._job.outbox.pending:
@@ -164,7 +165,7 @@ class RecoverySteps:
         the dead rank still had to send them something; where that matters, a barrier comes before the mutation). The
         others wait meanwhile, because closing their connections could cut off what they had sent.
         """
-        if self._job.outbox.waits_for("hold") or self._job.outbox.waits_for("stop"):
+        if self._job.outbox.waits_for(Ordered.HOLD) or self._job.outbox.waits_for(Ordered.STOP):
             return
         limit = self._job.config.timeouts
         known = [r for r in self._job.ranks.values() if r.place in (Place.STOPPING, Place.STOPPED)]
@@ -181,7 +182,7 @@ class RecoverySteps:
             )
             told = [r for r in chosen if r.held_at.settled is settled]
             deadline = now + limit.mutation_grace_s + limit.stop_ack_s
-            self._job.command_all(told, pb.Command(stop=stop), deadline, "stop")
+            self._job.command_all(told, pb.Command(stop=stop), deadline, Ordered.STOP)
 
     def _decide(self, now: float) -> None:
         """Everybody is quiet: which version, from whom?"""
@@ -198,7 +199,7 @@ class RecoverySteps:
         for record in self._job.ranks.values():
             record.place = Place.RECOVERING
         command = pb.Command(regroup=pb.Regroup(stores=stores, deadline_s=limit))
-        self._job.command_all(self._job.ranks.values(), command, now + 2 * limit, "regroup")
+        self._job.command_all(self._job.ranks.values(), command, now + 2 * limit, Ordered.REGROUP)
         if not decision.checkpoint:
             self._restore_idle(now + 2 * limit)
 
@@ -226,9 +227,7 @@ class RecoverySteps:
                     "rank does there (an evaluation, say) is not done again, and random numbers that it has drawn "
                     "there are drawn once more"
                 )
-                self._job.emit(
-                    ev.Notice(generation=self._job.generation, rank=record.rank, kind="below_cut_short", text=text)
-                )
+                self._job.notice(NoticeKind.BELOW_CUT_SHORT, text, rank=record.rank)
 
     def _restore_idle(self, regrouped_by: float) -> None:
         """Whoever has nothing to transfer goes on from its own state as soon as it has regrouped: mostly all ranks but
@@ -237,7 +236,7 @@ class RecoverySteps:
         busy, limit = self._job.round.busy, self._job.config.timeouts.restore_s
         idle = [self._job.ranks[rank] for rank in self._job.round.ranks if rank not in busy]
         command = pb.Command(restore=self._job.round.command(None, "", limit))
-        self._job.command_all(idle, command, regrouped_by + 1.5 * limit, "restore")
+        self._job.command_all(idle, command, regrouped_by + 1.5 * limit, Ordered.RESTORE)
 
     def send_restore(self, now: float) -> None:
         """The transfers; from a checkpoint, every rank reads its own part."""
@@ -245,10 +244,10 @@ class RecoverySteps:
         limit = self._job.config.timeouts.restore_s
         if self._job.restore_from:
             command = pb.Command(restore=self._job.round.command(None, self._job.restore_from, limit))
-            self._job.command_all(self._job.ranks.values(), command, now + 1.5 * limit, "restore")
+            self._job.command_all(self._job.ranks.values(), command, now + 1.5 * limit, Ordered.RESTORE)
         for rank in self._job.round.busy:
             command = pb.Command(restore=self._job.round.command(rank, "", limit))
-            self._job.command(rank, command, now + 1.5 * limit, "restore")
+            self._job.command(rank, command, now + 1.5 * limit, Ordered.RESTORE)
 
     def _verify(self, now: float) -> None:
         """Every restored shard must have its source's digest; if not, it is taken from the next source."""
@@ -260,13 +259,10 @@ class RecoverySteps:
             self.send_resume(self._job.round.version, now)
             return
         for shard, source in wrong:
-            self._job.emit(
-                ev.Notice(
-                    generation=self._job.generation,
-                    rank=source,
-                    kind="digest_mismatch",
-                    text=f"shard {shard!r} from rank {source} did not arrive with its digest; the next source is used",
-                )
+            self._job.notice(
+                NoticeKind.DIGEST_MISMATCH,
+                f"shard {shard!r} from rank {source} did not arrive with its digest; the next source is used",
+                rank=source,
             )
         try:
             self._job.round = self._job.round.retry(wrong)
@@ -286,7 +282,7 @@ class RecoverySteps:
             if self._job.state is State.RUNNING:
                 record.place = Place.RUNNING
         self._job.command_all(
-            self._job.ranks.values(), pb.Command(resume=pb.Resume(version=version)), now + limit, "resume"
+            self._job.ranks.values(), pb.Command(resume=pb.Resume(version=version)), now + limit, Ordered.RESUME
         )
 
     def confirm(self, now: float) -> None:

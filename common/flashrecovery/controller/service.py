@@ -9,7 +9,7 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ from flashrecovery.controller.status import StatusBoard
 from flashrecovery.controller.table_publisher import TablePublisher
 from flashrecovery.errors import ConfigError
 from flashrecovery.heartbeat.receiver import HeartbeatReceiver
+from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.leases import NODE_PROBE
 from flashrecovery.plan.liveness import Ask, Liveness, Lost
 from flashrecovery.plan.quorum import Quorum
@@ -102,12 +103,31 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._absent: set[str] = set()
         self._modules: pb.Modules | None = None
         self._undo_told = (-1, -1)
+        self._take_in: Mapping[str, Callable[[pb.AgentMessage, str, float], None]] = {
+            "heartbeat": self._on_heartbeat,
+            "vouch": self._on_vouch,
+            "started": self._on_started,
+            "probed": self._on_probed,
+            "electors_known": self._on_electors_known,
+            "hang_reports": self._on_hang_reports,
+            "modules": self._on_modules,
+            "joined": self._on_joined,
+            "failure": self._on_failure,
+            "reply": self._on_reply,
+            "replies": self._on_replies,
+            "done": self._on_done,
+            "exited": self._on_exited,
+            "checkpoint": self._on_checkpoint,
+            "standby": self._on_standby,
+            "notice": self._on_notice,
+        }
+        """What agents say, by its body; with the agent's node, and the time."""
         self.over = asyncio.Event()
         """The job has finished or failed, or this controller has ended."""
 
     def take_over(self, why: str) -> None:
         """This controller is not the job's first one, which has been lost."""
-        self._record(ev.Notice(generation=0, kind="controller_elected", text=why))
+        self._record(ev.Notice(generation=0, kind=NoticeKind.CONTROLLER_ELECTED, text=why))
         self.machine.takeover.inherit(time.monotonic())
 
     async def start(self, host: str, port: int) -> int:
@@ -249,73 +269,87 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     def deliver(self, message: pb.AgentMessage, node: str) -> None:
         """What an agent says."""
-        now = time.monotonic()
-        m = self.machine
         body = message.WhichOneof("body")
-        if body == "heartbeat":
-            m.on_heartbeat(message.heartbeat, now)
-            self._answer(node, lease_clock())
-        elif body == "vouch":
-            self._vouched(node, message.vouch, lease_clock())
-        elif body == "started":
-            m.on_started(message.started, node, m.job.nodes[node].host)
-        elif body == "probed":
-            probed = message.probed
-            self._liveness.answered(node, probed.node, probed.reachable, probed.evidence)
-        elif body == "electors_known":
-            if self._elector_set.known(node, message.electors_known.version):
-                for elector in self._elector_set.voters:
-                    if elector.node in self._agents.links:
-                        self._agents.post(elector.node, self._elector_set.command())
-        elif body == "hang_reports":
-            m.watch.on_hang_reports(node, message.hang_reports)
-        elif body == "modules":
-            self._modules = message.modules
-            for name in m.job.nodes:
-                self._tell_modules(name)
-        elif body == "joined":
-            self._checkpoints.adopt(message.joined, now)
-            m.on_joined(message.joined, now)
-        elif body == "failure":
-            if message.failure.failed_at:  # by the agent's clock
-                message.failure.failed_at += now - message.age_base
-            m.on_failure(message.failure, now)
-        elif body == "reply":
-            m.on_reply(message.reply, now)
-        elif body == "replies":
-            for reply in message.replies.replies:
-                m.on_reply(reply, now)
-        elif body == "done":
-            m.on_done(message.done, now)
-        elif body == "exited":
-            m.on_exited(message.exited, now)
-        elif body == "checkpoint":
-            saved = message.checkpoint
-            m.on_checkpoint(saved.version, saved.path)
-            if saved.found:
-                return
-            self._checkpoints.saved(saved)
-            self._record(
-                ev.CheckpointSaved(
-                    generation=m.job.generation, version=saved.version, path=saved.path, seconds=saved.seconds
-                )
-            )
-        elif body == "standby":
-            self._standbys[node] = (message.standby.ready, message.standby.starting)
-            ready, starting = self._standby_counts()
-            self._record(ev.StandbyReady(generation=m.job.generation, ready=ready, starting=starting))
-        elif body == "notice":
-            n = message.notice
-            self._record(ev.Notice(generation=m.job.generation, rank=n.rank, kind=n.kind, text=n.text))
-            if n.kind == "health_warning":
-                m.job.nodes[node].suspect = n.text  # the last to get ranks of a lost node
-            elif n.kind == "undo_enabled" and self._undo_told != (m.job.generation, n.step):
-                self._undo_told = (m.job.generation, n.step)  # once, however many ranks find it out
-                # a rank whose steps need it cannot be brought back unless the others can go back, too
-                for rank in m.job.ranks:
-                    keep = pb.KeepUndo(reason=n.text, step=n.step)
-                    command = pb.Command(generation=m.job.generation, rank=rank, keep_undo=keep)
-                    self._agents.post(m.job.ranks[rank].home, command)
+        if body is not None:
+            self._take_in[body](message, node, time.monotonic())
+
+    def _on_heartbeat(self, message: pb.AgentMessage, node: str, now: float) -> None:
+        self.machine.on_heartbeat(message.heartbeat, now)
+        self._answer(node, lease_clock())
+
+    def _on_vouch(self, message: pb.AgentMessage, node: str, _: float) -> None:
+        self._vouched(node, message.vouch, lease_clock())
+
+    def _on_started(self, message: pb.AgentMessage, node: str, _: float) -> None:
+        self.machine.on_started(message.started, node, self.machine.job.nodes[node].host)
+
+    def _on_probed(self, message: pb.AgentMessage, node: str, _: float) -> None:
+        probed = message.probed
+        self._liveness.answered(node, probed.node, probed.reachable, probed.evidence)
+
+    def _on_electors_known(self, message: pb.AgentMessage, node: str, _: float) -> None:
+        if self._elector_set.known(node, message.electors_known.version):
+            for elector in self._elector_set.voters:
+                if elector.node in self._agents.links:
+                    self._agents.post(elector.node, self._elector_set.command())
+
+    def _on_hang_reports(self, message: pb.AgentMessage, node: str, _: float) -> None:
+        self.machine.watch.on_hang_reports(node, message.hang_reports)
+
+    def _on_modules(self, message: pb.AgentMessage, _: str, __: float) -> None:
+        self._modules = message.modules
+        for name in self.machine.job.nodes:
+            self._tell_modules(name)
+
+    def _on_joined(self, message: pb.AgentMessage, _: str, now: float) -> None:
+        self._checkpoints.adopt(message.joined, now)
+        self.machine.on_joined(message.joined, now)
+
+    def _on_failure(self, message: pb.AgentMessage, _: str, now: float) -> None:
+        if message.failure.failed_at:  # by the agent's clock
+            message.failure.failed_at += now - message.age_base
+        self.machine.on_failure(message.failure, now)
+
+    def _on_reply(self, message: pb.AgentMessage, _: str, now: float) -> None:
+        self.machine.on_reply(message.reply, now)
+
+    def _on_replies(self, message: pb.AgentMessage, _: str, now: float) -> None:
+        for reply in message.replies.replies:
+            self.machine.on_reply(reply, now)
+
+    def _on_done(self, message: pb.AgentMessage, _: str, now: float) -> None:
+        self.machine.on_done(message.done, now)
+
+    def _on_exited(self, message: pb.AgentMessage, _: str, now: float) -> None:
+        self.machine.on_exited(message.exited, now)
+
+    def _on_checkpoint(self, message: pb.AgentMessage, _: str, __: float) -> None:
+        saved = message.checkpoint
+        self.machine.on_checkpoint(saved.version, saved.path)
+        if saved.found:
+            return
+        self._checkpoints.saved(saved)
+        generation = self.machine.job.generation
+        self._record(
+            ev.CheckpointSaved(generation=generation, version=saved.version, path=saved.path, seconds=saved.seconds)
+        )
+
+    def _on_standby(self, message: pb.AgentMessage, node: str, _: float) -> None:
+        self._standbys[node] = (message.standby.ready, message.standby.starting)
+        ready, starting = self._standby_counts()
+        self._record(ev.StandbyReady(generation=self.machine.job.generation, ready=ready, starting=starting))
+
+    def _on_notice(self, message: pb.AgentMessage, node: str, _: float) -> None:
+        n, job = message.notice, self.machine.job
+        self._record(ev.Notice(generation=job.generation, rank=n.rank, kind=n.kind, text=n.text))
+        if n.kind == NoticeKind.HEALTH_WARNING:
+            job.nodes[node].suspect = n.text  # the last to get ranks of a lost node
+        elif n.kind == NoticeKind.UNDO_ENABLED and self._undo_told != (job.generation, n.step):
+            self._undo_told = (job.generation, n.step)  # once, however many ranks find it out
+            # a rank whose steps need it cannot be brought back unless the others can go back, too
+            for rank, record in job.ranks.items():
+                keep = pb.KeepUndo(reason=n.text, step=n.step)
+                self._agents.post(record.home, pb.Command(generation=job.generation, rank=rank, keep_undo=keep))
 
     def echoed(self, node: str, sent_at: float) -> None:
         """The agent has received what was sent at this time."""
@@ -411,7 +445,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             else:
                 seen = f"but node {found.observer} reaches it" if found.observer else "nor is any other node"
                 text = f"node {found.node} has not been heard for {found.silent_s:.2f} s, {seen}: it keeps its ranks"
-                self._record(ev.Notice(generation=self.machine.job.generation, kind="node_unheard", text=text))
+                self._record(ev.Notice(generation=self.machine.job.generation, kind=NoticeKind.NODE_UNHEARD, text=text))
 
     def _spread_out(self, now: float) -> None:
         """More agents than may speak here themselves are to go through others, but not in the middle of a recovery."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from flashrecovery import events as ev
 from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.nodes import NodeRecord, NodeState, rooms
 from flashrecovery.controller.rank_table import RankTable
 from flashrecovery.controller.records import Place, RankRecord
+from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan.placement import place
 from flashrecovery.plan.stores import choose, store_count
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -27,7 +27,7 @@ class Staffing:
                 self._job.homeless_since = now
                 limit_s = self._job.config.timeouts.node_wait_s
                 wait = f"ranks {ranks} wait {limit_s:g} s at most for a node with room for them"
-                self._job.emit(ev.Notice(generation=self._job.generation, kind="waiting_for_node", text=wait))
+                self._job.notice(NoticeKind.WAITING_FOR_NODE, wait)
             return False
         used: dict[str, set[int]] = {name: set() for name in places.values()}
         for other in self._job.ranks.values():
@@ -74,7 +74,7 @@ class Staffing:
         )
         limits = self._job.config.timeouts
         deadline = now + limits.fence_s + (limits.replacement_s if detached else limits.startup_s)
-        self._job.command(record.rank, pb.Command(replace=replace), deadline, "replace")
+        self._job.command(record.rank, pb.Command(replace=replace), deadline, Ordered.REPLACE)
 
     def _keeper_of(self, record: RankRecord) -> str:
         """The agent that keeps the rank's set-up log for when its own node is lost; "" if its node still has it."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from flashrecovery import events as ev
 from flashrecovery.controller.admission import other_command
 from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.nodes import NodeState, launch_order
 from flashrecovery.controller.records import Place
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.errors import ConfigError
+from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan.placement import neighbour_stride
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -38,7 +38,7 @@ class Starting:
         text = other_command(message.node, message.command, *self._job.first_command)
         if text:
             self._job.other_commands += 1
-            self._job.emit(ev.Notice(generation=self._job.generation, kind="other_command", text=text))
+            self._job.notice(NoticeKind.OTHER_COMMAND, text)
 
     def launch(self, now: float) -> None:
         """Once all nodes are there, start every rank."""
@@ -67,13 +67,10 @@ class Starting:
         """No rank has come to a protected step in all the time for it. It looks as if none ever will, and what runs
         may be hours of training."""
         self._job.unprotected = True
-        self._job.emit(
-            ev.Notice(
-                generation=self._job.generation,
-                kind="unprotected",
-                text=f"no rank has come to a protected step within {self._job.config.timeouts.startup_s:g} s "
-                f"(timeouts.startup_s), so the script runs on without recovery, as under torchrun: {HOW_TO_PROTECT}",
-            )
+        self._job.notice(
+            NoticeKind.UNPROTECTED,
+            f"no rank has come to a protected step within {self._job.config.timeouts.startup_s:g} s "
+            f"(timeouts.startup_s), so the script runs on without recovery, as under torchrun: {HOW_TO_PROTECT}",
         )
 
     def await_the_others(self, now: float) -> None:
@@ -81,7 +78,7 @@ class Starting:
         if self._job.places[Place.JOINED] == 1:
             for record in self._job.ranks.values():
                 if record.place is Place.STARTING:
-                    self._job.outbox.expect(record.rank, "replace", now + self._job.config.timeouts.startup_s)
+                    self._job.outbox.expect(record.rank, Ordered.REPLACE, now + self._job.config.timeouts.startup_s)
 
     def start_again(self, why: str, now: float) -> None:
         """Every rank from the script's first line, because no step that counts has been taken."""
@@ -96,7 +93,7 @@ class Starting:
         if self._job.restarts > self._job.config.max_restarts:
             self._job.fail(f"{why}, {self._job.restarts} times (max_restarts)")
             return
-        self._job.emit(ev.Notice(generation=self._job.generation, kind="start_again", text=why))
+        self._job.notice(NoticeKind.START_AGAIN, why)
         self._job.to(State.STARTING)
         self._job.generation += 1
         self._job.recovery, self._job.retry_at = None, None

@@ -8,7 +8,6 @@ go back: the newest that any agent has seen counts.
 
 from __future__ import annotations
 
-from flashrecovery import events as ev
 from flashrecovery.controller.history import Recovery
 from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.nodes import NodeRecord, NodeState
@@ -16,6 +15,7 @@ from flashrecovery.controller.records import THROUGH, Place, RankRecord
 from flashrecovery.controller.recovery import RecoverySteps
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.controller.starting import Starting
+from flashrecovery.kinds import FailureKind, NoticeKind, Ordered
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -129,7 +129,7 @@ class TakeOver:
                 f"{said}, so nobody holds any state; start the job again, with --resume if it had checkpoints"
             )
             return
-        self._job.emit(ev.Notice(generation=self._job.generation, kind="taken_over", text=said))
+        self._job.notice(NoticeKind.TAKEN_OVER, said)
         going = all(r.place in _GOING for r in records) and not behind
         if going:
             self._job.to(State.RUNNING)
@@ -151,13 +151,13 @@ class TakeOver:
             return
         self._job.recovery = Recovery(self._job.generation, now, 0.0)
         for rank in missing:
-            self._job.recovery.add_victim(rank, "controller", self._job.generation + 1)
+            self._job.recovery.add_victim(rank, FailureKind.CONTROLLER, self._job.generation + 1)
         self._settle_found(now)
         self._staffing.publish_others()
         limit = now + self._job.config.timeouts.replacement_s
         for record in records:
             if record.place is Place.STARTING:
-                self._job.outbox.expect(record.rank, "replace", limit)
+                self._job.outbox.expect(record.rank, Ordered.REPLACE, limit)
         self._steps.enter("controller", now, missing)
 
     def _settle_found(self, now: float) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from flashrecovery import events as ev
 from flashrecovery.controller.hang_detector import HangDetector
 from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.records import Place
 from flashrecovery.controller.stragglers import Stragglers
-from flashrecovery.plan.hang import Kind, Verdict
+from flashrecovery.kinds import NoticeKind
+from flashrecovery.plan.hang import Verdict, VerdictKind
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -37,9 +37,9 @@ class HangWatch:
                 look = pb.Look(number=number, answer_s=self._lookout.answer_s)
                 self._job.outbox.send(node, pb.Command(generation=self._job.generation, rank=AGENT, look=look))
         found = self._lookout.verdict(ranks, now)
-        if found is not None and found.kind is not Kind.CULPRITS:
-            kind = "deadlock" if found.kind is Kind.DEADLOCK else "standstill"
-            self._job.emit(ev.Notice(generation=self._job.generation, kind=kind, text=found.text))
+        if found is not None and found.kind is not VerdictKind.CULPRITS:
+            kind = NoticeKind.DEADLOCK if found.kind is VerdictKind.DEADLOCK else NoticeKind.STANDSTILL
+            self._job.notice(kind, found.text)
         return found
 
     def report_stragglers(self, now: float) -> None:
@@ -50,4 +50,4 @@ class HangWatch:
             return
         running = [r for r in self._job.ranks.values() if r.place is Place.RUNNING]
         for rank, text in self.stragglers.check(running, now):
-            self._job.emit(ev.Notice(generation=self._job.generation, rank=rank, kind="straggler", text=text))
+            self._job.notice(NoticeKind.STRAGGLER, text, rank=rank)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flashrecovery import events as ev
+from flashrecovery.kinds import NoticeKind
 
 _INSTANT_S = 1e-6
 Value = str | int | float | bool | Sequence[int]
@@ -52,7 +53,9 @@ class RecoveryEvents:
         """All events of a recovery if ``event`` is its last one."""
         if isinstance(event, ev.RecoveryStarted):
             self._started = True
-        elif isinstance(event, ev.JobStarted) or (isinstance(event, ev.Notice) and event.kind == "start_again"):
+        elif isinstance(event, ev.JobStarted) or (
+            isinstance(event, ev.Notice) and event.kind == NoticeKind.START_AGAIN
+        ):
             self._begin_anew()  # failures before the first step are answered by a restart, not by a recovery
         elif not self._started and not isinstance(event, ev.FailureDetected):
             return None

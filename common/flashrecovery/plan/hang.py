@@ -88,7 +88,7 @@ class Stand:
         return self.age_s < self.limit_s / 2
 
 
-class Kind(str, Enum):
+class VerdictKind(str, Enum):
     """What a standstill is."""
 
     CULPRITS = "culprits"
@@ -107,7 +107,7 @@ class Kind(str, Enum):
 class Verdict:
     """``accused``: the evidence by rank; of a deadlock by each of its members, whom to replace first."""
 
-    kind: Kind
+    kind: VerdictKind
     accused: Mapping[int, str] = field(default_factory=dict)
     text: str = ""
 
@@ -140,7 +140,7 @@ class _Case:
         if self._mute:
             return self._accuse({r: self._state_of(self._by_rank[r]) for r in self._mute})
         if self._incomplete:
-            return Verdict(Kind.LATER)
+            return Verdict(VerdictKind.LATER)
         if self._waits:
             return self._mutual() or self._nobody()
         if any(self._stuck(s) for s in self._by_rank.values()):
@@ -208,7 +208,7 @@ class _Case:
 
     def _accuse(self, accused: Mapping[int, str]) -> Verdict:
         late = {r: text for r, text in accused.items() if self._by_rank[r].late}
-        return Verdict(Kind.CULPRITS, late) if late else Verdict(Kind.LATER)
+        return Verdict(VerdictKind.CULPRITS, late) if late else Verdict(VerdictKind.LATER)
 
     def _evidence_against(self, rank: int) -> str:
         waiting = self._waiting_for[rank].most_common(_SHOWN_OPERATIONS)
@@ -231,12 +231,12 @@ class _Case:
         if not cycle:
             return None
         if not all(self._by_rank[r].late for r in cycle):
-            return Verdict(Kind.LATER)
+            return Verdict(VerdictKind.LATER)
         links = [f"rank {r} waits for {self._link(r, cycle[(i + 1) % len(cycle)])}" for i, r in enumerate(cycle)]
         text = f"deadlock of {ranks_text(cycle)}: {shortened(links, _SHOWN_LINKS)}"
         # One that has only sent something, and is not seen to wait for its receipt, may be doing something else.
         order = sorted(cycle, key=lambda r: (any(op.certain for op, _ in self._waits[r]), r))
-        return Verdict(Kind.DEADLOCK, dict.fromkeys(order, text), text)
+        return Verdict(VerdictKind.DEADLOCK, dict.fromkeys(order, text), text)
 
     def _cycle(self) -> list[int]:
         """Ranks each of which waits for the next, and the last one for the first; none if there is no such ring."""
@@ -270,15 +270,17 @@ class _Case:
         for (group, number), ops in unlike[:1]:
             said = "; ".join(f"{ranks_text(ranks)}: {op}" for op, ranks in sorted(ops.items()))
             text = f"#{number} in group {group.name} is not the same on all ranks: {said}"
-            return Verdict(self._if_all_late(Kind.UNLIKE), text=text)
+            return Verdict(self._if_all_late(VerdictKind.UNLIKE), text=text)
         where = [f"{op} #{n} in group {g.name}" for (g, n), ops in inside.items() for op in ops]
         if not where or any(op.peer == UNKNOWN for s in self._by_rank.values() for op in s.operations):
-            return Verdict(Kind.NOBODY, text="ranks wait for messages from anybody; nobody can say whose turn it is")
+            return Verdict(
+                VerdictKind.NOBODY, text="ranks wait for messages from anybody; nobody can say whose turn it is"
+            )
         text = f"every rank has come to {', '.join(where[:3])}, and it does not end; the network, or its library?"
-        return Verdict(self._if_all_late(Kind.STUCK), text=text)
+        return Verdict(self._if_all_late(VerdictKind.STUCK), text=text)
 
-    def _if_all_late(self, kind: Kind) -> Kind:
-        return kind if all(s.late for s in self._by_rank.values()) else Kind.LATER
+    def _if_all_late(self, kind: VerdictKind) -> VerdictKind:
+        return kind if all(s.late for s in self._by_rank.values()) else VerdictKind.LATER
 
     def _by_counts(self) -> Verdict:
         """Nobody is seen to wait. Who is behind, or at least alone in standing still?"""
@@ -298,11 +300,11 @@ class _Case:
                 {r: self._with_stack(r, f"behind the others: {', '.join(behind[r][:3])}") for r in last}
             )
         if any(not s.late and not s.moving for s in self._by_rank.values()):
-            return Verdict(Kind.LATER)
+            return Verdict(VerdictKind.LATER)
         still = [r for r, s in self._by_rank.items() if s.late]
         if len(still) > 1 and len(still) == len(self._by_rank) and not self._done:
             text = "every rank stands still outside of collectives; a shared resource, or the accelerators' network?"
-            return Verdict(Kind.NOBODY, text=text)
+            return Verdict(VerdictKind.NOBODY, text=text)
         return self._accuse({r: self._with_stack(r, "nobody waits for it") for r in still})
 
     def _with_stack(self, rank: int, what: str) -> str:
@@ -313,4 +315,4 @@ class _Case:
 def victims_of(verdict: Verdict) -> Iterable[tuple[int, str]]:
     """Which ranks are to be replaced, with the evidence. Of a deadlock one is enough: all take the step again."""
     accused = list(verdict.accused.items())
-    return accused[:1] if verdict.kind is Kind.DEADLOCK else sorted(accused)
+    return accused[:1] if verdict.kind is VerdictKind.DEADLOCK else sorted(accused)

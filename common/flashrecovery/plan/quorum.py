@@ -88,6 +88,7 @@ class Quorum:
 
     def renewed(self, term: int) -> None:
         """The electors have voted for this controller once more. The same ones are named anew, with the term."""
+        assert term > self.term, f"term {term} after term {self.term}"
         self.term, self.version, self._knowing = term, first_version(term), set()
 
     def heard(self, age: Callable[[Elector], float], within_s: float, gone: Gone = _nobody) -> bool:

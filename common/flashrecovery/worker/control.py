@@ -12,7 +12,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -47,9 +47,15 @@ class Control:
         self._gate = gate
         self._limits = limits
         self._device = device
-        self._on_fault = on_fault
-        self._on_checkpoint = on_checkpoint
-        self._on_keep_undo = on_keep_undo
+        self._at_once: Mapping[str, Callable[[pb.Command], None]] = {
+            "hold": self._hold,
+            "stop": self._stop,
+            "ping": self._answer,
+            "fault": lambda command: on_fault(command.fault),
+            "checkpoint": lambda command: on_checkpoint(command.checkpoint.version),
+            "keep_undo": lambda command: on_keep_undo(command.keep_undo.step),
+        }
+        """What does not wait for the training thread, by its body."""
         self._training_thread = threading.main_thread()
         self.controller_heard = True  # by the agent
         self._hook: Any = None
@@ -70,20 +76,8 @@ class Control:
                 continue
             command = message.command
             body = command.WhichOneof("body")
-            if body == "hold":
-                self._hold(command)
-            elif body == "stop":
-                self._stop(command)
-            elif body == "ping":
-                self._answer(command)
-            elif body == "fault":
-                self._on_fault(command.fault)
-            elif body == "checkpoint":
-                self._on_checkpoint(command.checkpoint.version)
-            elif body == "keep_undo":
-                self._on_keep_undo(command.keep_undo.step)
-            elif body is not None:
-                self.inbox.put(command)
+            if body is not None:
+                self._at_once.get(body, self.inbox.put)(command)
 
     def _hold(self, command: pb.Command) -> None:
         """Say where this rank is, and let no mutation begin."""

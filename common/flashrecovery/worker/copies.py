@@ -17,6 +17,7 @@ import torch.distributed as dist
 from flashrecovery import groups
 from flashrecovery.config import Settings
 from flashrecovery.errors import RestoreError, UnsupportedError
+from flashrecovery.plan import Kind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy import checkpoint
 from flashrecovery.redundancy.neighbor import NeighbourCopies
@@ -242,12 +243,14 @@ class Copies:
         undo = self._own_copy
         if undo is not None:
             names = [s.name for s in self._registry.tensor_shards()]
-            held += [pb.Held(kind="undo", version=v, owner=self._registry.rank, shards=names) for v in undo.versions()]
+            held += [
+                pb.Held(kind=Kind.UNDO, version=v, owner=self._registry.rank, shards=names) for v in undo.versions()
+            ]
         if self._neighbour is not None:
             for holding in self._neighbour.holdings():
                 held.append(
                     pb.Held(
-                        kind="copy",
+                        kind=Kind.COPY,
                         version=holding.version,
                         owner=holding.owner,
                         shards=[holding.shard],
@@ -267,9 +270,9 @@ class Copies:
     def source(self, kind: str, owner: int, shard: str, version: int) -> ShardSource:
         """A copy in the form of a transfer's source. Raises RestoreError if it is not held."""
         undo = self._own_copy
-        if kind == "undo" and undo is not None:
+        if kind == Kind.UNDO and undo is not None:
             return undo.source(shard, version)
-        if kind == "copy" and self._neighbour is not None:
+        if kind == Kind.COPY and self._neighbour is not None:
             return self._neighbour.source(owner, shard, version)
         raise RestoreError(f"no {kind} of {shard!r} here")
 

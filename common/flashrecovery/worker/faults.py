@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from flashrecovery import groups
+from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.worker.adapter import Adapter
 
@@ -27,7 +28,7 @@ class InjectedFault(RuntimeError):
 class Faults:
     """The armed faults of this worker. ``notify`` tells the agent that one fires."""
 
-    def __init__(self, notify: Callable[[str, str, pb.Fault], None]) -> None:
+    def __init__(self, notify: Callable[[NoticeKind, str, pb.Fault], None]) -> None:
         self._armed: list[pb.Fault] = []
         self._lock = threading.Lock()
         self._notify = notify
@@ -79,7 +80,7 @@ class Faults:
         }
         for fault in left:
             if fault.phase not in known:
-                self._notify("fault_impossible", f"phase {fault.phase!r} does not occur in this layout", fault)
+                self._notify(NoticeKind.FAULT_IMPOSSIBLE, f"phase {fault.phase!r} does not occur in this layout", fault)
 
     def _arm_at_gradient_sync(self, fault: pb.Fault) -> None:
         """Fire when the step starts a reduction."""
@@ -92,7 +93,7 @@ class Faults:
         groups.set_operation_hook(at_operation)
 
     def fire(self, fault: pb.Fault) -> None:
-        self._notify("fault_fired", f"{fault.fault} at {fault.phase}, step {fault.step}", fault)
+        self._notify(NoticeKind.FAULT_FIRED, f"{fault.fault} at {fault.phase}, step {fault.step}", fault)
         if fault.fault == "sigkill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.fault == "sigstop":

@@ -99,6 +99,7 @@ class Gate:
         with self.lock:
             if self._void():
                 raise StepInterrupted
+            assert self.live in (-1, self.version), f"version {self.version + 1} is made of version {self.live}"
             self._mutating = False
             self._outside = outside
             self.version += 1
@@ -142,6 +143,7 @@ class Gate:
         """Continue at ``version``. False if a newer hold or stop has come meanwhile: then this rank has said that it
         takes no step, and waits for the stop."""
         with self.lock:
+            assert generation >= self.generation, f"generation {generation} after generation {self.generation}"
             self.version = self.live = version
             self._mutating = False
             if self.outdated(generation):

@@ -17,6 +17,7 @@ import sys
 
 from flashrecovery import groups
 from flashrecovery.errors import FlashRecoveryError, RestoreError, StepInterrupted
+from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.worker.collectives import CollectiveWatch
 from flashrecovery.worker.copies import Copies
@@ -51,7 +52,7 @@ class Loop:
         self._gate = worker.gate
         self._registry = worker.registry
         self._own_calls = own_calls
-        self._outside = OutsideWatch(lambda text: worker.notice("communication_outside", text))
+        self._outside = OutsideWatch(lambda text: worker.notice(NoticeKind.COMMUNICATION_OUTSIDE, text))
         self._stops = Stops(worker.gate, worker.control, worker.settings.timeouts.peer_error_wait_s)
         self._proving = Proving(worker.registry, self._stops, tensors=worker.settings.verify)
         self._collectives = CollectiveWatch()

@@ -8,11 +8,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, Protocol
 
 from flashrecovery import groups
 from flashrecovery.errors import DrainError, FlashRecoveryError, RegroupError, RestoreError
+from flashrecovery.kinds import NoticeKind
+from flashrecovery.plan import Kind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.checkpoint import newest
 from flashrecovery.state.digest import shard_digest
@@ -60,6 +62,11 @@ class Recoverer:
         self._loop = loop
         self._fresh = worker.connection.detached
         self._came_at = 0  # the version at which this process has come into a loop that others had begun
+        self._steps: Mapping[str | None, Callable[[pb.Command, pb.Reply], None]] = {
+            "stop": self._stop,
+            "regroup": self._regroup,
+            "restore": self._restore,
+        }
         self._told: tuple[int, list[pb.ShardNeed]] = (0, [])  # the needs in the newest answer to a stop, its generation
 
     # -- waiting for commands ---------------------------------------------------------------------
@@ -71,7 +78,8 @@ class Recoverer:
         if not worker.connection.detached:
             if not page.write_setup_log(groups.take_setup_log()):
                 worker.notice(
-                    "setup_log_too_large", "a replacement will not see what set-up collectives had returned here"
+                    NoticeKind.SETUP_LOG_TOO_LARGE,
+                    "a replacement will not see what set-up collectives had returned here",
                 )
             self._loop.seal_start()
         worker.registry.remember_start()
@@ -130,14 +138,10 @@ class Recoverer:
         reply = pb.Reply(serial=command.serial, generation=command.generation, rank=worker.rank)
         resumed = False
         try:
-            if body == "stop":
-                self._stop(command, reply)
-            elif body == "regroup":
-                self._regroup(command)
-            elif body == "restore":
-                self._restore(command.restore, reply)
-            elif body == "resume":
+            if body == "resume":
                 resumed = self._resume(command)
+            elif body in self._steps:
+                self._steps[body](command, reply)
         except (RuntimeError, FlashRecoveryError) as e:
             if not (isinstance(e, FlashRecoveryError) or groups.is_communication_error(e)):
                 raise
@@ -182,15 +186,15 @@ class Recoverer:
         for adapter in self._worker.registry.adapters:
             adapter.reset()
 
-    def _regroup(self, command: pb.Command) -> None:
+    def _regroup(self, command: pb.Command, _: pb.Reply) -> None:
         worker = self._worker
         worker.faults.hit("recovery:regrouping", worker.gate.version)
         message = command.regroup
         addresses = tuple((server.host, server.port) for server in message.stores)
         groups.attach(groups.Servers(addresses, message.deadline_s), command.generation, message.deadline_s)
 
-    def _restore(self, restore: pb.Restore, reply: pb.Reply) -> None:
-        worker = self._worker
+    def _restore(self, command: pb.Command, reply: pb.Reply) -> None:
+        worker, restore = self._worker, command.restore
         version = restore.version
         corrupt = worker.faults.hit("recovery:restoring", worker.gate.version) == "corrupt"
         if restore.checkpoint:
@@ -198,7 +202,7 @@ class Recoverer:
             other = self._loop.copies.load_checkpoint(restore.checkpoint, version)
             if other and worker.rank == 0:
                 worker.notice(
-                    "other_layout",
+                    NoticeKind.OTHER_LAYOUT,
                     f"{restore.checkpoint} was written with {other}: random numbers and data begin as in a new job",
                 )
             self._fresh = True  # the data stands somewhere else, too
@@ -271,7 +275,7 @@ class Recoverer:
         shard = self._worker.registry.shards.get(item.shard)
         if isinstance(shard, ObjectShard):
             return ShardSource(item.shard, *shard.tensors_at(version))
-        if item.kind == "live" and shard is not None:
+        if item.kind == Kind.LIVE and shard is not None:
             return ShardSource(item.shard, shard.spec(), list(shard.tensors().values()))
         return self._loop.copies.source(item.kind, item.dest, item.shard, version)
 
@@ -310,7 +314,7 @@ class Recoverer:
         for shard in (worker.registry.common, worker.registry.capsule):
             held += [
                 pb.Held(
-                    kind="undo",
+                    kind=Kind.UNDO,
                     version=v,
                     owner=worker.rank,
                     shards=[shard.name],
@@ -323,7 +327,7 @@ class Recoverer:
         in_page, capsule = self._in_page(), worker.registry.capsule.name
         early = worker.connection.page.early_capsules() if in_page else []
         held += [
-            pb.Held(kind="page", version=v, owner=worker.rank, shards=[capsule], nbytes=[0], early=v in early)
+            pb.Held(kind=Kind.PAGE, version=v, owner=worker.rank, shards=[capsule], nbytes=[0], early=v in early)
             for v in in_page
         ]
         return held + self._loop.copies.inventory()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from flashrecovery.config import Settings
 from flashrecovery.errors import JobFailedError, RegistrationError
+from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy import checkpoint
 from flashrecovery.worker.copies import Copies
@@ -78,7 +79,7 @@ class Session:
         copies = Copies(registry, worker.settings, self._checkpoint_published, self._checkpoint_failed, on_kept)
         self._loop = Loop(worker, copies, own_calls=num_steps is None)
         if worker.rank == 0 and not worker.connection.detached:
-            worker.notice("redundancy", copies.describe())
+            worker.notice(NoticeKind.REDUNDANCY, copies.describe())
         self._loop.join(num_steps)
         return self._loop
 
@@ -102,4 +103,4 @@ class Session:
         self._worker.send(pb.FromWorker(checkpoint=message))
 
     def _checkpoint_failed(self, error: BaseException) -> None:
-        self._worker.notice("checkpoint_failed", f"{type(error).__name__}: {error}")
+        self._worker.notice(NoticeKind.CHECKPOINT_FAILED, f"{type(error).__name__}: {error}")

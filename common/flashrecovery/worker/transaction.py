@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from flashrecovery import groups
 from flashrecovery.errors import JobFailedError, StepInterrupted, UnsupportedError
+from flashrecovery.kinds import NoticeKind
 from flashrecovery.worker import proof
 from flashrecovery.worker.adapter import StepHooks
 from flashrecovery.worker.collectives import CollectiveWatch
@@ -146,7 +147,7 @@ class Transaction(StepHooks):
         if silent and self._worker.rank == 0:
             names = sorted(name.partition("/")[2] for name in silent)
             text = f"{names} are changed by way of .data; they are compared in every step now"
-            self._worker.notice("silent_buffers", text)
+            self._worker.notice(NoticeKind.SILENT_BUFFERS, text)
         return bool(differing or silent)
 
     def _seal_more(self, version: int, sealed: bool) -> None:
@@ -241,4 +242,4 @@ class Transaction(StepHooks):
 
     def tell_undo(self, why: str, reason: int) -> None:
         """``reason``: what the peers are to hear, see :meth:`.habits.Habits.hear`."""
-        self._worker.notice("undo_enabled", f"{why}; an own pre-step copy is kept from now on", step=reason)
+        self._worker.notice(NoticeKind.UNDO_ENABLED, f"{why}; an own pre-step copy is kept from now on", step=reason)

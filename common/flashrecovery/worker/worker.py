@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 
 from flashrecovery.config import Settings
+from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.channel import Channel
 from flashrecovery.runtime.page import Page
@@ -69,11 +70,13 @@ class Worker:
         """To the agent."""
         self.connection.channel.send(message)
 
-    def notice(self, kind: str, text: str, fault: pb.Fault | None = None, *, step: int = -1) -> None:
+    def notice(self, kind: NoticeKind, text: str, fault: pb.Fault | None = None, *, step: int = -1) -> None:
         """Something that belongs into the events."""
         self.send(pb.FromWorker(notice=pb.Notice(rank=self.rank, kind=kind, text=text, fault=fault, step=step)))
 
     def tell_own(self, names: list[str]) -> None:
         """Registered objects have turned out to be each rank's own."""
         if names and self.rank == 0:
-            self.notice("own_objects", f"{names} are not equal on all ranks; each rank's own is protected from now on")
+            self.notice(
+                NoticeKind.OWN_OBJECTS, f"{names} are not equal on all ranks; each rank's own is protected from now on"
+            )

@@ -1,0 +1,96 @@
+"""The kinds of things that are told apart by a word: failures, notices, and what the controller asks of ranks.
+
+Each word stands once, here; it is also what stands in events, in messages and on the terminal. docs/operations.md
+explains every one.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class _Word(str, Enum):
+    """Its text is the word itself, in formatted strings, too."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self.value), spec)
+
+
+class FailureKind(_Word):
+    """What has become of a rank, or why a recovery began."""
+
+    KILLED = "killed"
+    EXIT = "exit"
+    EXCEPTION = "exception"
+    STOPPED = "stopped"
+    HANG = "hang"
+    NODE_LOST = "node_lost"
+    UNRESPONSIVE = "unresponsive"
+    COMMAND = "command"
+    DEVICE = "device"
+    STANDSTILL = "standstill"
+    WARNING = "warning"
+    """It lives, but its node is given up on a device plugin's warning."""
+    CONTROLLER = "controller"
+    """It was lost while there was no controller."""
+
+
+class Ordered(_Word):
+    """What ranks are asked to do, and have to answer within a deadline."""
+
+    HOLD = "hold"
+    STOP = "stop"
+    REPLACE = "replace"
+    REGROUP = "regroup"
+    RESTORE = "restore"
+    RESUME = "resume"
+
+
+class NoticeKind(_Word):
+    """Something that an operator may want to know, and that changes nothing by itself."""
+
+    ALL_ASKED_AGAIN = "all_asked_again"
+    BELOW_CUT_SHORT = "below_cut_short"
+    CHECKPOINT_FAILED = "checkpoint_failed"
+    COMMUNICATION_OUTSIDE = "communication_outside"
+    CONTROLLER_ELECTED = "controller_elected"
+    DEADLOCK = "deadlock"
+    DIGEST_MISMATCH = "digest_mismatch"
+    FAULT_FIRED = "fault_fired"
+    FAULT_IMPOSSIBLE = "fault_impossible"
+    HEALTH_FATAL = "health_fatal"
+    HEALTH_PLUGIN = "health_plugin"
+    HEALTH_WARNING = "health_warning"
+    HOLD_FAILED = "hold_failed"
+    NODE_REPLACED = "node_replaced"
+    NODE_UNHEARD = "node_unheard"
+    NOT_FENCED = "not_fenced"
+    OTHER_COMMAND = "other_command"
+    OTHER_LAYOUT = "other_layout"
+    OWN_OBJECTS = "own_objects"
+    QUORUM_HELD = "quorum_held"
+    QUORUM_LOST = "quorum_lost"
+    REDUNDANCY = "redundancy"
+    REGROUP_FAILED = "regroup_failed"
+    RESTORE_FAILED = "restore_failed"
+    RESUME_FAILED = "resume_failed"
+    SETUP_LOG_LOST = "setup_log_lost"
+    SETUP_LOG_TOO_LARGE = "setup_log_too_large"
+    SILENT_BUFFERS = "silent_buffers"
+    STANDSTILL = "standstill"
+    START_AGAIN = "start_again"
+    STOP_FAILED = "stop_failed"
+    STORE_RESTARTED = "store_restarted"
+    STRAGGLER = "straggler"
+    TAKEN_OVER = "taken_over"
+    UNDO_ENABLED = "undo_enabled"
+    UNPROTECTED = "unprotected"
+    WAITING_FOR_NODE = "waiting_for_node"
+
+
+def failed(asked: Ordered) -> NoticeKind:
+    """Of a rank that could not do what it was asked."""
+    return NoticeKind(f"{asked}_failed")

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import sys
 
-from flashrecovery.worker.hooks import ImportHooks
+from flashrecovery.import_hooks import ImportHooks
 from fr_deepspeed.hook import attach, install
 
 __all__ = ["attach"]

@@ -7,8 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from flashrecovery.adapter import world_size
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.torch_native.placement import world_size
 from fr_deepspeed.engine import EngineAdapter
 from fr_deepspeed.stage0 import MasterWeightsAdapter, PlainEngineAdapter
 from fr_deepspeed.stage3 import Stage3Adapter

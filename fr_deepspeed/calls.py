@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from flashrecovery import Recovery
+from flashrecovery.adapter import DataStream, RngState, restore_rng
 from flashrecovery.errors import RegistrationError
-from flashrecovery.worker.data import DataStream
-from flashrecovery.worker.rng import RngState, restore_rng
 
 
 class ProtectedCalls:

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from flashrecovery import groups
+from flashrecovery.adapter import CheckpointFormat, groups
 from flashrecovery.errors import RestoreError
-from flashrecovery.worker.adapter import CheckpointFormat
 
 _UNREADABLE = (OSError, RuntimeError, KeyError, ValueError, AssertionError, EOFError, pickle.UnpicklingError)
 """What DeepSpeed raises for files that are damaged, missing or of another job."""

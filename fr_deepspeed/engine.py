@@ -22,12 +22,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from flashrecovery.torch_native import faults
-from flashrecovery.torch_native.base import TorchAdapter
-from flashrecovery.torch_native.placement import replicated, world_size
-from flashrecovery.torch_native.setters import Method, Setters
-from flashrecovery.torch_native.shards import ParamRecord, ParamShard, constant, owners_of
-from flashrecovery.worker.adapter import CheckpointFormat, Shard, StepHooks
+from flashrecovery.adapter import (
+    CheckpointFormat,
+    Method,
+    ParamRecord,
+    ParamShard,
+    Setters,
+    Shard,
+    StepHooks,
+    TorchAdapter,
+    constant,
+    faults,
+    owners_of,
+    replicated,
+    world_size,
+)
 from fr_deepspeed.activation import capture_tracker, reset_checkpointing, restore_tracker
 from fr_deepspeed.beta_powers import beta_powers
 from fr_deepspeed.checkpoint import EngineCheckpoint

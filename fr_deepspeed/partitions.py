@@ -7,8 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashrecovery.torch_native.placement import global_rank, world_size
-from flashrecovery.torch_native.shards import ParamRecord, constant
+from flashrecovery.adapter import ParamRecord, constant, global_rank, world_size
 
 
 def partition_record(name: str, partition: torch.Tensor, group: Any) -> ParamRecord:

@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from flashrecovery.torch_native.placement import replicated
-from flashrecovery.torch_native.shards import ParamRecord, constant
+from flashrecovery.adapter import ParamRecord, constant, replicated
 from fr_deepspeed.engine import EngineAdapter
 from fr_deepspeed.experts import ranks_of
 

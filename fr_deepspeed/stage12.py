@@ -11,10 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch.distributed as dist
 from torch import nn
 
-from flashrecovery.torch_native.placement import world_size
-from flashrecovery.torch_native.setters import Method
-from flashrecovery.torch_native.shards import FixedShard, ParamRecord, ParamShard
-from flashrecovery.worker.adapter import Shard
+from flashrecovery.adapter import FixedShard, Method, ParamRecord, ParamShard, Shard, world_size
 from fr_deepspeed.engine import EngineAdapter
 from fr_deepspeed.offload import check_gradients, reset_accumulation
 from fr_deepspeed.partitions import partition_record, reset_backward_hooks

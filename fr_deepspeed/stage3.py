@@ -14,11 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from flashrecovery.adapter import FixedShard, Method, ParamRecord, ParamShard, Shard, global_rank
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.torch_native.placement import global_rank
-from flashrecovery.torch_native.setters import Method
-from flashrecovery.torch_native.shards import FixedShard, ParamRecord, ParamShard
-from flashrecovery.worker.adapter import Shard
 from fr_deepspeed.engine import EngineAdapter
 from fr_deepspeed.partitions import partition_record, reset_backward_hooks
 

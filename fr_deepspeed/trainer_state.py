@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
+from flashrecovery.adapter import LoopAdapter, codec
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.state import codec
-from flashrecovery.worker.calls import LoopAdapter
 
 _COUNTERS = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos")
 

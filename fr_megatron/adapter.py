@@ -21,10 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flashrecovery.torch_native.base import TorchAdapter
-from flashrecovery.torch_native.setters import Method
-from flashrecovery.torch_native.shards import ParamRecord, ParamShard, owners_of
-from flashrecovery.worker.adapter import CheckpointFormat, Shard
+from flashrecovery.adapter import CheckpointFormat, Method, ParamRecord, ParamShard, Shard, TorchAdapter, owners_of
 from fr_megatron.buckets import forget_answers
 from fr_megatron.checkpoint import MegatronCheckpoint
 from fr_megatron.megatron_fsdp import MegatronFSDP

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from flashrecovery import Recovery, init
-from flashrecovery.worker.agreement import check_equal
+from flashrecovery.adapter import check_equal
 from fr_megatron.support import check, check_version
 
 

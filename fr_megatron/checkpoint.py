@@ -22,11 +22,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flashrecovery.adapter import (
+    CheckpointFormat,
+    layout_of,
+    new_state_tensor,
+    plain,
+    read_into,
+    write_durably,
+    write_part,
+)
 from flashrecovery.errors import RestoreError, UnsupportedError
-from flashrecovery.redundancy.dcp import read_into, write_part
-from flashrecovery.redundancy.host import write_durably
-from flashrecovery.torch_native.optimizer_state import layout_of, new_state_tensor, plain
-from flashrecovery.worker.adapter import CheckpointFormat
 from fr_megatron.optimizers import Names, inner_optimizers, is_distributed
 from fr_megatron.pieces import Piece, Stepped, described, find_stepped, pieces
 

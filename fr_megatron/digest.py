@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashrecovery.torch_native.placement import local_tensor
+from flashrecovery.adapter import local_tensor
 from fr_megatron.megatron_fsdp import whole_state
 from fr_megatron.optimizers import members
 from fr_megatron.random import capture_tracker

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from flashrecovery.cli.checks import Finding, Level
 from flashrecovery.errors import UnsupportedError
+from flashrecovery.finding import Finding, Level
 from flashrecovery.versions import Bound, version_of
 from fr_megatron import cpu
 from fr_megatron.lm import hooks

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flashrecovery.torch_native import faults
+from flashrecovery.adapter import faults
 from fr_megatron.wrappers import FaultPoint, OnMesh
 
 STRATEGIES = ("optim", "optim_grads", "optim_grads_params")

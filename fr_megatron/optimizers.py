@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from flashrecovery.torch_native.placement import replicated, world_size
-from flashrecovery.torch_native.shards import FixedShard, ParamRecord, constant
+from flashrecovery.adapter import FixedShard, ParamRecord, constant, replicated, world_size
 from fr_megatron.layout import Place, is_expert, place
 
 Pair = tuple[torch.nn.Parameter, torch.nn.Parameter]

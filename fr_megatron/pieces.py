@@ -24,9 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flashrecovery.adapter import FixedShard, writer_of
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.redundancy.checkpoint import writer_of
-from flashrecovery.torch_native.shards import FixedShard
 from fr_megatron.optimizers import Names, is_distributed, pairs, record
 
 STATE = "optimizer.state"

@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from flashrecovery.adapter import CHANNEL_ENV
 from flashrecovery.errors import ConfigError
-from flashrecovery.runtime.channel import CHANNEL_ENV
 from fr_megatron.lm import hooks
 
 

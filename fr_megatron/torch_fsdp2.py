@@ -11,12 +11,12 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from flashrecovery.torch_native import faults, fsdp2_state
+from flashrecovery.adapter import faults, fsdp2_state
 from fr_megatron.wrappers import FaultPoint, OnMesh
 
 
 class TorchFSDP2(OnMesh):
-    """What is inside of FSDP2 is looked up in :mod:`flashrecovery.torch_native.fsdp2_state`."""
+    """What is inside of FSDP2 is looked up in :mod:`flashrecovery.adapter.fsdp2_state`."""
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         self._roots = [chunk.module for chunk in chunks]

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flashrecovery.adapter import named_group
 from flashrecovery.errors import RestoreError
-from flashrecovery.groups import named_group
 
 _HELPERS = {
     "multi-token prediction": ("megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper"),

@@ -19,10 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from flashrecovery.torch_native import faults
-from flashrecovery.torch_native.placement import placed_on_mesh, replicated
-from flashrecovery.torch_native.shards import ParamRecord, ParamShard, constant
-from flashrecovery.worker.adapter import Shard
+from flashrecovery.adapter import ParamRecord, ParamShard, Shard, constant, faults, placed_on_mesh, replicated
 from fr_megatron.buckets import reset_buckets
 from fr_megatron.optimizers import Names, Pair, is_distributed, record, weights
 

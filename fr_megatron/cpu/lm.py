@@ -13,7 +13,7 @@ from typing import Any
 from typing_extensions import override
 
 from flashrecovery.errors import ConfigError
-from flashrecovery.worker.hooks import Hook, ImportHooks
+from flashrecovery.import_hooks import Hook, ImportHooks
 from fr_megatron.cpu import VARIABLE
 
 _HELPERS = "megatron.core.datasets.helpers_cpp"

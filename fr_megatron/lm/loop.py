@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from flashrecovery import Recovery, init
+from flashrecovery.adapter import check_equal
 from flashrecovery.errors import ConfigError
-from flashrecovery.worker.agreement import check_equal
 from fr_megatron.adapter import MegatronAdapter
 from fr_megatron.digest import state_digest
 from fr_megatron.lm.arguments import common, given, settings

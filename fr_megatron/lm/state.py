@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flashrecovery.worker.calls import LoopAdapter
+from flashrecovery.adapter import LoopAdapter
 from fr_megatron import trackers
 
 _RERUN = (

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from flashrecovery.cli import checks
-from flashrecovery.cli.checks import Finding, Level
 from flashrecovery.cli.doctor import doctor, examine
+from flashrecovery.finding import Finding, Level
 
 
 def levels(findings: list[Finding]) -> list[Level]:

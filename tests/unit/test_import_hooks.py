@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from flashrecovery.worker.hooks import ImportHooks
+from flashrecovery.import_hooks import ImportHooks
 
 NAME = "module_with_a_hook"
 

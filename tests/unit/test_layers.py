@@ -17,14 +17,16 @@ CORE = "flashrecovery"
 LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(layer.split())
     for layer in (
-        "_version errors kinds versions clock complaints grpc_private proto",
+        "_version errors finding import_hooks kinds versions clock complaints grpc_private proto",
         "plan handshake security state",
         "config patches events",
         "sealed tls heartbeat health",
         "access",
         "runtime",
         "ballot groups redundancy",
+        "contract",
         "worker",
+        "adapter",
         "torch_native",
         "entry",
         "flashrecovery",
@@ -38,11 +40,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
 """From the bottom to the top. A name is a folder or a file of ``common/flashrecovery``, or a package; ``flashrecovery``
 is the public API in its ``__init__``. Two of one layer do not import each other."""
 
-NOT_YET = frozenset(
-    {
-        "fr_megatron.doctor -> flashrecovery.cli.checks",
-    }
-)
+NOT_YET: frozenset[str] = frozenset()
 
 ROUND_NOT_YET = ({"fr_megatron.cpu", "fr_megatron.cpu.lm"},)
 """Files that import each other, round about."""
@@ -136,3 +134,40 @@ def test_every_folder_has_its_layer() -> None:
     packages = {_package(module) for module in _modules()}
     named = [name for layer in LAYERS for name in layer]
     assert packages == set(named) and len(named) == len(set(named))
+
+
+ADAPTERS = ("flashrecovery.torch_native", "fr_deepspeed", "fr_megatron")
+API = {"flashrecovery", "flashrecovery.adapter"} | {
+    f"flashrecovery.{name}" for name in ("config", "errors", "finding", "import_hooks", "patches", "versions")
+}
+"""What adapters may import of the core: the declared API, and modules that do not import torch."""
+
+
+def test_adapters_keep_to_the_declared_api() -> None:
+    modules = _modules()
+    known = set(modules) | {f"flashrecovery.adapter.{name}" for name in ("faults", "fsdp2_state")}
+    found = set()
+    for module, path in modules.items():
+        mine = next((a for a in ADAPTERS if f"{module}.".startswith(f"{a}.")), None)
+        for imported in _imports(path, modules) if mine is not None else ():
+            allowed = imported in API or f"{imported}.".startswith(f"{mine}.")
+            if not allowed and not (imported in known and _exported(imported)):
+                found.add(f"{module} -> {imported}")
+    assert found == set()
+
+
+def _exported(module: str) -> bool:
+    """Whether it is a module that the API itself exports by its name."""
+    package, _, name = module.rpartition(".")
+    return package == "flashrecovery.adapter" and name in _declared()
+
+
+def _declared() -> list[str]:
+    tree = ast.parse((ROOTS[CORE] / "adapter" / "__init__.py").read_text())
+    (names,) = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"]
+    return list(ast.literal_eval(names))
+
+
+def test_the_documentation_names_the_whole_api() -> None:
+    text = (ROOT / "docs" / "adapters.md").read_text()
+    assert [name for name in _declared() if f"`{name}`" not in text] == []

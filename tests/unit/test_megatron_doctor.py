@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flashrecovery.cli.adapter_checks import adapters
-from flashrecovery.cli.checks import Finding, Level
+from flashrecovery.finding import Finding, Level
 from flashrecovery.versions import Bound, version_of
 from fr_megatron import cpu, doctor
 from fr_megatron.lm import hooks

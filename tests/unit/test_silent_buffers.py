@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from flashrecovery.adapter.buffers import COMPARED_BYTES, BufferTracker
 from flashrecovery.errors import DivergedError, UnsupportedError
 from flashrecovery.runtime.page import CAPSULE_LIMIT
 from flashrecovery.state import codec
 from flashrecovery.torch_native import ModuleAdapter, adapter_for
-from flashrecovery.torch_native.buffers import COMPARED_BYTES, BufferTracker
 from flashrecovery.worker.registry import Registry
 from flashrecovery.worker.transaction import Transaction
 

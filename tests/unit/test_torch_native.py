@@ -15,14 +15,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW
 
+from flashrecovery.adapter.base import _LOOKS, TorchAdapter
+from flashrecovery.adapter.buffers import COMPARED_BYTES
+from flashrecovery.adapter.modes import ModeTracker
+from flashrecovery.adapter.shards import FixedShard
 from flashrecovery.errors import RegistrationError, RestoreError, StepInterrupted, UnsupportedError
 from flashrecovery.state import codec
 from flashrecovery.state.spec import ShardSpec
 from flashrecovery.torch_native import DDPAdapter, FSDP2Adapter, PlainAdapter, adapter_for
-from flashrecovery.torch_native.base import _LOOKS, TorchAdapter
-from flashrecovery.torch_native.buffers import COMPARED_BYTES
-from flashrecovery.torch_native.modes import ModeTracker
-from flashrecovery.torch_native.shards import FixedShard
 
 
 class Net(nn.Module):

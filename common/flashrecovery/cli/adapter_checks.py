@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable
 
-from flashrecovery.cli.checks import Finding, Level
+from flashrecovery.finding import Finding, Level
 from flashrecovery.patches import only_looking
 
 ENTRY_POINTS = "flashrecovery.doctor"

@@ -14,35 +14,14 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
 from flashrecovery.errors import FlashRecoveryError
+from flashrecovery.finding import Finding, Level
 from flashrecovery.patches import ENTRY_POINTS, PatchTable
 from flashrecovery.runtime.lifeline import Lifeline
 from flashrecovery.runtime.page import Page
 from flashrecovery.versions import in_range, range_text, version_of
-
-
-class Level(str, Enum):
-    """OK: helps. WARN: works, but slower or less safe. FAIL: recovery cannot work."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One look at the environment: what was found, what it means, and what to do about it ("" if nothing)."""
-
-    check: str
-    level: Level
-    found: str
-    meaning: str
-    advice: str = ""
-
 
 # -- software -------------------------------------------------------------------------------------
 

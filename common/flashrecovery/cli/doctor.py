@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from flashrecovery.cli import adapter_checks, checks, health_checks
-from flashrecovery.cli.checks import Finding, Level
 from flashrecovery.cli.output import make_console
+from flashrecovery.finding import Finding, Level
 
 _STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 

@@ -12,7 +12,7 @@ r holds, ``shared/<shard>/<tensor>`` for replicated shards, written once by one 
 the holders by name), and ``manifest/<r>``: structure, small values and digests of what rank r wrote, its
 capsule, the common state. The directory must be on storage that all ranks share.
 
-A framework's own format (:class:`~flashrecovery.worker.adapter.CheckpointFormat`) takes the place of the tensors; the
+A framework's own format (:class:`~flashrecovery.contract.CheckpointFormat`) takes the place of the tensors; the
 manifests with their digests stay, so that a load is verified like any other. It may write DCP checkpoints into further
 subdirectories ``<name>-<rank>``, which become parts of the one. It may be able to load what ranks of another layout
 have written: then model and optimizer, and no rank's own state.

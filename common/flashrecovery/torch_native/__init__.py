@@ -9,8 +9,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from flashrecovery.adapter import TorchAdapter
 from flashrecovery.errors import RegistrationError, UnsupportedError
-from flashrecovery.torch_native.base import TorchAdapter
 from flashrecovery.torch_native.ddp import DDPAdapter
 from flashrecovery.torch_native.fsdp2 import FSDP2Adapter
 from flashrecovery.torch_native.plain import ModuleAdapter, PlainAdapter

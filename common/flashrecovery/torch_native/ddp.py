@@ -12,11 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from flashrecovery.adapter import ParamRecord, TorchAdapter, constant, replicated, unsynchronised, world_size
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.torch_native import ddp_reducer
-from flashrecovery.torch_native.base import TorchAdapter
-from flashrecovery.torch_native.placement import replicated, unsynchronised, world_size
-from flashrecovery.torch_native.shards import ParamRecord, constant
 
 
 class DDPAdapter(TorchAdapter):

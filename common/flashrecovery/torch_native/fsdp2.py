@@ -10,11 +10,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from flashrecovery.adapter import (
+    ParamRecord,
+    TorchAdapter,
+    constant,
+    faults,
+    fsdp2_state,
+    mesh_spans_world,
+    placed_on_mesh,
+    unsynchronised,
+)
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.torch_native import faults, fsdp2_state
-from flashrecovery.torch_native.base import TorchAdapter
-from flashrecovery.torch_native.placement import mesh_spans_world, placed_on_mesh, unsynchronised
-from flashrecovery.torch_native.shards import ParamRecord, constant
 
 
 class FSDP2Adapter(TorchAdapter):

@@ -8,10 +8,7 @@ from collections.abc import Callable, Mapping
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from flashrecovery.torch_native.base import TorchAdapter
-from flashrecovery.torch_native.placement import placed_on_mesh, replicated, world_size
-from flashrecovery.torch_native.shards import ParamRecord, constant
-from flashrecovery.worker.adapter import StepHooks
+from flashrecovery.adapter import ParamRecord, StepHooks, TorchAdapter, constant, placed_on_mesh, replicated, world_size
 
 
 class PlainAdapter(TorchAdapter):

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from flashrecovery import groups
+from flashrecovery.contract import Adapter, StepHooks
 from flashrecovery.errors import RegistrationError
 from flashrecovery.state.shard import Shard
-from flashrecovery.worker.adapter import Adapter, StepHooks
 from flashrecovery.worker.loop import Loop
 from flashrecovery.worker.rng import RngState, restore_rng
 from flashrecovery.worker.session import Session

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from flashrecovery import groups
+from flashrecovery.contract import Adapter
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.worker.adapter import Adapter
 
 ANY_STEP = -1
 

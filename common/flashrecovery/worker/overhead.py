@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from flashrecovery.worker.adapter import StepHooks
+from flashrecovery.contract import StepHooks
 
 
 class Overhead:

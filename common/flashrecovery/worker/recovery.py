@@ -18,7 +18,7 @@ from flashrecovery.worker.data import DataStream
 from flashrecovery.worker.step import Step
 
 if TYPE_CHECKING:
-    from flashrecovery.worker.adapter import Adapter
+    from flashrecovery.contract import Adapter
     from flashrecovery.worker.calls import Calls, LoopState
     from flashrecovery.worker.session import Session
 

@@ -15,13 +15,13 @@ import torch
 import xxhash
 from torch.optim import Optimizer
 
+from flashrecovery.contract import Adapter
 from flashrecovery.errors import DivergedError, RegistrationError, UnsupportedError
 from flashrecovery.runtime.page import CAPSULE_LIMIT
 from flashrecovery.state import codec, witness
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from flashrecovery.state.object_shard import COMMON, ObjectShard
 from flashrecovery.state.shard import Shard
-from flashrecovery.worker.adapter import Adapter
 from flashrecovery.worker.data import DataStream, Position
 from flashrecovery.worker.generators import Stateful, as_stateful
 from flashrecovery.worker.habits import Habits

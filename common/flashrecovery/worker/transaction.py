@@ -1,17 +1,17 @@
 """One step, from its begin to its commit: what must be in place on all ranks before any of them changes its state, and
 what makes a step void.
 
-The adapter reports the moments in between (:class:`~flashrecovery.worker.adapter.StepHooks`). All of this runs in the
+The adapter reports the moments in between (:class:`~flashrecovery.contract.StepHooks`). All of this runs in the
 training thread.
 """
 
 from __future__ import annotations
 
 from flashrecovery import groups
+from flashrecovery.contract import StepHooks
 from flashrecovery.errors import JobFailedError, StepInterrupted, UnsupportedError
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.worker import proof
-from flashrecovery.worker.adapter import StepHooks
 from flashrecovery.worker.collectives import CollectiveWatch
 from flashrecovery.worker.copies import Copies, anywhere
 from flashrecovery.worker.habits import TOUCHED

@@ -12,20 +12,20 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from flashrecovery.errors import RegistrationError, RestoreError, UnsupportedError
-from flashrecovery.torch_native import faults
-from flashrecovery.torch_native.buffers import BufferTracker
-from flashrecovery.torch_native.modes import ModeTracker
-from flashrecovery.torch_native.optimizer_state import (
+from flashrecovery.adapter import faults
+from flashrecovery.adapter.buffers import BufferTracker
+from flashrecovery.adapter.modes import ModeTracker
+from flashrecovery.adapter.optimizer_state import (
     capture_hyperparameters,
     check_optimizers,
     check_state,
     restore_hyperparameters,
 )
-from flashrecovery.torch_native.setters import Method, Setters
-from flashrecovery.torch_native.shards import ParamRecord, ParamShard, owners_of
-from flashrecovery.torch_native.state_order import StateOrder
-from flashrecovery.worker.adapter import Adapter, Shard, StepHooks
+from flashrecovery.adapter.setters import Method, Setters
+from flashrecovery.adapter.shards import ParamRecord, ParamShard, owners_of
+from flashrecovery.adapter.state_order import StateOrder
+from flashrecovery.contract import Adapter, Shard, StepHooks
+from flashrecovery.errors import RegistrationError, RestoreError, UnsupportedError
 from flashrecovery.worker.glance import count_gradients, glance_at_tensors
 
 _LOOKS = 128

@@ -14,8 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from flashrecovery.adapter.placement import like_placed, local_tensor
 from flashrecovery.errors import RegistrationError, RestoreError, UnsupportedError
-from flashrecovery.torch_native.placement import like_placed, local_tensor
 
 HOST, DEVICE, PLACED = "host", "device", "placed"
 _SCALARS = (bool, int, float, complex, str, type(None))

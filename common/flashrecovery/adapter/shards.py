@@ -12,11 +12,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from flashrecovery.adapter.optimizer_state import layout_of, new_state_tensor, plain
+from flashrecovery.adapter.placement import addresses, local_tensor
+from flashrecovery.adapter.state_order import StateOrder
+from flashrecovery.contract import Shard, ShardSpec, TensorSpec
 from flashrecovery.errors import RestoreError
-from flashrecovery.torch_native.optimizer_state import layout_of, new_state_tensor, plain
-from flashrecovery.torch_native.placement import addresses, local_tensor
-from flashrecovery.torch_native.state_order import StateOrder
-from flashrecovery.worker.adapter import Shard, ShardSpec, TensorSpec
 
 PARAM = "param"
 

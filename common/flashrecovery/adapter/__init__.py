@@ -1,0 +1,84 @@
+"""What an adapter for a framework is made of: the declared API.
+
+An adapter outside of this repository needs nothing but what is exported here, ``flashrecovery`` itself, its ``errors``,
+and, where torch must not be imported (hooks, ``flashrecovery doctor``), the light modules ``import_hooks``,
+``finding``, ``versions``, ``patches`` and ``config``. The adapters in this repository keep to that, too.
+docs/adapters.md explains how one is written; in short:
+
+* the contract: :class:`Adapter` and what it is given, :class:`StepHooks`
+* the kit for frameworks whose state is tensors and a ``torch.optim`` optimizer: :class:`TorchAdapter`, with records of
+  parameters that become shards, names by placement, and optimizer state
+* a loop of the framework's own: :class:`LoopAdapter`, and what such a loop has to agree on and to restore
+* checkpoints in the framework's own format: :class:`CheckpointFormat`, and torch's DCP
+"""
+
+from flashrecovery import groups
+from flashrecovery.adapter import faults, fsdp2_state
+from flashrecovery.adapter.base import TorchAdapter
+from flashrecovery.adapter.optimizer_state import layout_of, new_state_tensor, plain
+from flashrecovery.adapter.placement import (
+    global_rank,
+    local_tensor,
+    mesh_spans_world,
+    placed_on_mesh,
+    replicated,
+    unsynchronised,
+    world_size,
+)
+from flashrecovery.adapter.setters import Method, Setters
+from flashrecovery.adapter.shards import FixedShard, ParamRecord, ParamShard, constant, owners_of
+from flashrecovery.contract import Adapter, CheckpointFormat, Shard, ShardSpec, StepHooks, TensorSpec
+from flashrecovery.groups import named_group
+from flashrecovery.redundancy.checkpoint import writer_of
+from flashrecovery.redundancy.dcp import read_into, write_part
+from flashrecovery.redundancy.host import write_durably
+from flashrecovery.runtime.channel import CHANNEL_ENV
+from flashrecovery.state import codec
+from flashrecovery.worker.agreement import check_equal
+from flashrecovery.worker.calls import LoopAdapter
+from flashrecovery.worker.data import DataStream
+from flashrecovery.worker.recovery import Recovery
+from flashrecovery.worker.rng import RngState, restore_rng
+
+__all__ = [
+    "CHANNEL_ENV",
+    "Adapter",
+    "CheckpointFormat",
+    "DataStream",
+    "FixedShard",
+    "LoopAdapter",
+    "Method",
+    "ParamRecord",
+    "ParamShard",
+    "Recovery",
+    "RngState",
+    "Setters",
+    "Shard",
+    "ShardSpec",
+    "StepHooks",
+    "TensorSpec",
+    "TorchAdapter",
+    "check_equal",
+    "codec",
+    "constant",
+    "faults",
+    "fsdp2_state",
+    "global_rank",
+    "groups",
+    "layout_of",
+    "local_tensor",
+    "mesh_spans_world",
+    "named_group",
+    "new_state_tensor",
+    "owners_of",
+    "placed_on_mesh",
+    "plain",
+    "read_into",
+    "replicated",
+    "restore_rng",
+    "unsynchronised",
+    "world_size",
+    "write_durably",
+    "write_part",
+    "writer_of",
+]

@@ -24,17 +24,17 @@ With megatron-core and a loop of one's own, in two lines::
 :mod:`.trackers`        what layers sum up for the log
 :mod:`.checkpoint`      the fallback checkpoint in Megatron's own format
 :mod:`.pieces`          state as boxes of whole tensors, of which that consists
-:mod:`.cpu`             stand-ins for a GPU, for development only (``FR_MEGATRON_CPU=1``)
+:mod:`.stand_ins`       a CPU in place of a GPU, for development only (``FR_MEGATRON_CPU=1``); not in a wheel: ``cpu``
 ======================  ======================================================================================
 """
 
 from __future__ import annotations
 
 from flashrecovery.patches import looked_at
-from fr_megatron import cpu
+from fr_megatron import stand_ins
 
-if cpu.wanted() and not looked_at():
-    cpu.install()
+if stand_ins.wanted() and not looked_at():
+    stand_ins.install()
 
 from fr_megatron.attach import attach
 from fr_megatron.pretrain import pretrain, protect_loop

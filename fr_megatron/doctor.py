@@ -11,7 +11,7 @@ from pathlib import Path
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.finding import Finding, Level
 from flashrecovery.versions import Bound, version_of
-from fr_megatron import cpu
+from fr_megatron import stand_ins
 from fr_megatron.lm import hooks
 from fr_megatron.lm.hooks import Hook
 from fr_megatron.support import release_of, supported_text
@@ -57,11 +57,11 @@ def _core(version: str | None, where: Path | None) -> Finding:
 
 def _stand_ins() -> Finding:
     name = "megatron stand-ins"
-    if cpu.wanted():
-        found = f"{cpu.VARIABLE}=1: {', '.join(cpu.PARTS)}"
+    if stand_ins.wanted():
+        found = f"{stand_ins.VARIABLE}=1: {', '.join(stand_ins.PARTS)}"
         meaning = "megatron runs on the CPU, with gloo: for development only"
-        return Finding(name, Level.WARN, found, meaning, f"unset {cpu.VARIABLE} for training on GPUs")
-    return Finding(name, Level.OK, "off", f"{cpu.VARIABLE}=1 lets megatron run without a GPU, for development")
+        return Finding(name, Level.WARN, found, meaning, f"unset {stand_ins.VARIABLE} for training on GPUs")
+    return Finding(name, Level.OK, "off", f"{stand_ins.VARIABLE}=1 lets megatron run without a GPU, for development")
 
 
 def _loop(version: str | None, training: Path | None, places: list[Path]) -> list[Finding]:

@@ -29,7 +29,7 @@ import corpus
 import train_deepspeed
 import training
 from data import BlockDataset
-from fr_deepspeed.trainer import protect
+from flashrecovery.trainer import protect
 
 _OF_THE_CLOCK = ("runtime", "per_second")
 """Parts of keys in the history that differ from launch to launch."""

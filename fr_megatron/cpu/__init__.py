@@ -23,34 +23,25 @@ from __future__ import annotations
 import os
 import sys
 
-VARIABLE = "FR_MEGATRON_CPU"
-PARTS = ("constants", "device", "fallbacks", "lm")
-"""What is installed, as ``flashrecovery doctor`` lists it."""
+import torch
+
+from fr_megatron.cpu import constants, device, fallbacks, lm
 
 
-def wanted() -> bool:
-    """Whether the environment asks for the stand-ins."""
-    return os.environ.get(VARIABLE) == "1"
-
-
-def install() -> None:
-    """Make all changes. Idempotent.
+def install(variable: str) -> None:
+    """Make all changes, which the environment's ``variable`` has asked for. Idempotent.
 
     Raises:
         RuntimeError: there is a CUDA device, or megatron has been imported already.
     """
-    import torch
-
-    from fr_megatron.cpu import constants, device, fallbacks, lm
-
     if constants.installed():
         return
     if torch.cuda.is_available():
-        raise RuntimeError(f"{VARIABLE}=1 is for machines without a CUDA device, and this one has one")
+        raise RuntimeError(f"{variable}=1 is for machines without a CUDA device, and this one has one")
     if "megatron.core" in sys.modules:
-        raise RuntimeError(f"{VARIABLE}=1 comes too late: megatron.core has been imported; import fr_megatron first")
+        raise RuntimeError(f"{variable}=1 comes too late: megatron.core has been imported; import fr_megatron first")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron's jit_fuser is torch.compile, which asks for a GPU
     device.install()
     constants.install()
     fallbacks.install()
-    lm.install()
+    lm.install(variable)

@@ -12,29 +12,27 @@ from typing import Any
 
 from typing_extensions import override
 
+from flashrecovery import import_hooks
 from flashrecovery.errors import ConfigError
-from flashrecovery.import_hooks import Hook, ImportHooks
-from fr_megatron.cpu import VARIABLE
+from flashrecovery.import_hooks import Hook
 
 _HELPERS = "megatron.core.datasets.helpers_cpp"
 
 
-def install() -> None:
-    """Change the modules concerned as soon as they are imported, if they ever are."""
+def install(variable: str) -> None:
+    """Change the modules concerned as soon as they are imported, if ever. ``variable``: for what is refused."""
     if not hasattr(typing, "override"):
         typing.override = override  # type: ignore[attr-defined,unused-ignore] # 0.20 is written for Python 3.12
     hooks: dict[str, Hook] = {
-        "megatron.training.arguments": _arguments,
+        "megatron.training.arguments": functools.partial(_arguments, variable=variable),
         "megatron.training.initialize": _initialize,
         "megatron.legacy.fused_kernels": _fused_kernels,
         "megatron.core.datasets.utils": _dataset_helpers,
     }
-    for name in [n for n in hooks if n in sys.modules]:
-        hooks.pop(name)(sys.modules[name])
-    sys.meta_path.insert(0, ImportHooks(hooks))
+    import_hooks.install(hooks)
 
 
-def _arguments(module: ModuleType) -> None:
+def _arguments(module: ModuleType, variable: str) -> None:
     """Of the flags that a CPU needs, one would not be missed: without it, weights come from the device's generator,
     which is the host's here, and are others than on a GPU."""
     patched: Any = module
@@ -43,7 +41,7 @@ def _arguments(module: ModuleType) -> None:
     @functools.wraps(original)
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         if not args.use_cpu_initialization:
-            raise ConfigError(f"{VARIABLE}=1, which stands in for a GPU, needs the flag --use-cpu-initialization")
+            raise ConfigError(f"{variable}=1, which stands in for a GPU, needs the flag --use-cpu-initialization")
         return original(args, *rest, **kwargs)
 
     patched.validate_args = validate_args

@@ -109,7 +109,7 @@ def test_switched_off_nothing_is_asked_of_the_engine(live: FakeRecovery) -> None
 
 
 def test_the_trainer_is_refused_without_a_deepspeed_config() -> None:
-    from fr_deepspeed.trainer import protect
+    from flashrecovery.trainer import protect
 
     trainer = SimpleNamespace(accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=None)))
     with pytest.raises(RegistrationError, match="deepspeed="):

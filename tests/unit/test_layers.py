@@ -31,6 +31,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "entry",
         "flashrecovery",
         "fr_deepspeed fr_megatron",
+        "trainer",
         "agent controller",
         "observe",
         "job",
@@ -42,7 +43,7 @@ is the public API in its ``__init__``. Two of one layer do not import each other
 
 NOT_YET: frozenset[str] = frozenset()
 
-ROUND_NOT_YET = ({"fr_megatron.cpu", "fr_megatron.cpu.lm"},)
+ROUND_NOT_YET: tuple[set[str], ...] = ()
 """Files that import each other, round about."""
 
 

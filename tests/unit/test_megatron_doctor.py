@@ -11,7 +11,7 @@ import pytest
 from flashrecovery.cli.adapter_checks import adapters
 from flashrecovery.finding import Finding, Level
 from flashrecovery.versions import Bound, version_of
-from fr_megatron import cpu, doctor
+from fr_megatron import doctor, stand_ins
 from fr_megatron.lm import hooks
 from fr_megatron.support import CORE_0_16, CORE_0_20
 
@@ -86,9 +86,9 @@ def test_nothing_is_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("value", "level"), [("1", Level.WARN), ("0", Level.OK)])
 def test_stand_ins(value: str, level: Level, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(cpu.VARIABLE, value)
+    monkeypatch.setenv(stand_ins.VARIABLE, value)
     finding = found(tmp_path)["megatron stand-ins"]
-    assert finding.level is level and cpu.VARIABLE in finding.found + finding.meaning
+    assert finding.level is level and stand_ins.VARIABLE in finding.found + finding.meaning
 
 
 def test_it_is_a_part_of_the_doctor() -> None:

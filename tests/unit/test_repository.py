@@ -8,9 +8,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from flashrecovery.kinds import FailureKind, NoticeKind
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def _toml(name: str):  # type: ignore[no-untyped-def]
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        from pip._vendor import tomli as tomllib
+    return tomllib.loads((ROOT / name).read_text())
 
 
 def _script(name: str):  # type: ignore[no-untyped-def]
@@ -81,3 +91,20 @@ def test_operators_find_every_kind_explained() -> None:
     first = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", (ROOT / "docs" / "operations.md").read_text(), re.M)
     explained = {word for cell in first for word in re.findall(r"`(\w+)`", cell)}
     assert {kind.value for kind in (*FailureKind, *NoticeKind)} - explained == set()
+
+
+def test_a_wheel_has_all_packages_but_the_stand_ins_for_a_gpu() -> None:
+    find_packages = pytest.importorskip("setuptools").find_packages
+    chosen = _toml("pyproject.toml")["tool"]["setuptools"]["packages"]["find"]
+    packed = {
+        name
+        for where in chosen["where"]
+        for name in find_packages(str(ROOT / where), include=chosen["include"], exclude=chosen["exclude"])
+    }
+    here = {
+        ".".join(path.parent.relative_to(root).parts)
+        for root, names in ((ROOT / "common", ["flashrecovery"]), (ROOT, ["fr_deepspeed", "fr_megatron"]))
+        for name in names
+        for path in (root / name).rglob("__init__.py")
+    }
+    assert here - packed == {"fr_megatron.cpu"} and packed <= here

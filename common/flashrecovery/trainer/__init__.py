@@ -1,7 +1,7 @@
 """The Hugging Face ``Trainer`` with a DeepSpeed config that enables ``flash_recovery``::
 
     trainer = Trainer(model, TrainingArguments(..., deepspeed="ds_config.json"), train_dataset=...)
-    fr_deepspeed.trainer.protect(trainer)
+    flashrecovery.trainer.protect(trainer)
     trainer.train()
 
 The Trainer keeps its own loop, so every part of it that communicates becomes one call of the core
@@ -17,7 +17,7 @@ The Trainer keeps its own loop, so every part of it that communicates becomes on
 The Trainer fetches all micro-batches of an optimizer step before it trains on the first. So the whole step is made in
 ``get_batch_samples``, and its ``training_step`` then hands out the losses one by one: the same operations in the same
 order, only the callbacks of a step see it when it is over. What the loop itself keeps (averages, history, flags) is
-in :mod:`.trainer_state`.
+in :mod:`.state`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from typing import Any
 
 from flashrecovery import Recovery, init
 from flashrecovery.errors import DataSourceError, RegistrationError, UnsupportedError
+from flashrecovery.trainer.state import TrainerLoop, TrainerLoopAdapter
 from fr_deepspeed import config as flash_config
-from fr_deepspeed.trainer_state import TrainerLoop, TrainerLoopAdapter
 
 TESTED = {"transformers": "5.23.0", "accelerate": "1.15.0"}
 """Methods of the Trainer that are not public, and the order of its loop, have been looked up in these."""

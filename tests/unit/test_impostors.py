@@ -479,7 +479,7 @@ def test_a_stranger_on_the_controllers_port_means_that_it_is_gone(
         assert {method for method, _, _ in fake.calls} <= {HELLO}
         async with controlling(tmp_path / "again", port) as (service, _):
             await until(lambda: service._agents.is_connected("a"))
-            assert not job.session._stranger and job.agent.halted == 0
+            await until(lambda: not job.session._stranger and job.session._standing is Standing.MEMBER)
             await job.stop()
         assert job.running.result() is None
 

@@ -108,3 +108,48 @@ def test_a_wheel_has_all_packages_but_the_stand_ins_for_a_gpu() -> None:
         for path in (root / name).rglob("__init__.py")
     }
     assert here - packed == {"fr_megatron.cpu"} and packed <= here
+
+
+def test_every_folder_says_what_it_is_for() -> None:
+    """In a README of a few lines. (Inner folders of an adapter or an example are explained in its own.)"""
+    roots = (
+        "common/flashrecovery",
+        "fr_deepspeed",
+        "fr_megatron",
+        "tests",
+        "benchmarks",
+        "examples/gpt",
+        "scripts",
+        "patches",
+    )
+    tracked = subprocess.run(["git", "ls-files", *roots], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    folders = {Path(name).parent for name in tracked.split() if name.endswith(".py")} - {Path("common/flashrecovery")}
+    inner = {
+        f for f in folders if f.parts[0] in ("fr_megatron", "benchmarks", "examples") and f.as_posix() not in roots
+    }
+    assert [f for f in sorted(folders - inner) if not (ROOT / f / "README.md").exists()] == []
+
+
+def _anchor(heading: str) -> str:
+    """As GitHub makes it."""
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+    return re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    tracked = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    broken = []
+    for name in tracked.split():
+        text = re.sub(r"^```.*?^```", "", (ROOT / name).read_text(), flags=re.M | re.S)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if re.match(r"[a-z]+:", target):
+                continue
+            path, _, anchor = target.partition("#")
+            there = (ROOT / name).parent / path if path else ROOT / name
+            if not there.exists():
+                broken.append((name, target))
+            elif anchor:
+                headings = re.findall(r"^#+ (.*)$", there.read_text(), re.M)
+                if anchor not in map(_anchor, headings):
+                    broken.append((name, target))
+    assert broken == []

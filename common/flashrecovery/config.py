@@ -1,7 +1,9 @@
-"""Every setting and every timeout, in one validated place.
+"""Every setting and every timeout that can be set, in one validated place.
 
-``Timeouts`` is the only table of timeouts of the project: each has the reason for its default beside it. A wrong key
-or value is a :class:`ConfigError` that names the key, the value and what is allowed, before any process starts.
+``Timeouts`` has the reason for each default beside it. Bounds that nobody needs to set (how often something is looked
+at, how long one answer may take) stand beside their use, with the reason; docs/configuration.md lists those that show
+in a log. A wrong key or value is a :class:`ConfigError` that names the key, the value and what is allowed, before any
+process starts.
 """
 
 from __future__ import annotations

@@ -153,3 +153,14 @@ def test_links_between_documents_lead_somewhere() -> None:
                 if anchor not in map(_anchor, headings):
                     broken.append((name, target))
     assert broken == []
+
+
+def test_the_fixed_bounds_in_the_documentation_are_those_in_the_code() -> None:
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| `(\w+_S)` \| `([\d.]+)` \|", _text("docs/configuration.md"), re.M)
+    assert len(rows) > 15
+    core = "common/flashrecovery"
+    assert [row for row in rows if f"\n{row[1]} = {row[2]}" not in _text(f"{core}/{row[0]}")] == []
+
+
+def _text(name: str) -> str:
+    return (ROOT / name).read_text()

@@ -15,6 +15,7 @@ from flashrecovery.config import ObserveSettings, load_run_config
 from flashrecovery.errors import ConfigError
 from flashrecovery.events import EventLog
 from flashrecovery.observe import Observer
+from flashrecovery.observe.incident import Incident
 from flashrecovery.observe.spans import Span, span_of, spans_of
 from tests.support.history_samples import FAST, SLOW, START, at, kill, two_recoveries
 
@@ -35,7 +36,7 @@ def test_one_span_a_recovery_and_one_a_phase() -> None:
         t += seconds
     # the sample log has a redo event, too; a controller writes none for the last phase
     without_redo = [e for e in kill(10, 1, 3, 41, FAST) if getattr(e, "name", "") != "redo"]
-    check_times(span_of(without_redo), expected)
+    check_times(span_of(Incident(tuple(without_redo))), expected)
     assert first.attributes["flashrecovery.victims"] == [3]
     assert first.attributes["flashrecovery.resume_step"] == 41
     assert first.attributes["flashrecovery.bytes"] == 3 << 20
@@ -56,7 +57,7 @@ def test_a_failure_in_the_middle_is_in_the_same_trace() -> None:
 def test_a_step_of_the_clock_bends_nothing() -> None:
     events = kill(10, 1, 3, 41, FAST)
     bent = [e.model_copy(update={"time": e.time + 3600}) for e in events[:2]] + events[2:]
-    assert span_of(bent) == span_of(events)
+    assert spans_of(bent) == spans_of(events)
 
 
 def test_a_recovery_that_ends_the_job_is_an_error() -> None:

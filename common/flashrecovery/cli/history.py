@@ -4,9 +4,10 @@ functions."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from flashrecovery import events as ev
+from flashrecovery.observe.incident import Incident, Incidents
 
 PHASES = ("detect", "quiesce", "replace", "fallback", "regroup", "restore", "verify", "redo")
 """In the order in which they happen; together they are a recovery's ``total_s``."""
@@ -89,143 +90,78 @@ class JobHistory:
     recoveries: tuple[RecoveryRecord, ...] = ()
 
 
-@dataclass
-class _Open:
-    """A recovery that has not finished yet."""
-
-    generation: int
-    at_s: float
-    failures: list[FailureRecord] = field(default_factory=list)
-    victims: list[int] = field(default_factory=list)
-    cause: str = ""
-    phases: dict[str, float] = field(default_factory=dict)
-    fallback: str = ""
-
-
 def read_history(events: Iterable[ev.Event]) -> JobHistory:
     """What happened, from all events in order."""
-    return _Reader().read(events)
+    events = list(events)
+    # nothing is logged before the first step of a job, but its start says how long ago the launch was
+    launched = [e.time - (e.seconds if isinstance(e, ev.JobStarted) else 0.0) for e in events]
+    first = min(launched, default=0.0)
+    incidents, recoveries, failures = Incidents(), [], []
+    history = JobHistory(started=first)
+    for event in events:
+        history = _after(history, event)
+        if isinstance(event, ev.FailureDetected):
+            failures.append(_failure(event, first))
+        if (over := incidents.take(event)) is not None:
+            recoveries.append(_recovery(over, first))
+    if incidents.open is not None:
+        recoveries.append(_recovery(incidents.open, first))
+    last = events[-1] if events else None
+    return replace(
+        history,
+        generation=last.generation if last is not None else 0,
+        seconds=last.time - first if last is not None else 0.0,
+        failures=tuple(failures),
+        recoveries=tuple(recoveries),
+    )
 
 
-class _Reader:
-    def __init__(self) -> None:
-        self.failures: list[FailureRecord] = []
-        self.recoveries: list[RecoveryRecord] = []
-        self.unclaimed: list[FailureRecord] = []
-        self.open: _Open | None = None
-        self.state = "starting"
-        self.launches = 0
-        self.world_size = 0
-        self.generation = 0
-        self.first = 0.0
-        self.last = 0.0
-        self.reason = ""
-        self.checkpoints = 0
-        self.standbys = (0, 0)
+def _after(known: JobHistory, event: ev.Event) -> JobHistory:
+    """What is known of the job after this event, besides its failures and recoveries."""
+    if isinstance(event, ev.JobStarted):
+        return replace(known, state="running", world_size=event.world_size, reason="", launches=known.launches + 1)
+    if isinstance(event, ev.RecoveryStarted):
+        return replace(known, state="recovering")
+    if isinstance(event, ev.RecoveryFinished):
+        return replace(known, state="running")
+    if isinstance(event, ev.CheckpointSaved):
+        return replace(known, checkpoints=known.checkpoints + 1)
+    if isinstance(event, ev.StandbyReady):
+        return replace(known, standby_ready=event.ready, standby_starting=event.starting)
+    if isinstance(event, ev.JobFinished):
+        return replace(known, state="finished")
+    if isinstance(event, ev.JobFailed):
+        return replace(known, state="failed", reason=event.reason)
+    return known
 
-    def read(self, events: Iterable[ev.Event]) -> JobHistory:
-        events = list(events)
-        # nothing is logged before the first step of a job, but its start says how long ago the launch was
-        launched = [e.time - (e.seconds if isinstance(e, ev.JobStarted) else 0.0) for e in events]
-        self.first = min(launched, default=0.0)
-        for event in events:
-            self.last = event.time
-            self.generation = event.generation
-            self._take(event)
-        self._close_unfinished()
-        return JobHistory(
-            state=self.state,
-            world_size=self.world_size,
-            generation=self.generation,
-            launches=self.launches,
-            started=self.first,
-            seconds=self.last - self.first,
-            reason=self.reason,
-            checkpoints=self.checkpoints,
-            standby_ready=self.standbys[0],
-            standby_starting=self.standbys[1],
-            failures=tuple(self.failures),
-            recoveries=tuple(self.recoveries),
-        )
 
-    def _take(self, event: ev.Event) -> None:
-        at_s = event.time - self.first
-        if isinstance(event, ev.JobStarted):
-            self.state, self.world_size, self.reason = "running", event.world_size, ""
-            self.launches += 1
-        elif isinstance(event, ev.FailureDetected):
-            failure = FailureRecord(
-                event.rank, event.kind, event.evidence, event.detect_s, event.step, at_s - event.detect_s
-            )
-            self.failures.append(failure)
-            (self.open.failures if self.open is not None else self.unclaimed).append(failure)
-        elif isinstance(event, ev.RecoveryStarted):
-            self.state = "recovering"
-            if self.open is None:
-                began = min((f.at_s for f in self.unclaimed), default=at_s)
-                self.open = _Open(event.generation, began, self.unclaimed)
-                self.unclaimed = []
-            self.open.generation = event.generation
-            self.open.victims = list(event.victims)
-            self.open.cause = self.open.cause or event.cause
-        elif isinstance(event, ev.RecoveryPhase) and self.open is not None:
-            self.open.phases[event.name] = self.open.phases.get(event.name, 0.0) + event.seconds
-        elif isinstance(event, ev.FallbackStarted) and self.open is not None:
-            self.open.fallback = f"checkpoint of step {event.version}: {event.reason}"
-        elif isinstance(event, ev.RecoveryFinished):
-            self._finish(event, at_s)
-        elif isinstance(event, ev.CheckpointSaved):
-            self.checkpoints += 1
-        elif isinstance(event, ev.StandbyReady):
-            self.standbys = (event.ready, event.starting)
-        elif isinstance(event, ev.JobFinished):
-            self.state = "finished"
-        elif isinstance(event, ev.JobFailed):
-            self.state, self.reason = "failed", event.reason
-            self._close_unfinished()
+def _failure(event: ev.FailureDetected, first: float) -> FailureRecord:
+    at_s = event.time - first - event.detect_s
+    return FailureRecord(event.rank, event.kind, event.evidence, event.detect_s, event.step, at_s)
 
-    def _finish(self, event: ev.RecoveryFinished, at_s: float) -> None:
-        known = self.open or _Open(event.generation, at_s - event.total_s)
-        self.open, self.state = None, "running"
-        self.recoveries.append(
-            RecoveryRecord(
-                generation=event.generation,
-                failures=tuple(known.failures),
-                victims=tuple(event.victims),
-                cause=event.cause or known.cause,
-                resume_step=event.resume_step,
-                bytes=event.bytes,
-                sources=dict(event.sources),
-                phases=_ordered(event.phases or known.phases),
-                total_s=event.total_s,
-                reason=event.reason,
-                fallback=known.fallback,
-                at_s=at_s - event.total_s,
-                finished=True,
-            )
-        )
 
-    def _close_unfinished(self) -> None:
-        known, self.open = self.open, None
-        if known is not None:
-            phases = _ordered(known.phases)
-            self.recoveries.append(
-                RecoveryRecord(
-                    generation=known.generation,
-                    failures=tuple(known.failures),
-                    victims=tuple(known.victims),
-                    cause=known.cause,
-                    resume_step=-1,
-                    bytes=0,
-                    sources={},
-                    phases=phases,
-                    total_s=sum(phases.values()),
-                    reason="",
-                    fallback=known.fallback,
-                    at_s=known.at_s,
-                    finished=False,
-                )
-            )
+def _recovery(incident: Incident, first: float) -> RecoveryRecord:
+    failures = tuple(_failure(event, first) for event in incident.failures)
+    end, fallback = incident.finished, incident.fallback
+    if end is not None:
+        at_s = end.time - first - end.total_s
+    else:
+        at_s = min((f.at_s for f in failures), default=incident.events[0].time - first)
+    return RecoveryRecord(
+        generation=incident.generation,
+        failures=failures,
+        victims=incident.victims,
+        cause=incident.cause,
+        resume_step=end.resume_step if end is not None else -1,
+        bytes=end.bytes if end is not None else 0,
+        sources=dict(end.sources) if end is not None else {},
+        phases=_ordered(incident.phases),
+        total_s=incident.total_s,
+        reason=end.reason if end is not None else "",
+        fallback=f"checkpoint of step {fallback.version}: {fallback.reason}" if fallback is not None else "",
+        at_s=at_s,
+        finished=end is not None,
+    )
 
 
 def _ordered(phases: dict[str, float]) -> dict[str, float]:

@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 
 from flashrecovery import events as ev
 from flashrecovery.errors import ConfigError
-from flashrecovery.observe.spans import RecoveryEvents, Span, span_of
+from flashrecovery.observe.incident import Incidents
+from flashrecovery.observe.spans import Span, span_of
 
 try:
     from opentelemetry import trace
@@ -52,11 +53,11 @@ class RecoveryTracer:
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("flashrecovery")
-        self._finder = RecoveryEvents()
+        self._incidents = Incidents()
 
     def take(self, event: ev.Event) -> None:
         """One event; cheap unless it is the last one of a recovery."""
-        found = self._finder.take(event)
+        found = self._incidents.take(event)
         if found is not None:
             self._record(span_of(found), None)
 

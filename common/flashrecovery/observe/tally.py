@@ -11,6 +11,7 @@ from collections import Counter, deque
 
 from flashrecovery import events as ev
 from flashrecovery.observe.facts import Counts, Durations, FailureFacts, PastRecovery
+from flashrecovery.observe.incident import Incident, Incidents
 
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0)
 """Detection takes about a millisecond, a cold replacement of a large model minutes."""
@@ -45,38 +46,22 @@ class Tally:
         self._injected = 0
         self._saved_at: float | None = None
         self._latest: deque[PastRecovery] = deque(maxlen=LATEST)
-        self._clear()
-
-    def _clear(self) -> None:
-        """No recovery is open."""
-        self._open: ev.RecoveryStarted | None = None
-        self._open_failures: list[FailureFacts] = []
-        self._open_phases: dict[str, float] = {}
-        self._open_fallback = False
+        self._incidents = Incidents()
 
     def take(self, event: ev.Event) -> None:
         """Count one event."""
         if isinstance(event, ev.FailureDetected):
             self._failures[event.kind] += 1
-            self._open_failures.append(FailureFacts(event.rank, event.kind, event.evidence, event.step))
-        elif isinstance(event, ev.RecoveryStarted):
-            self._open = event
-        elif isinstance(event, ev.RecoveryPhase):
-            self._open_phases[event.name] = self._open_phases.get(event.name, 0.0) + event.seconds
-        elif isinstance(event, ev.RecoveryFinished):
-            self._finished(event)
         elif isinstance(event, ev.FallbackStarted):
             self._fallbacks += 1
-            self._open_fallback = True
         elif isinstance(event, ev.CheckpointSaved):
             self._checkpoints += 1
             self._saved_at = event.time
         elif isinstance(event, ev.FaultInjected):
             self._injected += 1
-        elif isinstance(event, ev.JobFailed):
-            self._gave_up(event)
-        elif isinstance(event, ev.JobStarted):
-            self._clear()  # failures before the first step have been answered by a restart
+        over = self._incidents.take(event)
+        if over is not None:
+            self._add(over)
 
     def counts(self) -> Counts:
         """A copy that stays as it is."""
@@ -93,47 +78,29 @@ class Tally:
             latest=tuple(self._latest),
         )
 
-    def _finished(self, event: ev.RecoveryFinished) -> None:
-        self._recoveries[event.cause] += 1
-        self._recovery.add(event.total_s)
-        self._bytes += event.bytes
-        for name, seconds in event.phases.items():
-            self._phases.setdefault(name, _Histogram()).add(seconds)
+    def _add(self, incident: Incident) -> None:
+        """A recovery is over, or the job has failed in it; then it is shown, too, with what is known of it."""
+        end = incident.finished
+        if end is not None:
+            self._recoveries[end.cause] += 1
+            self._recovery.add(end.total_s)
+            self._bytes += end.bytes
+            for name, seconds in end.phases.items():
+                self._phases.setdefault(name, _Histogram()).add(seconds)
+        last = incident.events[-1]
         self._latest.append(
             PastRecovery(
-                finished_at=event.time,
-                finished=True,
-                generation=event.generation,
-                victims=tuple(event.victims),
-                cause=event.cause,
-                resume_step=event.resume_step,
-                bytes=event.bytes,
-                phases=dict(event.phases),
-                total_s=event.total_s,
-                reason=event.reason,
-                fallback=self._open_fallback,
-                failures=tuple(self._open_failures),
+                finished_at=last.time,
+                finished=end is not None,
+                generation=incident.generation,
+                victims=incident.victims,
+                cause=incident.cause,
+                resume_step=end.resume_step if end is not None else -1,
+                bytes=end.bytes if end is not None else 0,
+                phases=incident.phases,
+                total_s=incident.total_s,
+                reason=incident.end.reason if incident.end is not None else "",
+                fallback=incident.fallback is not None,
+                failures=tuple(FailureFacts(f.rank, f.kind, f.evidence, f.step) for f in incident.failures),
             )
         )
-        self._clear()
-
-    def _gave_up(self, event: ev.JobFailed) -> None:
-        """The job has failed; a recovery that was under way is shown, too, with what is known of it."""
-        if self._open is not None:
-            self._latest.append(
-                PastRecovery(
-                    finished_at=event.time,
-                    finished=False,
-                    generation=self._open.generation,
-                    victims=tuple(self._open.victims),
-                    cause=self._open.cause,
-                    resume_step=-1,
-                    bytes=0,
-                    phases=dict(self._open_phases),
-                    total_s=sum(self._open_phases.values()),
-                    reason=event.reason,
-                    fallback=self._open_fallback,
-                    failures=tuple(self._open_failures),
-                )
-            )
-        self._clear()

@@ -19,7 +19,7 @@ GPU_CHECK_ARGS ?=
 SEEDS ?= 2000
 SIMULATE_ARGS ?=
 
-.PHONY: help setup demo test test-slurm lint format grid grid-deepspeed grid-megatron soak soak-deepspeed soak-megatron chaos gpu-check bench bench-setup mutate mutate-session simulate clean
+.PHONY: help setup demo test test-slurm lint format grid grid-deepspeed grid-megatron soak soak-deepspeed soak-megatron chaos gpu-check bench bench-setup mutate mutate-session simulate docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -100,6 +100,13 @@ gpu-check: setup $(BIN)/.frameworks-done  ## on a machine with NVIDIA GPUs: a ra
 chaos: setup  ## 200 random faults of ranks, nodes, links and controllers on four hosts, without and with relays (needs root)
 	$(BIN)/python -m pytest -m chaos -s $(PYTEST_ARGS)
 
+$(BIN)/.docs-done: $(BIN)/.setup-done
+	@$(PIP) -c constraints.txt --editable '.[test,docs]'
+	@touch $@
+
+docs: $(BIN)/.docs-done  ## the pages of docs/ with an API reference, as a static site in site/; broken references fail
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 $(BIN)/.mutate-done: $(BIN)/.setup-done
 	@$(PIP) -c constraints.txt --editable '.[test,mutate]'
 	@touch $@
@@ -121,4 +128,4 @@ bench: setup bench-setup  ## all benchmarks, side by side with the peers (BENCH_
 	done; test -z "$$failed" || { echo "goals missed or not measured:$$failed"; exit 1; }
 
 clean:  ## remove the virtual environment, caches and demo runs
-	rm -rf $(VENV) $(DEMO_DIR) .pytest_cache .mypy_cache .ruff_cache .hypothesis flashrecovery.egg-info
+	rm -rf $(VENV) $(DEMO_DIR) site .pytest_cache .mypy_cache .ruff_cache .hypothesis flashrecovery.egg-info

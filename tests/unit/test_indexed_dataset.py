@@ -140,7 +140,7 @@ def _prepare(data_dir: str, start: object, results: multiprocessing.Queue[str]) 
 
 
 def test_ranks_that_start_at_once_make_one_corpus(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # other tests may have left threads in this process
     start, results = context.Event(), context.Queue()
     ranks = [context.Process(target=_prepare, args=(str(tmp_path), start, results)) for _ in range(4)]
     for rank in ranks:

@@ -26,10 +26,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from flashrecovery import groups
-from flashrecovery.adapter.base import TorchAdapter, adapter_for
+from flashrecovery.adapter import TorchAdapter
 from flashrecovery.errors import StepInterrupted
 from flashrecovery.state import codec
 from flashrecovery.state.spec import ShardSpec
+from flashrecovery.torch_native import adapter_for
 from flashrecovery.worker.rng import RngState, restore_rng
 
 

@@ -38,6 +38,8 @@ class Builder(threading.Thread):
         self.seconds: dict[str, float] = {}
         self.current = parts[0].request.name if parts else ""
         self.error: Exception | None = None
+        self.late = False
+        """The error came when the time was up: most likely it is a wait that has ended with it."""
         self.finished = False
         self._native, self._parts, self._deadline = native, parts, deadline
         self._built: dict[str, Inners] = {}
@@ -57,7 +59,7 @@ class Builder(threading.Thread):
                 self._keep(request.name, make_inners(self._native, request, store, part.timeout, left))
                 self.seconds[request.name] = time.monotonic() - began
         except Exception as error:  # noqa: BLE001 - whatever it is, the waiting thread raises it
-            self.error = error
+            self.error, self.late = error, time.monotonic() >= self._deadline - _LOOK_S
         self.finished = True
         STATE.changed.set()
 

@@ -195,8 +195,9 @@ def _put_all_inside(
     with STATE.lock:  # no abandon() can come between the check and the exchange
         if STATE.abandonments != epoch:
             return "was abandoned while its groups were attached"
-        if not builder.finished:
-            return f"did not form its groups within {deadline_s:g} s; waiting in group {builder.current!r}"
+        if not builder.finished or builder.late:
+            last = f": {builder.error}" if builder.error is not None else ""
+            return f"did not form its groups within {deadline_s:g} s; waiting in group {builder.current!r}{last}"
         if builder.error is not None:
             return f"could not form group {builder.current!r}: {builder.error}"
         for group in todo:

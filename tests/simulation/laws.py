@@ -11,6 +11,7 @@ from flashrecovery import events as ev
 from flashrecovery.controller.crashes import cause_of, option_of
 from flashrecovery.controller.records import Place
 from flashrecovery.handshake import job_key
+from flashrecovery.kinds import FailureKind
 from flashrecovery.plan.electors import majority
 from flashrecovery.plan.transitions import State
 from tests.simulation.content import TOKEN, Content
@@ -289,7 +290,8 @@ class Laws:
         """Count it as often as it may count for a crash loop: what this controller has written down of this rank, by
         cause, at its step and, as long as the process has taken none, among those of replacements that have not."""
         newest = max((w.pid for w in self.world.workers.values() if w.place == event.rank), default=-1)
-        option = option_of(cause_of(event.kind, 0))  # of the signals, there are none here that a process gives itself
+        # of the signals, there are none here that a process gives itself
+        option = option_of(cause_of(FailureKind(event.kind), 0))
         if event.kind != "node_lost":
             self.failures[process, event.rank, option, event.step] += 1
             self.failures[process, event.rank, option, _BEFORE_A_STEP] += newest not in self.stepped

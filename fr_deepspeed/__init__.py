@@ -37,14 +37,9 @@ Under ``flashrecovery run`` this package wraps ``deepspeed.initialize`` as soon 
 
 from __future__ import annotations
 
-import sys
-
-from flashrecovery.import_hooks import ImportHooks
+from flashrecovery import import_hooks
 from fr_deepspeed.hook import attach, install
 
 __all__ = ["attach"]
 
-if "deepspeed" in sys.modules:
-    install(sys.modules["deepspeed"])
-else:
-    sys.meta_path.insert(0, ImportHooks({"deepspeed": install}))
+import_hooks.install({"deepspeed": install})

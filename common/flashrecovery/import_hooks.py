@@ -67,4 +67,5 @@ def install(hooks: dict[str, Hook]) -> None:
     """Hook modules that come later; call the hook at once for those that are there already."""
     for name in [n for n in hooks if n in sys.modules]:
         hooks.pop(name)(sys.modules[name])
-    sys.meta_path.insert(0, ImportHooks(hooks))
+    if hooks:
+        sys.meta_path.insert(0, ImportHooks(hooks))

@@ -20,7 +20,17 @@ def _toml(name: str):  # type: ignore[no-untyped-def]
         import tomllib
     else:
         from pip._vendor import tomli as tomllib
-    return tomllib.loads((ROOT / name).read_text())
+    return tomllib.loads(_text(name))
+
+
+def _text(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def _tracked(*patterns: str) -> list[str]:
+    """Files that git knows, by their paths in the repository."""
+    command = ["git", "ls-files", *patterns]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
 
 
 def _script(name: str):  # type: ignore[no-untyped-def]
@@ -67,7 +77,7 @@ def test_the_controller_never_imports_the_worker() -> None:
 
 def test_the_files_that_the_architecture_names_are_there() -> None:
     """Each name is the end of a path."""
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    text = _text("docs/architecture.md")
     folders = ("common", "fr_deepspeed", "fr_megatron", "tests", "docs")
     here = [p.relative_to(ROOT).as_posix() for folder in folders for p in (ROOT / folder).rglob("*.*")]
     named = set(re.findall(r"`([\w/]+\.(?:py|h|md))`", text))
@@ -78,7 +88,7 @@ def test_the_files_that_the_architecture_names_are_there() -> None:
 def test_what_the_mutation_runs_name_is_there() -> None:
     """Each place that is broken by hand stands exactly once where it is said to be; each pattern finds something."""
     by_hand = _script("mutate_session")
-    assert [m.name for m in by_hand.MUTANTS if (ROOT / m.file).read_text().count(m.old) != 1] == []
+    assert [m.name for m in by_hand.MUTANTS if _text(m.file).count(m.old) != 1] == []
     for tests in (by_hand.LOOPS, by_hand.QUICK, by_hand.ALL):
         assert [name for name in tests if not (ROOT / name.split("::")[0]).exists()] == []
     for only, patterns in _script("mutate").TARGETS.values():
@@ -88,7 +98,7 @@ def test_what_the_mutation_runs_name_is_there() -> None:
 
 def test_operators_find_every_kind_explained() -> None:
     """In the tables of docs/operations.md."""
-    first = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", (ROOT / "docs" / "operations.md").read_text(), re.M)
+    first = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", _text("docs/operations.md"), re.M)
     explained = {word for cell in first for word in re.findall(r"`(\w+)`", cell)}
     assert {kind.value for kind in (*FailureKind, *NoticeKind)} - explained == set()
 
@@ -122,8 +132,7 @@ def test_every_folder_says_what_it_is_for() -> None:
         "scripts",
         "patches",
     )
-    tracked = subprocess.run(["git", "ls-files", *roots], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    folders = {Path(name).parent for name in tracked.split() if name.endswith(".py")} - {Path("common/flashrecovery")}
+    folders = {Path(name).parent for name in _tracked(*roots) if name.endswith(".py")} - {Path("common/flashrecovery")}
     inner = {
         f for f in folders if f.parts[0] in ("fr_megatron", "benchmarks", "examples") and f.as_posix() not in roots
     }
@@ -137,10 +146,9 @@ def _anchor(heading: str) -> str:
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    tracked = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     broken = []
-    for name in tracked.split():
-        text = re.sub(r"^```.*?^```", "", (ROOT / name).read_text(), flags=re.M | re.S)
+    for name in _tracked("*.md"):
+        text = re.sub(r"^```.*?^```", "", _text(name), flags=re.M | re.S)
         for target in re.findall(r"\]\(([^)\s]+)\)", text):
             if re.match(r"[a-z]+:", target):
                 continue
@@ -160,7 +168,3 @@ def test_the_fixed_bounds_in_the_documentation_are_those_in_the_code() -> None:
     assert len(rows) > 15
     core = "common/flashrecovery"
     assert [row for row in rows if f"\n{row[1]} = {row[2]}" not in _text(f"{core}/{row[0]}")] == []
-
-
-def _text(name: str) -> str:
-    return (ROOT / name).read_text()

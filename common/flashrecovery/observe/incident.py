@@ -74,6 +74,16 @@ class Incident:
         """Seconds from the failure to the first step after it; as far as its phases are known if it is not over."""
         return self.finished.total_s if self.finished is not None else sum(self.phases.values())
 
+    @property
+    def resume_step(self) -> int:
+        """From which step it goes on; -1: it does not, or not yet."""
+        return self.finished.resume_step if self.finished is not None else -1
+
+    @property
+    def bytes(self) -> int:
+        """That were transferred."""
+        return self.finished.bytes if self.finished is not None else 0
+
     def _starts(self) -> Iterator[ev.RecoveryStarted]:
         return (e for e in self.events if isinstance(e, ev.RecoveryStarted))
 

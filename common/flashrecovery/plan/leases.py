@@ -14,6 +14,22 @@ the way, and however long one of them stood still, or its host was suspended (:m
 
 from __future__ import annotations
 
+from typing import Protocol
+
+
+class Limits(Protocol):
+    """What the configuration says (:class:`flashrecovery.config.Timeouts`), in seconds."""
+
+    @property
+    def node_silence_s(self) -> float: ...
+
+    @property
+    def node_probe_s(self) -> float: ...
+
+    @property
+    def node_wait_s(self) -> float: ...
+
+
 LOOK_S = 0.05
 """Pace of an agent's look at the clock while it does not hear its controller."""
 NODE_PROBE = 0.8

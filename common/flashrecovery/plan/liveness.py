@@ -20,22 +20,9 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from flashrecovery.plan.leases import Limits
 from flashrecovery.plan.ring import OBSERVERS, following
-
-
-class Limits(Protocol):
-    """What the configuration says (:class:`flashrecovery.config.Timeouts`), in seconds."""
-
-    @property
-    def node_silence_s(self) -> float: ...
-
-    @property
-    def node_probe_s(self) -> float: ...
-
-    @property
-    def node_wait_s(self) -> float: ...
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 from flashrecovery.plan.electors import Elector, majority
+from flashrecovery.plan.leases import Limits
 
 FRESH = 0.7
 """Part of the lease. Who has not heard the controller for that long itself passes nothing on: it may have been cut off
@@ -35,16 +35,6 @@ at the same time, and a controller that is late would be even later."""
 MUTE = 4.0
 """Times ``node_silence_s``. A controller whose port accepts but that says nothing is busy; if it is so for that long,
 its process stands still, and it is its host's kernel that takes the connections."""
-
-
-class Limits(Protocol):
-    """What the configuration says (:class:`flashrecovery.config.Timeouts`), in seconds."""
-
-    @property
-    def node_silence_s(self) -> float: ...
-
-    @property
-    def node_probe_s(self) -> float: ...
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Literal, Protocol
 
 from flashrecovery import groups
@@ -62,11 +62,6 @@ class Recoverer:
         self._loop = loop
         self._fresh = worker.connection.detached
         self._came_at = 0  # the version at which this process has come into a loop that others had begun
-        self._steps: Mapping[str | None, Callable[[pb.Command, pb.Reply], None]] = {
-            "stop": self._stop,
-            "regroup": self._regroup,
-            "restore": self._restore,
-        }
         self._told: tuple[int, list[pb.ShardNeed]] = (0, [])  # the needs in the newest answer to a stop, its generation
 
     # -- waiting for commands ---------------------------------------------------------------------
@@ -138,10 +133,14 @@ class Recoverer:
         reply = pb.Reply(serial=command.serial, generation=command.generation, rank=worker.rank)
         resumed = False
         try:
-            if body == "resume":
+            if body == "stop":
+                self._stop(command, reply)
+            elif body == "regroup":
+                self._regroup(command)
+            elif body == "restore":
+                self._restore(command.restore, reply)
+            elif body == "resume":
                 resumed = self._resume(command)
-            elif body in self._steps:
-                self._steps[body](command, reply)
         except (RuntimeError, FlashRecoveryError) as e:
             if not (isinstance(e, FlashRecoveryError) or groups.is_communication_error(e)):
                 raise
@@ -186,15 +185,15 @@ class Recoverer:
         for adapter in self._worker.registry.adapters:
             adapter.reset()
 
-    def _regroup(self, command: pb.Command, _: pb.Reply) -> None:
+    def _regroup(self, command: pb.Command) -> None:
         worker = self._worker
         worker.faults.hit("recovery:regrouping", worker.gate.version)
         message = command.regroup
         addresses = tuple((server.host, server.port) for server in message.stores)
         groups.attach(groups.Servers(addresses, message.deadline_s), command.generation, message.deadline_s)
 
-    def _restore(self, command: pb.Command, reply: pb.Reply) -> None:
-        worker, restore = self._worker, command.restore
+    def _restore(self, restore: pb.Restore, reply: pb.Reply) -> None:
+        worker = self._worker
         version = restore.version
         corrupt = worker.faults.hit("recovery:restoring", worker.gate.version) == "corrupt"
         if restore.checkpoint:

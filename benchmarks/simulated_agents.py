@@ -84,7 +84,7 @@ class SimulatedRank:
     def held(self) -> list[pb.Held]:
         kept = (self.rank - 8) % self.world
         capsule = f"capsule@{kept}"
-        return [pb.Held(kind="copy", version=self.version, owner=kept, shards=[capsule], nbytes=[1000])]
+        return [pb.Held(kind="copy", version=self.version, shards=[capsule], nbytes=[1000])]
 
     def committed(self) -> int:
         return self.version + int((time.monotonic() - self.resumed_at) / STEP_S) if self.running else self.version

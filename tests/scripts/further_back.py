@@ -118,7 +118,7 @@ class Run:
 
     def restore(self, generation: int, version: int) -> None:
         agent = self.agent
-        local = [pb.LocalItem(shard=self.registry.capsule.name, kind="page")]
+        local = [self.registry.capsule.name]
         agent._tell(generation, restore=pb.Restore(version=version, local=local, deadline_s=20))
         reply = agent._wait("reply")
         if reply.error_type:

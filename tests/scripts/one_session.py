@@ -95,7 +95,7 @@ class Agent:
             local = []
             if version < 0:  # torn: back to its own copy
                 version = max(h.version for h in held if h.kind == "undo" and len(h.shards) > 1)
-                local = [pb.LocalItem(shard=s, kind="undo") for h in held for s in h.shards if h.version == version]
+                local = [s for h in held for s in h.shards if h.version == version]
             self._tell(generation, restore=pb.Restore(version=version, local=local, deadline_s=20))
             reply = self._wait("reply")
             assert not reply.error_type, reply

@@ -159,14 +159,12 @@ class Copies:
     def inventory(self) -> list[pb.Held]:
         w = self._w
         names = w.tensor_names()
-        held = [pb.Held(kind="undo", version=v, owner=w.rank, shards=names) for v in sorted(self.undo)]
+        held = [pb.Held(kind="undo", version=v, shards=names) for v in sorted(self.undo)]
         for version in sorted(self.kept):
             shards = [f"capsule@{self.owner}"] + ([f"zero@{self.owner}"] if self.own_copies else [])
             for name in shards:
                 early = name.startswith("capsule@") and self.kept[version][2]
-                held.append(
-                    pb.Held(kind="copy", version=version, owner=self.owner, shards=[name], nbytes=[8], early=early)
-                )
+                held.append(pb.Held(kind="copy", version=version, shards=[name], nbytes=[8], early=early))
         return held
 
 
@@ -601,7 +599,7 @@ class ModelWorker:
         held = []
         for name, kept in (("common", self.common), (f"capsule@{self.rank}", self.capsule)):
             held += [
-                pb.Held(kind="undo", version=v, owner=self.rank, shards=[name], nbytes=[10], early=v in kept.early)
+                pb.Held(kind="undo", version=v, shards=[name], nbytes=[10], early=v in kept.early)
                 for v in sorted(kept.at)
                 if v != self.gate.live
             ]
@@ -610,7 +608,6 @@ class ModelWorker:
             pb.Held(
                 kind="page",
                 version=v,
-                owner=self.rank,
                 shards=[f"capsule@{self.rank}"],
                 nbytes=[0],
                 early=v in early,
@@ -707,17 +704,17 @@ class ModelWorker:
             self._load(restore.checkpoint, version)
         now = self.now
         own_capsule = f"capsule@{self.rank}"
-        for item in restore.local:
-            if item.shard == own_capsule:
+        for name in restore.local:
+            if name == own_capsule:
                 if version not in self.capsule.at:
                     data = self.page.read_capsule(version)
                     if data is None:
-                        raise PeerLost(f"{item.shard} at version {version} is no longer in the page")
+                        raise PeerLost(f"{name} at version {version} is no longer in the page")
                     self.capsule.keep(version, data)
-            elif item.shard != "common":
+            elif name != "common":
                 self.gate.torn()
                 copy = self.copies.undo[version]
-                now = self._with(now, item.shard, copy.weights if item.shard == "param" else copy.unique)
+                now = self._with(now, name, copy.weights if name == "param" else copy.unique)
         for item in restore.transfers:
             if item.source == self.rank:
                 value = self._source(item, version)

@@ -256,9 +256,7 @@ class Model:
     def kill(self, rank: int, kind: str = "killed", number: int = 9) -> None:
         """The process ends, and its agent says so."""
         worker = self.workers.pop(rank)
-        failure = pb.Failure(
-            rank=rank, pid=worker.pid, generation=worker.generation, kind=kind, evidence="x", signal=number
-        )
+        failure = pb.Failure(rank=rank, pid=worker.pid, kind=kind, evidence="x", signal=number)
         failure.failed_at, failure.step = self.now, worker.version
         self.up[rank].append(failure)
 
@@ -347,7 +345,7 @@ class Model:
             self._stop(worker, command)
         elif body == "release":
             worker.place = "released"
-            self.up[rank].append(pb.Exited(rank=rank, pid=worker.pid, code=0))
+            self.up[rank].append(pb.Exited(rank=rank, pid=worker.pid))
         elif command.generation < worker.called_off:
             return  # something newer has been announced
         elif body == "regroup":
@@ -376,7 +374,7 @@ class Model:
         if worker.fresh:
             worker.torn = True
             joined.held.extend(
-                pb.Held(kind="page", version=v, owner=worker.rank, shards=[worker.capsule], nbytes=[5])
+                pb.Held(kind="page", version=v, shards=[worker.capsule], nbytes=[5])
                 for v in sorted(self.pages[worker.rank])
             )
         else:
@@ -462,12 +460,12 @@ class Model:
         reply.live_version = worker.live_version
         for shard, version in sorted(worker.kept):
             if shard in worker.shards and version != worker.live_version:
-                reply.held.add(kind="undo", version=version, owner=worker.rank, shards=[shard], nbytes=[5])
+                reply.held.add(kind="undo", version=version, shards=[shard], nbytes=[5])
         for version in sorted(self.pages[worker.rank]) if worker.fresh else ():
-            reply.held.add(kind="page", version=version, owner=worker.rank, shards=[worker.capsule], nbytes=[5])
+            reply.held.add(kind="page", version=version, shards=[worker.capsule], nbytes=[5])
         for shard, version in sorted(worker.copies):
             owner = int(shard.rsplit("@" if "@" in shard else "/", 1)[1])
-            reply.held.add(kind="copy", version=version, owner=owner, shards=[shard], nbytes=[5])
+            reply.held.add(kind="copy", version=version, shards=[shard], nbytes=[5])
         self.up[worker.rank].append(reply)
 
     def _answer(self, worker: Worker, command: pb.Command, error: str = "") -> None:
@@ -487,11 +485,11 @@ class Model:
         reply = pb.Reply(serial=command.serial, generation=command.generation, rank=worker.rank)
         if worker.live_version == version:
             worker.live = dict.fromkeys(worker.shards, version)
-        for local in restore.local:
+        for name in restore.local:
             held = worker.kept | {(worker.capsule, v) for v in self.pages[worker.rank]}
-            assert (local.shard, version) in held, f"rank {worker.rank} does not hold {local.shard} at {version}"
+            assert (name, version) in held, f"rank {worker.rank} does not hold {name} at {version}"
             worker.torn = True
-            worker.live[local.shard] = version
+            worker.live[name] = version
         for item in restore.transfers:
             source = self.workers.get(item.source)
             if source is None or source.mute or item.dest not in self.workers:

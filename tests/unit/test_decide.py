@@ -58,7 +58,7 @@ def test_of_thousands_of_equal_holders_as_many_are_looked_at_as_can_make_a_diffe
         record = records[rank] = RankRecord(rank)
         record.needs = {f"model/{rank % 1000}": 100, "common": 10, capsule_name(rank): 5}
         kept = capsule_name((rank - 8) % world)
-        held = [] if rank in lost else [pb.Held(kind="copy", version=7, owner=rank, shards=[kept], nbytes=[5])]
+        held = [] if rank in lost else [pb.Held(kind="copy", version=7, shards=[kept], nbytes=[5])]
         record.take_inventory(-1 if rank in lost else 7, held)
     found = decide(records, None).round
     assert found.version == 7 and len(found.holdings) < 300

@@ -90,7 +90,7 @@ class Copies(World):
         version, size = self.version[rank], self.config.world_size
         reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank, live_version=version)
         for owner in (rank, (rank - self.config.nproc_per_node) % size):
-            reply.held.add(kind="copy", version=version, owner=owner, shards=[f"capsule@{owner}"], nbytes=[5])
+            reply.held.add(kind="copy", version=version, shards=[f"capsule@{owner}"], nbytes=[5])
         self.machine.on_reply(reply, self.now)
 
 

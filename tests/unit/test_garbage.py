@@ -142,7 +142,7 @@ def test_garbage_does_no_harm_and_does_not_fill_the_log(
             began = job.session._attempt
             for _ in range(20):
                 await called(port, path, *more, message=b"\xff" * 40)
-            service._agents.post("a", pb.Command(rank=0, keep_undo=pb.KeepUndo(reason="x")))
+            service._agents.post("a", pb.Command(rank=0, keep_undo=pb.KeepUndo(step=1)))
             await until(lambda: "keep_undo" in job.agent.commands)
             assert job.session._attempt is began and not job.agent.halted
             async with ACCESS.dial(f"127.0.0.1:{port}", CONTROLLER, 5.0) as channel:

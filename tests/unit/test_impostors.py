@@ -318,8 +318,8 @@ def test_nothing_secret_goes_over_the_wire(tmp_path: Path) -> None:
             job = Job(middle.port)
             await until(lambda: service._agents.is_connected("a"))
             for i in range(20):
-                service._agents.post("a", pb.Command(rank=0, keep_undo=pb.KeepUndo(reason=f"number {i}")))
-            await until(lambda: len([c for c in job.agent.commands if c == "keep_undo"]) == 20)
+                service._agents.post("a", pb.Command(rank=0, fault=pb.Fault(fault=f"number {i}")))
+            await until(lambda: len([c for c in job.agent.commands if c == "fault"]) == 20)
             await job.stop()
             seen = middle.everything()
             assert b"number 19" in seen  # it does see what is said
@@ -416,7 +416,7 @@ def test_a_message_that_is_changed_on_its_way_ends_the_connection_and_not_the_jo
 
             def say() -> bool:
                 if service._agents.is_connected("a"):
-                    service._agents.post("a", pb.Command(rank=0, keep_undo=pb.KeepUndo(reason="x")))
+                    service._agents.post("a", pb.Command(rank=0, keep_undo=pb.KeepUndo(step=1)))
                 job.agent.send(pb.AgentMessage(notice=pb.Notice(kind="test", text="x")))
                 return bool(hit)
 

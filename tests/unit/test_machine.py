@@ -147,7 +147,7 @@ class World:
             self.stops.append((rank, command.stop.finish_to))
             reply.live_version = self.version[rank]
             for version in {self.version[rank] + 1, *self.inherited.get(rank, ())}:
-                reply.held.add(kind="page", version=version, owner=rank, shards=[f"capsule@{rank}"], nbytes=[5])
+                reply.held.add(kind="page", version=version, shards=[f"capsule@{rank}"], nbytes=[5])
         elif body == "restore":
             for item in command.restore.transfers:
                 if item.source == rank:
@@ -160,7 +160,7 @@ class World:
             self.version[rank] = command.resume.version
             self.inherited.pop(rank, None)
         elif body == "release":
-            m.on_exited(pb.Exited(rank=rank, pid=self.pids[rank], code=0), self.now)
+            m.on_exited(pb.Exited(rank=rank, pid=self.pids[rank]), self.now)
             return
         elif body != "regroup":
             return
@@ -237,7 +237,7 @@ def test_the_end_of_a_process_that_has_been_replaced_is_nobodys_failure() -> Non
     world = World(4, steps=9)
     resumed_at(world, 2)
     machine = world.machine
-    machine.on_exited(pb.Exited(rank=2, pid=machine.job.ranks[2].pid - 1, code=0), world.now)
+    machine.on_exited(pb.Exited(rank=2, pid=machine.job.ranks[2].pid - 1), world.now)
     world.collect()
     assert machine.job.state is State.RUNNING and machine.job.ranks[2].place is Place.RUNNING
     assert world.run() is State.FINISHED and len(world.of(ev.RecoveryStarted)) == 1

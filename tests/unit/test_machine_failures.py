@@ -183,7 +183,7 @@ def test_a_replacement_that_dies_on_its_way_begins_a_new_generation() -> None:
     world.machine.on_joined(pb.Joined(rank=1, generation=1, steps=30), world.now)
     assert world.machine.job.ranks[1].place is Place.STARTING, "the second one has not come to its first step yet"
     needs = [pb.ShardNeed(name=name, nbytes=5) for name in ("param/w", "common", "capsule@1")]
-    held = [pb.Held(kind="page", version=2, owner=1, shards=["capsule@1"], nbytes=[5])]
+    held = [pb.Held(kind="page", version=2, shards=["capsule@1"], nbytes=[5])]
     world.machine.on_joined(pb.Joined(rank=1, generation=2, steps=30, needs=needs, held=held), world.now)
     assert recovered(world).generation == 2
 
@@ -311,7 +311,7 @@ def test_a_script_without_a_protected_step_runs_on() -> None:
     world.collect()
     assert world.machine.job.state is State.STARTING and len(world.of(ev.Notice)) == 1 and not world.inbox
     for rank in range(3):
-        world.machine.on_exited(pb.Exited(rank=rank, pid=world.pids[rank], code=0), world.now)
+        world.machine.on_exited(pb.Exited(rank=rank, pid=world.pids[rank]), world.now)
     world.collect()
     assert world.machine.job.state is State.FINISHED and len(world.of(ev.Notice)) == 1
 
@@ -362,7 +362,7 @@ def test_others_that_do_not_follow_a_late_first_step_are_not_waited_for_for_ever
 def test_a_script_that_ends_without_a_protected_step_is_told() -> None:
     world = started(2)
     for rank in range(2):
-        world.machine.on_exited(pb.Exited(rank=rank, pid=world.pids[rank], code=0), world.now)
+        world.machine.on_exited(pb.Exited(rank=rank, pid=world.pids[rank]), world.now)
     world.collect()
     (notice,) = world.of(ev.Notice)
     assert isinstance(notice, ev.Notice) and notice.kind == "unprotected" and world.machine.job.state is State.FINISHED

@@ -114,8 +114,8 @@ class Node:
         await self.peers.stop()
 
     def got(self) -> list[str]:
-        """The reasons of the commands that have come, in order."""
-        return [c.keep_undo.reason for c in self.agent.handled if c.HasField("keep_undo")]
+        """The faults of the commands that have come, in order."""
+        return [c.fault.fault for c in self.agent.handled if c.HasField("fault")]
 
 
 class Scene:
@@ -147,7 +147,7 @@ class Scene:
             await asyncio.sleep(0.02)
 
     def tell(self, node: str, word: str) -> None:
-        self.service._agents.post(node, pb.Command(rank=0, keep_undo=pb.KeepUndo(reason=word)))
+        self.service._agents.post(node, pb.Command(rank=0, fault=pb.Fault(fault=word)))
 
     def say(self, node: str, word: str) -> None:
         self.nodes[node].agent.send(pb.AgentMessage(notice=pb.Notice(kind="test", text=word)))

@@ -16,7 +16,7 @@ def record(rank: int) -> RankRecord:
     """Ranks 0 to 2 hold everything of VERSION; rank LOST has been filled anew and has its capsule's page only."""
     one = RankRecord(rank)
     one.needs = {"a": 16, "b": 16, f"capsule@{rank}": 1}
-    own = [pb.Held(kind="page", version=VERSION, owner=rank, shards=[f"capsule@{rank}"], nbytes=[1])]
+    own = [pb.Held(kind="page", version=VERSION, shards=[f"capsule@{rank}"], nbytes=[1])]
     one.take_inventory(-1 if rank == LOST else VERSION, own if rank == LOST else [])
     one.place = Place.STOPPED
     return one
@@ -77,7 +77,7 @@ def test_a_wrong_shard_comes_from_each_other_source_in_turn() -> None:
 def test_each_rank_is_told_its_own_part() -> None:
     round_ = planned()
     lost = round_.command(LOST, "", 7.0)
-    assert sorted(t.shard for t in lost.transfers) == ["a", "b"] and [i.shard for i in lost.local] == ["capsule@3"]
+    assert sorted(t.shard for t in lost.transfers) == ["a", "b"] and list(lost.local) == ["capsule@3"]
     assert {t.dest for t in lost.transfers} == {LOST} and (lost.version, lost.deadline_s) == (VERSION, 7.0)
     source = source_of(round_, "a")
     assert "a" in {t.shard for t in round_.command(source, "", 7.0).transfers}

@@ -239,7 +239,7 @@ def ended(register: pb.Register, *, exited: bool) -> pb.Register:
 
 
 def exits(rank: int) -> pb.Exited:
-    return pb.Exited(rank=rank, generation=3, pid=100 + rank)
+    return pb.Exited(rank=rank, pid=100 + rank)
 
 
 def test_a_job_whose_ranks_had_all_ended_has_finished() -> None:

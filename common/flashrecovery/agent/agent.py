@@ -345,7 +345,7 @@ class Agent:
 
     async def _report_exit(self, process: WorkerProcess) -> None:
         await process.end(self._config.timeouts.fence_s)
-        message = pb.Exited(rank=process.place, generation=process.generation, pid=process.pid, code=0)
+        message = pb.Exited(rank=process.place, pid=process.pid)
         self._send(pb.AgentMessage(exited=message))
 
     async def _report_death(self, process: WorkerProcess, found: Exit | None, late: float) -> None:
@@ -370,7 +370,6 @@ class Agent:
         process.stepping, process.failed = False, True
         message = pb.Failure(
             rank=process.place,
-            generation=process.generation,
             pid=process.pid,
             kind=kind,
             evidence=evidence,

@@ -55,7 +55,6 @@ class Identity:
             host=self.host,
             node_rank=self.node_rank,
             slots=self.slots,
-            pid=os.getpid(),
             domain=self.domain,
             spare=self.spare,
             store_port=store_port,

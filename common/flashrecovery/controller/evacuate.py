@@ -51,4 +51,4 @@ class Evacuation:
                 self._job.recovery.add_victim(record.rank, FailureKind.WARNING, self._job.generation)
         self._staffing.settle(ranks, now, node.domain)
         for record in moved:
-            self._staffing.fill(record, now, detached=True, reason=why)
+            self._staffing.fill(record, now, detached=True)

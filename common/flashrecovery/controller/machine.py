@@ -143,9 +143,7 @@ class Machine:
         if self.job.state in (State.FAILED, State.FINISHED) or not homeless or not self._staffing.settle(homeless, now):
             return
         for rank in homeless:
-            self._staffing.fill(
-                self.job.ranks[rank], now, detached=self.job.state is not State.STARTING, reason=self.job.last_failure
-            )
+            self._staffing.fill(self.job.ranks[rank], now, detached=self.job.state is not State.STARTING)
 
     def on_started(self, message: pb.WorkerStarted, node: str, host: str) -> None:
         record = self.job.ranks[message.rank]
@@ -479,7 +477,6 @@ class Machine:
         return pb.Failure(
             rank=record.rank,
             pid=record.pid,
-            generation=self.job.generation,
             kind=kind,
             evidence=evidence,
             detect_s=late_s,

@@ -124,7 +124,7 @@ class RecoverySteps:
         for victim in victims:
             if self._job.ranks[victim].home:
                 self._job.ranks[victim].vacate()
-                self._staffing.fill(self._job.ranks[victim], now, detached=True, reason=self._job.last_failure)
+                self._staffing.fill(self._job.ranks[victim], now, detached=True)
         if not self.survivors() and self._job.checkpoint is None:
             why = f"no survivor holds any state and there is no checkpoint; the last failure: {self._job.last_failure}"
             self._nothing_to_go_on_from(why, now)

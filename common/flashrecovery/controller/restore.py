@@ -53,16 +53,16 @@ class RestoreRound:
         )
 
     @cached_property
-    def _items(self) -> tuple[dict[int, list[pb.TransferItem]], dict[int, list[pb.LocalItem]]]:
+    def _items(self) -> tuple[dict[int, list[pb.TransferItem]], dict[int, list[str]]]:
         """Transfers and local restores by the ranks that have to do with them."""
         transfers: dict[int, list[pb.TransferItem]] = {}
         for t in self.plan.transfers:
             item = pb.TransferItem(shard=t.shard, source=t.source, dest=t.dest, kind=t.kind.value)
             for rank in {t.source, t.dest}:
                 transfers.setdefault(rank, []).append(item)
-        local: dict[int, list[pb.LocalItem]] = {}
+        local: dict[int, list[str]] = {}
         for i in self.plan.local:
-            local.setdefault(i.rank, []).append(pb.LocalItem(shard=i.shard, kind=i.kind.value))
+            local.setdefault(i.rank, []).append(i.shard)
         return transfers, local
 
     def report(self, rank: int, reply: pb.Reply) -> None:

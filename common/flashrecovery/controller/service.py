@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import logging
 import sys
 import time
@@ -26,6 +25,7 @@ from flashrecovery.controller.connections import Connection, Connections
 from flashrecovery.controller.console import Console
 from flashrecovery.controller.drills import Drills
 from flashrecovery.controller.elector_set import ElectorSet
+from flashrecovery.controller.heartbeats import ControllerHeartbeats
 from flashrecovery.controller.job_state import AGENT
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.nodes import NodeState
@@ -57,8 +57,6 @@ _HEALTH_SELDOM_S = 5.0
 _MANY_NODES = 100
 _YOUNG_OBJECTS = 200_000
 """Between two looks of the garbage collector."""
-_BEATS_A_TICK = 100
-"""On streams, at a few tenths of a millisecond each."""
 
 log = logging.getLogger("flashrecovery")
 
@@ -85,11 +83,9 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._sessions = Sessions(
             self, self.machine, self._agents, self._liveness, self._heartbeats, self._relays, config.shared()
         )
-        self._answered_at: dict[str, float] = {}
-        self._answers_left = _BEATS_A_TICK
-        self._beat_at = 0.0
-        self._to_beat: dict[str, None] = {}
-        self._suspended = False
+        self._own_heartbeats = ControllerHeartbeats(
+            self._agents, self.machine.job, self._heartbeats.gets_through, config.timeouts.heartbeat_s, _TICK_S
+        )
         self._gathering = False
         self._incarnation = uuid.uuid4().hex
         self._standbys: dict[str, tuple[int, int]] = {}
@@ -200,10 +196,6 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         """(ready, starting), of all nodes"""
         return sum(r for r, _ in self._standbys.values()), sum(s for _, s in self._standbys.values())
 
-    def _beat(self) -> pb.Command:
-        beat = pb.ControllerHeartbeat(suspended=self._suspended, gathering=self.machine.takeover.gathering)
-        return pb.Command(generation=self.machine.job.generation, heartbeat=beat)
-
     async def Inject(self, request: pb.InjectRequest, context: Context) -> pb.InjectReply:
         """Arm or deliver a fault."""
         error = self._drills.refusal(request)
@@ -231,7 +223,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             return False
         self._liveness.heard(node, now)
         self._elector_set.echoed(node, echo)
-        return not self._suspended
+        return not self._own_heartbeats.suspended
 
     def wanted_every_s(self) -> float:
         """With every heartbeat where something waits for the next step; while ranks stand still anyway, seldom."""
@@ -264,7 +256,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             self._agents.post(node, self.machine.job.saved())
         # at once, because an agent that was cut off waits for it
         beat = self._heartbeats.invite(node, connection.link)
-        beat.suspended, beat.gathering = self._suspended, self.machine.takeover.gathering
+        beat.suspended, beat.gathering = self._own_heartbeats.suspended, self.machine.takeover.gathering
         return pb.Command(generation=self.machine.job.generation, heartbeat=beat)
 
     def deliver(self, message: pb.AgentMessage, node: str) -> None:
@@ -275,7 +267,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     def _on_heartbeat(self, message: pb.AgentMessage, node: str, now: float) -> None:
         self.machine.on_heartbeat(message.heartbeat, now)
-        self._answer(node, lease_clock())
+        self._own_heartbeats.answer(node, lease_clock(), self.machine.takeover.gathering)
 
     def _on_vouch(self, message: pb.AgentMessage, node: str, _: float) -> None:
         self._vouched(node, message.vouch, lease_clock())
@@ -348,29 +340,18 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             self._undo_told = (job.generation, n.step)  # once, however many ranks find it out
             # a rank whose steps need it cannot be brought back unless the others can go back, too
             for rank, record in job.ranks.items():
-                keep = pb.KeepUndo(reason=n.text, step=n.step)
+                keep = pb.KeepUndo(step=n.step)
                 self._agents.post(record.home, pb.Command(generation=job.generation, rank=rank, keep_undo=keep))
 
     def echoed(self, node: str, sent_at: float) -> None:
         """The agent has received what was sent at this time."""
         self._elector_set.echoed(node, sent_at)
 
-    def _answer(self, node: str, now: float) -> None:
-        """A heartbeat that has come on the stream: at once, for the agent counts from it; if there are many, later."""
-        if self._answers_left > 0 and now - self._answered_at.get(node, float("-inf")) >= _TICK_S:
-            self._answers_left -= 1
-            self._beat_to(node, now)
-        else:
-            self._to_beat[node] = None
-
-    def _beat_to(self, node: str, now: float) -> None:
-        self._answered_at[node] = now
-        self._agents.links[node].send_now_or_never(self._beat())
-
     def _vouched(self, observer: str, vouch: pb.Vouch, now: float) -> None:
         """A node that does not get through has asked another one to say that it lives."""
         record = self.machine.job.nodes.get(vouch.node)
-        heard = record is not None and record.alive and record.incarnation == vouch.incarnation and not self._suspended
+        lives = record is not None and record.alive and record.incarnation == vouch.incarnation
+        heard = lives and not self._own_heartbeats.suspended
         if heard:
             self._liveness.vouches(observer, vouch.node, now)
         answer = pb.Vouched(number=vouch.number, heard=heard)
@@ -392,7 +373,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         while True:
             await asyncio.sleep(_TICK_S)
             now, lease_now = time.monotonic(), lease_clock()
-            self._beat_all(lease_now)
+            self._tell_all(lease_now)
             if self._elector_set.may_decide(lease_now):
                 self._look_for_the_silent(lease_now, now)
                 self.machine.on_tick(now)
@@ -402,29 +383,12 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 if self._elector_set.changed():
                     self._agents.post(None, self._elector_set.command())
 
-    def _beat_all(self, now: float) -> None:
-        """Tell the agents, as far as they do not hear it by datagram, that this controller is there and may decide. So
-        many at a time that it does not keep this controller from anything else, however many they are."""
+    def _tell_all(self, now: float) -> None:
+        """Tell the agents that this controller is there, and whether it may decide."""
         suspended = self._elector_set.suspended(now)
-        if suspended is not self._suspended:
-            self._suspended, self._beat_at, self._to_beat = suspended, 0.0, {}
+        if self._own_heartbeats.suspend(suspended):
             self._record(self._elector_set.notice(suspended=suspended))
-        if not self._to_beat and now - self._beat_at >= self._config.timeouts.heartbeat_s:
-            self._beat_at = now
-            self._to_beat = dict.fromkeys(n for n in self._agents.connected() if suspended or self._needs_beat(n, now))
-        told = list(itertools.islice(self._to_beat, _BEATS_A_TICK))
-        for name in told:
-            del self._to_beat[name]
-        self._answers_left = _BEATS_A_TICK - len(told)
-        connected = set(self._agents.connected()) if told else set()
-        for name in told:
-            if name in connected and self.machine.job.nodes[name].alive:
-                self._beat_to(name, now)
-
-    def _needs_beat(self, node: str, now: float) -> bool:
-        """Whether this agent has heard nothing by datagram lately, nor in answer to its heartbeats on the stream."""
-        answered_at = self._answered_at.get(node, float("-inf"))
-        return not self._heartbeats.gets_through(node, now) and now - answered_at >= self._config.timeouts.heartbeat_s
+        self._own_heartbeats.tick(now, self.machine.takeover.gathering)
 
     def _look_for_the_silent(self, lease_now: float, now: float) -> None:
         """Who is lost?"""
@@ -491,7 +455,9 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 batches.add(action.node, action.command)
         self._agents.post_batches(batches, len(self.machine.job.nodes))
         if self._gathering and not self.machine.takeover.gathering:
-            self._agents.post(None, self._beat())  # from now on the ranks of a failed collective can be stopped
+            self._agents.post(
+                None, self._own_heartbeats.message(gathering=False)
+            )  # from now on the ranks of a failed collective can be stopped
         self._gathering = self.machine.takeover.gathering
         if self.machine.job.state is State.FINISHED and not self._dismissed:
             self._dismissed = True

@@ -54,7 +54,7 @@ class Staffing:
         """Ranks whose node is lost and that have no other one yet."""
         return [r.rank for r in self._job.ranks.values() if not r.home]
 
-    def fill(self, record: RankRecord, now: float, *, detached: bool, reason: str) -> None:
+    def fill(self, record: RankRecord, now: float, *, detached: bool) -> None:
         """Have the rank's node start a process for it."""
         if not detached and not self._job.start_stores:
             self._job.start_stores = self.stores()
@@ -62,7 +62,6 @@ class Staffing:
         record.store, record.filled, record.on_its_way = (host, port), self._job.generation, True
         replace = pb.Replace(
             detached=detached,
-            reason=reason,
             attempt=self._job.restarts,
             store_host=host,
             store_port=port,

@@ -61,7 +61,7 @@ class Starting:
         for record in self._job.ranks.values():
             record.home, record.local_rank = order[record.rank // nproc].name, record.rank % nproc
         for record in self._job.ranks.values():
-            self._staffing.fill(record, now, detached=False, reason="launch")
+            self._staffing.fill(record, now, detached=False)
 
     def let_run_unprotected(self) -> None:
         """No rank has come to a protected step in all the time for it. It looks as if none ever will, and what runs
@@ -104,4 +104,4 @@ class Starting:
             record.vacate()
             record.needs, record.committed = {}, -1
             if record.home:
-                self._staffing.fill(record, now, detached=False, reason=why)
+                self._staffing.fill(record, now, detached=False)

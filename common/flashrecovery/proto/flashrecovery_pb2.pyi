@@ -209,7 +209,6 @@ class Register(_message.Message):
     HOST_FIELD_NUMBER: _builtins.int
     NODE_RANK_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
-    PID_FIELD_NUMBER: _builtins.int
     DOMAIN_FIELD_NUMBER: _builtins.int
     SPARE_FIELD_NUMBER: _builtins.int
     STORE_PORT_FIELD_NUMBER: _builtins.int
@@ -232,7 +231,6 @@ class Register(_message.Message):
     """-1: any"""
     slots: _builtins.int
     """ranks that it can hold"""
-    pid: _builtins.int
     domain: _builtins.str
     """failure domain (switch, rack); empty: the node itself"""
     spare: _builtins.bool
@@ -271,7 +269,6 @@ class Register(_message.Message):
         host: _builtins.str = ...,
         node_rank: _builtins.int = ...,
         slots: _builtins.int = ...,
-        pid: _builtins.int = ...,
         domain: _builtins.str = ...,
         spare: _builtins.bool = ...,
         store_port: _builtins.int = ...,
@@ -289,7 +286,7 @@ class Register(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoint", b"checkpoint", "command", b"command", "domain", b"domain", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "node", b"node", "node_rank", b"node_rank", "pages", b"pages", "peer_port", b"peer_port", "pid", b"pid", "settings", b"settings", "slots", b"slots", "spare", b"spare", "store_port", b"store_port", "stride", b"stride", "suspect", b"suspect", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoint", b"checkpoint", "command", b"command", "domain", b"domain", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "node", b"node", "node_rank", b"node_rank", "pages", b"pages", "peer_port", b"peer_port", "settings", b"settings", "slots", b"slots", "spare", b"spare", "store_port", b"store_port", "stride", b"stride", "suspect", b"suspect", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -630,14 +627,12 @@ class Operation(_message.Message):
     PEER_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
     CERTAIN_FIELD_NUMBER: _builtins.int
-    AGE_S_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     members: _builtins.int
     op: _builtins.str
     peer: _builtins.int
     number: _builtins.int
     certain: _builtins.bool
-    age_s: _builtins.float
     def __init__(
         self,
         *,
@@ -647,11 +642,10 @@ class Operation(_message.Message):
         peer: _builtins.int = ...,
         number: _builtins.int = ...,
         certain: _builtins.bool = ...,
-        age_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "certain", b"certain", "group", b"group", "members", b"members", "number", b"number", "op", b"op", "peer", b"peer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certain", b"certain", "group", b"group", "members", b"members", "number", b"number", "op", b"op", "peer", b"peer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -818,7 +812,6 @@ class Failure(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RANK_FIELD_NUMBER: _builtins.int
-    GENERATION_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     EVIDENCE_FIELD_NUMBER: _builtins.int
@@ -828,7 +821,6 @@ class Failure(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     SIGNAL_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
-    generation: _builtins.int
     pid: _builtins.int
     kind: _builtins.str
     """killed | exit | exception | hang | stopped | unresponsive"""
@@ -846,7 +838,6 @@ class Failure(_message.Message):
         self,
         *,
         rank: _builtins.int = ...,
-        generation: _builtins.int = ...,
         pid: _builtins.int = ...,
         kind: _builtins.str = ...,
         evidence: _builtins.str = ...,
@@ -858,7 +849,7 @@ class Failure(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_words", b"last_words"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detect_s", b"detect_s", "evidence", b"evidence", "failed_at", b"failed_at", "generation", b"generation", "kind", b"kind", "last_words", b"last_words", "pid", b"pid", "rank", b"rank", "signal", b"signal", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detect_s", b"detect_s", "evidence", b"evidence", "failed_at", b"failed_at", "kind", b"kind", "last_words", b"last_words", "pid", b"pid", "rank", b"rank", "signal", b"signal", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -866,27 +857,23 @@ Global___Failure: _TypeAlias = Failure  # noqa: Y015
 
 @_typing.final
 class Exited(_message.Message):
+    """With code 0."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RANK_FIELD_NUMBER: _builtins.int
-    GENERATION_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
-    CODE_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
-    generation: _builtins.int
     pid: _builtins.int
-    code: _builtins.int
     def __init__(
         self,
         *,
         rank: _builtins.int = ...,
-        generation: _builtins.int = ...,
         pid: _builtins.int = ...,
-        code: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "generation", b"generation", "pid", b"pid", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pid", b"pid", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1016,13 +1003,11 @@ class Held(_message.Message):
 
     KIND_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
-    OWNER_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
     NBYTES_FIELD_NUMBER: _builtins.int
     EARLY_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     version: _builtins.int
-    owner: _builtins.int
     early: _builtins.bool
     """a capsule that is not final: right unless the step that leads to this version changes it later"""
     @_builtins.property
@@ -1034,14 +1019,13 @@ class Held(_message.Message):
         *,
         kind: _builtins.str = ...,
         version: _builtins.int = ...,
-        owner: _builtins.int = ...,
         shards: _abc.Iterable[_builtins.str] | None = ...,
         nbytes: _abc.Iterable[_builtins.int] | None = ...,
         early: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["early", b"early", "kind", b"kind", "nbytes", b"nbytes", "owner", b"owner", "shards", b"shards", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["early", b"early", "kind", b"kind", "nbytes", b"nbytes", "shards", b"shards", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1647,7 +1631,6 @@ class Replace(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DETACHED_FIELD_NUMBER: _builtins.int
-    REASON_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     STORE_HOST_FIELD_NUMBER: _builtins.int
     STORE_PORT_FIELD_NUMBER: _builtins.int
@@ -1657,7 +1640,6 @@ class Replace(_message.Message):
     SETUP_FROM_FIELD_NUMBER: _builtins.int
     STORES_FIELD_NUMBER: _builtins.int
     detached: _builtins.bool
-    reason: _builtins.str
     attempt: _builtins.int
     """whole restarts so far"""
     store_host: _builtins.str
@@ -1676,7 +1658,6 @@ class Replace(_message.Message):
         self,
         *,
         detached: _builtins.bool = ...,
-        reason: _builtins.str = ...,
         attempt: _builtins.int = ...,
         store_host: _builtins.str = ...,
         store_port: _builtins.int = ...,
@@ -1688,7 +1669,7 @@ class Replace(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "detached", b"detached", "local_rank", b"local_rank", "node_rank", b"node_rank", "reason", b"reason", "setup_from", b"setup_from", "store_host", b"store_host", "store_port", b"store_port", "stores", b"stores", "stride", b"stride"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "detached", b"detached", "local_rank", b"local_rank", "node_rank", b"node_rank", "setup_from", b"setup_from", "store_host", b"store_host", "store_port", b"store_port", "stores", b"stores", "stride", b"stride"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1968,28 +1949,6 @@ class TransferItem(_message.Message):
 Global___TransferItem: _TypeAlias = TransferItem  # noqa: Y015
 
 @_typing.final
-class LocalItem(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SHARD_FIELD_NUMBER: _builtins.int
-    KIND_FIELD_NUMBER: _builtins.int
-    shard: _builtins.str
-    kind: _builtins.str
-    def __init__(
-        self,
-        *,
-        shard: _builtins.str = ...,
-        kind: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "shard", b"shard"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LocalItem: _TypeAlias = LocalItem  # noqa: Y015
-
-@_typing.final
 class Restore(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2008,13 +1967,15 @@ class Restore(_message.Message):
         """only those that this rank sends or receives"""
 
     @_builtins.property
-    def local(self) -> _containers.RepeatedCompositeFieldContainer[Global___LocalItem]: ...
+    def local(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """shards of which this rank, or its page, has the version itself"""
+
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         transfers: _abc.Iterable[Global___TransferItem] | None = ...,
-        local: _abc.Iterable[Global___LocalItem] | None = ...,
+        local: _abc.Iterable[_builtins.str] | None = ...,
         checkpoint: _builtins.str = ...,
         deadline_s: _builtins.float = ...,
     ) -> None: ...
@@ -2147,20 +2108,16 @@ Global___Look: _TypeAlias = Look  # noqa: Y015
 class KeepUndo(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    REASON_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
-    reason: _builtins.str
     step: _builtins.int
-    """that was late; -1: every step is"""
     def __init__(
         self,
         *,
-        reason: _builtins.str = ...,
         step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

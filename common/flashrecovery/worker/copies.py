@@ -243,16 +243,13 @@ class Copies:
         undo = self._own_copy
         if undo is not None:
             names = [s.name for s in self._registry.tensor_shards()]
-            held += [
-                pb.Held(kind=Kind.UNDO, version=v, owner=self._registry.rank, shards=names) for v in undo.versions()
-            ]
+            held += [pb.Held(kind=Kind.UNDO, version=v, shards=names) for v in undo.versions()]
         if self._neighbour is not None:
             for holding in self._neighbour.holdings():
                 held.append(
                     pb.Held(
                         kind=Kind.COPY,
                         version=holding.version,
-                        owner=holding.owner,
                         shards=[holding.shard],
                         nbytes=[holding.nbytes],
                         early=holding.early,

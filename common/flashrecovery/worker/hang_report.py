@@ -42,7 +42,6 @@ def _operation(op: groups.OpInfo, members: int, now: float) -> pb.Operation:
         peer=op.peer,
         number=op.number,
         certain=op.certain,
-        age_s=now - op.since,
     )
 
 

@@ -216,13 +216,13 @@ class Recoverer:
     def _take_local(self, restore: pb.Restore, version: int) -> None:
         """What this rank, or its page, holds itself at ``version``."""
         worker = self._worker
-        for item in restore.local:
-            shard = worker.registry.shards[item.shard]
+        for name in restore.local:
+            shard = worker.registry.shards[name]
             if isinstance(shard, ObjectShard):
                 if shard.at(version) is None:
                     data = worker.connection.page.read_capsule(version)
                     if data is None:
-                        raise RestoreError(f"{item.shard!r} at version {version} is no longer in the page")
+                        raise RestoreError(f"{name!r} at version {version} is no longer in the page")
                     shard.keep(version, data)
             else:
                 worker.gate.torn()
@@ -315,7 +315,6 @@ class Recoverer:
                 pb.Held(
                     kind=Kind.UNDO,
                     version=v,
-                    owner=worker.rank,
                     shards=[shard.name],
                     nbytes=[shard.nbytes()],
                     early=shard.early(v),
@@ -325,10 +324,7 @@ class Recoverer:
             ]
         in_page, capsule = self._in_page(), worker.registry.capsule.name
         early = worker.connection.page.early_capsules() if in_page else []
-        held += [
-            pb.Held(kind=Kind.PAGE, version=v, owner=worker.rank, shards=[capsule], nbytes=[0], early=v in early)
-            for v in in_page
-        ]
+        held += [pb.Held(kind=Kind.PAGE, version=v, shards=[capsule], nbytes=[0], early=v in early) for v in in_page]
         return held + self._loop.copies.inventory()
 
     def _in_page(self) -> list[int]:

@@ -464,7 +464,6 @@ class Model:
         for version in sorted(self.pages[worker.rank]) if worker.fresh else ():
             reply.held.add(kind="page", version=version, shards=[worker.capsule], nbytes=[5])
         for shard, version in sorted(worker.copies):
-            owner = int(shard.rsplit("@" if "@" in shard else "/", 1)[1])
             reply.held.add(kind="copy", version=version, shards=[shard], nbytes=[5])
         self.up[worker.rank].append(reply)
 

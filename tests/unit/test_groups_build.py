@@ -45,10 +45,10 @@ def test_an_unwritable_cache_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_a_broken_binary_is_a_clear_error(tmp_path: Path) -> None:
-    broken = tmp_path / f"{native_build.MODULE}.so"
+    broken = tmp_path / f"{native_build.BACKEND.module}.so"
     broken.write_bytes(b"not a library")
     with pytest.raises(BuildError, match="delete it"):
-        native_build._load(broken)
+        native_build._load(broken, native_build.BACKEND.module)
 
 
 def test_install_does_not_load_the_extension() -> None:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from flashrecovery.groups.inner import Inners, make_inners
 from flashrecovery.groups.state import STATE
 from flashrecovery.groups.torch_private import GroupRequest, Store
@@ -22,11 +24,12 @@ _LOOK_S = 0.05  # a wake-up that was missed is noticed after this time
 @dataclass(frozen=True)
 class Part:
     """A group to connect. ``store``: gets its store, which may mean to connect to a server first; ``timeout``: of its
-    operations."""
+    operations; ``device``: see :func:`~flashrecovery.groups.inner.make_inners`."""
 
     request: GroupRequest
     store: Callable[[], Store]
     timeout: datetime.timedelta
+    device: torch.device | None = None
 
 
 class Builder(threading.Thread):
@@ -56,7 +59,7 @@ class Builder(threading.Thread):
                 self.current = request.name
                 store = part.store()
                 left = datetime.timedelta(seconds=max(self._deadline - began, 0.05))
-                self._keep(request.name, make_inners(self._native, request, store, part.timeout, left))
+                self._keep(request.name, make_inners(self._native, request, store, part.timeout, left, part.device))
                 self.seconds[request.name] = time.monotonic() - began
         except Exception as error:  # noqa: BLE001 - whatever it is, the waiting thread raises it
             self.error, self.late = error, time.monotonic() >= self._deadline - _LOOK_S

@@ -17,6 +17,7 @@ from typing import Any
 
 from flashrecovery.errors import RegroupError
 from flashrecovery.groups import native_build, torch_private
+from flashrecovery.groups.accelerator import accelerator
 from flashrecovery.groups.builder import Builder, Part
 from flashrecovery.groups.inner import Inners
 from flashrecovery.groups.registry import ManagedGroup, groups
@@ -160,7 +161,8 @@ def attach(store: Store | Servers, generation: int, deadline_s: float) -> Attach
         epoch = STATE.abandonments
         STATE.attaching = stores
         STATE.changed.clear()
-    parts = [Part(g.request, partial(stores.of, g.request), _timeout(module, g)) for g in todo]
+    device = accelerator().current()  # on this thread: the one that connects has no device of its own
+    parts = [Part(g.request, partial(stores.of, g.request), _timeout(module, g), device) for g in todo]
     builder = Builder(module, parts, began + deadline_s)
     try:
         builder.start()

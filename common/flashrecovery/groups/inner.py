@@ -7,6 +7,8 @@ import datetime
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from flashrecovery.groups import torch_private
 from flashrecovery.groups.own_address import own_address
 from flashrecovery.groups.torch_private import GroupRequest, HashStore, PrefixStore, Store
@@ -26,11 +28,13 @@ def make_inners(
     store: Store,
     timeout: datetime.timedelta,
     connect_timeout: datetime.timedelta,
+    device_in_use: torch.device | None,
 ) -> Inners:
     """Connect this rank with its peers in the group; gloo blocks until all of them take part.
 
     ``timeout`` is the operations' (seconds to minutes), ``connect_timeout`` bounds the connection phase.
-    A group of one rank needs neither peers nor ``store``.
+    ``device_in_use`` is the accelerator that this process uses, if any: a group on it is connected here and not by its
+    first operation, which nothing could interrupt. A group of one rank needs neither peers nor ``store``.
     """
     if request.size == 1:
         store = HashStore()
@@ -54,6 +58,6 @@ def make_inners(
                 )
                 inners.devices.extend(devices)
             else:
-                made[kind] = torch_private.nccl_backend(prefixed, request, timeout)
+                made[kind] = torch_private.nccl_backend(prefixed, request, timeout, request.device_id or device_in_use)
         inners.backends.append((device, made[kind]))
     return inners

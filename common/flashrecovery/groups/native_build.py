@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,8 +28,23 @@ import torch
 
 from flashrecovery.errors import BuildError
 
-SOURCES = Path(__file__).parent / "native"
-MODULE = "flashrecovery_groups_native"
+
+@dataclass(frozen=True)
+class Extension:
+    """A C++ extension: the folder with ``module.cpp``, the module's name, and what a message calls it.
+
+    ``headers``: folders with more headers that it includes.
+    """
+
+    sources: Path
+    module: str
+    what: str
+    headers: tuple[Path, ...] = ()
+
+
+BACKEND = Extension(
+    Path(__file__).parent / "native", "flashrecovery_groups_native", "recoverable process-group backend"
+)
 _COMPILER_HINT = "install a C++20 compiler and the Python headers (Debian/Ubuntu: apt install g++ python3-dev)"
 
 _COMPILE_SECONDS = 900  # a loaded single core needs about 60
@@ -37,20 +53,20 @@ _lock = threading.Lock()
 _module: ModuleType | None = None
 
 
-def build(progress: Callable[[str], None] | None = None) -> Path:
-    """Compile the backend if it is not in the cache yet; return the path of the shared object.
+def build(progress: Callable[[str], None] | None = None, extension: Extension = BACKEND) -> Path:
+    """Compile the backend (or another extension) if it is not in the cache yet; return the path of the shared object.
 
     ``progress`` gets one line before a compilation starts (it takes 10-40 s) and one after it.
     Raises :class:`~flashrecovery.errors.BuildError` without a compiler, headers or a writable cache.
     """
-    target = _target()
+    target = _target(extension)
     if target.exists():
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _file_lock(target.parent / f"{target.name}.lock"):
             if not target.exists():
-                _compile(target, progress or _to_stderr)
+                _compile(extension, target, progress or _to_stderr)
     except OSError as error:
         raise BuildError(f"cannot write the build cache {target.parent}: {error}; set FLASHRECOVERY_CACHE") from error
     return target
@@ -58,7 +74,7 @@ def build(progress: Callable[[str], None] | None = None) -> Path:
 
 def cached() -> Path | None:
     """The backend compiled for this torch and interpreter, or None if :func:`build` would have to compile it."""
-    target = _target()
+    target = _target(BACKEND)
     return target if target.exists() else None
 
 
@@ -67,7 +83,7 @@ def native() -> Any:
     global _module
     with _lock:
         if _module is None:
-            _module = _load(build())
+            _module = load(BACKEND)
         return _module
 
 
@@ -76,11 +92,17 @@ def loaded() -> Any | None:
     return _module
 
 
-def _target() -> Path:
+def load(extension: Extension) -> ModuleType:
+    """The extension, compiled first if needed; each call loads it anew. Raises BuildError."""
+    return _load(build(extension=extension), extension.module)
+
+
+def _target(extension: Extension) -> Path:
     digest = hashlib.sha256()
-    for source in sorted(SOURCES.iterdir()):
-        if source.suffix in {".cpp", ".h"}:
-            digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    for folder in (extension.sources, *extension.headers):
+        for source in sorted(folder.iterdir()):
+            if source.suffix in {".cpp", ".h"}:
+                digest.update(source.name.encode() + b"\0" + source.read_bytes())
     for part in (
         torch.__version__,
         torch.version.git_version,
@@ -89,7 +111,7 @@ def _target() -> Path:
     ):
         digest.update(part.encode() + b"\0")
     cache = os.environ.get("FLASHRECOVERY_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "flashrecovery")
-    return Path(cache) / "groups" / f"torch-{torch.__version__}-{digest.hexdigest()[:16]}" / f"{MODULE}.so"
+    return Path(cache) / "groups" / f"torch-{torch.__version__}-{digest.hexdigest()[:16]}" / f"{extension.module}.so"
 
 
 @contextmanager
@@ -99,7 +121,7 @@ def _file_lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(target: Path, progress: Callable[[str], None]) -> None:
+def _compile(extension: Extension, target: Path, progress: Callable[[str], None]) -> None:
     compiler = os.environ.get("CXX", "g++")
     python_headers = Path(sysconfig.get_paths()["include"])
     if shutil.which(compiler) is None:
@@ -111,32 +133,33 @@ def _compile(target: Path, progress: Callable[[str], None]) -> None:
     command = [
         *(compiler, "-shared", "-fPIC", "-std=c++20", "-O2", "-fvisibility=hidden"),
         *(
-            f"-DTORCH_EXTENSION_NAME={MODULE}",
+            f"-DTORCH_EXTENSION_NAME={extension.module}",
             f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         ),
         *("-isystem", str(root / "include"), "-isystem", str(root / "include/torch/csrc/api/include")),
-        *("-isystem", str(python_headers), str(SOURCES / "module.cpp"), "-o", str(scratch)),
+        *("-isystem", str(python_headers)),
+        *(f"-I{folder}" for folder in extension.headers),
+        *(str(extension.sources / "module.cpp"), "-o", str(scratch)),
         *(f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"),
     ]
-    progress("compiling the recoverable process-group backend (once per torch build, about 20 s) ...")
+    progress(f"compiling the {extension.what} (once per torch build, about 20 s) ...")
     began = time.monotonic()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
         if done.returncode != 0:
             raise BuildError(
-                f"compiling the process-group backend failed; {_COMPILER_HINT}\n"
-                f"{' '.join(command)}\n{done.stderr[-4000:]}"
+                f"compiling the {extension.what} failed; {_COMPILER_HINT}\n{' '.join(command)}\n{done.stderr[-4000:]}"
             )
         os.replace(scratch, target)
     except subprocess.TimeoutExpired as error:
-        raise BuildError(f"compiling the process-group backend took over {_COMPILE_SECONDS} s") from error
+        raise BuildError(f"compiling the {extension.what} took over {_COMPILE_SECONDS} s") from error
     finally:
         scratch.unlink(missing_ok=True)
     progress(f"compiled in {time.monotonic() - began:.0f} s: {target}")
 
 
-def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(MODULE, path)
+def _load(path: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise BuildError(f"cannot load {path}")
     try:

@@ -253,8 +253,11 @@ def gloo_backend(
     return backend, list(options._devices)
 
 
-def nccl_backend(store: Store, request: GroupRequest, timeout: datetime.timedelta) -> Any:
-    """A stock NCCL backend with the group's own options. Never split from another: its parent may be dead."""
+def nccl_backend(store: Store, request: GroupRequest, timeout: datetime.timedelta, device: torch.device | None) -> Any:
+    """A stock NCCL backend with the group's own options. Never split from another: its parent may be dead.
+
+    With ``device`` it makes its communicator here (which blocks until all members have come) and is bound to that one.
+    """
     options = request.options if request.options is not None else dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     options.split_from = None
@@ -262,7 +265,7 @@ def nccl_backend(store: Store, request: GroupRequest, timeout: datetime.timedelt
     options.group_name = request.name
     backend = dist.ProcessGroupNCCL(store, request.rank, request.size, options)
     backend._set_sequence_number_for_group()
-    if request.device_id is not None:
-        with torch.cuda.device(request.device_id):  # this may be a helper thread
-            backend.eager_connect_single_device(request.device_id)
+    if device is not None:
+        with torch.cuda.device(device):  # this may be a helper thread
+            backend.eager_connect_single_device(device)
     return backend

@@ -14,13 +14,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from flashrecovery.errors import DrainError
+from flashrecovery.groups.accelerator import accelerator
 
 
 class DeviceClock:
-    """Synchronises with the current CUDA device, if the process uses one."""
+    """Synchronises with this process's accelerator, if it uses one."""
 
     def __init__(self) -> None:
         self._waits_since: float | None = None
@@ -28,19 +27,19 @@ class DeviceClock:
     @property
     def runs_behind(self) -> bool:
         """The host does not wait for what it starts: a collective may be aborted and nobody is told."""
-        return bool(torch.cuda.is_initialized())
+        return accelerator().in_use()
 
     def before_mutation(self) -> None:
         """Everything queued so far, the gradient synchronisation included, has happened."""
         if self.runs_behind:
             with self._waiting():
-                torch.cuda.current_stream().synchronize()
+                accelerator().synchronize_stream()
 
     def before_commit(self) -> None:
         """Everything queued so far, on whatever stream, has happened: what was communicated after the mutation, too."""
         if self.runs_behind:
             with self._waiting():
-                torch.cuda.synchronize()
+                accelerator().synchronize()
 
     @property
     def blocked_s(self) -> float:
@@ -53,12 +52,12 @@ class DeviceClock:
         been aborted. Raises DrainError after ``deadline_s`` seconds: something on the device waits for ever."""
         if not self.runs_behind:
             return
-        device = torch.cuda.current_device()
+        device = accelerator().current()
         failures: list[BaseException] = []
 
         def synchronize() -> None:
             try:
-                torch.cuda.synchronize(device)
+                accelerator().synchronize(device)
             except RuntimeError as error:  # an error of the device is raised here, whichever kernel has made it
                 failures.append(error)
 

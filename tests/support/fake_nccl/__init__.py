@@ -1,0 +1,73 @@
+"""A process group that behaves as ProcessGroupNCCL does, over gloo and host tensors, and the device behind it.
+
+:func:`install` puts it where the product makes its NCCL backends. What it guarantees stands in README.md.
+"""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashrecovery.groups import accelerator, native_build, torch_private
+from flashrecovery.groups.torch_private import GroupRequest, PrefixStore, Store
+
+_EXTENSION = native_build.Extension(
+    Path(__file__).parent, "flashrecovery_fake_nccl", "fake NCCL for tests", headers=(native_build.BACKEND.sources,)
+)
+_CONNECT = datetime.timedelta(minutes=5)  # a real ncclCommInitRank has no time-out that we could set
+
+BACKEND = "cpu:nccl"
+"""The backend's name for ``init_process_group``: the host's tensors play the device's."""
+
+
+class FakeDevice:
+    """The host plays the current stream; the communicators' streams run beside it."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def in_use(self) -> bool:
+        return True
+
+    def current(self) -> torch.device | None:
+        return torch.device("cpu")
+
+    def synchronize_stream(self) -> None:
+        """The host *is* the stream: it waits in the operations themselves."""
+
+    def synchronize(self, device: torch.device | None = None) -> None:
+        """All streams."""
+        self._module.synchronize()
+
+
+def build() -> None:
+    """Compile it, if need be; ranks with a deadline should not have to."""
+    native_build.build(extension=_EXTENSION)
+
+
+def install() -> Any:
+    """From now on in this process; returns the extension."""
+    module = native_build.load(_EXTENSION)
+
+    def nccl_backend(store: Store, request: GroupRequest, timeout: datetime.timedelta, device: Any) -> Any:
+        def connect(prefix: str, rank: int, size: int) -> tuple[Any, list[Any]]:
+            native = native_build.native()
+            ranks = list(range(size))
+            name = f"{request.name}/{prefix}"
+            wrap = lambda d: module.device(d, _CONNECT)  # noqa: E731 - the product's own is given up by abandon()
+            made = torch_private.gloo_backend(
+                PrefixStore(prefix, store), rank, size, timeout, ranks, name, native.shared_device, wrap
+            )
+            return made
+
+        backend = module.backend(request.rank, request.size, connect)
+        if device is not None:
+            backend.eager_connect_single_device(device)
+        return backend
+
+    torch_private.nccl_backend = nccl_backend
+    accelerator.use(FakeDevice(module))
+    return module

@@ -1,0 +1,236 @@
+// A communicator of the fake and its stream: operations over gloo, one after the other, on a thread of its own.
+//
+// What it does as NCCL does:
+//   * a peer that is gone lets an operation wait for ever, on the device; the host is told by nobody but `error()`
+//     (ProcessGroupNCCL.cpp, checkForNCCLErrorsInternal: only the watchdog and getError() look at asynchronous errors);
+//   * an abort ends what is under way wherever it is, and leaves NaN in its outputs; what was queued behind it runs on
+//     that, and counts as having happened (NCCL init.cc, commReclaim: kernels see the abort flag and leave);
+//   * an abort while a thread launches, and any use afterwards, ends the process (pytorch#149418: the communicator's
+//     memory is freed at the abort).
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <ATen/ATen.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <functional>
+#include <limits>
+#include <mutex>
+#include <thread>
+
+#include "transport.h"
+
+namespace fake_nccl {
+
+using Tensors = std::vector<at::Tensor>;
+using c10d::Backend;
+using BackendPtr = c10::intrusive_ptr<Backend>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using DevicePtr = std::shared_ptr<gloo::transport::Device>;
+
+// A rule of NCCL or of the driver has been broken: a real process would crash, or hang for ever.
+[[noreturn]] inline void die(const std::string& why) {
+  std::fprintf(stderr, "fake NCCL: %s\n", why.c_str());
+  std::fflush(stderr);
+  std::abort();
+}
+
+// Where a switch of the fake itself stands: `FAKE_NCCL_...`.
+inline long setting(const char* name, long otherwise) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? otherwise : std::atol(value);
+}
+
+// What one call of the script does on the device.
+struct Operation {
+  std::function<WorkPtr(Backend&)> start;
+  Tensors outputs;
+  std::function<void()> after;  // on its outputs, e.g. the division of an average
+};
+
+// Operations that are launched together, and whether the device is through with them.
+class Launch {
+ public:
+  explicit Launch(std::vector<Operation> operations) : operations_(std::move(operations)) {}
+
+  // Whether that was without an abort.
+  void run(Backend& gloo, const std::function<void()>& peerGone) {
+    if (!attempt(gloo)) {
+      peerGone();  // returns at the abort
+      tear();
+    }
+    finish();
+  }
+  void tear() {
+    at::NoGradGuard guard;
+    for (auto& operation : operations_)
+      for (auto& output : operation.outputs) {
+        if (output.is_floating_point() || output.is_complex())
+          output.fill_(std::numeric_limits<double>::quiet_NaN());
+        else if (output.scalar_type() != at::kBool)
+          output.fill_(77);
+      }
+    torn_ = true;
+  }
+  void finish() {
+    std::vector<std::function<void()>> told;
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      done_ = true;
+      told.swap(listeners_);
+    }
+    changed_.notify_all();
+    for (auto& listener : told) listener();
+    operations_.clear();
+  }
+  void whenDone(std::function<void()> listener) {
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      if (!done_) {
+        listeners_.push_back(std::move(listener));
+        return;
+      }
+    }
+    listener();
+  }
+  void wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [this] { return done_.load(); });
+  }
+  bool done() const { return done_; }
+  bool torn() const { return torn_; }
+
+ private:
+  bool attempt(Backend& gloo) {
+    try {
+      std::vector<WorkPtr> works;
+      for (auto& operation : operations_) works.push_back(operation.start(gloo));
+      for (auto& work : works)
+        if (work) work->wait();
+      for (auto& operation : operations_)
+        if (operation.after) operation.after();
+    } catch (const std::exception&) {
+      return false;
+    }
+    return true;
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<Operation> operations_;
+  std::vector<std::function<void()>> listeners_;
+  std::atomic<bool> done_{false}, torn_{false};
+};
+using LaunchPtr = std::shared_ptr<Launch>;
+
+class Communicator {
+  struct Shared;
+
+ public:
+  Communicator(BackendPtr gloo, const std::vector<DevicePtr>& devices) : shared_(std::make_shared<Shared>()) {
+    for (const auto& device : devices)
+      shared_->transports.push_back(std::dynamic_pointer_cast<flashrecovery::ManagedDevice>(device)->state());
+    std::thread([shared = shared_, gloo = std::move(gloo)] { stream(*shared, *gloo); }).detach();
+  }
+  ~Communicator() { abort(); }
+
+  // A thread is within the launch of something for as long as this lives.
+  class Launching {
+   public:
+    explicit Launching(Communicator& communicator) : on_(communicator.shared_) {
+      ++on_->launching;
+      if (on_->aborted) die("an operation on a communicator that has been aborted");
+    }
+    ~Launching() { --on_->launching; }
+    Launching(const Launching&) = delete;
+
+   private:
+    std::shared_ptr<Shared> on_;
+  };
+
+  void enqueue(const LaunchPtr& launch) {
+    const std::chrono::microseconds launchTime(setting("FAKE_NCCL_LAUNCH_US", 20));
+    std::this_thread::sleep_for(launchTime);
+    std::lock_guard<std::mutex> guard(shared_->mutex);
+    if (shared_->aborted) die("a launch while its communicator was aborted");
+    shared_->queue.push_back(launch);
+    shared_->newest = launch;
+    shared_->changed.notify_all();
+  }
+  // The device is through with everything that was queued so far.
+  void synchronize() {
+    LaunchPtr newest;
+    {
+      std::lock_guard<std::mutex> guard(shared_->mutex);
+      newest = shared_->newest;
+    }
+    if (newest) newest->wait();
+  }
+  bool failed() const { return shared_->peerGone; }
+
+  void abort() {
+    if (shared_->launching > 0) die("an abort while another thread launches");
+    {
+      std::lock_guard<std::mutex> guard(shared_->mutex);
+      if (shared_->aborted.exchange(true)) return;
+      shared_->changed.notify_all();
+    }
+    for (const auto& transport : shared_->transports) transport->cut("aborted");
+    std::unique_lock<std::mutex> lock(shared_->mutex);
+    shared_->changed.wait(lock, [this] { return shared_->over; });
+  }
+
+ private:
+  struct Shared {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<LaunchPtr> queue;
+    LaunchPtr newest;
+    std::vector<std::shared_ptr<flashrecovery::TransportState>> transports;
+    std::atomic<bool> aborted{false}, peerGone{false};
+    std::atomic<int> launching{0};
+    bool over = false;
+  };
+
+  static void stream(Shared& shared, Backend& gloo) {
+    std::unique_lock<std::mutex> lock(shared.mutex);
+    while (true) {
+      shared.changed.wait(lock, [&] { return shared.aborted || !shared.queue.empty(); });
+      if (shared.queue.empty()) break;
+      LaunchPtr next = std::move(shared.queue.front());
+      shared.queue.pop_front();
+      lock.unlock();
+      if (shared.aborted) {
+        next->tear();
+        next->finish();
+      } else {
+        next->run(gloo, [&] { waitForAbort(shared); });
+      }
+      next.reset();
+      lock.lock();
+    }
+    shared.over = true;
+    shared.changed.notify_all();
+  }
+
+  // The kernel waits for a peer that is gone. torch's watchdog ends the process if it is told to.
+  static void waitForAbort(Shared& shared) {
+    shared.peerGone = true;
+    const bool watched = setting("TORCH_NCCL_ASYNC_ERROR_HANDLING", 3) != 0;
+    std::unique_lock<std::mutex> lock(shared.mutex);
+    const auto aborted = [&] { return shared.aborted.load(); };
+    if (!watched) return shared.changed.wait(lock, aborted);
+    if (!shared.changed.wait_for(lock, std::chrono::milliseconds(200), aborted))
+      die("the watchdog has seen an error, and TORCH_NCCL_ASYNC_ERROR_HANDLING is not 0");
+  }
+
+  std::shared_ptr<Shared> shared_;
+};
+using CommunicatorPtr = std::shared_ptr<Communicator>;
+
+}  // namespace fake_nccl

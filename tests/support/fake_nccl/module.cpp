@@ -1,0 +1,332 @@
+// A backend with ProcessGroupNCCL's behaviour, over gloo and host tensors. See README.md for what it guarantees.
+#include <torch/csrc/utils/pybind.h>
+
+#include <pybind11/chrono.h>
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include <ATen/core/ivalue.h>
+
+#include <map>
+
+#include "communicator.h"
+
+namespace fake_nccl {
+
+using c10d::OpType;
+using TensorLists = std::vector<Tensors>;
+using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+using Millis = std::chrono::milliseconds;
+
+// Makes a gloo backend under a prefix of the group's store, for `rank` of `size`; blocks until all of them have come.
+using Connect = std::function<std::pair<BackendPtr, std::vector<DevicePtr>>(const std::string&, int, int)>;
+
+// ncclGroupStart and ncclGroupEnd count for each thread; what a thread launches while its count is not 0 waits for the
+// last end (NCCL group.cc: thread_local ncclGroupDepth). An exception that leaves a section open leaves the count.
+struct Group {
+  int depth = 0;
+  std::vector<std::pair<CommunicatorPtr, Operation>> waiting;
+  static Group& mine() {
+    static thread_local Group group;
+    return group;
+  }
+};
+
+// The Work of ProcessGroupNCCL orders streams (WorkNCCL::synchronizeStream); it never throws because of an abort. The
+// host plays the current stream here, so waiting for its turn is waiting.
+class FakeWork final : public c10d::Work {
+ public:
+  FakeWork(OpType type, Tensors outputs, LaunchPtr launch)
+      : Work(-1, type), outputs_(std::move(outputs)), launch_(std::move(launch)) {
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
+    auto future = future_;
+    auto outs = outputs_;
+    if (launch_) launch_->whenDone([future, outs] { future->markCompleted(c10::IValue(outs)); });
+  }
+  bool isCompleted() override { return !launch_ || launch_->done(); }
+  bool isSuccess() const override { return !launch_ || (launch_->done() && !launch_->torn()); }
+  std::exception_ptr exception() const override { return nullptr; }
+  bool wait(Millis) override {
+    synchronize();
+    return true;
+  }
+  void synchronize() override {
+    if (launch_) launch_->wait();
+  }
+  void blockCurrentStream() override { synchronize(); }
+  void abort() override {}
+  Tensors result() override { return outputs_; }
+  FuturePtr getFuture() override { return future_; }
+
+ private:
+  Tensors outputs_;
+  LaunchPtr launch_;  // null: of a group that has not ended
+  FuturePtr future_;
+};
+
+// All communicators of the process, for who waits for the whole device.
+struct Device {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<Communicator>> communicators;
+  static Device& instance() {
+    static auto* device = new Device;
+    return *device;
+  }
+  void add(const CommunicatorPtr& made) {
+    std::lock_guard<std::mutex> guard(mutex);
+    std::erase_if(communicators, [](const auto& known) { return known.expired(); });
+    communicators.push_back(made);
+  }
+  // torch.cuda.synchronize(): everything queued on whatever stream has happened. What waits in a group that was never
+  // ended is not queued, so it is not waited for: its events complete.
+  void synchronize() {
+    std::vector<CommunicatorPtr> all;
+    {
+      std::lock_guard<std::mutex> guard(mutex);
+      for (const auto& known : communicators)
+        if (auto communicator = known.lock()) all.push_back(std::move(communicator));
+    }
+    for (const auto& communicator : all) communicator->synchronize();
+  }
+};
+
+class FakeNccl final : public Backend {
+ public:
+  FakeNccl(int rank, int size, Connect connect) : Backend(rank, size), connect_(std::move(connect)) {}
+
+  const std::string getBackendName() const override { return "nccl"; }
+  bool supportsCoalescing() const override { return true; }
+  void setTimeout(Millis) override {}
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return 0; }
+  void waitForPendingWorks() override {
+    for (auto& [key, communicator] : communicators()) communicator->synchronize();
+  }
+  void eagerConnectSingleDevice(at::Device) override { communicator(kAll, getRank(), getSize()); }
+  c10d::ErrorType getError() override {
+    for (auto& [key, communicator] : communicators())
+      if (communicator->failed()) return c10d::ErrorType::COMM_ERROR;
+    return c10d::ErrorType::SUCCESS;
+  }
+  // Communicators that are just being made are not reached: ncclCommInitRankConfig blocks (pytorch#103264).
+  void abort() override {
+    aborted_ = true;
+    const auto all = communicators();
+    size_t failed = 0;
+    for (auto& [key, communicator] : all) failed += communicator->failed();
+    for (auto& [key, communicator] : all) communicator->abort();
+    // The watchdog sleeps four times so long for each failed operation (ProcessGroupNCCL.cpp, 2.13, checkTimeout and the
+    // dump signals), and the group's lock is held meanwhile.
+    const Millis dump(setting("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", 15000));
+    if (failed > 0) std::this_thread::sleep_for(4 * dump);
+  }
+  void shutdown() override { abort(); }
+  size_t connected() { return communicators().size(); }
+
+  void startCoalescing() override { ++Group::mine().depth; }
+  WorkPtr endCoalescing() override {
+    auto& group = Group::mine();
+    if (--group.depth > 0) return c10::make_intrusive<FakeWork>(OpType::COALESCED, Tensors{}, nullptr);
+    auto waiting = std::exchange(group.waiting, {});
+    std::map<CommunicatorPtr, std::vector<Operation>> by;
+    Tensors outputs;
+    for (auto& [communicator, operation] : waiting) {
+      outputs.insert(outputs.end(), operation.outputs.begin(), operation.outputs.end());
+      by[communicator].push_back(std::move(operation));
+    }
+    LaunchPtr last;
+    for (auto& [communicator, operations] : by) {
+      Communicator::Launching here(*communicator);
+      last = std::make_shared<Launch>(std::move(operations));
+      communicator->enqueue(last);
+    }
+    return c10::make_intrusive<FakeWork>(OpType::COALESCED, outputs, last);
+  }
+
+  WorkPtr broadcast(Tensors& t, const c10d::BroadcastOptions& o) override {
+    return collective(OpType::BROADCAST, o.asyncOp, t, [t, o](Backend& b) mutable { return b.broadcast(t, o); });
+  }
+  WorkPtr allreduce(Tensors& t, const c10d::AllreduceOptions& o) override {
+    auto plain = o;
+    return collective(OpType::ALLREDUCE, o.asyncOp, t, [t, plain, op = summed(o.reduceOp)](Backend& b) mutable {
+      plain.reduceOp = op;
+      return b.allreduce(t, plain);
+    }, averaged(o.reduceOp, t));
+  }
+  WorkPtr allreduce_coalesced(Tensors& t, const c10d::AllreduceCoalescedOptions& o) override {
+    return collective(OpType::ALLREDUCE_COALESCED, o.asyncOp, t,
+                      [t, o](Backend& b) mutable { return b.allreduce_coalesced(t, o); });
+  }
+  WorkPtr reduce(Tensors& t, const c10d::ReduceOptions& o) override {
+    auto plain = o;
+    plain.reduceOp = summed(o.reduceOp);
+    return collective(OpType::REDUCE, o.asyncOp, t, [t, plain](Backend& b) mutable { return b.reduce(t, plain); },
+                      averaged(o.reduceOp, t));
+  }
+  WorkPtr allgather(TensorLists& out, Tensors& in, const c10d::AllgatherOptions& o) override {
+    return collective(OpType::ALLGATHER, o.asyncOp, flat(out),
+                      [out, in, o](Backend& b) mutable { return b.allgather(out, in, o); });
+  }
+  WorkPtr _allgather_base(at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& o) override {
+    return collective(OpType::_ALLGATHER_BASE, o.asyncOp, {out},
+                      [out, in, o](Backend& b) mutable { return b._allgather_base(out, in, o); });
+  }
+  WorkPtr allgather_into_tensor_coalesced(Tensors& out, Tensors& in, const c10d::AllgatherOptions& o) override {
+    return collective(OpType::_ALLGATHER_BASE, o.asyncOp, out,
+                      [out, in, o](Backend& b) mutable { return b.allgather_into_tensor_coalesced(out, in, o); });
+  }
+  WorkPtr gather(TensorLists& out, Tensors& in, const c10d::GatherOptions& o) override {
+    return collective(OpType::GATHER, o.asyncOp, flat(out),
+                      [out, in, o](Backend& b) mutable { return b.gather(out, in, o); });
+  }
+  WorkPtr scatter(Tensors& out, TensorLists& in, const c10d::ScatterOptions& o) override {
+    return collective(OpType::SCATTER, o.asyncOp, out,
+                      [out, in, o](Backend& b) mutable { return b.scatter(out, in, o); });
+  }
+  WorkPtr reduce_scatter(Tensors& out, TensorLists& in, const c10d::ReduceScatterOptions& o) override {
+    auto plain = o;
+    plain.reduceOp = summed(o.reduceOp);
+    return collective(OpType::REDUCE_SCATTER, o.asyncOp, out,
+                      [out, in, plain](Backend& b) mutable { return b.reduce_scatter(out, in, plain); },
+                      averaged(o.reduceOp, out));
+  }
+  WorkPtr _reduce_scatter_base(at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& o) override {
+    auto plain = o;
+    plain.reduceOp = summed(o.reduceOp);
+    return collective(OpType::_REDUCE_SCATTER_BASE, o.asyncOp, {out},
+                      [out, in, plain](Backend& b) mutable { return b._reduce_scatter_base(out, in, plain); },
+                      averaged(o.reduceOp, {out}));
+  }
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in, const c10d::ReduceScatterOptions& o) override {
+    auto plain = o;
+    plain.reduceOp = summed(o.reduceOp);
+    return collective(OpType::REDUCE_SCATTER_TENSOR_COALESCED, o.asyncOp, out,
+                      [out, in, plain](Backend& b) mutable { return b.reduce_scatter_tensor_coalesced(out, in, plain); },
+                      averaged(o.reduceOp, out));
+  }
+  WorkPtr alltoall_base(
+      at::Tensor& out,
+      at::Tensor& in,
+      std::vector<int64_t>& outSplits,
+      std::vector<int64_t>& inSplits,
+      const c10d::AllToAllOptions& o) override {
+    return collective(OpType::ALLTOALL_BASE, o.asyncOp, {out}, [out, in, outSplits, inSplits, o](Backend& b) mutable {
+      return b.alltoall_base(out, in, outSplits, inSplits, o);
+    });
+  }
+  WorkPtr send(Tensors& t, int rank, int) override {
+    return pointToPoint(OpType::SEND, rank, {}, [t](Backend& b, int peer) mutable { return b.send(t, peer, 0); });
+  }
+  WorkPtr recv(Tensors& t, int rank, int) override {
+    return pointToPoint(OpType::RECV, rank, t, [t](Backend& b, int peer) mutable { return b.recv(t, peer, 0); });
+  }
+  WorkPtr barrier(const c10d::BarrierOptions& o) override {
+    Tensors one{at::zeros({1})};
+    return collective(OpType::BARRIER, o.asyncOp, one, [one](Backend& b) mutable { return b.allreduce(one); });
+  }
+
+ private:
+  static constexpr const char* kAll = "all";
+
+  WorkPtr collective(
+      OpType type,
+      bool asyncOp,
+      const Tensors& outputs,
+      std::function<WorkPtr(Backend&)> start,
+      std::function<void()> after = {}) {
+    return launch(type, asyncOp, communicator(kAll, getRank(), getSize()), {std::move(start), outputs, std::move(after)});
+  }
+
+  // Within a group all operations are the group's communicator's; a single one makes a communicator of the two ranks when
+  // they first need it (ProcessGroupNCCL::pointToPoint: getKeySendRecv). It is asynchronous in any case.
+  WorkPtr pointToPoint(
+      OpType type, int peer, const Tensors& outputs, const std::function<WorkPtr(Backend&, int)>& start) {
+    if (Group::mine().depth > 0)
+      return launch(type, true, communicator(kAll, getRank(), getSize()),
+                    {[start, peer](Backend& b) { return start(b, peer); }, outputs, {}});
+    const int low = std::min(getRank(), peer), high = std::max(getRank(), peer);
+    const int other = peer == high ? 1 : 0;
+    auto pair = communicator(std::to_string(low) + ":" + std::to_string(high), 1 - other, 2);
+    return launch(type, true, pair, {[start, other](Backend& b) { return start(b, other); }, outputs, {}});
+  }
+
+  WorkPtr launch(OpType type, bool asyncOp, const CommunicatorPtr& on, Operation operation) {
+    auto& group = Group::mine();
+    const Tensors outputs = operation.outputs;
+    if (group.depth > 0) {
+      group.waiting.emplace_back(on, std::move(operation));
+      return asyncOp ? WorkPtr(c10::make_intrusive<FakeWork>(type, outputs, nullptr)) : WorkPtr();
+    }
+    auto launched = std::make_shared<Launch>(std::vector<Operation>{std::move(operation)});
+    {
+      Communicator::Launching here(*on);
+      on->enqueue(launched);
+    }
+    if (asyncOp) return c10::make_intrusive<FakeWork>(type, outputs, launched);
+    launched->wait();  // it is on the current stream, which the host plays
+    return WorkPtr();
+  }
+
+  CommunicatorPtr communicator(const std::string& key, int rank, int size) {
+    if (aborted_) die("an operation of a group that has been aborted");
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      const auto known = communicators_.find(key);
+      if (known != communicators_.end()) return known->second;
+    }
+    auto [gloo, devices] = connect_(key + "/", rank, size);
+    auto made = std::make_shared<Communicator>(std::move(gloo), devices);
+    Device::instance().add(made);
+    std::lock_guard<std::mutex> guard(mutex_);
+    return communicators_.emplace(key, made).first->second;
+  }
+  std::map<std::string, CommunicatorPtr> communicators() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return communicators_;
+  }
+
+  static c10d::ReduceOp summed(const c10d::ReduceOp& op) {
+    return op == c10d::ReduceOp::AVG ? c10d::ReduceOp(c10d::ReduceOp::SUM) : op;
+  }
+  std::function<void()> averaged(const c10d::ReduceOp& op, const Tensors& outputs) const {
+    if (op != c10d::ReduceOp::AVG) return {};
+    return [outputs, size = getSize()] {
+      at::NoGradGuard guard;
+      for (auto output : outputs) output.div_(size);
+    };
+  }
+  static Tensors flat(const TensorLists& lists) {
+    Tensors all;
+    for (const auto& list : lists) all.insert(all.end(), list.begin(), list.end());
+    return all;
+  }
+
+  const Connect connect_;
+  std::mutex mutex_;
+  std::map<std::string, CommunicatorPtr> communicators_;
+  std::atomic<bool> aborted_{false};
+};
+
+Connect unlocked(py::function connect) {
+  auto* kept = new py::function(std::move(connect));  // never freed: a thread may just be calling it
+  return [kept](const std::string& prefix, int rank, int size) {
+    py::gil_scoped_acquire gil;
+    return (*kept)(prefix, rank, size).cast<std::pair<BackendPtr, std::vector<DevicePtr>>>();
+  };
+}
+
+}  // namespace fake_nccl
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using namespace fake_nccl;
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  m.def("backend", [](int rank, int size, py::function connect) -> BackendPtr {
+    return c10::make_intrusive<FakeNccl>(rank, size, unlocked(std::move(connect)));
+  });
+  m.def("device", [](DevicePtr device, Millis connectTimeout) -> DevicePtr {
+    return std::make_shared<flashrecovery::ManagedDevice>(std::move(device), connectTimeout);
+  });
+  m.def("connected", [](const BackendPtr& b) { return dynamic_cast<FakeNccl&>(*b).connected(); });
+  m.def("group_depth", [] { return Group::mine().depth; });
+  m.def("synchronize", [] { Device::instance().synchronize(); }, NoGil());
+}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import datetime
-import threading
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -61,9 +60,6 @@ class AttachReport:
     slowest_s: float = 0.0
 
 
-_aborts: dict[str, threading.Thread] = {}
-
-
 def abandon(reason: str) -> int:
     """Give up all communication of this process; return how many operations were pending.
 
@@ -90,11 +86,7 @@ def abandon(reason: str) -> int:
             continue
         count += module.abandon(outer, reason)
         if group.request.kind == "nccl" and group.size > 1:
-            thread = threading.Thread(
-                target=module.abort_inners, args=(outer,), name=f"flashrecovery-abort-{group.name}", daemon=True
-            )
-            _aborts[group.name] = thread
-            thread.start()
+            module.start_abort(outer)
     return count
 
 
@@ -112,10 +104,9 @@ def drain(deadline_s: float) -> DrainReport:
         left = [module.undrained(outer) for _, outer in named]
         sections = tuple(name for name, outer in named if module.close_section(outer))
         operations, buffers = sum(o for o, _ in left), sum(b for _, b in left)
-        stuck = tuple(name for name, thread in list(_aborts.items()) if thread.is_alive())
+        stuck = tuple(name for name, outer in named if module.aborting(outer))
         seconds = time.monotonic() - began
         if not (operations or buffers or stuck or sections):
-            _aborts.clear()
             return DrainReport(True, seconds)
         if seconds >= deadline_s:
             return DrainReport(False, seconds, operations, buffers, stuck, sections)

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import datetime
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from flashrecovery.groups import accelerator, native_build, torch_private
 from flashrecovery.groups.torch_private import GroupRequest, PrefixStore, Store
@@ -18,6 +20,12 @@ _EXTENSION = native_build.Extension(
     Path(__file__).parent, "flashrecovery_fake_nccl", "fake NCCL for tests", headers=(native_build.BACKEND.sources,)
 )
 _CONNECT = datetime.timedelta(minutes=5)  # a real ncclCommInitRank has no time-out that we could set
+
+_MAY_BE_SYNCHRONOUS = (
+    *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce", "allreduce_coalesced"),
+    *("_allgather_base", "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "reduce", "reduce_scatter"),
+    *("_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "scatter"),
+)
 
 BACKEND = "cpu:nccl"
 """The backend's name for ``init_process_group``: the host's tensors play the device's."""
@@ -41,6 +49,19 @@ class FakeDevice:
     def synchronize(self, device: torch.device | None = None) -> None:
         """All streams."""
         self._module.synchronize()
+
+
+def _catch_up_after(name: str, module: Any) -> None:
+    """torch's Python functions call ``ProcessGroup.<name>``, and do not wait where it returns no Work."""
+    original = getattr(dist.ProcessGroup, name)
+
+    @wraps(original)
+    def call(*arguments: Any, **more: Any) -> Any:
+        work = original(*arguments, **more)
+        module.catch_up()
+        return work
+
+    setattr(dist.ProcessGroup, name, call)
 
 
 def build() -> None:
@@ -69,5 +90,7 @@ def install() -> Any:
         return backend
 
     torch_private.nccl_backend = nccl_backend
+    for name in _MAY_BE_SYNCHRONOUS:
+        _catch_up_after(name, module)
     accelerator.use(FakeDevice(module))
     return module

@@ -64,6 +64,18 @@ class FakeWork final : public c10d::Work {
   FuturePtr future_;
 };
 
+// Synchronous operations of this thread: they are on the current stream, which the host plays. It catches up when it has
+// left the call; within it, it is launching (`catch_up`, called by the Python side).
+struct CurrentStream {
+  static std::vector<LaunchPtr>& mine() {
+    static thread_local std::vector<LaunchPtr> behind;
+    return behind;
+  }
+  static void catchUp() {
+    for (auto& launch : std::exchange(mine(), {})) launch->wait();
+  }
+};
+
 // All communicators of the process, for who waits for the whole device.
 struct Device {
   std::mutex mutex;
@@ -263,7 +275,7 @@ class FakeNccl final : public Backend {
       on->enqueue(launched);
     }
     if (asyncOp) return c10::make_intrusive<FakeWork>(type, outputs, launched);
-    launched->wait();  // it is on the current stream, which the host plays
+    CurrentStream::mine().push_back(std::move(launched));
     return WorkPtr();
   }
 
@@ -327,6 +339,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return std::make_shared<flashrecovery::ManagedDevice>(std::move(device), connectTimeout);
   });
   m.def("connected", [](const BackendPtr& b) { return dynamic_cast<FakeNccl&>(*b).connected(); });
+  m.def("catch_up", &CurrentStream::catchUp, NoGil());
   m.def("group_depth", [] { return Group::mine().depth; });
   m.def("synchronize", [] { Device::instance().synchronize(); }, NoGil());
 }

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <deque>
+#include <thread>
 
 #include "graveyard.h"
 #include "inside.h"
@@ -124,13 +125,15 @@ class ManagedBase : public Backend {
     return {operations, buffers};
   }
 
-  // NCCL only: aborts the communicators of an abandoned group; blocks until the inner backend has done so. First waits,
-  // for a bounded time, until no section is open and nobody is inside.
-  void abortInners() {
-    section_.awaitClosed(kSectionWait);
-    inside_.awaitNobody(kLaunchWait);
-    for (auto& inner : snapshot()) inner.backend->abort();
+  // NCCL only: begins to abort the communicators of an abandoned group, on a thread of its own that needs no Python.
+  // First it waits until no section is open and nobody is inside. That is bounded: beyond it there is a communicator
+  // that hangs, most likely in its creation, and an abort would free it under whoever is in it. Then it is not aborted
+  // at all, `aborting()` stays true, and the process has to be replaced.
+  void startAbort() {
+    aborting_ = true;
+    std::thread([here = self()] { here->abortInners(); }).detach();
   }
+  bool aborting() const { return aborting_; }
 
   // Ends the section that this thread has open, if it has one. True if another thread has one open: only that thread
   // could end it.
@@ -290,6 +293,12 @@ class ManagedBase : public Backend {
   using Records = std::deque<std::shared_ptr<OpRecord>>;
 
   // How long an abort waits for an open section, and for a launch: beyond that it is a communicator that hangs.
+  void abortInners() {
+    if (!section_.awaitClosed(kSectionWait) || !inside_.awaitNobody(kLaunchWait)) return;
+    for (auto& inner : snapshot()) inner.backend->abort();
+    aborting_ = false;
+  }
+
   static constexpr std::chrono::milliseconds kSectionWait{2000};
   static constexpr std::chrono::milliseconds kLaunchWait{200};
 
@@ -400,7 +409,7 @@ class ManagedBase : public Backend {
   std::vector<std::shared_ptr<Transport>> transports_;
   Records records_;
   size_t sweepAt_ = 64;
-  std::atomic<bool> abandoned_{false};
+  std::atomic<bool> abandoned_{false}, aborting_{false};
   std::string reason_;
   Progress progress_;
   std::atomic<uint64_t> seq_{0};

@@ -1,7 +1,12 @@
-"""Runs a script with the fake of NCCL in place of gloo: ``fake_nccl.py SCRIPT ARGUMENTS``."""
+"""Runs a script with the fake of NCCL in place of gloo: ``fake_nccl.py SCRIPT ARGUMENTS``.
+
+``FAKE_NCCL_BREAK=RANK:STEP``: after that optimizer step of the rank's first process its connections break.
+"""
 
 from __future__ import annotations
 
+import itertools
+import os
 import runpy
 import sys
 from functools import wraps
@@ -9,12 +14,26 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.support import fake_nccl
 
 
+def _break_in_time(module: Any) -> None:
+    rank, _, step = os.environ.get("FAKE_NCCL_BREAK", "").partition(":")
+    if rank != os.environ["RANK"] or os.environ.get("FLASHRECOVERY_GENERATION") != "0":
+        return
+    steps = itertools.count(1)
+
+    def stepped(*_: Any) -> None:
+        if next(steps) == int(step):
+            module.break_network()
+
+    register_optimizer_step_post_hook(stepped)
+
+
 def main() -> None:
-    fake_nccl.install()
+    _break_in_time(fake_nccl.install())
     init = dist.init_process_group
 
     @wraps(init)

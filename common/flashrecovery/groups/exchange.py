@@ -71,6 +71,7 @@ def abandon(reason: str) -> int:
     module = native_build.loaded()
     with STATE.lock:
         STATE.abandonments += 1
+        STATE.reason = reason
         stores = list(STATE.stores)
         targets = list(STATE.groups)
     STATE.changed.set()

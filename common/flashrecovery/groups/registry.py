@@ -259,6 +259,18 @@ def underway_ns() -> int:
     return 0 if module is None else int(module.underway_ns())
 
 
+def reported_errors() -> list[str]:
+    """Names of the groups of which NCCL reports an asynchronous error, such as a connection that has broken.
+
+    It lets the operations wait for ever, and has to be asked.
+    """
+    module = native_build.loaded()
+    if module is None:
+        return []
+    asked = [(g.name, g.outer()) for g in groups() if g.request.kind == "nccl" and g.size > 1]
+    return [name for name, outer in asked if outer is not None and module.reports_error(outer)]
+
+
 def failure_count() -> int:
     """How many of the script's operations have failed or been abandoned in this process so far."""
     module = native_build.loaded()
@@ -274,6 +286,11 @@ def raised_count() -> int:
 def abandonment_count() -> int:
     """How often the communication of this process has been abandoned so far."""
     return STATE.abandonments
+
+
+def last_abandonment() -> str:
+    """Why the communication of this process was last abandoned; "" if it never was."""
+    return STATE.reason
 
 
 def _create(request: GroupRequest, store: Store) -> Any:

@@ -10,10 +10,12 @@ class CollectiveWatch:
     """Counts from certain moments of a step on. Each method is called at the moment that it is named after."""
 
     def __init__(self) -> None:
-        self._failures = self._raised = self._operations = self._abandonments = self._stand_ins = 0
+        self._failures = self._raised = self._operations = self._stand_ins = 0
+        self._abandonments = self._abandonments_before = 0
 
     def step_begins(self) -> None:
         self._failures = groups.failure_count()
+        self._abandonments_before = groups.abandonment_count()
         self._raised = groups.raised_count()
 
     def mutation_begins(self) -> None:
@@ -25,8 +27,13 @@ class CollectiveWatch:
 
     @property
     def failed(self) -> bool:
-        """One of this step has failed."""
-        return groups.failure_count() != self._failures
+        """One of this step has failed, or may have been aborted on the device: who has not waited there is not told."""
+        return groups.failure_count() != self._failures or self.given_up
+
+    @property
+    def given_up(self) -> bool:
+        """All communication has been given up since the step began."""
+        return groups.abandonment_count() != self._abandonments_before
 
     @property
     def raised(self) -> bool:

@@ -21,6 +21,7 @@ from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.worker.collectives import CollectiveWatch
 from flashrecovery.worker.copies import Copies
+from flashrecovery.worker.error_watch import ErrorWatch
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.habits import IN_ALL_STEPS, UNTIL_RESEALED
 from flashrecovery.worker.outside import OutsideWatch
@@ -82,6 +83,7 @@ class Loop:
         for adapter in self._registry.adapters:
             adapter.watch(TimedHooks(self._step, self._gate.overhead))
         self._recoverer.join(num_steps)
+        ErrorWatch(self._gate, self._worker.settings.timeouts.peer_error_wait_s).start()
 
     # -- a step -----------------------------------------------------------------------------------
 

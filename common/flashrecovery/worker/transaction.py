@@ -7,6 +7,8 @@ training thread.
 
 from __future__ import annotations
 
+import torch.distributed as dist
+
 from flashrecovery import groups
 from flashrecovery.contract import StepHooks
 from flashrecovery.errors import JobFailedError, StepInterrupted, UnsupportedError
@@ -223,10 +225,7 @@ class Transaction(StepHooks):
         if not self._collectives.raised and not cut_short:
             return
         if not self._gate.stopped and not self._stops.wait():
-            raise JobFailedError(
-                f"a collective failed in step {self._gate.version} after its mutation had begun, and the step's body "
-                "swallowed the error"
-            )
+            raise self._unheard("after its mutation had begun, and the step's body swallowed the error")
         self._gate.torn()
         raise StepInterrupted
 
@@ -235,10 +234,14 @@ class Transaction(StepHooks):
         if not self._collectives.failed or self._gate.stopped:
             return
         if not self._stops.wait():
-            raise JobFailedError(
-                f"a collective failed in step {self._gate.version}, and the step's body swallowed the error"
-            )
+            raise self._unheard("and the step's body swallowed the error")
         self._gate.check()
+
+    def _unheard(self, how: str) -> Exception:
+        """Nobody has said stop, and the step's body has raised nothing."""
+        if self._collectives.given_up:  # by this process itself; on a device nobody else is told
+            return dist.DistBackendError(groups.last_abandonment())
+        return JobFailedError(f"a collective failed in step {self._gate.version} {how}")
 
     def tell_undo(self, why: str, reason: int) -> None:
         """``reason``: what the peers are to hear, see :meth:`.habits.Habits.hear`."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from flashrecovery.groups import accelerator, native_build, torch_private
-from flashrecovery.groups.torch_private import GroupRequest, PrefixStore, Store
+from flashrecovery.groups.torch_private import GroupRequest, PrefixStore, Store, TCPStore
 
 _EXTENSION = native_build.Extension(
     Path(__file__).parent, "flashrecovery_fake_nccl", "fake NCCL for tests", headers=(native_build.BACKEND.sources,)
@@ -64,6 +64,22 @@ def _catch_up_after(name: str, module: Any) -> None:
     setattr(dist.ProcessGroup, name, call)
 
 
+def _catch_up_while_recording(module: Any) -> None:
+    """The set-up log reads what a synchronous operation has brought: on a real device it waits for it there."""
+    native = native_build.native()
+    start, take = native.log_start, native.log_take
+
+    def log_start() -> None:
+        module.catch_up_at_once(True)
+        start()
+
+    def log_take() -> bytes:
+        module.catch_up_at_once(False)
+        return bytes(take())
+
+    native.log_start, native.log_take = log_start, log_take
+
+
 def build() -> None:
     """Compile it, if need be; ranks with a deadline should not have to."""
     native_build.build(extension=_EXTENSION)
@@ -74,15 +90,25 @@ def install() -> Any:
     module = native_build.load(_EXTENSION)
 
     def nccl_backend(store: Store, request: GroupRequest, timeout: datetime.timedelta, device: Any) -> Any:
+        roots: list[TCPStore] = []
+
         def connect(prefix: str, rank: int, size: int) -> tuple[Any, list[Any]]:
-            native = native_build.native()
-            ranks = list(range(size))
-            name = f"{request.name}/{prefix}"
-            wrap = lambda d: module.device(d, _CONNECT)  # noqa: E731 - the product's own is given up by abandon()
-            made = torch_private.gloo_backend(
-                PrefixStore(prefix, store), rank, size, timeout, ranks, name, native.shared_device, wrap
+            """As ncclGetUniqueId and ncclCommInitRankConfig do.
+
+            The address of a root comes over the group's store, which can be told to stop. Everything else goes over the
+            root, and nobody can interrupt it.
+            """
+            store_of = PrefixStore(prefix, store)
+            if rank == 0:
+                root = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_CONNECT)
+                store_of.set("root", str(root.port))
+            else:
+                root = TCPStore("127.0.0.1", int(store_of.get("root")), is_master=False, timeout=_CONNECT)
+            roots.append(root)
+            native, ranks, name = native_build.native(), list(range(size)), f"{request.name}/{prefix}"
+            return torch_private.gloo_backend(
+                root, rank, size, timeout, ranks, name, native.shared_device, lambda d: module.device(d, _CONNECT)
             )
-            return made
 
         backend = module.backend(request.rank, request.size, connect)
         if device is not None:
@@ -90,6 +116,7 @@ def install() -> Any:
         return backend
 
     torch_private.nccl_backend = nccl_backend
+    _catch_up_while_recording(module)
     for name in _MAY_BE_SYNCHRONOUS:
         _catch_up_after(name, module)
     accelerator.use(FakeDevice(module))

@@ -171,6 +171,10 @@ class Communicator {
     }
     if (newest) newest->wait();
   }
+  // No connection of it works any more, and nobody has died.
+  void breakNetwork() {
+    for (const auto& transport : shared_->transports) transport->cut("the network is broken");
+  }
   bool failed() const { return shared_->peerGone; }
 
   void abort() {

@@ -65,8 +65,10 @@ class FakeWork final : public c10d::Work {
 };
 
 // Synchronous operations of this thread: they are on the current stream, which the host plays. It catches up when it has
-// left the call; within it, it is launching (`catch_up`, called by the Python side).
+// left the call; within it, it is launching (`catch_up`, called by the Python side). Only where the product reads the
+// outputs within the call, which on a real device waits for them, it has to catch up at once.
 struct CurrentStream {
+  static inline std::atomic<bool> atOnce{false};
   static std::vector<LaunchPtr>& mine() {
     static thread_local std::vector<LaunchPtr> behind;
     return behind;
@@ -89,16 +91,17 @@ struct Device {
     std::erase_if(communicators, [](const auto& known) { return known.expired(); });
     communicators.push_back(made);
   }
+  std::vector<CommunicatorPtr> all() {
+    std::lock_guard<std::mutex> guard(mutex);
+    std::vector<CommunicatorPtr> alive;
+    for (const auto& known : communicators)
+      if (auto communicator = known.lock()) alive.push_back(std::move(communicator));
+    return alive;
+  }
   // torch.cuda.synchronize(): everything queued on whatever stream has happened. What waits in a group that was never
   // ended is not queued, so it is not waited for: its events complete.
   void synchronize() {
-    std::vector<CommunicatorPtr> all;
-    {
-      std::lock_guard<std::mutex> guard(mutex);
-      for (const auto& known : communicators)
-        if (auto communicator = known.lock()) all.push_back(std::move(communicator));
-    }
-    for (const auto& communicator : all) communicator->synchronize();
+    for (const auto& communicator : all()) communicator->synchronize();
   }
 };
 
@@ -276,6 +279,7 @@ class FakeNccl final : public Backend {
     }
     if (asyncOp) return c10::make_intrusive<FakeWork>(type, outputs, launched);
     CurrentStream::mine().push_back(std::move(launched));
+    if (CurrentStream::atOnce) CurrentStream::catchUp();
     return WorkPtr();
   }
 
@@ -340,6 +344,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("connected", [](const BackendPtr& b) { return dynamic_cast<FakeNccl&>(*b).connected(); });
   m.def("catch_up", &CurrentStream::catchUp, NoGil());
+  m.def("catch_up_at_once", [](bool on) { CurrentStream::atOnce = on; });
+  m.def("break_network", [] {
+    for (const auto& communicator : Device::instance().all()) communicator->breakNetwork();
+  });
   m.def("group_depth", [] { return Group::mine().depth; });
   m.def("synchronize", [] { Device::instance().synchronize(); }, NoGil());
 }

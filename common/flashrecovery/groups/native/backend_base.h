@@ -5,6 +5,7 @@
 
 #include <array>
 #include <deque>
+#include <optional>
 #include <thread>
 
 #include "graveyard.h"
@@ -135,6 +136,14 @@ class ManagedBase : public Backend {
   }
   bool aborting() const { return aborting_; }
 
+  // NCCL only: whether it reports an asynchronous error of the communicators in use. It tells nobody of its own accord.
+  bool reportsError() {
+    if (isAbandoned()) return false;
+    for (auto& inner : snapshot())
+      if (inner.backend->getBackendName() == "nccl" && inner.backend->getError() != c10d::ErrorType::SUCCESS) return true;
+    return false;
+  }
+
   // Ends the section that this thread has open, if it has one. True if another thread has one open: only that thread
   // could end it.
   bool closeSection() {
@@ -230,7 +239,6 @@ class ManagedBase : public Backend {
       ++standInCount();
       return call(*local_);
     }
-    Inside here(inside_);
     try {
       return launch(type, name, device, std::forward<Outputs>(outputs), std::forward<Call>(call), peer);
     } catch (const c10::DistError&) {
@@ -242,6 +250,7 @@ class ManagedBase : public Backend {
  private:
   template <typename Outputs, typename Call>
   WorkPtr launch(OpType type, const char* name, c10::DeviceType device, Outputs&& outputs, Call&& call, int peer) {
+    std::optional<Inside> here(std::in_place, inside_);  // before the look whether it is abandoned
     const BackendPtr inner = get(device);
     const uint64_t seq = seq_++;
     const Ordinal ordinal = next(type, peer);
@@ -272,7 +281,7 @@ class ManagedBase : public Backend {
         for (const auto& part : launched) part->succeed();
       });
     enlist(record);
-    return finish(type, record, std::forward<Call>(call), *inner);
+    return finish(type, record, std::forward<Call>(call), *inner, here);
   }
 
   Ordinal next(OpType type, int peer) {
@@ -303,11 +312,13 @@ class ManagedBase : public Backend {
   static constexpr std::chrono::milliseconds kLaunchWait{200};
 
   template <typename Call>
-  WorkPtr finish(OpType type, const std::shared_ptr<OpRecord>& record, Call&& call, Backend& inner) {
+  WorkPtr finish(
+      OpType type, const std::shared_ptr<OpRecord>& record, Call&& call, Backend& inner, std::optional<Inside>& here) {
     WorkPtr work;
     try {
       if (type == OpType::COALESCED) section_.ended();  // before the call: an abort need not wait for its launch
       work = call(inner);
+      here.reset();  // what follows may read the outputs, and so wait for the device
     } catch (const c10::Error&) {
       record->settle();
       record->fail();

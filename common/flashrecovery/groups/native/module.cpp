@@ -102,6 +102,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("revive", [](const BackendPtr& b) { managed(b).revive(); }, NoGil());
   m.def("abandon", [](const BackendPtr& b, const std::string& why) { return managed(b).abandon(why); }, NoGil());
   m.def("start_abort", [](const BackendPtr& b) { managed(b).startAbort(); }, NoGil());
+  m.def("reports_error", [](const BackendPtr& b) { return managed(b).reportsError(); }, NoGil());
   m.def("aborting", [](const BackendPtr& b) { return managed(b).aborting(); });
   m.def("close_section", [](const BackendPtr& b) { return managed(b).closeSection(); }, NoGil());
   m.def("undrained", [](const BackendPtr& b) { return managed(b).undrained(); }, NoGil());

@@ -1,0 +1,272 @@
+"""What recovery must do because NCCL is not gloo: each rule of its behaviour, with the fake of it.
+
+The fake (tests/support/fake_nccl) ends the process where a real one would crash, and lets wait for ever what would. The
+numbers are those of the table in docs/groups.md.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashrecovery import groups
+from flashrecovery.groups import torch_private
+from flashrecovery.runtime.nccl_env import LAUNCH_DEFAULTS
+from flashrecovery.worker.device import DeviceClock
+from tests.support import fake_nccl
+from tests.support.groups_ranks import RankFunction, run_ranks
+
+RECORDED_ON = 1
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    fake_nccl.build()
+
+
+def _start(rank: int, size: int, store: Any, **environment: str) -> tuple[Any, list[Any]]:
+    """The fake's module, and the inner backends in the order in which they are made."""
+    os.environ.update(LAUNCH_DEFAULTS, **environment)
+    module = fake_nccl.install()
+    made: list[Any] = []
+    make = torch_private.nccl_backend
+
+    def nccl_backend(*arguments: Any) -> Any:
+        made.append(make(*arguments))
+        return made[-1]
+
+    torch_private.nccl_backend = nccl_backend
+    groups.install()
+    dist.init_process_group(fake_nccl.BACKEND, store=dist.PrefixStore("job", store), rank=rank, world_size=size)
+    return module, made
+
+
+def _again(store: Any, generation: int) -> None:
+    report = groups.drain(5.0)
+    assert report.quiet, report
+    groups.detach_all()
+    groups.attach(store, generation, 20.0)
+
+
+def _soon(call: Callable[[], object], seconds: float) -> threading.Thread:
+    def later() -> None:
+        time.sleep(seconds)
+        call()
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    return thread
+
+
+def _sum(rank: int, size: int) -> None:
+    dist.all_reduce(t := torch.full((3,), float(rank + 1)))
+    assert t.tolist() == [size * (size + 1) / 2] * 3
+
+
+# -- row 1: null work counts as succeeded ---------------------------------------------------------
+
+
+def _set_up(rank: int) -> list[object]:
+    """Synchronous collectives, as a script makes them before its first step."""
+    dist.broadcast(flags := torch.full((2,), 10.0 + rank), 0)
+    dist.all_reduce(seed := torch.tensor([float(rank + 1)]))
+    dist.broadcast_object_list(configuration := [{"made by": rank}], 0)
+    dist.all_gather_into_tensor(everyone := torch.zeros(2), torch.tensor([float(rank)]))
+    with dist.distributed_c10d._coalescing_manager(dist.group.WORLD):
+        dist.all_reduce(one := torch.tensor([2.0 + rank]))
+        dist.all_reduce(two := torch.tensor([3.0 + rank]))
+    return [flags.tolist(), seed.tolist(), configuration, everyone.tolist(), one.tolist(), two.tolist()]
+
+
+EXPECTED = [[10.0, 10.0], [3.0], [{"made by": 0}], [0.0, 1.0], [5.0], [7.0]]
+
+
+def test_a_replacement_gets_what_synchronous_set_up_collectives_gave(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    def original(rank: int, size: int, store: Any) -> None:
+        groups.start_setup_log()
+        _start(rank, size, store)
+        assert _set_up(rank) == EXPECTED
+        if rank == RECORDED_ON:
+            log.write_bytes(groups.take_setup_log())
+
+    def replacement(rank: int, size: int, store: Any) -> None:
+        groups.install()
+        groups.set_detached(True)
+        groups.replay_setup_log(log.read_bytes())
+        fake_nccl.install()
+        dist.init_process_group(fake_nccl.BACKEND, store=dist.HashStore(), rank=RECORDED_ON, world_size=2)
+        assert _set_up(RECORDED_ON) == EXPECTED
+
+    run_ranks(2, original)
+    run_ranks(1, replacement)
+
+
+# -- row 2: no section stays open -----------------------------------------------------------------
+
+
+def _fails_in_a_section(collective: bool) -> RankFunction:
+    def body(rank: int, size: int, store: Any) -> None:
+        module, _ = _start(rank, size, store)
+        peer = 1 - rank
+        with pytest.raises(dist.DistBackendError, match="a drill"):
+            if collective:
+                with dist.distributed_c10d._coalescing_manager(dist.group.WORLD):
+                    dist.all_reduce(torch.ones(3))
+                    groups.abandon("a drill")
+                    dist.all_reduce(torch.ones(3))
+            else:
+                with dist.distributed_c10d._coalescing_manager(dist.group.WORLD, async_ops=True):
+                    dist.isend(torch.ones(3), peer)
+                    groups.abandon("a drill")
+                    dist.irecv(torch.ones(3), peer)
+        assert module.group_depth() == 0, "nothing that this thread launches would ever run"
+        _again(store, 1)
+        _sum(rank, size)
+
+    return body
+
+
+@pytest.mark.parametrize("collective", [True, False], ids=["collectives", "sends"])
+def test_a_failure_within_a_section_ends_it(collective: bool) -> None:
+    run_ranks(2, _fails_in_a_section(collective))
+
+
+def test_a_section_that_another_thread_leaves_open_is_reported() -> None:
+    def body(rank: int, size: int, store: Any) -> None:
+        _start(rank, size, store)
+        _sum(rank, size)
+        outer = groups.groups()[0].outer()
+        thread = threading.Thread(target=outer._start_coalescing)
+        thread.start()
+        thread.join()
+        groups.abandon("a drill")
+        report = groups.drain(0.5)
+        assert not report.quiet and report.open_sections == ("0",), report
+
+    run_ranks(2, body)
+
+
+# -- row 3: the tag follows the device ------------------------------------------------------------
+
+
+def test_a_commit_waits_for_what_the_device_has_not_done() -> None:
+    def body(rank: int, size: int, store: Any) -> None:
+        _start(rank, size, store)
+        dist.barrier()
+        if rank == 1:
+            time.sleep(0.5)
+        work = dist.all_gather_into_tensor(gathered := torch.zeros(2), torch.tensor([float(rank)]), async_op=True)
+        DeviceClock().before_commit()
+        assert work is not None and work.is_completed() and gathered.tolist() == [0.0, 1.0]
+
+    run_ranks(2, body)
+
+
+def test_an_abort_tears_what_is_under_way_and_nobody_is_told() -> None:
+    """Of the fake: without it the other tests here would prove nothing."""
+
+    def body(rank: int, size: int, store: Any) -> None:
+        _, made = _start(rank, size, store)
+        _sum(rank, size)
+        if rank == 1:
+            time.sleep(1.0)
+            return
+        work = made[0].allreduce([t := torch.ones(3)])
+        made[0].abort()
+        assert work.wait() and t.isnan().all() and work.exception() is None
+
+    run_ranks(2, body)
+
+
+# -- row 4: groups are connected in attach --------------------------------------------------------
+
+
+def test_attach_connects_groups_that_nobody_has_used_yet() -> None:
+    def body(rank: int, size: int, store: Any) -> None:
+        module, made = _start(rank, size, store)
+        unused = dist.new_group([0, 1])
+        pair = dist.new_group([0, 2])
+        assert [module.connected(backend) for backend in made] == [0] * len(made)
+        groups.abandon("a drill")
+        del made[:]
+        _again(store, 1)
+        assert len(made) == (3 if rank in (0, 2) else 2) - (rank == 2)
+        assert [module.connected(backend) for backend in made] == [1] * len(made)
+        assert unused is not None and pair is not None
+        _sum(rank, size)
+
+    run_ranks(3, body)
+
+
+def test_a_communicator_that_hangs_in_its_creation_is_not_aborted_under_its_creator() -> None:
+    """Nobody can interrupt it. The process is replaced."""
+
+    def body(rank: int, size: int, store: Any) -> None:
+        _start(rank, size, store)
+        if rank == 1:
+            time.sleep(2.0)
+            return
+        stuck = threading.Thread(target=lambda: dist.all_reduce(torch.ones(1)), daemon=True)
+        stuck.start()
+        time.sleep(0.3)
+        groups.abandon("a drill")
+        report = groups.drain(1.0)
+        assert not report.quiet and report.stuck_aborts == ("0",), report
+        os._exit(0)
+
+    run_ranks(2, body)
+
+
+# -- row 6: an abort never meets a launch ---------------------------------------------------------
+
+
+def test_an_abort_waits_for_who_is_launching() -> None:
+    rounds, launch_us = 8, 40_000
+
+    def body(rank: int, size: int, store: Any) -> None:
+        chance = random.Random(rank)
+        _start(rank, size, store, FAKE_NCCL_LAUNCH_US=str(launch_us))
+        for generation in range(1, rounds + 1):
+            control = _soon(lambda: groups.abandon("a drill"), 0.1 + chance.random() * 0.1)
+            with pytest.raises(dist.DistBackendError, match="a drill"):
+                while True:
+                    dist.all_reduce(torch.ones(10), async_op=True)
+            control.join()
+            _again(store, generation)
+
+    run_ranks(2, body)
+
+
+# -- a dead peer ----------------------------------------------------------------------------------
+
+
+def test_a_rank_that_waits_for_a_dead_peer_is_freed_by_the_abort_alone() -> None:
+    def body(rank: int, size: int, store: Any) -> None:
+        _start(rank, size, store)
+        _sum(rank, size)
+        if rank == 1:
+            os._exit(9)
+        ended = threading.Event()
+
+        def wait() -> None:
+            dist.all_reduce(torch.ones(3))
+            ended.set()
+
+        threading.Thread(target=wait, daemon=True).start()
+        assert not ended.wait(0.5), "a real kernel waits for ever"
+        assert groups.reported_errors() == ["0"]
+        groups.abandon("a drill")
+        assert ended.wait(5.0) and groups.drain(5.0).quiet
+
+    run_ranks(2, body, allowed={1: 9})

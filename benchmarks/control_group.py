@@ -42,7 +42,7 @@ def _rounds(rounds: int, sparse: bool) -> Callable[[int, int, Store], None]:
             before = connections()
             sync(store, f"start{number}", size)
             t0 = time.monotonic()
-            inners = make_inners(module, request, PrefixStore(f"round{number}", store), _LIMIT, _LIMIT)
+            inners = make_inners(module, request, PrefixStore(f"round{number}", store), _LIMIT, _LIMIT, None)
             (_, backend), *_ = inners.backends
             t1 = time.monotonic()
             backend.barrier().wait()

@@ -3,6 +3,7 @@
 The moments of a step, for every stage (the order is deepspeed's)::
 
     forward (each micro-batch)  -> sealed()      the last one comes before the last gradient reduction
+    forward of the last one     -> synchronising()    of the first one with a pipeline or unmanaged accumulation
     norm / overflow all-reduce                   spans the world: nobody passes it before all have sealed
     basic optimizer's pre-hook  -> mutating()    before the first write to a master weight
     parameter all-gather (ZeRO-1, 2, 3)          a death here tears the step: all go back to their pre-step copies
@@ -137,6 +138,11 @@ class EngineAdapter(TorchAdapter):
         optimizer = self.engine.optimizer
         common = getattr(optimizer, "compute_grad_norm", True) or getattr(optimizer, "check_grad_overflow", True)
         return bool(common) and len(self._ranks) == world_size()
+
+    def _synchronises(self) -> bool:
+        # A pipeline's engine, and one whose script says itself when to step, knows it only after the forward passes.
+        known = self.engine.managed_gradient_accumulation() and not self.engine.pipeline_parallelism
+        return not known or bool(self.engine.is_gradient_accumulation_boundary())
 
     # -- reset, capture, restore ------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 The moments of a step (the order is Megatron's)::
 
     forward of each micro-batch, each chunk  -> sealed()     the last one comes before the last gradient reduction
-    gradient reduction over dp_cp, expt_dp
+    gradient reduction over dp_cp, expt_dp   <- synchronising() before its first part
     grad-norm all-reduce over tp x pp (with the distributed optimizer: the instance)
     basic optimizer's pre-hook               -> mutating()
     all-gather of the parameters (distributed optimizer without overlap_param_gather)
@@ -21,7 +21,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from flashrecovery.adapter import CheckpointFormat, Method, ParamRecord, ParamShard, Shard, TorchAdapter, owners_of
+from flashrecovery.adapter import (
+    CheckpointFormat,
+    Method,
+    ParamRecord,
+    ParamShard,
+    Shard,
+    StepHooks,
+    TorchAdapter,
+    owners_of,
+)
 from fr_megatron.buckets import forget_answers
 from fr_megatron.checkpoint import MegatronCheckpoint
 from fr_megatron.megatron_fsdp import MegatronFSDP
@@ -54,6 +63,7 @@ class MegatronAdapter(TorchAdapter):
         self._inner = inner_optimizers(optimizer)
         self._wrapper = _wrapper_of(self._chunks)
         self._all_shards: list[Shard] | None = None
+        self._reports_synchronising = False
         super().__init__(nn.ModuleList(chunks), torch_optimizers(optimizer))
 
     # -- shards -----------------------------------------------------------------------------------
@@ -77,6 +87,13 @@ class MegatronAdapter(TorchAdapter):
         return [(inner, "reload_model_params") for inner in self._inner]
 
     # -- moments of a step ------------------------------------------------------------------------
+
+    def watch(self, hooks: StepHooks) -> None:
+        super().watch(hooks)
+        self._reports_synchronising = self._wrapper.before_reduction(hooks.synchronising)
+
+    def _synchronises(self) -> bool:
+        return not self._reports_synchronising
 
     def sync_spans_world(self) -> bool:
         return True

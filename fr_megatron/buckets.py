@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from typing import Any
 
 from fr_megatron.optimizers import members
@@ -16,6 +17,24 @@ def bucket_groups(chunks: Sequence[Any], inner_optimizers: Sequence[Any]) -> Ite
     for inner in inner_optimizers:
         for groups in getattr(inner, "per_model_bucket_groups", {}).values():
             yield from groups
+
+
+def call_before_reduction(chunks: Sequence[Any], callback: Callable[[], None]) -> bool:
+    """Call ``callback`` before each group of buckets is reduced: at its last gradient, or after the backward pass.
+    False if there is no group."""
+
+    def told(reduce: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(reduce)
+        def start_grad_sync(*args: Any, **kwargs: Any) -> Any:
+            callback()
+            return reduce(*args, **kwargs)
+
+        return start_grad_sync
+
+    groups = list(bucket_groups(chunks, ()))
+    for group in groups:
+        group.start_grad_sync = told(group.start_grad_sync)
+    return bool(groups)
 
 
 def reset_buckets(chunks: Sequence[Any], inner_optimizers: Sequence[Any]) -> None:

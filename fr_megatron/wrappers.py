@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from flashrecovery.adapter import ParamRecord, ParamShard, Shard, constant, faults, placed_on_mesh, replicated
-from fr_megatron.buckets import reset_buckets
+from fr_megatron.buckets import call_before_reduction, reset_buckets
 from fr_megatron.optimizers import Names, Pair, is_distributed, record, weights
 
 FaultPoint = Callable[[Callable[[], None]], None]
@@ -59,6 +59,10 @@ class Wrapper(ABC):
     def reset(self, inner: Sequence[Any]) -> None:
         """Back to the state between two steps. ``inner``: Megatron's optimizers. No communication."""
 
+    def before_reduction(self, callback: Callable[[], None]) -> bool:
+        """Call ``callback`` whenever a part of the gradient reduction is about to begin. False if nobody can tell."""
+        return False
+
     def flags(self) -> Any:
         """What a script may have switched, equal on all ranks."""
         return None
@@ -87,6 +91,9 @@ class Buckets(Wrapper):
 
     def weights(self) -> Iterator[Shard]:
         return weights(self.chunks)
+
+    def before_reduction(self, callback: Callable[[], None]) -> bool:
+        return call_before_reduction(self.chunks, callback)
 
     def reset(self, inner: Sequence[Any]) -> None:
         reset_buckets(self.chunks, inner)

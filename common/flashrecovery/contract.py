@@ -6,11 +6,13 @@ regrouping, transfers, digests, data rollback) is the core's.
 
 The moments of a step, in order, as an adapter reports them through :class:`StepHooks`::
 
-    begin (core)  forward ...  sealed()  backward, gradient sync  mutating()  optimizer  mutated()  commit (core)
+    begin (core)  forward ...  sealed()  synchronising()  gradient sync  mutating()  optimizer  mutated()  commit (core)
 
-``sealed`` must come before this rank's *last* contribution to the gradient synchronisation: whoever leaves that
-synchronisation then knows that every rank has sealed. That is the barrier before the optimizer step of
-FlashRecovery section III-E, merged with the synchronisation that training does anyway.
+``sealed`` and ``synchronising`` must come before this rank's *last* contribution to the gradient synchronisation:
+whoever leaves that synchronisation then knows that every rank has sealed, and has its copies. That is the barrier
+before the optimizer step of FlashRecovery section III-E, merged with the synchronisation that training does anyway.
+``synchronising`` waits for the copies of the version before, which are made beside the step: the later it comes, the
+better they are hidden. With several micro-batches it comes in the last one.
 """
 
 from __future__ import annotations
@@ -32,6 +34,10 @@ class StepHooks(Protocol):
     def sealed(self, *, recheck: bool = False) -> None:
         """Forward is over: the rank-only state of version i+1 is sealed early. May come several times; the last counts.
         ``recheck``: no forward pass since the last call, so only random numbers and data can have moved."""
+
+    def synchronising(self) -> None:
+        """This rank's last contribution to the gradient synchronisation may follow. Returns when the copies of
+        version i are complete. May come several times; the first counts."""
 
     def mutating(self) -> None:
         """Gradients are synchronised; the first mutation follows. Raises StepInterrupted if the step was stopped."""

@@ -180,6 +180,9 @@ class CountingHooks:
     def sealed(self, *, recheck: bool = False) -> None:
         self.moments.append("sealed")
 
+    def synchronising(self) -> None:
+        self.moments.append("synchronising")
+
     def mutating(self) -> None:
         self.moments.append("mutating")
 

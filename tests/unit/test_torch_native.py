@@ -48,6 +48,9 @@ class Recorder:
     def sealed(self, *, recheck: bool = False) -> None:
         self.moments.append("sealed")
 
+    def synchronising(self) -> None:
+        self.moments.append("synchronising")
+
     def mutating(self) -> None:
         if self.interrupt:
             raise StepInterrupted
@@ -359,11 +362,12 @@ def test_moments_of_a_step() -> None:
         model(torch.randn(2, 3))
     assert recorder.moments == []
     train(model, *optimizers)
-    assert recorder.moments == ["sealed", "sealed", "mutating", "mutating", "mutated"]
+    forward = ["sealed", "synchronising", "sealed"]
+    assert recorder.moments == [*forward, "mutating", "mutating", "mutated"]
     recorder.moments.clear()
     train(model, optimizers[0])  # one optimizer alone: not done, the end of the step says so
     train(model, *optimizers)
-    assert recorder.moments == ["sealed", "sealed", "mutating", *["sealed"] * 2, "mutating", "mutating", "mutated"]
+    assert recorder.moments == [*forward, "mutating", *forward, "mutating", "mutating", "mutated"]
 
 
 def test_an_interrupt_leaves_the_parameters_alone() -> None:

@@ -92,6 +92,11 @@ class TorchAdapter(Adapter):
     def _restore_streams(self, states: dict[str, Any]) -> None:
         """Set what :meth:`_tracked_streams` returned on this rank."""
 
+    def _synchronises(self) -> bool:
+        """Whether the backward pass that follows may hold this rank's last contribution to the gradient
+        synchronisation; asked at the end of a forward pass. False on all ranks alike."""
+        return True
+
     def _gradients_ready(self) -> None:
         """All gradients of this step are reduced, nothing has been changed yet. May come several times a step."""
 
@@ -123,6 +128,8 @@ class TorchAdapter(Adapter):
             return
         self._stepped.clear()
         self._hooks.sealed()
+        if self._synchronises():
+            self._hooks.synchronising()
         # Once more when backward starts: the loss, or data fetched ahead, may have used random numbers or samples.
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:

@@ -100,6 +100,12 @@ def reset(root: FSDPModule) -> None:
             parameter.to_sharded()  # also one that was caught between two states; frees the unsharded memory
 
 
+def synchronises(root: FSDPModule) -> bool:
+    """Whether the next backward pass reduces gradients, and is not said to be followed by another one of the step."""
+    reduces = any(g.reduce_grads and (g.all_reduce_grads or not g._is_hsdp) for g in groups(root))
+    return reduces and bool(root._get_fsdp_state()._state_ctx.is_last_backward)
+
+
 def capture_flags(root: FSDPModule) -> dict[str, Any]:
     """The switches that a script may flip within a step (gradient accumulation)."""
     return {

@@ -55,6 +55,10 @@ class DDPAdapter(TorchAdapter):
     def sync_spans_world(self) -> bool:
         return dist.get_world_size(self.ddp.process_group) == world_size()
 
+    def _synchronises(self) -> bool:
+        synchronises: bool = self.ddp.require_backward_grad_sync  # not below no_sync()
+        return synchronises
+
     # -- the bucket layout ------------------------------------------------------------------------
 
     def _backward_starts(self, grad: torch.Tensor) -> None:

@@ -63,6 +63,9 @@ class FSDP2Adapter(TorchAdapter):
         trained = [e.sharded_param for e in parameters if e.sharded_param.requires_grad]
         return bool(trained) and all(mesh_spans_world(p.device_mesh) for p in trained)
 
+    def _synchronises(self) -> bool:
+        return fsdp2_state.synchronises(self.fsdp)
+
     def _reset_framework(self) -> None:
         fsdp2_state.reset(self.fsdp)
 

@@ -131,6 +131,11 @@ class Copies:
         :meth:`send_capsule`)."""
         return self._capsules_only
 
+    @property
+    def to_neighbour(self) -> bool:
+        """What no other rank holds is copied in every step, on every rank."""
+        return self._own_copies
+
     def send_capsule(self, version: int, *, sealed: bool) -> None:
         """Before the mutation that makes ``version``, on every rank; returns when this rank's exchange is complete.
 

@@ -69,6 +69,10 @@ class TimedHooks(StepHooks):
         with self._overhead:
             self._hooks.sealed(recheck=recheck)
 
+    def synchronising(self) -> None:
+        with self._overhead:
+            self._hooks.synchronising()
+
     def mutating(self) -> None:
         with self._overhead:
             self._hooks.mutating()

@@ -61,16 +61,14 @@ class Sealing(Generic[Mark]):
     def step_begins(self) -> None:
         self._written = self._at_seal = self._at_mutation = None
 
-    def forward_ends(self, version: int, *, recheck: bool = False) -> bool:
-        """``version``: that comes of the step. ``recheck``: no forward pass has ended since the last call. Returns
-        whether there is anything new."""
+    def forward_ends(self, version: int, *, recheck: bool = False) -> None:
+        """``version``: that comes of the step. ``recheck``: no forward pass has ended since the last call."""
         now = self._capsules.drawn()
         if recheck and now == self._at_seal:
-            return False
+            return
         self._at_seal = now
         if self._habits.seals_early:
             self._write(version, now, early=True)
-        return True
 
     def mutation_begins(self, version: int) -> bool:
         """Returns whether a capsule of ``version`` is written, which counts if this rank dies in the mutation."""

@@ -53,7 +53,7 @@ class Transaction(StepHooks):
         self._collectives = collectives
         self._proving = proving
         self._stops = stops
-        self._hook_fired = False
+        self._hook_fired = self._copied = False
         self._explicit_barrier = self._needs_barrier()
 
     def begin(self) -> None:
@@ -61,7 +61,7 @@ class Transaction(StepHooks):
         version = self._gate.version
         self._sealing.step_begins()
         self._collectives.step_begins()
-        self._hook_fired = False
+        self._hook_fired = self._copied = False
         self._worker.faults.hit("between", version)
         self._registry.look_closely(self.looks_closely(version))
         self._gate.in_block = True
@@ -76,14 +76,19 @@ class Transaction(StepHooks):
     # -- StepHooks --------------------------------------------------------------------------------
 
     def sealed(self, *, recheck: bool = False) -> None:
-        """Forward is over: publish the capsule of version i+1, and see that the copies of version i are complete."""
+        """Forward is over: publish the capsule of version i+1."""
         if not self._gate.in_block:
             return  # the script calls its model between two steps
         self._gate.check()
         self._gate.page.beat()
         self._hook_fired = True
-        if self._sealing.forward_ends(self._gate.version + 1, recheck=recheck):
+        self._sealing.forward_ends(self._gate.version + 1, recheck=recheck)
+
+    def synchronising(self) -> None:
+        """The copies of version i are complete before anybody can know that all ranks have come this far."""
+        if self._gate.in_block and not self._copied:
             self._copies.wait()
+            self._copied = True
 
     def mutating(self) -> None:
         """Before the first mutation of a step."""
@@ -111,6 +116,8 @@ class Transaction(StepHooks):
         if not seen_forward:
             # The adapter has seen no forward pass: nothing yet says that every rank has come this far.
             self.sealed()
+        copied = self._copied
+        self.synchronising()
         touched = self._touches.seen()
         if touched and not habits.touched:
             habits.touched = True
@@ -124,7 +131,7 @@ class Transaction(StepHooks):
         if proof.is_due(version):
             if self._compare_habits():
                 self._seal_more(version + 1, sealed)
-        elif not seen_forward or self._explicit_barrier or habits.reseal:
+        elif not seen_forward or self._explicit_barrier or habits.reseal or (copies.to_neighbour and not copied):
             self._barrier()
         if needs_undo or habits.needs_undo:
             copies.enable_undo(brief=not habits.known)

@@ -6,6 +6,7 @@ import dataclasses
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from flashrecovery.redundancy.flat import Layout, Slot
@@ -66,3 +67,46 @@ def test_an_adopted_slot_follows_its_owner() -> None:
     assert reader.version == -1, "it holds 7 only when its owner has said so"
     reader.shape(layout, pin=False)
     assert reader.shared is None and reader.nbytes == layout.nbytes
+
+
+class Cudart:
+    """What is used of CUDA's runtime library, which says ``code``."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert flags == 0
+        if self.code == 0:
+            self.registered[address] = nbytes
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
+def test_memory_that_a_gpu_copies_into_is_shared_as_well_and_of_exactly_that_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cudart = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    slot = Slot()
+    slot.shape(Layout.of({"w": {"x": torch.zeros(1000)}}), pin=True, share=True)
+    assert slot.shared is not None and SharedMemory.open(slot.shared.address) is not None
+    assert cudart.registered == {slot.buffer.data_ptr(): slot.buffer.numel()} and slot.buffer.numel() < 4096
+    slot.shape(Layout.of({"w": {"x": torch.zeros(1000)}}), pin=True, share=True)
+    assert len(cudart.registered) == 1, "used again"
+    slot.shape(Layout.of({"w": {"x": torch.zeros(5000)}}), pin=True, share=True)
+    assert cudart.registered == {slot.buffer.data_ptr(): slot.buffer.numel()}, "the old one is given back"
+    slot.shape(Layout(), pin=True, share=True)
+    assert not cudart.registered
+
+
+def test_memory_that_cuda_does_not_take_is_used_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Cudart(code=2))
+    slot = Slot()
+    with pytest.warns(RuntimeWarning, match="cudaHostRegister of 4032 bytes failed with error 2"):
+        slot.shape(Layout.of({"w": {"x": torch.zeros(1000)}}), pin=True)
+    slot.views[0].fill_(3)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import xxhash
 
+from flashrecovery.redundancy import pinned
 from flashrecovery.redundancy.shared_memory import SharedMemory
 from flashrecovery.state import codec
 from flashrecovery.state.spec import ShardSpec, TensorSpec
@@ -131,7 +132,7 @@ class Slot:
     def shape(self, layout: Layout, *, pin: bool, share: bool = False) -> None:
         """Make room for ``layout``; the content is then undefined. Memory is kept if it fits exactly.
 
-        ``pin``: page-locked memory. ``share``: memory that another process can map.
+        ``pin``: page-locked memory. ``share``: memory that another process can map. Page-locked memory can be, too.
         """
         self.version = -1
         fits = not self._adopted and self._pinned >= pin
@@ -141,12 +142,14 @@ class Slot:
         if not fits or self.buffer.numel() != layout.nbytes:
             self._free()
             self._pinned = pin
-            if share and layout.nbytes > 0:
+            if (share or pin) and layout.nbytes > 0:
                 self.shared = SharedMemory.create(layout.nbytes)
                 self.shared.version = -1
                 self.buffer = self.shared.content
+                if pin:
+                    pinned.pin(self.shared, self.buffer)
             else:
-                self.buffer = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=pin and layout.nbytes > 0)
+                self.buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
         self.layout = layout
         self.views = layout.views(self.buffer)
 

@@ -23,6 +23,7 @@ with the frame, and the neighbour's answer says whether the tensors must follow.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass
 from enum import IntEnum
 
@@ -32,6 +33,7 @@ import torch.distributed as dist
 from flashrecovery.errors import ProtocolError, RestoreError, StepInterrupted
 from flashrecovery.redundancy.background import Background
 from flashrecovery.redundancy.flat import Layout, Slot
+from flashrecovery.redundancy.pacing import Network, Pacing
 from flashrecovery.redundancy.shared_memory import Address, SharedMemory
 from flashrecovery.redundancy.undo import Capture, Look, UndoCopy
 from flashrecovery.state import codec
@@ -42,6 +44,8 @@ _MAGIC = 0x46524E43
 _TAG = 0x4E43
 _ANSWER_TAG = 0x4E41
 _MESSAGE_BYTES = 64 << 20
+STREAMS = 4
+"""TCP connections for the tensors: one alone does not fill a fast network. A message after another goes to the next."""
 
 
 class _Memory(IntEnum):
@@ -74,7 +78,8 @@ class NeighbourCopies:
         copies; a permutation without fixed points. Default: the next rank. capsule_name: rank -> shard name
         under which its capsule is listed. on_kept: gets the newest version that is held whole for another rank,
         -1 for none, whenever it may have changed, in any thread. look: see :class:`.undo.UndoCopy`; of a version
-        that the script changes while it is copied neither side keeps anything.
+        that the script changes while it is copied neither side keeps anything. network: holds the tensors back while
+        training communicates; without it they go as fast as they can.
     """
 
     def __init__(
@@ -89,6 +94,7 @@ class NeighbourCopies:
         generation: int = 0,
         on_kept: Callable[[int], None] = lambda version: None,
         look: Look | None = None,
+        network: Network | None = None,
     ) -> None:
         to = destination or (lambda r: (r + 1) % world)
         targets = [to(r) for r in range(world)]
@@ -105,6 +111,7 @@ class NeighbourCopies:
         self._capsule_name = capsule_name
         self._generation = generation
         self._on_kept = on_kept
+        self._pacing = None if network is None else Pacing(network)
         # Unique shards first: what is sent is then one range of the undo buffer.
         self.undo = UndoCopy([*self._unique, *(s for s in shards if s.holders != (rank,))], share=True, look=look)
         self._slots = (Slot(), Slot())
@@ -126,6 +133,8 @@ class NeighbourCopies:
         held. Every rank must call it for the same versions. Raises what the previous exchange raised.
         """
         self.wait()
+        if self._pacing is not None:
+            self._pacing.committed()
         capture = self.undo.capture()
         self.undo.begin()
         self._background.submit(lambda: self._exchange(version, capsule, early, capture))
@@ -142,6 +151,8 @@ class NeighbourCopies:
         Raises what the exchange has raised (a peer is gone), and StepInterrupted from :meth:`halt` to
         :meth:`reset`.
         """
+        if self._pacing is not None:
+            self._pacing.needed()
         self._background.wait()
         if self._background.error is not None:
             raise self._background.error
@@ -246,26 +257,34 @@ class NeighbourCopies:
 
     def _exchange(self, version: int, capsule: bytes | None, early: bool, capture: Capture) -> None:
         own = self.undo.copy(version, capture)
-        self._send_and_receive(version, capsule if own.version == version else None, early, own)
+        capsule = capsule if own.version == version else None
+        memory, address = self._offer(own)
+        nbytes = self._layout_on_the_wire(own.layout).nbytes
+        paced: AbstractContextManager[None] = nullcontext()
+        if self._pacing is not None and memory is _Memory.SENT and nbytes:
+            paced = self._pacing.sending(nbytes, len(_parts(own.buffer[:nbytes])[:STREAMS]))
+        with paced:
+            self._send_and_receive(version, capsule, early, own, memory, address)
 
-    def _send_and_receive(self, version: int, capsule: bytes | None, early: bool, own: Slot) -> None:
+    def _send_and_receive(
+        self, version: int, capsule: bytes | None, early: bool, own: Slot, memory: _Memory, address: Address
+    ) -> None:
         layout = self._layout_on_the_wire(own.layout)
         values = {name: v for name, v in own.values.items() if name in self._unique_names}
         new_layout = layout.encoded if layout.ident != self._sent_layout else None
         header = _bytes(codec.dumps((capsule, early, values, new_layout)))
-        memory, address = self._offer(own)
         sizes = (layout.ident, layout.nbytes, header.numel())
         frame = torch.tensor([_MAGIC, self._generation, version, *sizes, memory, *astuple(address)], dtype=torch.int64)
         theirs = torch.zeros_like(frame)
         sends = [self._send(frame), self._send(header)]
         if memory is _Memory.SENT:
-            sends += [self._send(part) for part in _parts(own.buffer[: layout.nbytes])]
+            sends += self._send_tensors(own.buffer[: layout.nbytes])
         self._wait(self._recv(theirs))
         slot, follows, whole = self._receive_header(version, theirs.tolist(), sends)
         if memory is _Memory.OFFERED and not self._accepted(address):
-            sends += [self._send(part) for part in _parts(own.buffer[: layout.nbytes])]
+            sends += self._send_tensors(own.buffer[: layout.nbytes])
         if follows:
-            for work in [self._recv(part) for part in _parts(slot.buffer)]:
+            for work in [self._recv(part, self._tag(i)) for i, part in enumerate(_parts(slot.buffer))]:
                 self._wait(work)
         slot.version = version if whole else -1
         self._on_kept(self._newest_kept())
@@ -339,13 +358,20 @@ class NeighbourCopies:
             self._wire_layout = full, Layout(names, entries, min(rest, default=full.nbytes))
         return self._wire_layout[1]
 
-    def _send(self, tensor: torch.Tensor) -> dist.Work | None:
-        self._check()
-        return self._group.send([tensor], self.destination, _TAG) if tensor.numel() else None
+    def _send_tensors(self, buffer: torch.Tensor) -> list[dist.Work | None]:
+        return [self._send(part, self._tag(i)) for i, part in enumerate(_parts(buffer))]
 
-    def _recv(self, tensor: torch.Tensor) -> dist.Work | None:
+    def _tag(self, part: int) -> int:
+        """Of a message that holds tensors."""
+        return _TAG if self._pacing is None else self._pacing.first_tag + part % STREAMS
+
+    def _send(self, tensor: torch.Tensor, tag: int = _TAG) -> dist.Work | None:
         self._check()
-        return self._group.recv([tensor], self.source_rank, _TAG) if tensor.numel() else None
+        return self._group.send([tensor], self.destination, tag) if tensor.numel() else None
+
+    def _recv(self, tensor: torch.Tensor, tag: int = _TAG) -> dist.Work | None:
+        self._check()
+        return self._group.recv([tensor], self.source_rank, tag) if tensor.numel() else None
 
     def _wait(self, work: dist.Work | None) -> None:
         if work is not None:

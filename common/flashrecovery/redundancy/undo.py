@@ -47,8 +47,8 @@ class Capture:
 
 class UndoCopy:
     """Two versions of the given shards. Memory is allocated once and reused; twice the shards' bytes. ``share``: in
-    memory that other processes can map (not with CUDA, whose copies go to page-locked memory). ``brief``: for a few
-    steps, in memory that goes back to the system afterwards, as page-locked memory does not; may be set to False later.
+    memory that other processes can map. ``brief``: for a few steps, in memory that is not page-locked, which would take
+    time; may be set to False later.
     ``look``: given where only the script changes the tensors before :meth:`wait` has returned; a copy during which it
     has done so is not whole."""
 
@@ -138,7 +138,7 @@ class UndoCopy:
                 self._layout = Layout.of(capture.tensors)
             self._last = live
             pin = capture.ready is not None and not self.brief
-            slot.shape(self._layout, pin=pin, share=self._share and not pin)
+            slot.shape(self._layout, pin=pin, share=self._share)
             event = self._copy_tensors(slot.views, live, capture.ready)
             slot.values = {name: dict(v) for name, v in capture.values.items()}
             if self._look is None:

@@ -69,6 +69,25 @@ def _host_bytes(tensor: torch.Tensor) -> Iterator[np.ndarray[Any, Any]]:
     flat = byte_view(tensor.detach().contiguous())
     if flat.device.type == "cpu":
         yield flat.numpy()
-        return
-    for start in range(0, flat.numel(), _PIECE):
-        yield flat[start : start + _PIECE].cpu().numpy()
+    else:
+        yield from _staged(flat)
+
+
+def _staged(flat: torch.Tensor) -> Iterator[np.ndarray[Any, Any]]:
+    """The bytes of a device's tensor, piece by piece; each is valid until the next one is asked for."""
+    # The next piece is copied while this one is hashed; page-locked, or the copy would wait for its own staging.
+    pinned = flat.device.type == "cuda"
+    pieces = flat.split(_PIECE)
+    staged = [torch.empty(pieces[0].numel(), dtype=torch.uint8, pin_memory=pinned) for _ in pieces[:2]]
+
+    def copy(index: int) -> torch.Event | None:
+        staged[index % 2][: pieces[index].numel()].copy_(pieces[index], non_blocking=pinned)
+        return torch.cuda.current_stream(flat.device).record_event() if pinned else None
+
+    copied = copy(0)
+    for index, piece in enumerate(pieces):
+        if copied is not None:
+            copied.synchronize()
+        if index + 1 < len(pieces):
+            copied = copy(index + 1)
+        yield staged[index % 2][: piece.numel()].numpy()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from flashrecovery import groups
 from flashrecovery.config import Settings
 from flashrecovery.errors import RestoreError, UnsupportedError
+from flashrecovery.groups.pace import PacedNetwork
 from flashrecovery.plan import Kind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy import checkpoint
@@ -98,6 +99,7 @@ class Copies:
             registry.tensor_shards() if unique else [],
             destination=lambda rank: (rank + stride) % world,
             on_kept=on_kept,
+            network=PacedNetwork(),
             look=_look if all(a.touch_mark() is not None for a in registry.adapters if a.shards()) else None,
         )
 

@@ -271,6 +271,7 @@ class ManagedBase : public Backend {
     }
     auto record = std::make_shared<OpRecord>(seq, name, ordinal, hasFuture(type), !own_);
     if (record->tracked) record->underway.begin();
+    if (!own_ && sends(type)) record->traffic.begin();
     if (log.recording()) {
       const Tensors kept = outputs();
       if (!kept.empty())
@@ -335,6 +336,7 @@ class ManagedBase : public Backend {
     const bool launchedLater = section_.keep(record);
     if (!work) {  // a synchronous operation of NCCL: it is ordered on the current stream, and there is nothing to wait for
       record->settle();
+      if (!own_) Traffic::instance().followStream(accelerator());
       if (!launchedLater) record->succeed();
       return work;
     }
@@ -356,7 +358,7 @@ class ManagedBase : public Backend {
         record->settle();
       });
     }
-    return c10::make_intrusive<ManagedWork>(std::move(work), record, type);
+    return c10::make_intrusive<ManagedWork>(std::move(work), record, type, accelerator());
   }
 
   // Which Works of gloo tell their completion; the others complete inside wait().
@@ -375,6 +377,9 @@ class ManagedBase : public Backend {
         return true;
     }
   }
+
+  // Whether it puts something on the network. A receive waits for what another rank sends, perhaps for long.
+  static bool sends(OpType type) { return type != OpType::RECV && type != OpType::RECVANYSOURCE; }
 
   void enlist(const std::shared_ptr<OpRecord>& record) {
     std::unique_lock<std::mutex> lock(mutex_);

@@ -134,6 +134,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return c10::make_intrusive<SparseBackend>(std::move(store), rank, size, host, timeout);
       },
       NoGil());
+  m.attr("PACED_TAG") = SparseBackend::kPacedTag;
+  m.def("pace_begin", [](uint64_t bytes, double window, double rate) {
+    Pace::instance().begin(bytes, Pace::Seconds(window), rate);
+  });
+  m.def("pace_hurry", [] { Pace::instance().hurry(); });
+  m.def("pace_held_s", [] { return Pace::instance().held().count(); });
   m.def("address_of", &addressOf);
   m.def("siphash", [](const std::string& key, const std::string& message) {
     Secret secret;

@@ -28,8 +28,17 @@ class SparseBackend final : public c10d::Backend {
   void abort() override { streams_->cut("the group was aborted"); }
   void shutdown() override { streams_->cut("the group was shut down"); }
 
+  // From this tag on, what is sent is held back while training communicates (pace.h).
+  static constexpr int kPacedTag = 1 << 20;
+
   WorkPtr send(Tensors& tensors, int peer, int tag) override {
     const Tensor tensor = message(tensors, peer, tag);
+    if (tag >= kPacedTag)
+      return lane({kOut, peer, tag}).add(c10d::OpType::SEND, {}, [tensor, peer, tag](Streams& streams) {
+        auto& end = streams.to(peer, tag, true);
+        Sending out(end.socket.get(), end.peer, end.messages++, tensor.const_data_ptr(), tensor.nbytes());
+        movePaced(out, streams.stop(), streams.deadline());
+      });
     return lane({kOut, peer, tag}).add(c10d::OpType::SEND, {}, [tensor, peer, tag](Streams& streams) {
       auto& end = streams.to(peer, tag);
       Sending out(end.socket.get(), end.peer, end.messages++, tensor.const_data_ptr(), tensor.nbytes());
@@ -79,6 +88,22 @@ class SparseBackend final : public c10d::Backend {
   }
 
  private:
+  static constexpr size_t kPiece = 64 << 10;
+
+  static void movePaced(Sending& out, const Stop& stop, Deadline deadline) {
+    auto& pace = Pace::instance();
+    while (!out.finished()) {
+      stop.check();
+      pace.await(stop);
+      const size_t before = out.done();
+      if (!out.step(kPiece)) {
+        pollfd writable = out.wait();
+        pollUntil(&writable, 1, stop, deadline, "a message that is not taken");
+      }
+      pace.sent(out.done() - before);
+    }
+  }
+
   enum Direction { kOut, kIn, kBoth };
   using LaneKey = std::tuple<Direction, int, int>;  // direction, peer, tag
   static constexpr int kCollectives = -1;           // their tag

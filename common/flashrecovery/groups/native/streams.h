@@ -56,7 +56,8 @@ class Streams final : public Transport {
 
   // ---- ends -----------------------------------------------------------------------------------------------------
 
-  End& to(int peer, int tag) {
+  // `last`: what is sent on it comes after everything else.
+  End& to(int peer, int tag, bool last = false) {
     {
       std::lock_guard<std::mutex> guard(mutex_);
       const auto known = outgoing_.find({peer, tag});
@@ -67,6 +68,7 @@ class Streams final : public Transport {
     const auto until = deadline();
     End end{connectTo(entry.endpoint, stop_, until, "connecting to " + name), name};
     introduce(end, peer, tag, entry.secret, until);
+    if (last) sendLast(end.socket);
     std::lock_guard<std::mutex> guard(mutex_);
     return outgoing_.emplace(Key{peer, tag}, std::move(end)).first->second;
   }

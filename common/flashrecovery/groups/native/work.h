@@ -3,6 +3,7 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "pace.h"
 #include "progress.h"
 #include "transport.h"
 #include "underway.h"
@@ -54,10 +55,12 @@ struct OpRecord {
   std::atomic<bool> released{false};  // waited for, or nobody can wait any more
   std::atomic<bool> abandoned{false};
   UnderwayPart underway;
+  TrafficPart traffic;
 
   // The inner Work has finished with the tensors.
   void settle() {
     underway.end();
+    traffic.end();
     settled = true;
   }
   bool pending() const { return !settled && !abandoned && (tracked || !released); }
@@ -81,6 +84,7 @@ struct OpRecord {
   std::function<void()> abandon(const std::string& why) {
     fail();
     underway.end();
+    traffic.end();
     std::function<void()> dropped;
     std::lock_guard<std::mutex> guard(mutex_);
     reason_ = why;
@@ -112,9 +116,9 @@ struct OpRecord {
 // "succeed" with garbage in its buffers).
 class ManagedWork final : public c10d::Work {
  public:
-  ManagedWork(WorkPtr inner, std::shared_ptr<OpRecord> record, c10d::OpType type)
-      : Work(-1, type), inner_(std::move(inner)), record_(std::move(record)) {}
-  ~ManagedWork() override { record_->released = true; }
+  ManagedWork(WorkPtr inner, std::shared_ptr<OpRecord> record, c10d::OpType type, c10::DeviceType device)
+      : Work(-1, type), inner_(std::move(inner)), record_(std::move(record)), device_(device) {}
+  ~ManagedWork() override { release(); }
 
   bool wait(std::chrono::milliseconds timeout) override {
     record_->throwIfAbandoned();
@@ -130,7 +134,8 @@ class ManagedWork final : public c10d::Work {
       throw;
     }
     record_->throwIfAbandoned();
-    record_->released = true;
+    Traffic::instance().followStream(device_);
+    release();
     if (done) record_->succeed();
     return done;
   }
@@ -171,8 +176,14 @@ class ManagedWork final : public c10d::Work {
   uint64_t getSequencenumber() const override { return inner_->getSequencenumber(); }
 
  private:
+  void release() {
+    record_->released = true;
+    if (!record_->tracked) record_->traffic.end();  // as far as anybody can tell
+  }
+
   WorkPtr inner_;
   std::shared_ptr<OpRecord> record_;
+  const c10::DeviceType device_;
 };
 
 // The Work of an operation that was complete at once.

@@ -1,0 +1,25 @@
+"""How long a copy may be held back for training's communication, and how fast it goes if nothing holds it back.
+
+FFTrainer gives the copies of training state what the network has left over. A copy may take its time until training
+waits for it; what the last steps have shown says when that is. Held back for too long it would cost what it is to save,
+so the estimate of the window is careful: the shortest of the last ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+STEPS_LOOKED_AT = 8
+_SAFE = 0.9
+"""Of the shortest window: a step may be shorter than those before."""
+
+
+def window_s(seen: Sequence[float]) -> float:
+    """Seconds from a copy's begin in which nobody needs it; 0 as long as nothing is known. ``seen``: of earlier steps,
+    seconds from the hand-out to the moment when training waited for the copy."""
+    return _SAFE * min(seen[-STEPS_LOOKED_AT:], default=0.0)
+
+
+def rate(seen: Sequence[float]) -> float:
+    """Bytes a second; 0 as long as nothing is known. ``seen``: what earlier copies have reached while they went."""
+    return max(seen[-STEPS_LOOKED_AT:], default=0.0)

@@ -58,6 +58,7 @@ class UndoCopy:
         self.shards = list(shards)
         self.brief = brief
         self._look = look
+        self._started = -1
         self._captured: list[torch.Tensor] = []
         self._watched: list[torch.Tensor] = []
         self._share = share
@@ -82,11 +83,16 @@ class UndoCopy:
         self.wait()
         capture = self.capture()
         self.begin()
+        self._started = version
 
         def job() -> None:
             self.copy(version, capture)
 
         self._background.submit(job)
+
+    def started(self, version: int) -> bool:
+        """Whether :meth:`start` was last called for ``version``."""
+        return self._started == version
 
     def before_mutation(self) -> None:
         """Returns when the live tensors may be changed. Raises what the copying has raised."""
@@ -202,6 +208,7 @@ class UndoCopy:
         :meth:`wait_idle`).
         """
         self._background.clear_error()
+        self._started = -1
         self.drop_after(version)
 
     def wait_idle(self, timeout_s: float) -> bool:

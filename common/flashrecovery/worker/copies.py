@@ -22,7 +22,7 @@ from flashrecovery.plan import Kind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy import checkpoint
 from flashrecovery.redundancy.neighbor import NeighbourCopies
-from flashrecovery.redundancy.undo import UndoCopy
+from flashrecovery.redundancy.undo import Look, UndoCopy
 from flashrecovery.runtime.environment import STRIDE_ENV
 from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.worker.glance import glance_at_tensors
@@ -50,6 +50,9 @@ class Copies:
         where a shard has no replica, ConfigError if the checkpoint directory cannot be written."""
         self._registry = registry
         self._limits = settings.timeouts
+        # Only where touches can be seen is it known that nothing else has changed a tensor beside its copy.
+        seen = all(adapter.touch_mark() is not None for adapter in registry.adapters if adapter.shards())
+        self._look: Look | None = _look if seen else None
         if registry.world_size == 1 and settings.redundancy in ("replica", "neighbor"):
             raise UnsupportedError(
                 f"redundancy = {settings.redundancy!r}: a world of one rank has nobody to hold a copy; "
@@ -100,7 +103,7 @@ class Copies:
             destination=lambda rank: (rank + stride) % world,
             on_kept=on_kept,
             network=PacedNetwork(),
-            look=_look if all(a.touch_mark() is not None for a in registry.adapters if a.shards()) else None,
+            look=self._look,
         )
 
     def describe(self) -> str:
@@ -121,7 +124,9 @@ class Copies:
     # -- each step --------------------------------------------------------------------------------
 
     def start(self, version: int) -> None:
-        """The live state is ``version``: send what only this rank has, while the next forward pass runs."""
+        """The live state is ``version``: copy it, and send what only this rank has, beside the next step."""
+        if self._undo is not None:
+            self._undo.start(version)
         if self._neighbour is not None:
             capsule = self._registry.capsule.at(version)
             assert capsule is not None
@@ -170,6 +175,8 @@ class Copies:
         own copy that is made only now would not be one of ``version``."""
         if self._neighbour is not None and not self._capsules_only:
             self._neighbour.before_mutation()
+        elif self._undo is not None and self._undo.started(version):
+            self._undo.before_mutation()
         elif self._undo is not None and not touched:
             self._undo.hold(version)
 
@@ -178,7 +185,7 @@ class Copies:
         if self._own_copies or not self._undo_allowed:
             return
         if self._undo is None:
-            self._undo = UndoCopy(self._registry.tensor_shards(), brief=brief)
+            self._undo = UndoCopy(self._registry.tensor_shards(), brief=brief, look=self._look)
         elif not brief:
             self._undo.brief = False
 
@@ -194,6 +201,8 @@ class Copies:
         """After the groups have been abandoned: end what is under way."""
         if self._neighbour is not None:
             self._neighbour.halt(self._limits.drain_s)
+        if self._undo is not None and not self._undo.wait_idle(self._limits.drain_s):
+            raise RestoreError(f"this rank's own pre-step copy was not made within {self._limits.drain_s:g} s")
 
     def resumed(self, generation: int, version: int) -> None:
         """All ranks are at ``version``: newer copies are void."""

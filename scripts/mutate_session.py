@@ -49,6 +49,7 @@ UNIT = (
     "wait_for_stop",
     "torch_native",
     "habits",
+    "copies_in_time",
 )
 LAUNCHER = "tests/integration/test_launcher.py"
 LOOPS = (*(f"tests/unit/test_{name}.py" for name in UNIT), "tests/conformance/test_loops.py")
@@ -126,16 +127,22 @@ MUTANTS = (
     Mutant(
         "begin-keeps-hook",
         STEP,
-        "        self._hook_fired = False\n        self._worker.faults",
-        "        self._worker.faults",
+        "        self._hook_fired = self._copied = False\n        self._worker.faults",
+        "        self._copied = False\n        self._worker.faults",
     ),
     Mutant("begin-keeps-failures", COLLECTIVES, "        self._failures = groups.failure_count()\n", "        pass\n"),
     Mutant("recheck-is-blind", SEALING, "if recheck and now == self._at_seal:", "if recheck:"),
     Mutant(
         "copies-not-awaited",
         STEP,
-        "recheck=recheck):\n            self._copies.wait()",
-        "recheck=recheck):\n            pass",
+        "            self._copies.wait()\n            self._copied = True",
+        "            self._copied = True",
+    ),
+    Mutant(
+        "copies-of-a-step-before",
+        STEP,
+        "self._hook_fired = self._copied = False\n        self._worker",
+        "self._hook_fired = False\n        self._worker",
     ),
     Mutant(
         "failed-collective-is-passed",
@@ -144,7 +151,10 @@ MUTANTS = (
         "        self._gate.check()\n        version",
     ),
     Mutant("changed-is-not-sealed", SEALING, "if sealed and self._written != now:", "if False:"),
-    Mutant("no-barrier", STEP, "elif not seen_forward or self._explicit_barrier or habits.reseal:", "elif False:"),
+    Mutant(
+        "no-barrier", STEP, "elif not seen_forward or self._explicit_barrier or habits.reseal or (", "elif False and ("
+    ),
+    Mutant("no-barrier-after-late-copies", STEP, " or (copies.to_neighbour and not copied):", ":"),
     Mutant("habits-not-compared", STEP, "if proof.is_due(version):", "if False:"),
     Mutant(
         "barrier-is-not-said",

@@ -114,6 +114,7 @@ class Pace {
     hurried_ = true;
     Traffic::instance().watch(false);
   }
+  double rate() const { return rate_; }
   // For how long the last copy has been held back.
   Seconds held() const { return std::chrono::duration_cast<Seconds>(Deadline::duration(held_.load())); }
 

@@ -13,6 +13,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstring>
@@ -111,12 +112,31 @@ inline void atOnce(const FileDescriptor& fd) {
 
 }  // namespace detail
 
-// What is sent on it waits here, not in the system's buffers, where nothing could hold it back any more; and where the
-// system sorts by priority, it comes after everything else. Both only help: a system without them is no error.
+// Where the system sorts by priority, what is sent on it comes after everything else. Elsewhere it is no error.
 inline void sendLast(const FileDescriptor& fd) {
-  const int unsent = 128 << 10, priority = 2;  // TC_PRIO_BULK
-  ::setsockopt(fd.get(), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent, sizeof unsent);
+  const int priority = 2;  // TC_PRIO_BULK
   ::setsockopt(fd.get(), SOL_SOCKET, SO_PRIORITY, &priority, sizeof priority);
+}
+
+// The beginning of Linux's tcp_info (linux/tcp.h, 4.6 and later), of which libc's header has only the half.
+struct TcpInfo {
+  uint8_t flags[8];
+  uint32_t counts[24];
+  uint64_t rates[4];
+  uint32_t segments[3];
+  uint32_t leastRoundTripUs;
+};
+
+// What is in the system's buffers nobody can hold back any more: of a connection that reaches `rate` bytes a second, let
+// that be what leaves them within `time`, and twice what is on its way, so that it stays as fast. The least round trip
+// counts: the usual one is longer by the queue that is to be avoided.
+inline void keepLittleUnderWay(int fd, double rate, std::chrono::duration<double> time) {
+  TcpInfo info{};
+  socklen_t size = sizeof info;
+  if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) || size < sizeof info) return;
+  const double bytes = rate * (time.count() + 2e-6 * info.leastRoundTripUs);
+  const int kept = static_cast<int>(std::clamp(bytes, 16e3, 64e6));
+  ::setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &kept, sizeof kept);  // the system doubles it, for what it needs itself
 }
 
 // A listening socket on a port of the system's choice, and that port.
@@ -178,6 +198,7 @@ class Sending {
       : fd_(fd), peer_(std::move(peer)), head_{number, bytes}, data_(static_cast<const char*>(data)) {}
 
   bool finished() const { return done_ == sizeof head_ + head_.bytes; }
+  int fd() const { return fd_; }
   size_t done() const { return done_; }
   pollfd wait() const { return {fd_, POLLOUT, 0}; }
   bool step(size_t most = SIZE_MAX) {

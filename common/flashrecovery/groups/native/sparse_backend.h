@@ -89,9 +89,11 @@ class SparseBackend final : public c10d::Backend {
 
  private:
   static constexpr size_t kPiece = 64 << 10;
+  static constexpr std::chrono::milliseconds kUnderWay{1};
 
   static void movePaced(Sending& out, const Stop& stop, Deadline deadline) {
     auto& pace = Pace::instance();
+    if (pace.rate() > 0) keepLittleUnderWay(out.fd(), pace.rate(), kUnderWay);
     while (!out.finished()) {
       stop.check();
       pace.await(stop);

@@ -1,0 +1,164 @@
+"""Step time beside neighbour copies over the link speed, with and without the copies' priority. Needs root, and ``tc``.
+
+Two ranks on two hosts (network namespaces) whose links are shaped to a speed train with FSDP2: each step gathers the
+parameters twice and reduces the gradients over the same link that the copies take. The computation is a sleep, in the
+place of an accelerator's, so that the cores are free as they would be there. All of it lies in the forward pass: at its
+end the copies must be there if gradients are not accumulated. At the middle speed a copy alone takes ``--part`` of
+that time. Modes take turns: no copies, copies that go as fast as they can, copies that wait for training's messages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import flashrecovery
+from flashrecovery.plan import pacing
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # hosts are the tests'
+from tests.support.hosts import Host, available, network
+
+LAYERS = 4
+WIDTH = 448
+COPY_BYTES = LAYERS * WIDTH * WIDTH // 2 * 4 * 3
+"""A step and rank: half of the parameters, each with Adam's two moments, in fp32."""
+WARM_UP = 16
+PLAN_ENV = "FLASHRECOVERY_COPIES_BENCHMARK"
+MODES = {"none": "no copies", "fast": "as fast as they can", "paced": "training first"}
+
+
+class Layer(nn.Module):
+    """A matrix product on an accelerator."""
+
+    def __init__(self, busy_s: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.busy_s = busy_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.busy_s)
+        return torch.tanh(self.linear(x))
+
+
+def work() -> None:
+    """One rank: trains, and rank 0 writes down when each step was handed out."""
+    mode, steps, busy_s, out = json.loads(os.environ[PLAN_ENV])
+    if mode == "fast":
+        pacing.window_s = lambda seen: 0.0
+    torch.manual_seed(0)
+    dist.init_process_group("gloo")
+    recovery = flashrecovery.init()
+    model = nn.Sequential(*[Layer(busy_s / LAYERS) for _ in range(LAYERS)])
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    recovery.register(model=model, optimizer=optimizer)
+    batch = torch.randn(4, WIDTH)
+    times = []
+    for step in recovery.steps(steps):
+        times.append(time.monotonic())
+        with step:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(times))
+    dist.destroy_process_group()
+
+
+def shape(host: Host, mb_s: float) -> None:
+    """What the host sends leaves it at this speed; a queue of 5 ms, as a switch has it, not a bufferbloated one."""
+    rate = ["rate", f"{mb_s * 8:g}mbit", "burst", f"{max(32, mb_s * 4):.0f}kb", "latency", "5ms"]
+    subprocess.run(
+        [*host.command, "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate], check=True, capture_output=True
+    )
+
+
+def run(hosts: list[Host], mode: str, steps: int, busy_s: float) -> list[float]:
+    """Step times in seconds, without the first ones. Raises RuntimeError."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, log = Path(folder) / "times.json", Path(folder) / "log"
+        env = {**os.environ, PLAN_ENV: json.dumps([mode, steps, busy_s, str(out)]), "OMP_NUM_THREADS": "1"}
+        env |= {
+            "FLASHRECOVERY_TOKEN": "the-token-of-this-benchmark",
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
+        env.pop("GLOO_SOCKET_IFNAME", None)
+        redundancy = ["--redundancy", "none" if mode == "none" else "neighbor"]
+        shared = ["--nnodes", "2", "--nproc-per-node", "1", "--run-dir", f"{folder}/run", "--standby", "0", *redundancy]
+        nodes: list[subprocess.Popen[bytes]] = []
+        for number, host in enumerate(hosts):
+            place = ["--node-rank", str(number), "--node-name", host.name, "--controller", f"{hosts[0].address}:29400"]
+            command = [*host.command, sys.executable, "-m", "flashrecovery.cli.main", "run", *shared, *place, __file__]
+            with log.open("ab") as output:
+                nodes.append(subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True))
+        try:
+            codes = [node.wait(steps * 20) for node in nodes]
+        finally:
+            for node in nodes:
+                if node.poll() is None:
+                    os.killpg(node.pid, signal.SIGKILL)
+                    node.wait()
+        if any(codes):
+            raise RuntimeError(f"{mode}: the job ended with {codes}\n{log.read_text()[-3000:]}")
+        times = json.loads(out.read_text())
+    return [b - a for a, b in zip(times[WARM_UP:], times[WARM_UP + 1 :], strict=False)]
+
+
+def percentile(values: list[float], part: float) -> float:
+    return sorted(values)[min(len(values) - 1, round(part * (len(values) - 1)))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--speeds", type=float, nargs="*", default=[8, 16, 32], metavar="MB/S")
+    parser.add_argument(
+        "--part", type=float, default=0.9, help="of the idle time that a copy takes at the middle speed"
+    )
+    parser.add_argument("--steps", type=int, default=120, help="a launch")
+    parser.add_argument("--launches", type=int, default=2, help="of each mode")
+    args = parser.parse_args()
+    if not available():
+        parser.error("needs root and iproute2, for network namespaces")
+    middle = sorted(args.speeds)[len(args.speeds) // 2]
+    busy_s = COPY_BYTES / (middle * 1e6) / args.part
+    print(
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; copies of {COPY_BYTES / 1e6:.1f} MB a step, "
+        f"{busy_s * 1e3:.0f} ms of computation; ms a step: median, 99th percentile, and how much longer than without"
+    )
+    print(f"{'MB/s':>5}  {'a copy takes':>12}  " + "  ".join(f"{text:>34}" for text in MODES.values()))
+    with network(2) as net:
+        for speed in args.speeds:
+            for host in net.hosts:
+                shape(host, speed)
+            seen: dict[str, list[float]] = defaultdict(list)
+            for _ in range(args.launches):
+                for mode in MODES:
+                    seen[mode] += run(net.hosts, mode, args.steps, busy_s)
+            plain = statistics.median(seen["none"]), percentile(seen["none"], 0.99)
+            cells = []
+            for mode in MODES:
+                now = statistics.median(seen[mode]), percentile(seen[mode], 0.99)
+                ratios = [100 * (a / b - 1) for a, b in zip(now, plain, strict=True)]
+                cells.append(f"{now[0] * 1e3:7.1f} ({ratios[0]:+5.1f} %) {now[1] * 1e3:7.1f} ({ratios[1]:+5.1f} %)")
+            part = COPY_BYTES / (speed * 1e6) / busy_s
+            print(f"{speed:5.0f}  {100 * part:10.0f} %  " + "  ".join(f"{cell:>34}" for cell in cells), flush=True)
+
+
+if __name__ == "__main__":
+    work() if PLAN_ENV in os.environ else main()

@@ -34,6 +34,7 @@ class FakeGpu:
     reasons: int = pynvml.nvmlClocksEventReasonGpuIdle
     links: list[int] = field(default_factory=lambda: [pynvml.NVML_FEATURE_ENABLED] * 2)
     link_counters: dict[tuple[int, int], int] = field(default_factory=dict)
+    processes: list[int] = field(default_factory=list)
 
 
 class FakeNvml:
@@ -121,3 +122,7 @@ class FakeNvml:
     def nvmlDeviceGetNvLinkErrorCounter(self, gpu: FakeGpu, link: int, counter: int) -> int:
         self._check(gpu, "link counters")
         return gpu.link_counters.get((link, counter), 0)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, gpu: FakeGpu) -> list[Any]:
+        self._check(gpu, "processes")
+        return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in gpu.processes]

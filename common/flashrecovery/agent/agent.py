@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from collections.abc import Callable, Mapping
 from flashrecovery.access import Access
 from flashrecovery.agent.faults import Faults
 from flashrecovery.agent.gather import Gather, singly
+from flashrecovery.agent.gpu_fence import GpuFence
 from flashrecovery.agent.hang import Looks, StopMonitor
 from flashrecovery.agent.heartbeat import HeartbeatLoop
 from flashrecovery.agent.identity import Identity
@@ -64,7 +66,9 @@ class Agent:
         self.finished: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._tasks = Tasks(self._task_failed)
         network_env = identity.network_env if peers is not None else dict
-        self._crew = ProcessManager(self, config, command, run_dir, network_env, self._setup_logs, self._tasks)
+        gpus = GpuFence.of_this_node(os.environ, config.nproc_per_node)
+        self._tasks.start(gpus.prepare())
+        self._crew = ProcessManager(self, config, command, run_dir, network_env, self._setup_logs, self._tasks, gpus)
         self._ranks = self._crew.ranks
         self._pool = self._crew.pool
         self._faults = Faults(self.notice)

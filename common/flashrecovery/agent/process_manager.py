@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from flashrecovery.agent.gpu_fence import GpuFence
 from flashrecovery.agent.logs import LogTail
 from flashrecovery.agent.peers import NOT_HANDED_OVER, said_by
 from flashrecovery.agent.process import WorkerProcess
@@ -55,6 +56,7 @@ class ProcessManager:
         network_env: Callable[[], Mapping[str, str]],
         setup_logs: SetupLogs,
         tasks: Tasks,
+        gpu_fence: GpuFence,
     ) -> None:
         self._foreman = foreman
         self._config = config
@@ -63,6 +65,7 @@ class ProcessManager:
         self._network_env = network_env
         self._setup_logs = setup_logs
         self._tasks = tasks
+        self._gpu_fence = gpu_fence
         self.ranks: dict[int, WorkerProcess] = {}
         self.pool = StandbyPool(config.standby, self._spawn_standby, run_dir.log_dir)
         self.halted = False
@@ -102,6 +105,9 @@ class ProcessManager:
         if old is not None:
             while not await old.gone(self._config.timeouts.fence_s):
                 waits = f"pid {old.pid} has not ended after SIGKILL; its rank is not filled before that"
+                self._foreman.notice(rank, NoticeKind.NOT_FENCED, waits)
+            while not await self._gpu_fence.released(old, self._config.timeouts.fence_s):
+                waits = f"pid {old.pid} still has memory on its GPU; its rank is not filled before it is free"
                 self._foreman.notice(rank, NoticeKind.NOT_FENCED, waits)
             if hear_out:
                 await old.hear_out(LAST_WORDS_S)

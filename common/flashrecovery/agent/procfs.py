@@ -10,7 +10,7 @@ import os
 import signal
 from dataclasses import dataclass
 
-_STATE, _FLAGS, _EXIT_CODE = 0, 6, 49  # fields after "pid (comm) "
+_STATE, _SESSION, _FLAGS, _EXIT_CODE = 0, 3, 6, 49  # fields after "pid (comm) "
 _PF_EXITING = 0x4
 
 
@@ -74,6 +74,17 @@ def is_exiting(pid: int) -> bool:
     """True once the main thread of ``pid`` has begun to exit, for whatever reason."""
     fields = _stat(pid)
     return fields is None or bool(int(fields[_FLAGS]) & _PF_EXITING)
+
+
+def session_members(session: int) -> list[int]:
+    """The pids of the processes of this session that have not ended; one that waits to be reaped has. Reads all of
+    /proc."""
+    members = []
+    for entry in os.listdir("/proc"):
+        fields = _stat(int(entry)) if entry.isdigit() else None
+        if fields is not None and fields[_SESSION] == str(session) and fields[_STATE] not in ("Z", "X"):
+            members.append(int(entry))
+    return members
 
 
 def is_stopped(pid: int) -> bool:

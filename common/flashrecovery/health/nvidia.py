@@ -43,6 +43,19 @@ class NvidiaPlugin:
 
 def create(context: HealthContext) -> NvidiaPlugin | None:
     """None without nvidia-ml-py, driver or GPU. Raises NVMLError for what else goes wrong."""
+    nvml = open_nvml()
+    if nvml is None:
+        return None
+    uuids = [uuid_of(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+    indices = visible(context.environment.get("CUDA_VISIBLE_DEVICES"), uuids)[: context.local_ranks]
+    if not indices:
+        nvml.nvmlShutdown()
+        return None
+    return NvidiaPlugin(nvml, indices)
+
+
+def open_nvml() -> Any | None:
+    """The module pynvml, initialised; None without it, driver or GPU. Raises NVMLError for what else goes wrong."""
     try:
         import pynvml as nvml
     except ImportError:
@@ -55,15 +68,10 @@ def create(context: HealthContext) -> NvidiaPlugin | None:
         if e.value in (*absent, 28):
             return None
         raise
-    uuids = [_uuid(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
-    indices = visible(context.environment.get("CUDA_VISIBLE_DEVICES"), uuids)[: context.local_ranks]
-    if not indices:
-        nvml.nvmlShutdown()
-        return None
-    return NvidiaPlugin(nvml, indices)
+    return nvml
 
 
-def _uuid(nvml: Any, index: int) -> str:
+def uuid_of(nvml: Any, index: int) -> str:
     """ "" for a GPU that is lost or cannot be read: it keeps its place in the order."""
     try:
         return str(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(index)))
@@ -76,7 +84,7 @@ class _Device:
 
     def __init__(self, nvml: Any, rank: int, index: int) -> None:
         self._nvml = nvml
-        self.gpu = Gpu(rank, index, _uuid(nvml, index))
+        self.gpu = Gpu(rank, index, uuid_of(nvml, index))
         self._handle: Any = None
         self._events: Any = None
         self._limits = Limits()

@@ -83,7 +83,7 @@ def work() -> None:
 
 def shape(host: Host, mb_s: float) -> None:
     """What the host sends leaves it at this speed; a queue of 5 ms, as a switch has it, not a bufferbloated one."""
-    rate = ["rate", f"{mb_s * 8:g}mbit", "burst", f"{max(32, mb_s * 4):.0f}kb", "latency", "5ms"]
+    rate = ["rate", f"{mb_s * 8:g}mbit", "burst", "16kb", "latency", "50ms"]
     subprocess.run(
         [*host.command, "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate], check=True, capture_output=True
     )

@@ -145,7 +145,7 @@ def _receiving(rank: int, size: int, store: dist.Store) -> None:
         dist.send(torch.ones(4), dst=0)
     else:
         work.wait()
-        assert pair.network.held_s() == 0 and message.eq(1).all()
+        assert pair.network.held_s() < 1 and message.eq(1).all()
     pair.close()
 
 

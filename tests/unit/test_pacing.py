@@ -58,7 +58,7 @@ def test_the_shortest_window_counts_and_the_best_rate() -> None:
     rank.step(copy_s=8, held_s=4, needed_after_s=20, streams=2)  # 6 s without what the two streams were held back
     rank.step(copy_s=1, held_s=0, needed_after_s=20)
     rank.step(copy_s=1, held_s=0, needed_after_s=20)
-    assert rank.network.begun[1:] == [(1000, 8, 500), (1000, 8, 500), (1000, 8, 1000)]
+    assert rank.network.begun[1:] == [(1000, 9, 500), (1000, 9, 500), (1000, 9, 1000)]
 
 
 def test_what_is_long_ago_is_forgotten() -> None:
@@ -67,7 +67,7 @@ def test_what_is_long_ago_is_forgotten() -> None:
     for _ in range(pacing.STEPS_LOOKED_AT):
         rank.step(copy_s=10, held_s=0, needed_after_s=20)
     rank.step(copy_s=10, held_s=0, needed_after_s=20)
-    assert rank.network.begun[-2:] == [(1000, pytest.approx(0.8), 1000), (1000, 17, 100)]
+    assert rank.network.begun[-2:] == [(1000, 1, 1000), (1000, 19, 100)]
 
 
 def test_a_copy_that_is_needed_before_it_begins_is_not_held_back() -> None:

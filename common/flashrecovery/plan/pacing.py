@@ -2,7 +2,7 @@
 
 FFTrainer gives the copies of training state what the network has left over. A copy may take its time until training
 waits for it; what the last steps have shown says when that is. Held back for too long it would cost what it is to save,
-so the estimate of the window is careful: the shortest of the last ones.
+so the estimate is careful: the shortest of the last times.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 STEPS_LOOKED_AT = 8
-_SAFE = 0.9
-"""Of the shortest window: a step may be shorter than those before."""
 
 
 def window_s(seen: Sequence[float]) -> float:
     """Seconds from a copy's begin in which nobody needs it; 0 as long as nothing is known. ``seen``: of earlier steps,
     seconds from the hand-out to the moment when training waited for the copy."""
-    return _SAFE * min(seen[-STEPS_LOOKED_AT:], default=0.0)
+    return min(seen[-STEPS_LOOKED_AT:], default=0.0)
 
 
 def rate(seen: Sequence[float]) -> float:

@@ -129,14 +129,16 @@ struct TcpInfo {
 
 // What is in the system's buffers nobody can hold back any more: of a connection that reaches `rate` bytes a second, let
 // that be what leaves them within `time`, and twice what is on its way, so that it stays as fast. The least round trip
-// counts: the usual one is longer by the queue that is to be avoided.
-inline void keepLittleUnderWay(int fd, double rate, std::chrono::duration<double> time) {
+// counts: the usual one is longer by the queue that is to be avoided. Returns how much to hand over at once: a whole
+// piece is taken where there is room for a byte.
+inline size_t keepLittleUnderWay(int fd, double rate, std::chrono::duration<double> time) {
   TcpInfo info{};
   socklen_t size = sizeof info;
-  if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) || size < sizeof info) return;
-  const double bytes = rate * (time.count() + 2e-6 * info.leastRoundTripUs);
-  const int kept = static_cast<int>(std::clamp(bytes, 16e3, 64e6));
-  ::setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &kept, sizeof kept);  // the system doubles it, for what it needs itself
+  if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) || size < sizeof info) return 64 << 10;
+  const double bytes = std::clamp(rate * (time.count() + 2e-6 * info.leastRoundTripUs), 32e3, 64e6);
+  const int kept = static_cast<int>(bytes);  // the system doubles it, for what it needs itself
+  ::setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &kept, sizeof kept);
+  return static_cast<size_t>(std::min(bytes / 2, 1e6));
 }
 
 // A listening socket on a port of the system's choice, and that port.

@@ -89,16 +89,16 @@ class SparseBackend final : public c10d::Backend {
 
  private:
   static constexpr size_t kPiece = 64 << 10;
-  static constexpr std::chrono::milliseconds kUnderWay{1};
+  static constexpr std::chrono::microseconds kUnderWay{300};
 
   static void movePaced(Sending& out, const Stop& stop, Deadline deadline) {
     auto& pace = Pace::instance();
-    if (pace.rate() > 0) keepLittleUnderWay(out.fd(), pace.rate(), kUnderWay);
+    const size_t piece = pace.rate() > 0 ? keepLittleUnderWay(out.fd(), pace.rate(), kUnderWay) : kPiece;
     while (!out.finished()) {
       stop.check();
       pace.await(stop);
       const size_t before = out.done();
-      if (!out.step(kPiece)) {
+      if (!out.step(piece)) {
         pollfd writable = out.wait();
         pollUntil(&writable, 1, stop, deadline, "a message that is not taken");
       }

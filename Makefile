@@ -19,7 +19,7 @@ GPU_CHECK_ARGS ?=
 SEEDS ?= 2000
 SIMULATE_ARGS ?=
 
-.PHONY: help setup demo test test-slurm lint format grid grid-deepspeed grid-megatron soak soak-deepspeed soak-megatron chaos gpu-check bench bench-setup mutate mutate-session simulate docs clean
+.PHONY: help setup demo test test-asan test-tsan test-slurm lint format grid grid-deepspeed grid-megatron soak soak-deepspeed soak-megatron chaos gpu-check bench bench-setup mutate mutate-session simulate docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -68,6 +68,12 @@ $(BIN)/.trainer-done: $(BIN)/.setup-done
 test: setup $(BIN)/.frameworks-done lint  ## set up, check the code, run the tests (about 35 minutes)
 	$(BIN)/python -m pytest -n auto --maxprocesses=8 --durations=5 $(PYTEST_ARGS) tests/unit || test $$? -eq 5  # none chosen
 	$(BIN)/python -m pytest --ignore=tests/unit --durations=15 $(PYTEST_ARGS)
+
+test-asan: setup  ## the tests of the groups, the C++ built with AddressSanitizer: nothing of ours is reported
+	$(BIN)/python -m tests.sanitizers address $(PYTEST_ARGS)
+
+test-tsan: setup  ## the same with ThreadSanitizer
+	$(BIN)/python -m tests.sanitizers thread $(PYTEST_ARGS)
 
 test-slurm: setup  ## the example on a real Slurm cluster of one machine (root; Debian: slurmctld slurmd slurm-client munge)
 	$(BIN)/python -m pytest -m slurm --durations=15 $(PYTEST_ARGS) tests/integration/test_slurm.py

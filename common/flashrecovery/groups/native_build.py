@@ -48,6 +48,8 @@ BACKEND = Extension(
 _COMPILER_HINT = "install a C++20 compiler and the Python headers (Debian/Ubuntu: apt install g++ python3-dev)"
 
 _COMPILE_SECONDS = 900  # a loaded single core needs about 60
+_SANITIZE_ENV = "FLASHRECOVERY_SANITIZE"  # for `make test-asan` and `make test-tsan`; see tests/sanitizers/README.md
+_SANITIZERS = ("address", "thread")
 
 _lock = threading.Lock()
 _module: ModuleType | None = None
@@ -108,10 +110,21 @@ def _target(extension: Extension) -> Path:
         torch.version.git_version,
         sys.version,
         str(sysconfig.get_config_var("SOABI")),
+        *_sanitizer_flags(),
     ):
         digest.update(part.encode() + b"\0")
     cache = os.environ.get("FLASHRECOVERY_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "flashrecovery")
     return Path(cache) / "groups" / f"torch-{torch.__version__}-{digest.hexdigest()[:16]}" / f"{extension.module}.so"
+
+
+def _sanitizer_flags() -> tuple[str, ...]:
+    """What makes a sanitized build. Its runtime has to be in the process from the start (LD_PRELOAD)."""
+    wanted = os.environ.get(_SANITIZE_ENV, "")
+    if not wanted:
+        return ()
+    if wanted not in _SANITIZERS:
+        raise BuildError(f"{_SANITIZE_ENV}={wanted}: allowed are {', '.join(_SANITIZERS)}")
+    return (f"-fsanitize={wanted}", "-g", "-fno-omit-frame-pointer", "-O1")
 
 
 @contextmanager
@@ -132,6 +145,7 @@ def _compile(extension: Extension, target: Path, progress: Callable[[str], None]
     scratch = target.with_name(f"{target.name}.{os.getpid()}")
     command = [
         *(compiler, "-shared", "-fPIC", "-std=c++20", "-O2", "-fvisibility=hidden"),
+        *_sanitizer_flags(),
         *(
             f"-DTORCH_EXTENSION_NAME={extension.module}",
             f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",

@@ -244,6 +244,7 @@ def test_an_abort_waits_for_who_is_launching() -> None:
                     dist.all_reduce(torch.ones(10), async_op=True)
             control.join()
             _again(store, generation)
+        _sum(rank, size)  # rank 0 has the communicators' addresses, and must not end before all are connected
 
     run_ranks(2, body)
 

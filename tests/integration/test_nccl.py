@@ -33,10 +33,12 @@ def _built() -> None:
     fake_nccl.build()
 
 
-def _start(rank: int, size: int, store: Any, **environment: str) -> tuple[Any, list[Any]]:
+def _start(rank: int, size: int, store: Any, recorded: bool = False, **environment: str) -> tuple[Any, list[Any]]:
     """The fake's module, and the inner backends in the order in which they are made."""
     os.environ.update(LAUNCH_DEFAULTS, **environment)
     module = fake_nccl.install()
+    if recorded:  # the fake has to be told of it, whether this process has loaded the extension already or not
+        groups.start_setup_log()
     made: list[Any] = []
     make = torch_private.nccl_backend
 
@@ -94,8 +96,7 @@ def test_a_replacement_gets_what_synchronous_set_up_collectives_gave(tmp_path: P
     log = tmp_path / "log"
 
     def original(rank: int, size: int, store: Any) -> None:
-        groups.start_setup_log()
-        _start(rank, size, store)
+        _start(rank, size, store, recorded=True)
         assert _set_up(rank) == EXPECTED
         if rank == RECORDED_ON:
             log.write_bytes(groups.take_setup_log())

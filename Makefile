@@ -7,9 +7,11 @@
 
 VENV ?= .venv
 BENCH_VENV ?= /tmp/bench-venv
+CUDA_VENV ?= /tmp/cuda-venv
 PYTHON ?= python3
 TORCH_INDEX ?=
 TORCH_VERSION := 2.13.0
+CUDA_TORCH_VERSION ?= 2.14.1
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 DEMO_DIR ?= runs/demo
@@ -19,7 +21,7 @@ GPU_CHECK_ARGS ?=
 SEEDS ?= 2000
 SIMULATE_ARGS ?=
 
-.PHONY: help setup demo test test-asan test-tsan test-slurm lint format grid grid-deepspeed grid-megatron soak soak-deepspeed soak-megatron chaos gpu-check bench bench-setup mutate mutate-session simulate docs clean
+.PHONY: help setup demo test test-asan test-tsan test-cuda-build test-slurm lint format grid grid-deepspeed grid-megatron soak soak-deepspeed soak-megatron chaos gpu-check bench bench-setup mutate mutate-session simulate docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -74,6 +76,13 @@ test-asan: setup  ## the tests of the groups, the C++ built with AddressSanitize
 
 test-tsan: setup  ## the same with ThreadSanitizer
 	$(BIN)/python -m tests.sanitizers thread $(PYTEST_ARGS)
+
+test-cuda-build:  ## an environment with a CUDA build of torch (5.5 GB; needs no GPU), and the tests of groups, DDP and FSDP there
+	CUDA_VENV=$(CUDA_VENV) PYTHON=$(PYTHON) CUDA_TORCH_VERSION=$(CUDA_TORCH_VERSION) CUDA_TORCH_INDEX='$(CUDA_TORCH_INDEX)' \
+	    scripts/cuda-venv.sh
+	$(CUDA_VENV)/bin/python -m pytest --durations=10 $(PYTEST_ARGS) tests/unit/test_groups_build.py tests/unit/test_torch_native.py \
+	    tests/integration/test_nccl_build.py tests/integration/test_nccl.py tests/integration/test_groups_*.py \
+	    tests/conformance/test_nccl.py tests/conformance/test_grid.py
 
 test-slurm: setup  ## the example on a real Slurm cluster of one machine (root; Debian: slurmctld slurmd slurm-client munge)
 	$(BIN)/python -m pytest -m slurm --durations=15 $(PYTEST_ARGS) tests/integration/test_slurm.py

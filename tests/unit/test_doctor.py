@@ -54,7 +54,7 @@ def test_missing_and_unsupported_torch_fail(monkeypatch: pytest.MonkeyPatch) -> 
     for version in (None, "2.9.0"):
         monkeypatch.setattr(checks, "version_of", lambda name, v=version: v)
         (finding,) = checks.torch_version()
-        assert finding.level is Level.FAIL and "torch>=2.13,<2.14" in finding.advice
+        assert finding.level is Level.FAIL and "torch>=2.13,<2.15" in finding.advice
     assert not any(f.check in ("backend", "compiler") for f in examine())
 
 

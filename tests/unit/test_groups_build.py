@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from flashrecovery import groups
-from flashrecovery.errors import BuildError
+from flashrecovery.errors import BuildError, UnsupportedError
 from flashrecovery.groups import native_build, torch_private
 
 
@@ -69,6 +69,12 @@ def test_this_torch_is_among_the_tested() -> None:
     import torch
 
     assert torch.__version__.split("+")[0] in torch_private.TESTED_TORCH
+
+
+def test_what_later_versions_of_torch_hand_on_may_ask_for_nothing() -> None:
+    torch_private._refuse_newer({"enable_reconfigure": False, "later": None})
+    with pytest.raises(UnsupportedError, match="enable_reconfigure: "):
+        torch_private._refuse_newer({"enable_reconfigure": True, "later": None})
 
 
 def test_communication_errors_are_told_by_type() -> None:

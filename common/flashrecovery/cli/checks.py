@@ -25,7 +25,7 @@ from flashrecovery.versions import in_range, range_text, version_of
 
 # -- software -------------------------------------------------------------------------------------
 
-_TORCH = ((2, 13), (2, 14))
+_TORCH = ((2, 13), (2, 15))
 _OPTIONAL = {"deepspeed": ((0, 19), (0, 20)), "torchdata": ((0, 11), (1, 0))}
 
 
@@ -42,7 +42,7 @@ def torch_version() -> list[Finding]:
     if version is None:
         return [Finding("torch", Level.FAIL, "not installed", "training needs it", f"install torch>={low},<{high}")]
     if not in_range(version, *_TORCH):
-        meaning = f"the process-group backend uses private parts of torch {low}; another version may not have them"
+        meaning = "the process-group backend uses private parts of torch; another version may not have them"
         return [Finding("torch", Level.FAIL, version, meaning, f"install torch>={low},<{high}")]
     from flashrecovery.groups.torch_private import TESTED_TORCH
 

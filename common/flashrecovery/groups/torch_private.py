@@ -3,7 +3,7 @@
 Tested with the versions in :data:`TESTED_TORCH`. What is used, and why:
 
 * ``distributed_c10d._new_process_group_helper`` is wrapped: it is the one function through which every group, by
-  ``init_process_group``, ``new_group`` or a device mesh, is made.
+  ``init_process_group``, ``new_group`` or a device mesh, is made. Keywords that came after 2.13 are handed on.
 * ``destroy_process_group`` is wrapped: a script that comes to it takes no more steps (:func:`before_destruction`).
 * Our backend is a plug-in of type CUSTOM. It must not claim to be of type GLOO: C++ code of DDP's logger casts such
   a backend to ``ProcessGroupGloo``. ``_world.pg_map`` and ``_world.pg_backend_config`` are put right afterwards, so
@@ -35,7 +35,7 @@ __all__ = ["TESTED_TORCH", "GroupRequest", "HashStore", "PrefixStore", "Store", 
 
 c10d: Any = _typed_c10d  # what is used of it is private, and so are its types
 
-TESTED_TORCH = ("2.13.0",)
+TESTED_TORCH = ("2.13.0", "2.14.1")
 PLUGIN = "flashrecovery"
 _SPARSE_TAG = "flashrecovery-sparse:"
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
@@ -105,6 +105,7 @@ def wrap_group_creation(create: Creator, created: Listener, wrap_store: Callable
         pg_tag: str | None = None,
         device_id: torch.device | None = None,
         group_desc: str | None = None,
+        **newer: Any,
     ) -> tuple[Any, Any]:
         global _current
         config = c10d.BackendConfig(dist.Backend(str(backend)))
@@ -113,9 +114,10 @@ def wrap_group_creation(create: Creator, created: Listener, wrap_store: Callable
         if set(kinds.values()) == {"fake"}:
             return cast(
                 "tuple[Any, Any]",
-                original(group_size, group_rank, global_ranks_in_group, backend, store, *rest),
+                original(group_size, group_rank, global_ranks_in_group, backend, store, *rest, **newer),
             )
         _refuse_unsupported(kinds)
+        _refuse_newer(newer)
         is_default = len(global_ranks_in_group) == 0
         request = GroupRequest(
             name=group_name,
@@ -134,7 +136,7 @@ def wrap_group_creation(create: Creator, created: Listener, wrap_store: Callable
         dist.Backend.backend_capability[PLUGIN] = list(kinds)
         outer_request, _current = _current, request
         try:
-            pg, prefix_store = original(group_size, group_rank, global_ranks_in_group, PLUGIN, store, *rest)
+            pg, prefix_store = original(group_size, group_rank, global_ranks_in_group, PLUGIN, store, *rest, **newer)
         finally:
             _current = outer_request
         if pg is None or pg is dist.GroupMember.NON_GROUP_MEMBER or pg in known:
@@ -166,6 +168,13 @@ def _refuse_unsupported(kinds: dict[str, str]) -> None:
         )
     if c10d._use_torchcomms_enabled():
         raise UnsupportedError("torchcomms backends cannot be recovered; unset TORCH_DISTRIBUTED_USE_TORCHCOMMS")
+
+
+def _refuse_newer(keywords: dict[str, Any]) -> None:
+    """What later versions of torch pass to their helper. None of it may ask for anything: we would not do it."""
+    asked = sorted(name for name, value in keywords.items() if value not in (None, False))
+    if asked:  # 2.14: enable_reconfigure
+        raise UnsupportedError(f"{', '.join(asked)}: recoverable groups do not support this; leave it out")
 
 
 def make_sparse_group(name: str, size: int, rank: int, ranks: Sequence[int], store: Store) -> Any:

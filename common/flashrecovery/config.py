@@ -240,6 +240,11 @@ class RunConfig(Settings):
         None, description="file with the token that all nodes share; none: the environment's FLASHRECOVERY_TOKEN"
     )
     standby: int = Field(0, ge=0, description="pre-warmed processes to keep")
+    standby_device: bool = Field(
+        False,
+        description="standbys use a GPU at once: one for each local rank, so standby = nproc_per_node; without it they "
+        "use none before they fill a rank",
+    )
     run_dir: Path | None = Field(None, description="events, logs, rank table; default runs/<time>-<pid>")
     log: Literal["0", "all", "none"] = Field("0", description="ranks whose output is shown live")
     health: str = Field("auto", description="device plugins: auto (all that are installed), none, or names with commas")
@@ -367,6 +372,11 @@ def load_run_config(file: Path | None, overrides: dict[str, Any]) -> RunConfig:
     _check_nodes(config)
     _check_leases(config.timeouts)
     _check_tls(config)
+    if config.standby_device and config.standby != config.nproc_per_node:
+        raise ConfigError(
+            f"standby_device: one standby for each GPU: standby = {config.standby}, allowed: {config.nproc_per_node} "
+            "(nproc_per_node)"
+        )
     for spec in config.inject:
         check_fault(spec.fault, spec.at)
         if spec.rank >= config.world_size:

@@ -92,6 +92,10 @@ def test_nccl_is_looked_at_only_where_it_matters() -> None:
     forced = checks.nccl({"TORCH_NCCL_PROPAGATE_ERROR": "1"}, wanted=True)
     assert any(f.level is Level.WARN and f.found == "TORCH_NCCL_PROPAGATE_ERROR=1" for f in forced)
     assert not any("ASYNC_ERROR_HANDLING" in f.found for f in forced)  # the launcher sets it
+    (free,) = [f for f in checks.nccl({"NCCL_PROTO": "Simple"}, wanted=True) if "NCCL_ALGO" in f.found]
+    assert (
+        free.level is Level.OK and free.found == "NCCL_ALGO, NCCL_NVLS_ENABLE (unset)" and "equal bits" in free.advice
+    )
     if not Path("/dev/nvidiactl").exists():
         assert levels(checks.nccl({}, wanted=False)) == [Level.OK]
 

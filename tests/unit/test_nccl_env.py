@@ -9,7 +9,7 @@ import pytest
 
 from flashrecovery.config import RunConfig
 from flashrecovery.runtime.environment import common_env
-from flashrecovery.runtime.nccl_env import LAUNCH_DEFAULTS, nccl_environment_findings
+from flashrecovery.runtime.nccl_env import LAUNCH_DEFAULTS, free_choices, nccl_environment_findings
 
 
 def test_nothing_set_is_a_finding_for_each_default() -> None:
@@ -48,3 +48,9 @@ def test_bad_values(name: str, value: str) -> None:
 def test_the_launcher_does_without_torch() -> None:
     code = "import sys, flashrecovery.runtime.environment; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_what_decides_the_order_of_sums_is_named_and_left_alone() -> None:
+    assert free_choices({}) == ["NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE"]
+    assert free_choices({"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}) == ["NCCL_NVLS_ENABLE"]
+    assert not [name for name in common_env(RunConfig()) if name in free_choices({})]

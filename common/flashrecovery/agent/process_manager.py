@@ -25,7 +25,7 @@ from flashrecovery.config import RunConfig
 from flashrecovery.events import RunDir
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.runtime.environment import common_env, rank_env
+from flashrecovery.runtime.environment import STANDBY_DEVICE_ENV, common_env, rank_env
 
 LAST_WORDS_S = 0.2
 """For what a dying process has still said to arrive."""
@@ -67,7 +67,7 @@ class ProcessManager:
         self._tasks = tasks
         self._gpu_fence = gpu_fence
         self.ranks: dict[int, WorkerProcess] = {}
-        self.pool = StandbyPool(config.standby, self._spawn_standby, run_dir.log_dir)
+        self.pool = StandbyPool(config.standby, self._spawn_standby, run_dir.log_dir, for_each=config.standby_device)
         self.halted = False
         self.ending = False
         self._watch = DeathWatch(asyncio.get_running_loop())
@@ -89,7 +89,7 @@ class ProcessManager:
             old.dead = True
             old.kill()  # the fence: nothing of the old process runs on once the rank is filled again
         log = self._run_dir.log_path(rank, command.generation)
-        standby = self.pool.take() if replace.detached else None
+        standby = self.pool.take(replace.local_rank) if replace.detached else None
         process = standby or WorkerProcess.spawn(self._command, env, log, standby=False)
         process.rank, process.local_rank, process.generation = rank, replace.local_rank, command.generation
         process.store = (replace.store_host, replace.store_port)
@@ -153,8 +153,9 @@ class ProcessManager:
             await self._take_on(process)
             self.pool.warm(process)
 
-    def _spawn_standby(self, log: Path) -> WorkerProcess:
-        return WorkerProcess.spawn(self._command, self._env(), log, standby=True)
+    def _spawn_standby(self, log: Path, device: int | None) -> WorkerProcess:
+        at_once = {} if device is None else {STANDBY_DEVICE_ENV: str(device)}
+        return WorkerProcess.spawn(self._command, {**self._env(), **at_once}, log, standby=True)
 
     def _env(self) -> dict[str, str]:
         """What standbys and ranks have in common."""

@@ -11,12 +11,19 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 class StandbyPool:
     """Keeps ``size`` standbys. They are started once the modules of a live worker are known, so that they do not
-    compete with the launch; a used or dead one is replenished in the background."""
+    compete with the launch; a used or dead one is replenished in the background.
 
-    def __init__(self, size: int, spawn: Callable[[Path], WorkerProcess], log_dir: Path) -> None:
+    ``spawn`` gets the log, and the local rank whose GPU the standby uses at once: None unless there is one ``for_each``
+    local rank."""
+
+    def __init__(
+        self, size: int, spawn: Callable[[Path, int | None], WorkerProcess], log_dir: Path, *, for_each: bool = False
+    ) -> None:
         self.size = size
         self._spawn = spawn
         self._log_dir = log_dir
+        self._for_each = for_each
+        self._places: dict[WorkerProcess, int | None] = {}
         self._processes: list[WorkerProcess] = []
         self._modules: list[str] = []
         self._count = 0
@@ -32,7 +39,9 @@ class StandbyPool:
 
     def start_one(self) -> WorkerProcess:
         self._count += 1
-        process = self._spawn(self._log_dir / f"standby{self._count}.log")
+        place = next((p for p in range(self.size) if p not in self._taken()), None) if self._for_each else None
+        process = self._spawn(self._log_dir / f"standby{self._count}.log", place)
+        self._places[process] = place
         self._processes.append(process)
         return process
 
@@ -41,10 +50,15 @@ class StandbyPool:
         if process.rank is None:
             process.send(pb.ToWorker(warm=pb.Warm(modules=self._modules)))
 
-    def take(self) -> WorkerProcess | None:
-        """A ready standby, or else one that is still importing (it is ahead of a cold one), or None."""
+    def _taken(self) -> set[int | None]:
+        self._places = {p: place for p, place in self._places.items() if p in self._processes}
+        return set(self._places.values())
+
+    def take(self, local_rank: int) -> WorkerProcess | None:
+        """A ready standby, or else one that is still importing (it is ahead of a cold one), or None. One that uses
+        another rank's GPU would go on doing so, and is not taken."""
         for process in sorted(self._processes, key=lambda p: not p.ready):
-            if not process.dead:
+            if not process.dead and self._places[process] in (None, local_rank):
                 self._processes.remove(process)
                 return process
         return None

@@ -125,16 +125,22 @@ def nccl(environment: Mapping[str, str], wanted: bool) -> list[Finding]:
         return [Finding("nccl", Level.OK, "no NVIDIA device", "not looked at (--nccl forces it)")]
     from flashrecovery.config import RunConfig
     from flashrecovery.runtime.environment import common_env
-    from flashrecovery.runtime.nccl_env import nccl_environment_findings
+    from flashrecovery.runtime.nccl_env import free_choices, nccl_environment_findings
 
-    found = nccl_environment_findings({**environment, **common_env(RunConfig())})
-    if not found:
-        return [Finding("nccl", Level.OK, "environment variables", "leave failures to be recovered")]
+    worker_environment = {**environment, **common_env(RunConfig())}
+    found = nccl_environment_findings(worker_environment)
     meaning = "NCCL's own reaction to a failure comes before the recovery"
-    return [
+    findings = [
         Finding("nccl", Level.WARN, f"{f.name}={f.value if f.value is not None else '(unset)'}", meaning, f.advice)
         for f in found
-    ]
+    ] or [Finding("nccl", Level.OK, "environment variables", "leave failures to be recovered")]
+    free = free_choices(worker_environment)
+    if free:
+        advice = "for equal bits with another node in the job, set them (NCCL_ALGO=Ring NCCL_PROTO=Simple, say)"
+        findings.append(
+            Finding("nccl", Level.OK, f"{', '.join(free)} (unset)", "NCCL chooses the order of sums", advice)
+        )
+    return findings
 
 
 def _lifeline_works() -> bool:

@@ -40,6 +40,7 @@ from flashrecovery.errors import ConfigError
 @click.option("--embed-controller/--no-embed-controller", default=None, help="Run the controller here if HOST is here.")
 @click.option("--token-file", type=click.Path(path_type=Path), default=None, help="The token that all nodes share.")
 @click.option("--standby", type=int, default=None, help="Pre-warmed processes to keep.")
+@click.option("--standby-device", is_flag=True, default=None, help="Each local rank's standby uses its GPU at once.")
 @click.option("--run-dir", type=click.Path(path_type=Path), default=None, help="Events, logs, rank table.")
 @click.option("--log", type=click.Choice(["0", "all", "none"]), default=None, help="Ranks whose output is shown live.")
 @click.option("--health", default=None, help="Device plugins: auto | none | NAME,NAME")

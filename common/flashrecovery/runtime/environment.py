@@ -13,6 +13,8 @@ from flashrecovery.runtime.nccl_env import LAUNCH_DEFAULTS
 AGENT_PID_ENV = "FLASHRECOVERY_AGENT_PID"
 STORES_ENV = "FLASHRECOVERY_STORES"
 """Hosts and ports of the servers for the groups of the start, JSON; unset if there is one."""
+STANDBY_DEVICE_ENV = "FLASHRECOVERY_STANDBY_DEVICE"
+"""The GPU that a standby begins to use at once: that of the local rank with this number."""
 STRIDE_ENV = "FLASHRECOVERY_NEIGHBOUR_STRIDE"
 """Rank r's copies are kept by rank r + stride, modulo the world size."""
 

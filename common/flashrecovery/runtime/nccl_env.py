@@ -69,6 +69,16 @@ _WANTED: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
 )
 
 
+_ORDERS_OF_SUMS = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE")
+"""What decides in which order a reduction adds; NCCL chooses each by the topology that it finds."""
+
+
+def free_choices(env: Mapping[str, str]) -> list[str]:
+    """The variables that are not set, so that NCCL may add in another order where a rank has come to another node: the
+    sums then differ in their last bits from those of a run without a failure. Nothing else depends on it."""
+    return [name for name in _ORDERS_OF_SUMS if not env.get(name)]
+
+
 def nccl_environment_findings(env: Mapping[str, str]) -> list[Finding]:
     """The variables in ``env`` (or missing from it) that stand in the way of recovering NCCL groups."""
     findings = []

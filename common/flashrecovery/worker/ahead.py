@@ -14,13 +14,19 @@ import site
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _RANK_KEYS = frozenset({"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT"})
 """What the environment of a standby cannot contain yet."""
 _OURS = frozenset({"flashrecovery", "fr_deepspeed", "fr_megatron"})
+
+
+class DeviceAskedError(BaseException):
+    """A module uses a GPU while it is imported: it would take GPU 0's memory, whoever's that is. No ``except
+    Exception`` of a library may swallow it."""
 
 
 class RankUnknownError(BaseException):
@@ -32,15 +38,18 @@ def import_ahead(names: Sequence[str], command: Sequence[str]) -> int:
     will import itself. ``command``: the script with its arguments, or ``-m module`` with them."""
     installed = Installed(own=command[1].partition(".")[0] if command[0] == "-m" else "")
     count = 0
-    with warnings.catch_warnings(), _without_rank():
+    # torch first, so that it can be kept from the GPU before anything that is built on it is imported.
+    ordered = [*(name for name in ("torch",) if name in names), *names]
+    with warnings.catch_warnings(), _without_rank(), _without_device() as keep_off:
         warnings.simplefilter("ignore")
-        for name in names:
+        for name in ordered:
+            keep_off()
             if name in sys.modules or not installed.has(name):
                 continue
             try:
                 importlib.import_module(name)
                 count += 1
-            except (Exception, RankUnknownError) as e:  # noqa: BLE001 - any module may raise anything at import
+            except (Exception, RankUnknownError, DeviceAskedError) as e:  # noqa: BLE001 - any module may raise anything at import
                 print(f"standby: {name} not imported ahead: {type(e).__name__}: {e}", file=sys.stderr)
     return count
 
@@ -81,6 +90,27 @@ class Installed:
             return True
         where = [spec.origin] if spec.origin is not None else list(spec.submodule_search_locations or ())
         return bool(where) and all(self._places & set(Path(w).resolve().parents) for w in where)
+
+
+@contextmanager
+def _without_device() -> Iterator[Callable[[], None]]:
+    """Whoever makes torch use a GPU gets DeviceAskedError, once what is yielded has been called with torch imported."""
+    found: list[tuple[Any, Any]] = []
+
+    def refuse() -> None:
+        raise DeviceAskedError("it uses a GPU")
+
+    def keep_off() -> None:
+        cuda = sys.modules.get("torch.cuda")
+        if cuda is not None and not found and not cuda.is_initialized():
+            found.append((cuda, cuda._lazy_init))
+            cuda._lazy_init = refuse  # type: ignore[attr-defined]
+
+    try:
+        yield keep_off
+    finally:
+        for cuda, original in found:
+            cuda._lazy_init = original
 
 
 @contextmanager

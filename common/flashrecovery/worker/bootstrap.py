@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from flashrecovery.errors import DivergedError
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.channel import PAGE_ENV, Channel
-from flashrecovery.runtime.environment import AGENT_PID_ENV
+from flashrecovery.runtime.environment import AGENT_PID_ENV, STANDBY_DEVICE_ENV
 from flashrecovery.runtime.lifeline import Lifeline
 from flashrecovery.runtime.page import Page
 from flashrecovery.runtime.process_control import die_with_parent
@@ -74,13 +74,16 @@ def _wait_for_assignment(channel: Channel, command: list[str]) -> pb.Assign:
 
 
 def _warm_kernels() -> None:
-    """First calls load libraries and start thread pools. (A CUDA context would be made here.)"""
+    """First calls load libraries and start thread pools; where it is wanted, a GPU is used from now on."""
     torch = sys.modules.get("torch")
     if torch is None:
         return
-    from flashrecovery.worker.warm import warm_kernels
+    from flashrecovery.worker.warm import make_context, warm_kernels
 
     warm_kernels()
+    device = os.environ.get(STANDBY_DEVICE_ENV)
+    if device is not None:
+        make_context(int(device))
 
 
 def _redirect_output(path: str) -> None:

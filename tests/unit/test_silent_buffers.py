@@ -8,8 +8,9 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashrecovery.adapter.buffers import COMPARED_BYTES, BufferTracker
+from flashrecovery.adapter.buffers import COMPARED_BYTES, BufferTracker, all_equal, equal_on_device
 from flashrecovery.errors import DivergedError, UnsupportedError
 from flashrecovery.runtime.page import CAPSULE_LIMIT
 from flashrecovery.state import codec
@@ -274,3 +275,52 @@ def test_too_large_a_state_of_one_rank_is_refused_by_the_names_of_its_parts() ->
     size = f"{CAPSULE_LIMIT:,}"
     with pytest.raises(UnsupportedError, match=rf"at most {size} can .*: buffer 'queue' \({size} bytes\)"):
         made.capture_capsule(made.drawn())
+
+
+# -- how it is compared ---------------------------------------------------------------------------------
+
+
+class _Waits(TorchDispatchMode):
+    """Counts what would let the host wait for a device, each time it is called."""
+
+    waits = frozenset({"equal", "is_nonzero", "_local_scalar_dense", "item"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in self.waits:
+            self.counted.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_on_a_device_buffers_are_compared_there_and_the_host_waits_once_for_all() -> None:
+    one = [torch.arange(n) for n in (0, 1, 2, 300)] + [torch.zeros(()), torch.tensor([True, False])]
+    other = [t.clone() for t in one]
+    other[2][1] = -1
+    other[5][0] = False
+    with _Waits() as waits:
+        assert equal_on_device(list(zip(one, other, strict=True))) == [True, True, False, True, True, False]
+    assert waits.counted == []  # a list of all flags is one copy
+    with _Waits() as waits:
+        torch.equal(one[3], other[3])
+    assert waits.counted == ["equal"]  # such a wait would have been seen
+
+
+def test_all_that_a_look_compares_is_compared_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Looked()
+    calls: list[int] = []
+
+    def counted(pairs: list[Any]) -> list[bool]:
+        calls.append(len(pairs))
+        return all_equal(pairs)
+
+    monkeypatch.setattr("flashrecovery.adapter.buffers.all_equal", counted)
+    it.tracker.look_closely(True)
+    it.tracker.mark()
+    it.net.write()
+    it.net.small.data.add_(1)
+    assert set(it.captured()["changed"]) == {"codebook", "small"}
+    assert calls == [6, 6, 5]  # two close looks, and a capture, which leaves out the mask

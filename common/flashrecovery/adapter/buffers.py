@@ -12,9 +12,9 @@ has been found once to have changed behind its counter's back is compared by con
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import xxhash
@@ -28,6 +28,9 @@ from flashrecovery.worker.glance import glance_at_tensors
 COMPARED_BYTES = 64 << 10
 """Up to this size a buffer's content is always compared; in larger ones a change is seen by the version counter, unless
 they have been found to change silently."""
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Two tensors of integers, of equal shape and dtype and on one device."""
 
 
 @dataclass
@@ -68,17 +71,17 @@ class _Tracked:
         """Whether each :meth:`BufferTracker.mark` sees the content in any case."""
         return live.is_cpu and live.is_contiguous() and (self.is_norm or not _is_large(live))
 
-    def same_as_known(self, live: torch.Tensor) -> bool:
-        """Whether the content is what it was when it was last looked at."""
+    def to_compare(self, live: torch.Tensor) -> Pair | None:
+        """The content, and what it was when it was last looked at; None if they cannot be alike."""
         if self.words is not None and self.words[0] == live.data_ptr():
-            return torch.equal(self.words[1], self.words[2])
+            return self.words[1], self.words[2]
         known = self.copy if self.changed else self.base
         if known is None or not _alike(live, known):
-            return False
+            return None
         words = _integers(live), _integers(known)
         if live.is_contiguous() and not _is_large(live):
             self.words = live.data_ptr(), *words
-        return torch.equal(*words)
+        return words
 
     def note(self, live: torch.Tensor | None, versions: tuple[int, int]) -> None:
         """It has changed."""
@@ -148,8 +151,7 @@ class BufferTracker:
 
     def mark(self) -> int:
         """A number that changes when a buffer is changed or exchanged; much cheaper than :meth:`capture`."""
-        for item in self._tracked.values() if self._closely else self._silent:
-            self._silent_changes += self._refresh(item, closely=True)
+        self._silent_changes += self._refresh(self._tracked.values() if self._closely else self._silent, closely=True)
         if self._closely:
             self._looked_closely = self._sure = True
         seen = glance_at_tensors([buffers.get(name) for buffers, name in self._places], COMPARED_BYTES)
@@ -164,8 +166,8 @@ class BufferTracker:
         bool}``; the tensors are copies that nobody writes to. ``sure``: no buffer can have changed unseen."""
         changed: dict[str, torch.Tensor | None] = {}
         digests: dict[str, str] = {}
+        self._refresh(self._tracked.values(), closely=not self._began)
         for fqn, item in self._tracked.items():
-            self._refresh(item, closely=not self._began)
             if item.changed:
                 changed[fqn] = item.copy
             else:
@@ -178,19 +180,23 @@ class BufferTracker:
         """What the newest :meth:`capture` has to carry, by name."""
         return {i.fqn: i.copy.nbytes for i in self._tracked.values() if i.changed and i.copy is not None}
 
-    def _refresh(self, item: _Tracked, *, closely: bool) -> bool:
-        """Note a change since the last look. Returns whether only the content has shown it."""
-        live = item.live
-        versions = item.versions(live)
-        if live is not item.seen or versions != item.seen_versions:
+    def _refresh(self, items: Iterable[_Tracked], *, closely: bool) -> int:
+        """Note what has changed since the last look. Returns of how many buffers only the content has shown it."""
+        unmoved: list[tuple[_Tracked, torch.Tensor, tuple[int, int]]] = []  # by their counters
+        for item in items:
+            live = item.live
+            versions = item.versions(live)
+            if live is not item.seen or versions != item.seen_versions:
+                item.note(live, versions)
+            elif live is not None and (closely or item.always_compared(live)):
+                unmoved.append((item, live, versions))
+        equal = all_equal([item.to_compare(live) for item, live, _ in unmoved])
+        silently = [found for found, same in zip(unmoved, equal, strict=True) if not same]
+        for item, live, versions in silently:
+            if self._began and not item.in_glance(live):
+                self._learn(item, doubtful=not (self._sure or self._looked_closely))
             item.note(live, versions)
-            return False
-        if live is None or not (closely or item.always_compared(live)) or item.same_as_known(live):
-            return False
-        if self._began and not item.in_glance(live):
-            self._learn(item, doubtful=not (self._sure or self._looked_closely))
-        item.note(live, versions)
-        return True
+        return len(silently)
 
     # -- restore ----------------------------------------------------------------------------------
 
@@ -208,8 +214,7 @@ class BufferTracker:
             difference = sorted(names ^ set(self._tracked))
             raise RestoreError(f"the model's buffers differ from those of the failed process: {difference}")
         self.adopt_silent(state.get("silent", ()))
-        for item in self._tracked.values():
-            self._refresh(item, closely=True)
+        self._refresh(self._tracked.values(), closely=True)
         if not state.get("sure"):
             self._refuse_doubtful(known=state.get("silent", ()))
         for fqn, item in self._tracked.items():
@@ -238,6 +243,32 @@ class BufferTracker:
                 "ranks have to go back to. Write to them under torch.no_grad() instead of by way of .data "
                 "(docs/limits.md)"
             )
+
+
+def all_equal(pairs: Sequence[Pair | None]) -> list[bool]:
+    """Of each pair, whether its two tensors are equal; None counts as different.
+
+    The host waits once for each device that is not the CPU, however many pairs lie there: one wait a buffer is what
+    makes a model of many small buffers slow.
+    """
+    equal = [False] * len(pairs)
+    on_devices: dict[torch.device, list[int]] = {}
+    for i, pair in enumerate(pairs):
+        if pair is None:
+            continue
+        if pair[0].is_cpu:
+            equal[i] = torch.equal(*pair)
+        else:
+            on_devices.setdefault(pair[0].device, []).append(i)
+    for places in on_devices.values():
+        for i, same in zip(places, equal_on_device([p for i in places if (p := pairs[i])]), strict=True):
+            equal[i] = same
+    return equal
+
+
+def equal_on_device(pairs: Sequence[Pair]) -> list[bool]:
+    """The same for tensors on one device: a flag each is computed there, and all flags come to the host at once."""
+    return cast("list[bool]", torch.stack([(one == other).all() for one, other in pairs]).tolist())
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ import struct
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -131,10 +132,18 @@ class Net(nn.Module):
         self.first, self.drop, self.last = nn.Linear(4, 6), nn.Dropout(0.2), nn.Linear(6, 1)
         self.register_buffer("bias", torch.zeros(6))
         self.register_buffer("large", torch.zeros(20_000))
+        self.activations: list[weakref.ref[torch.Tensor]] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(self.drop(torch.tanh(self.first(x) + self.bias)))
+        hidden = self.drop(torch.tanh(self.first(x) + self.bias))
+        if hidden.requires_grad:
+            self.activations.append(weakref.ref(hidden))  # the last layer needs it in the backward pass
+        out: torch.Tensor = self.last(hidden)
         return out
+
+    def held(self) -> int:
+        """How many activations of all forward passes are still in memory."""
+        return sum(hidden() is not None for hidden in self.activations)
 
 
 @dataclass
@@ -243,7 +252,8 @@ _AGENTS = []  # a connection that is closed ends the process, as it does a worke
 
 
 def train(part: Part, place: str, moment: str | None) -> tuple[dict[int, Any], str, list[str]]:
-    """What each step saw, a digest of the end, and the notices. Stopped at ``moment`` of a step, the first time."""
+    """What each step saw (last: how many activations were in memory when it began), a digest of the end, and the
+    notices. Stopped at ``moment`` of a step, the first time."""
     torch.manual_seed(1)
     random.seed(2)
     np.random.seed(3)
@@ -277,6 +287,7 @@ def train(part: Part, place: str, moment: str | None) -> tuple[dict[int, Any], s
             part(world, i, 1.0)
         loss = 0.0
         with step:
+            held = net.held()
             at("start", i)
             x = next(data)
             output = net(x)
@@ -293,7 +304,7 @@ def train(part: Part, place: str, moment: str | None) -> tuple[dict[int, Any], s
         at("below", i)
         if place == "below":
             part(world, i, loss)
-        steps[i] = (loss, float(x.sum()), world.seen[-1:], optimizer.param_groups[0]["lr"])
+        steps[i] = (loss, float(x.sum()), world.seen[-1:], optimizer.param_groups[0]["lr"], held)
         if agent.session.gate.version == STEPS:
             agent.release()
     return steps, _digest(world), agent.notices

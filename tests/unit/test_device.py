@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashrecovery.errors import DrainError
-from flashrecovery.worker.device import DeviceClock
+from flashrecovery.worker.device import ENOUGH_FREE_BYTES, DeviceClock
 
 
 class Device:
@@ -75,3 +75,14 @@ def test_nor_is_one_with_an_error(device: Device) -> None:
 def test_one_that_is_idle_goes_on(device: Device) -> None:
     DeviceClock().settle(10)
     assert device.waits == 1
+
+
+@pytest.mark.parametrize(("free", "given_back"), [(ENOUGH_FREE_BYTES, 0), (ENOUGH_FREE_BYTES - 1, 1)])
+def test_torchs_cache_is_given_back_where_little_is_left_for_communicators(
+    device: Device, monkeypatch: pytest.MonkeyPatch, free: int, given_back: int
+) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(None))
+    DeviceClock().make_room()
+    assert len(calls) == given_back

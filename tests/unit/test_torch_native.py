@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from flashrecovery.adapter.shards import FixedShard
 from flashrecovery.errors import RegistrationError, RestoreError, StepInterrupted, UnsupportedError
 from flashrecovery.state import codec
 from flashrecovery.state.spec import ShardSpec
-from flashrecovery.torch_native import DDPAdapter, FSDP2Adapter, PlainAdapter, adapter_for
+from flashrecovery.torch_native import DDPAdapter, FSDP2Adapter, PlainAdapter, adapter_for, ddp_reducer
 
 
 class Net(nn.Module):
@@ -423,6 +424,34 @@ def test_watching_is_cheap(one_rank: None) -> None:
         adapter.capture_rank()
         times.append(time.perf_counter() - began)
     assert sorted(times)[3] < 2e-3  # about 60 us on an idle machine
+
+
+def _peak_growth_bytes(action: Callable[[], object]) -> int:
+    """By how much the process grew, at most, while ``action`` ran."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    status = Path("/proc/self/status")
+
+    def of(name: str) -> int:
+        return next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if line.startswith(name))
+
+    before = of("VmRSS")
+    action()
+    return of("VmHWM") - before
+
+
+@pytest.mark.parametrize("views", [True, False])
+def test_a_reducer_is_renewed_without_a_second_set_of_gradients(one_rank: None, views: bool) -> None:
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 4096)), gradient_as_bucket_view=views
+    )
+    gradients = 2 * 4 * 4096 * 4096
+    for _ in range(2):
+        model(torch.randn(2, 4096)).sum().backward()
+    layout = ddp_reducer.read_layout(model)
+    assert sorted(i for bucket in layout for i in bucket) == [0, 1, 2, 3]
+    assert _peak_growth_bytes(lambda: ddp_reducer.read_layout(model)) < gradients / 4
+    assert _peak_growth_bytes(lambda: ddp_reducer.renew(model, layout)) < gradients / 4
+    assert ddp_reducer.read_layout(model) == layout
 
 
 # -- changes before the optimizer -------------------------------------------------------------------

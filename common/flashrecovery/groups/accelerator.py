@@ -28,6 +28,12 @@ class Accelerator(Protocol):
         """Wait until everything on all streams of ``device`` (default: the current one) has happened. RuntimeError: the
         device fails."""
 
+    def free_bytes(self) -> int:
+        """Of the current device's memory, what neither this process nor another one has taken from the driver."""
+
+    def empty_cache(self) -> None:
+        """Give what is free in torch's allocator back to the driver."""
+
 
 class Cuda:
     """NVIDIA's, by way of torch."""
@@ -43,6 +49,13 @@ class Cuda:
 
     def synchronize(self, device: torch.device | None = None) -> None:
         torch.cuda.synchronize(device)
+
+    def free_bytes(self) -> int:
+        free, _total = torch.cuda.mem_get_info()
+        return int(free)
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
 
 
 _accelerator: Accelerator = Cuda()

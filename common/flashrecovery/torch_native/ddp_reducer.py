@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashrecovery.errors import RestoreError, UnsupportedError
 
@@ -68,35 +69,54 @@ def reducer_parameters(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]
 
 
 def read_layout(ddp: DistributedDataParallel) -> Layout:
-    """The current bucket layout. Allocates zeros as large as all gradients: do not call it every step."""
+    """The current bucket layout. Looks at every parameter: do not call it every step."""
     index = {id(p): i for i, p in enumerate(reducer_parameters(ddp))}
-    buckets = ddp.reducer._get_zeros_like_grad_buckets()
+    with _ZerosWithoutMemory():  # type: ignore[no-untyped-call]  # as large as all gradients, otherwise
+        buckets = ddp.reducer._get_zeros_like_grad_buckets()
     return tuple(tuple(index[id(p)] for p in bucket.parameters()) for bucket in buckets)
+
+
+class _ZerosWithoutMemory(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.zeros_like.default:
+            return torch.empty_like(args[0], device="meta")
+        return func(*args, **(kwargs or {}))
 
 
 def renew(ddp: DistributedDataParallel, layout: Layout | None, *, gradients: bool = False) -> None:
     """Replace the Reducer and its Logger by new ones: in the initial layout (None), or as after a first step that has
     led to ``layout``. Does no communication.
 
-    With a layout, and with ``gradients``, every reduced parameter is left with a gradient of undefined content, a view
-    of its bucket if DDP wants that.
+    With ``gradients``, every reduced parameter is left with a gradient of undefined content, a view of its bucket if
+    DDP wants that. Else parameters are left without, if there is a layout.
 
     Raises:
         RestoreError: the layout cannot be reached here (another model, another torch).
     """
     hooks, ddp._comm_hooks = list(ddp._comm_hooks), []
+    if layout is not None or (gradients and ddp.find_unused_parameters):
+        _drop_gradients(reducer_parameters(ddp))  # they may be views of the old buckets, which would stay with them
     _new_reducer(ddp)
     if layout is not None:
-        _adopt_layout(ddp, layout)
+        _adopt_layout(ddp, layout, gradients)
     elif gradients and ddp.find_unused_parameters:
         # Never rebuilt, so a simulated backward leaves no other trace. (Otherwise None means: before the first step.)
-        _simulate_backward(ddp, range(len(reducer_parameters(ddp))))
+        _simulate_backward(ddp, range(len(reducer_parameters(ddp))), gradients)
     for hook, state in hooks:
         ddp.register_comm_hook(state, hook)
 
 
+def _drop_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
 def _new_reducer(ddp: DistributedDataParallel) -> None:
     ddp.reducer._remove_autograd_hooks()  # an old Reducer kept alive by a traceback must not see a gradient
+    # It goes, and its buckets with it, before the new one takes as much memory.
+    ddp.reducer = ddp.logger = None  # type: ignore[assignment]
     parameters, sparse = ddp._build_params_for_reducer()
     names = ddp._build_debug_param_to_name_mapping(parameters)
     ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
@@ -113,14 +133,14 @@ def rebuild_now(ddp: DistributedDataParallel) -> bool:
     return bool(ddp._has_rebuilt_buckets)
 
 
-def _adopt_layout(ddp: DistributedDataParallel, layout: Layout) -> None:
+def _adopt_layout(ddp: DistributedDataParallel, layout: Layout, gradients: bool) -> None:
     parameters = reducer_parameters(ddp)
     if sorted(itertools.chain.from_iterable(layout)) != list(range(len(parameters))):
         raise RestoreError(f"the bucket layout of the source does not fit this model's {len(parameters)} parameters")
     for attempt, order in enumerate(_ready_orders(layout, parameters)):
         if attempt:
             _new_reducer(ddp)
-        _simulate_backward(ddp, order)
+        _simulate_backward(ddp, order, gradients)
         if not ddp._has_rebuilt_buckets:
             raise RestoreError("DistributedDataParallel did not rebuild its buckets")
         if read_layout(ddp) == layout:
@@ -171,8 +191,13 @@ def _ready_orders(layout: Layout, parameters: Sequence[torch.Tensor]) -> Iterato
             yield [*permutation, *(i for i in flat if i not in permutation)]
 
 
-def _simulate_backward(ddp: DistributedDataParallel, order: Sequence[int]) -> None:
-    """Let the Reducer see one backward in which the gradients become ready in ``order``, and rebuild its buckets."""
+def _simulate_backward(ddp: DistributedDataParallel, order: Sequence[int], gradients: bool) -> None:
+    """Let the Reducer see one backward in which the gradients become ready in ``order``, and rebuild its buckets.
+
+    Args:
+        gradients: keep those that it has made; else they go before the buckets are rebuilt, for they may be views of
+            the first ones.
+    """
     reducer = ddp.reducer
     parameters = reducer_parameters(ddp)
     for parameter in parameters:
@@ -193,5 +218,7 @@ def _simulate_backward(ddp: DistributedDataParallel, order: Sequence[int]) -> No
     reducer.prepare_for_forward()
     reducer.prepare_for_backward(used)
     torch.autograd.backward([output])
+    if not gradients:
+        _drop_gradients(parameters)
     rebuild_now(ddp)
     reducer._update_process_group(ddp.process_group)

@@ -9,6 +9,7 @@ before it says which version is live. Nothing of this costs anything on CPU.
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ from contextlib import contextmanager
 
 from flashrecovery.errors import DrainError
 from flashrecovery.groups.accelerator import accelerator
+
+ENOUGH_FREE_BYTES = 2 << 30
+"""What NCCL's buffers, some hundred MB with a dozen communicators, do not come near."""
 
 
 class DeviceClock:
@@ -68,6 +72,13 @@ class DeviceClock:
             raise DrainError(f"the device was not idle {deadline_s:g} s after the abort (timeouts.drain_s)")
         if failures:
             raise DrainError(f"the device cannot go on: {failures[0]}") from failures[0]
+
+    def make_room(self) -> None:
+        """What torch has free but keeps for itself goes back to the device if little is left there: the buffers of new
+        communicators are not taken from torch's."""
+        if self.runs_behind and accelerator().free_bytes() < ENOUGH_FREE_BYTES:
+            gc.collect()  # what only cycles hold (an exception and its frames)
+            accelerator().empty_cache()
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

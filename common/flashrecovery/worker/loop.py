@@ -19,6 +19,7 @@ from flashrecovery import groups
 from flashrecovery.errors import FlashRecoveryError, RestoreError, StepInterrupted
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.worker import leftovers
 from flashrecovery.worker.collectives import CollectiveWatch
 from flashrecovery.worker.copies import Copies
 from flashrecovery.worker.error_watch import ErrorWatch
@@ -66,6 +67,8 @@ class Loop:
         self._unsettled = False  # a version has come about and is not complete yet
         self._committed = False  # ... by a step
         self._void_run: VoidRun | None = None
+        self._graphs_since = 0  # where the graphs of this attempt of a step begin
+        self._cut_short_by: BaseException | None = None
         self._told_modules = False
         self._failing = False
 
@@ -91,6 +94,7 @@ class Loop:
         """The body of a step begins."""
         self._gate.above = False
         self._outside.watch(False)
+        self._graphs_since = leftovers.sequence_number()
         self._step.begin()
 
     def end(self, error: BaseException | None) -> bool:
@@ -120,7 +124,9 @@ class Loop:
             self._failing = True
             return False
         self._failing = True
+        self._cut_short_by = error
         self.recover()
+        self._cut_short_by = None
         self._failing = False
         if not self._own_calls:
             self._void_run = VoidRun(self._registry.tensor_shards(), self._gate.version)
@@ -253,6 +259,13 @@ class Loop:
     def recover(self) -> None:
         """Carry out the controller's commands, outside a step, until the next resume."""
         self._recoverer.run()
+
+    def let_go(self) -> None:
+        """Free what the attempt that was cut short has left in memory; nothing can touch it any more."""
+        if self._cut_short_by is not None:
+            count = leftovers.release(self._cut_short_by, self._graphs_since)
+            self._cut_short_by = None
+            log.debug("%d saved tensors of step %d let go", count, self._gate.version)
 
     @property
     def touched(self) -> bool:

@@ -44,6 +44,9 @@ class Restorable(Protocol):
     def can_go_back_anywhere(self) -> bool:
         """Whether also to a version at which this process has never been."""
 
+    def let_go(self) -> None:
+        """Free what a step that was cut short has left in memory."""
+
     def seal_start(self) -> None:
         """Version 0 is what the script has set up."""
 
@@ -181,9 +184,11 @@ class Recoverer:
         self._told = (command.generation, needs)
 
     def _reset(self) -> None:
-        """After the report, while the controller waits for others: drop what is half-finished."""
+        """After the report, while the controller waits for others: drop what is half-finished, and what it takes up."""
+        self._loop.let_go()
         for adapter in self._worker.registry.adapters:
             adapter.reset()
+        self._worker.device.make_room()
 
     def _regroup(self, command: pb.Command) -> None:
         worker = self._worker

@@ -50,6 +50,12 @@ class FakeDevice:
         """All streams."""
         self._module.synchronize()
 
+    def free_bytes(self) -> int:
+        return 0
+
+    def empty_cache(self) -> None:
+        """There is none."""
+
 
 def _catch_up_after(name: str, module: Any) -> None:
     """torch's Python functions call ``ProcessGroup.<name>``, and do not wait where it returns no Work."""

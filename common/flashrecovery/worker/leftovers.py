@@ -1,0 +1,124 @@
+"""The memory of a step that was cut short: its activations must not be there twice when the step is done again.
+
+A step that goes through frees its activations in the backward pass. One that is stopped before leaves them to whoever
+holds the graph: the frames of the traceback, and the script's own variables (``loss``, ``logits``), which are not
+overwritten before the next forward pass is over. On a GPU that is nearly full, doing the step again would then end with
+an error for want of memory, on every survivor.
+
+So the frames are cleared, and what the nodes of the attempt's graphs have saved is taken from them. Nodes that are
+older stay as they are: a graph that a script has built before its loop serves it in every step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+
+from flashrecovery.errors import UnsupportedError
+
+_DEPTH = 3
+"""Results of a model are tensors, or tensors in a dictionary of lists: deeper ones are not looked for."""
+
+_saved_names: dict[type, tuple[str, ...]] = {}
+"""The attributes of each kind of node that hold saved tensors; to list them takes longer than all the rest."""
+
+
+def sequence_number() -> int:
+    """The number of the next node that this thread adds to a graph; it only grows."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def release(error: BaseException, since: int) -> int:
+    """Let go of what the attempt that ended with ``error`` has left.
+
+    To be called when nothing on the device or the network can touch it any more. Returns how many saved tensors were
+    let go.
+
+    Args:
+        since: :func:`sequence_number` when the attempt began.
+    """
+    roots: list[Any] = []
+    for frame in _frames(error):
+        try:
+            frame.clear()
+        except RuntimeError:  # it still runs: that of the `with step:`, and of what the script has put around it
+            roots += [t.grad_fn for t in _tensors_of(frame) if t.grad_fn is not None]
+    return sum(_empty(node) for node in _nodes(roots, since))
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    """Those that ``error``, and all that led to it, has passed through."""
+    todo, seen = [error], set[int]()
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield from (frame for frame, _line in traceback.walk_tb(one.__traceback__))
+        todo += [e for e in (one.__cause__, one.__context__) if e is not None]
+
+
+def _tensors_of(frame: FrameType) -> list[torch.Tensor]:
+    """In the variables of a frame that still runs."""
+    variables = frame.f_locals
+    found = list(_tensors(list(variables.values()), _DEPTH))
+    if isinstance(variables, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        variables.clear()  # before Python 3.13 a copy that the frame keeps, and with it all that is in there
+    return found
+
+
+def _tensors(values: Iterable[Any], depth: int) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif depth and isinstance(value, Mapping):
+            yield from _tensors(list(value.values()), depth - 1)
+        elif depth and isinstance(value, (list, tuple)):
+            yield from _tensors(value, depth - 1)
+
+
+def _nodes(roots: Iterable[Any], since: int) -> Iterator[Any]:
+    """The nodes of the graphs that end in ``roots``, as far as they are not older than ``since``."""
+    todo, seen = list(roots), set[Any]()
+    while todo:
+        node = todo.pop()
+        if node in seen or node._sequence_nr() < since:
+            continue
+        seen.add(node)
+        yield node
+        todo += [before for before, _ in node.next_functions if before is not None]
+
+
+def _empty(node: Any) -> int:
+    kind = type(node)
+    if kind not in _saved_names:
+        _saved_names[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved"))
+    count = 0
+    for name in _saved_names[kind]:
+        try:
+            saved = getattr(node, name)
+        except RuntimeError:
+            continue  # the backward pass has come this far, and has freed it
+        for one in saved if isinstance(saved, (list, tuple)) else (saved,):
+            try:
+                one.register_hooks(_nothing, _used_again)
+            except RuntimeError:
+                continue  # it holds no tensor, or one that somebody else's hooks have put elsewhere
+            count += 1
+    return count
+
+
+def _nothing(_tensor: torch.Tensor) -> None:
+    return None
+
+
+def _used_again(_nothing: None) -> NoReturn:
+    raise UnsupportedError(
+        "a backward pass goes through a graph that was built in an attempt of a step that was given up; build it "
+        "in the step that uses it (docs/limits.md)"
+    )

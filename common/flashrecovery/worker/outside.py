@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -17,7 +18,13 @@ ADVICE = (
     "into the block, before optimizer.step()"
 )
 
-_LIBRARIES = tuple(str(Path(p).resolve().parent) for p in (torch.__file__, str(Path(__file__).parent)))
+
+def _folder(file: str | Path) -> tuple[str, ...]:
+    """The folder of ``file`` as the interpreter writes it in frames, and without symbolic links."""
+    return tuple(f"{p.parent}{os.sep}" for p in (Path(file), Path(file).resolve()))
+
+
+_LIBRARIES = _folder(torch.__file__) + _folder(Path(__file__).parent)
 
 
 class OutsideWatch:

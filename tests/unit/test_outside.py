@@ -1,0 +1,40 @@
+"""Who has made a collective outside of a step: the innermost frame that is neither torch's nor ours."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import sys
+import torch
+import torchlike
+from flashrecovery.worker import outside
+def collective():
+    return outside._caller(sys._getframe(1))
+print(torch.compiler.disable(collective)())
+print(torchlike.call(torch.compiler.disable(collective)))
+"""
+
+
+def test_the_innermost_line_that_is_not_torchs_also_where_torch_is_reached_by_a_link(tmp_path: Path) -> None:
+    """A library whose name begins like torch's is no part of torch."""
+    links, script = tmp_path / "links", tmp_path / "script.py"
+    links.mkdir()
+    (links / "torch").symlink_to(Path(torch.__file__).parent)
+    (links / "torchlike.py").write_text("def call(f):\n    return f()\n")
+    script.write_text(SCRIPT)
+    found = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(links), str(ROOT / "common")])},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert found.stdout.split() == [f"{script}:8", f"{links / 'torchlike.py'}:2"], found.stderr[-3000:]

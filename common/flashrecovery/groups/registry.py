@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 import xxhash
 
-from flashrecovery.groups import native_build, torch_private
+from flashrecovery.groups import native_build, refusals, torch_private
 from flashrecovery.groups.builder import Builder, Part
 from flashrecovery.groups.inner import Inners
 from flashrecovery.groups.peer_names import stop_asking
@@ -157,11 +157,13 @@ def install(control_group: bool = True) -> None:
     With ``control_group`` a group over all ranks is made together with the default group, for the recovery's own
     transfers and barriers (see :func:`control_group`); its ranks are connected when they first need each other. The
     compiled backend is loaded when the first group is made.
-    Groups that torch cannot make recoverable are refused with :class:`~flashrecovery.errors.UnsupportedError`.
+    Groups that torch cannot make recoverable are refused with :class:`~flashrecovery.errors.UnsupportedError`, and so
+    is what communicates past groups (:mod:`.refusals`).
     """
     STATE.control_wanted = control_group
     if not torch_private.installed():
         stop_asking()
+        refusals.refuse()
     torch_private.wrap_group_creation(_create, _created, _wrap_store)
 
 

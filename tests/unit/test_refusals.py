@@ -1,0 +1,129 @@
+"""What communicates past the process groups is refused when it is first used, in any script. Stand-ins have the names
+that DeepEP and Transformer Engine have; symmetric memory is torch's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashrecovery import groups
+from flashrecovery.errors import UnsupportedError
+from flashrecovery.groups import refusals
+
+SETUP = """
+import torch
+import torch.distributed as dist
+from flashrecovery import groups
+from flashrecovery.errors import UnsupportedError
+groups.install(control_group=False)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+"""
+MODULES = {
+    "deep_ep/__init__.py": "from .buffer import Buffer\nfrom .hybrid_ep_buffer import HybridEPBuffer\n",
+    "deep_ep/buffer.py": "class Buffer:\n    def __init__(self, group): pass\n",
+    "deep_ep/hybrid_ep_buffer.py": "class HybridEPBuffer:\n    def __init__(self, group): pass\n",
+    "transformer_engine/__init__.py": "",
+    "transformer_engine/pytorch/__init__.py": "from .module.base import initialize_ub\nfrom .fp8 import *\n",
+    "transformer_engine/pytorch/module/__init__.py": "",
+    "transformer_engine/pytorch/module/base.py": "def initialize_ub(shape, tp_size): pass\n",
+    "transformer_engine/pytorch/quantization.py": """
+class Recipe:
+    def __init__(self, delayed): self.is_delayed = delayed
+    def delayed(self): return self.is_delayed
+class FP8GlobalStateManager:
+    seen = []
+    @classmethod
+    def add_fp8_tensors_to_global_buffer(cls, fp8_meta):
+        cls.seen.append(fp8_meta)
+        return "added"
+""",
+    "transformer_engine/pytorch/fp8.py": "from .quantization import *\n",
+}
+
+
+def run(tmp_path: Path, body: str) -> str:
+    """The last line of what ``body`` says."""
+    for name, text in MODULES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "script.py").write_text(SETUP + body)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, timeout=120, check=False
+    )
+    return (done.stdout + done.stderr).strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (
+            "import torch.distributed._symmetric_memory as symmetric\n"
+            "symmetric.rendezvous(torch.ones(4), dist.group.WORLD)",
+            "symmetric memory",
+        ),
+        ("import deep_ep\ndeep_ep.Buffer(dist.group.WORLD)", "DeepEP (deep_ep.buffer.Buffer)"),
+        (
+            "import deep_ep\ndeep_ep.HybridEPBuffer(dist.group.WORLD)",
+            "HybridEP (deep_ep.hybrid_ep_buffer.HybridEPBuffer)",
+        ),
+        ("import transformer_engine.pytorch as te\nte.initialize_ub([1, 2], 2)", "userbuffers (initialize_ub)"),
+        (
+            "import transformer_engine.pytorch as te\nfrom transformer_engine.pytorch.quantization import Recipe\n"
+            "te.FP8GlobalStateManager.add_fp8_tensors_to_global_buffer({'recipe': Recipe(True)})",
+            "delayed scaling (fp8 with the recipe DelayedScaling)",
+        ),
+        (
+            "import transformer_engine.pytorch as te\n"
+            "te.FP8GlobalStateManager.add_fp8_tensors_to_global_buffer({'recipe': object()})",
+            "delayed scaling (fp8 with the recipe DelayedScaling)",
+        ),
+    ],
+)
+def test_it_is_refused_by_name(body: str, words: str, tmp_path: Path) -> None:
+    said = run(tmp_path, body)
+    assert "flashrecovery.errors.UnsupportedError: " in said and words in said, said
+
+
+def test_other_recipes_of_fp8_and_what_is_only_imported_go_on(tmp_path: Path) -> None:
+    body = (
+        "import deep_ep, transformer_engine.pytorch as te\nfrom transformer_engine.pytorch.quantization import Recipe\n"
+        "manager = te.FP8GlobalStateManager\n"
+        "print(manager.add_fp8_tensors_to_global_buffer({'recipe': Recipe(False)}), len(manager.seen))\n"
+    )
+    assert run(tmp_path, body) == "added 1"
+
+
+class Graph:
+    """In place of torch's CUDAGraph, which a CPU cannot make."""
+
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+        self.mode = capture_error_mode
+
+    def capture_end(self) -> str:
+        return "captured"
+
+
+def test_a_graph_with_a_collective_in_it_is_refused_and_one_without_is_not() -> None:
+    kind: Any = type("Graph", (Graph,), {})
+    refusals._graphs(kind)
+    groups.install(control_group=False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dist.all_reduce(torch.ones(1))
+        graph = kind()
+        graph.capture_begin(capture_error_mode="relaxed")
+        assert (graph.mode, graph.capture_end()) == ("relaxed", "captured")
+        graph = kind()
+        graph.capture_begin()
+        dist.all_reduce(torch.ones(1))
+        dist.barrier()
+        with pytest.raises(UnsupportedError, match="a CUDA graph with 2 collectives in it"):
+            graph.capture_end()
+    finally:
+        dist.destroy_process_group()

@@ -97,13 +97,13 @@ grid-megatron: setup $(BIN)/.frameworks-done  ## the whole conformance grid with
 	@if [ -n "$$MEGATRON_LM" ]; then $(PIP) -c constraints.txt --editable '.[test,megatron-lm]'; fi
 	$(BIN)/python -m pytest -m "megatron and not soak" --durations=15 $(PYTEST_ARGS)
 
-soak: setup  ## 200 and twice 60 kills at random phases and ranks: no hang, no leak, the same bits
+soak: setup  ## kills at random phases and ranks, 200 and twice 60, and 350 at random moments under the fake of NCCL: the same bits
 	$(BIN)/python -m pytest -m "soak and not deepspeed and not megatron" -s $(PYTEST_ARGS)
 
-soak-deepspeed: setup $(BIN)/.frameworks-done  ## 60 kills of each ZeRO stage
+soak-deepspeed: setup $(BIN)/.frameworks-done  ## 60 kills of each ZeRO stage, 75 under the fake of NCCL
 	$(BIN)/python -m pytest -m "soak and deepspeed" -s $(PYTEST_ARGS)
 
-soak-megatron: setup $(BIN)/.frameworks-done  ## 200 kills of TP2 x DP2, 60 with overlaps
+soak-megatron: setup $(BIN)/.frameworks-done  ## 200 kills of TP2 x DP2, 60 with overlaps, 75 under the fake of NCCL
 	$(BIN)/python -m pytest -m "soak and megatron" -s $(PYTEST_ARGS)
 
 simulate: $(BIN)/.setup-done  ## SEEDS=100000 histories of the real controller and agents on a virtual clock: none breaks a law

@@ -5,8 +5,15 @@ A rank is killed in every phase of a step, and the end is that of the same launc
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +21,9 @@ from tests import gpu_check
 from tests.support import fake_nccl
 from tests.support import megatron as mg
 from tests.support.faults import in_every_phase
-from tests.support.jobs import DDP, GPT, ROOT, SMALL, Job, Layout, References, check_same, run_job
+from tests.support.jobs import DDP, FSDP, GPT, ROOT, SMALL, Job, Layout, References, RunningJob, check_same, run_job
+from tests.support.soak import SEED
+from tests.support.soak import kills as scaled
 
 WRAPPER = ROOT / "tests" / "scripts" / "fake_nccl.py"
 NEEDS = {"train_deepspeed.py": pytest.mark.deepspeed, "pretrain_gpt.py": pytest.mark.megatron}
@@ -22,11 +31,21 @@ NEEDS = {"train_deepspeed.py": pytest.mark.deepspeed, "pretrain_gpt.py": pytest.
 pytestmark = pytest.mark.timeout(500)  # some ten cold starts of a process on two cores
 
 
-def _run(directory: Path, layout: Layout, steps: int = gpu_check.STEPS, **more: object) -> Job:
+def _options(layout: Layout, steps: int, env: dict[str, str]) -> dict[str, Any]:
     flags = [str(GPT / layout.script), *SMALL, "--steps", str(steps), *layout.flags]
     megatron = mg.ENVIRONMENT if layout.script == "pretrain_gpt.py" else {}  # the others need not have it
-    env = {**megatron, **more.pop("env", {})}  # type: ignore[dict-item]
-    return run_job(directory, layout, timeout_s=400, script=WRAPPER, flags=flags, env=env, **more)
+    return {"script": WRAPPER, "flags": flags, "env": {**megatron, **env}}
+
+
+def _run(
+    directory: Path,
+    layout: Layout,
+    steps: int = gpu_check.STEPS,
+    env: dict[str, str] | None = None,
+    limit_s: float = 400,
+    **more: Any,
+) -> Job:
+    return run_job(directory, layout, timeout_s=limit_s, **_options(layout, steps, env or {}), **more)
 
 
 @pytest.fixture(scope="session")
@@ -62,3 +81,60 @@ def test_connections_break_and_nobody_has_died(tmp_path: Path, reference: Callab
     check_same(job, reference(DDP))
     failures = [event for event in job.of("failure_detected") if "NCCL reports an error" in event["evidence"]]
     assert failures, job.explain()
+
+
+def _kill_at_random_moments(job: RunningJob, kills: int, at_once: int) -> None:
+    """``at_once``: so many before a recovery is over; with more than one, they also strike in recoveries."""
+    chance = random.Random(SEED)
+    killed: set[int] = set()
+    while len(killed) < kills:
+        for _ in range(min(at_once, kills - len(killed))):
+            time.sleep(chance.uniform(0.1, 1.5))
+            living = {rank: pid for rank, pid in job.ranks().items() if pid and pid not in killed}
+            rank = chance.choice(sorted(living))
+            with suppress(ProcessLookupError):  # it has just been replaced
+                os.kill(living[rank], signal.SIGKILL)
+                killed.add(living[rank])
+        seconds = _wait_until_recovered(job, len(killed))
+        print(f"{len(killed)} of {kills}, the last in {seconds:.2f} s, step {job.newest_step()}", flush=True)
+
+
+def _wait_until_recovered(job: RunningJob, failures: int) -> float:
+    """So many failures are known, and all recoveries are over. Returns what the last one took, in seconds."""
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline and job.popen.poll() is None:
+        events = [e for e in job.events() if e["event"] in ("failure_detected", "recovery_finished")]
+        detected = sum(e["event"] == "failure_detected" for e in events)
+        if detected >= failures and events[-1]["event"] == "recovery_finished":
+            return float(events[-1]["total_s"])
+        time.sleep(0.05)
+    raise AssertionError(f"{failures} kills have not all been recovered from\n{job.wait(1).explain()}")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(
+    ("layout", "kills", "at_once"),
+    [
+        pytest.param(DDP, 250, 2, id="ddp"),
+        pytest.param(FSDP, 100, 1, id="fsdp"),
+        pytest.param(gpu_check.ZERO2, 75, 1, id="zero2", marks=pytest.mark.deepspeed),
+        pytest.param(mg.PP2_DP2, 75, 1, id="pp2-dp2", marks=pytest.mark.megatron),
+    ],
+)
+def test_kills_at_random_moments(layout: Layout, kills: int, at_once: int, tmp_path: Path) -> None:
+    """Of the clock, not of the step: also while communicators are made, in a section, and, with several at once, in
+    the middle of a recovery."""
+    fake_nccl.build()
+    kills = scaled(kills)
+    slow = replace(layout, flags=(*layout.flags, "--step-time", "100"))
+    steps = kills * 15 + 400  # of which many go by until all standbys are there
+    reference = _run(tmp_path / "reference", slow, steps, limit_s=300 + steps)
+    config = {"max_failures_per_step": 1000}
+    job = RunningJob(tmp_path / "run", layout, standby=2, config=config, **_options(slow, steps, {}))
+    job.wait_for("standby_ready", 300, 2)
+    _kill_at_random_moments(job, kills, at_once)
+    assert job.newest_step() < steps, "the job was over before the last kill"
+    ended = job.wait(300 + steps)
+    assert len(ended.of("failure_detected")) >= kills, "every kill was noticed"
+    check_same(ended, reference)

@@ -179,6 +179,39 @@ def test_nothing_is_kept_by_looking() -> None:
     assert logits.alive == 0 and out.sum() == 0
 
 
+def test_what_a_script_has_got_from_locals_stays() -> None:
+    net, rate = Net(), 0.5
+    settings = locals()
+    with cut_short(lambda: KEPT.alive):
+        loss = net(torch.randn(2, 8)).sum() * rate
+        raise Stop
+    assert settings["rate"] == 0.5 and settings["net"] is net and loss.requires_grad
+
+
+def test_a_generator_goes_on_that_an_error_has_passed_through() -> None:
+    """It has caught the error, which somebody has kept and raises the stop from."""
+    errors: list[BaseException] = []
+
+    def samples() -> Iterator[int]:
+        for i in range(3):
+            try:
+                _fails()
+            except ValueError as error:
+                errors.append(error)
+            yield i
+
+    source, net = samples(), Net()
+    assert next(source) == 0
+    with cut_short(lambda: KEPT.alive):
+        loss = net(torch.randn(2, 8)).sum()
+        raise Stop from errors[0]
+    assert list(source) == [1, 2] and loss.requires_grad
+
+
+def _fails() -> None:
+    raise ValueError
+
+
 def test_the_variables_of_a_module_are_not_touched() -> None:
     source = "with cut_short(left):\n    loss = net(torch.randn(2, 8)).sum()\n    raise Stop\nafter = loss.item()\n"
     names = {"cut_short": cut_short, "left": lambda: KEPT.alive, "net": Net(), "torch": torch, "Stop": Stop}

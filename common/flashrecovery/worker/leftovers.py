@@ -12,6 +12,7 @@ older stay as they are: a graph that a script has built before its loop serves i
 from __future__ import annotations
 
 import inspect
+import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
@@ -23,6 +24,10 @@ from flashrecovery.errors import UnsupportedError
 
 _DEPTH = 3
 """Results of a model are tensors, or tensors in a dictionary of lists: deeper ones are not looked for."""
+
+_MAY_GO_ON = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_OWN_REFERENCES = 3
+"""To the copy of a frame's variables: the frame's, ours, and that of who counts them."""
 
 _saved_names: dict[type, tuple[str, ...]] = {}
 """The attributes of each kind of node that hold saved tensors; to list them takes longer than all the rest."""
@@ -44,9 +49,7 @@ def release(error: BaseException, since: int) -> int:
     """
     roots: list[Any] = []
     for frame in _frames(error):
-        try:
-            frame.clear()
-        except RuntimeError:  # it still runs: that of the `with step:`, and of what the script has put around it
+        if not _cleared(frame):
             roots += [t.grad_fn for t in _tensors_of(frame) if t.grad_fn is not None]
     return sum(_empty(node) for node in _nodes(roots, since))
 
@@ -63,12 +66,30 @@ def _frames(error: BaseException) -> Iterator[FrameType]:
         todo += [e for e in (one.__cause__, one.__context__) if e is not None]
 
 
+def _cleared(frame: FrameType) -> bool:
+    """False if it is still needed: by a function that runs (that of the ``with step:``, and what the script has put
+    around it), or perhaps by a generator, which clearing would end."""
+    if frame.f_code.co_flags & _MAY_GO_ON:
+        return False
+    try:
+        frame.clear()
+    except RuntimeError:
+        return False
+    return True
+
+
 def _tensors_of(frame: FrameType) -> list[torch.Tensor]:
-    """In the variables of a frame that still runs."""
+    """In the variables of a frame that is still needed."""
     variables = frame.f_locals
     found = list(_tensors(list(variables.values()), _DEPTH))
-    if isinstance(variables, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        variables.clear()  # before Python 3.13 a copy that the frame keeps, and with it all that is in there
+    if (
+        isinstance(variables, dict)
+        and frame.f_code.co_flags & inspect.CO_OPTIMIZED
+        and sys.getrefcount(variables) <= _OWN_REFERENCES
+    ):
+        # Before Python 3.13 this is a copy that the frame keeps, and with it all that is in there. If somebody else has
+        # it, it is what the script has got from locals().
+        variables.clear()
     return found
 
 

@@ -79,10 +79,10 @@ def _arrived(self: ElectorSet, node: str, sent_at: float) -> None:
 def _believes(judge: Callable[..., Any]) -> Callable[..., Any]:
     """A broken connection, and a refusal, is proof."""
 
-    def judged(self: Liveness, name: str, pulse: Any, now: float) -> Any:
-        if not pulse.connected:
-            pulse.heard_at = min(pulse.heard_at, now - self._limits.node_silence_s)
-        return judge(self, name, pulse, now)
+    def judged(self: Liveness, name: str, last: Any, now: float) -> Any:
+        if not last.connected:
+            last.heard_at = min(last.heard_at, now - self._limits.node_silence_s)
+        return judge(self, name, last, now)
 
     return judged
 

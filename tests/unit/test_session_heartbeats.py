@@ -288,10 +288,10 @@ def test_an_answer_that_was_long_on_its_way_restores_nothing(tmp_path: Path) -> 
 def test_what_a_node_passes_on_for_another_one_is_answered_by_the_controller(tmp_path: Path) -> None:
     async def act(scene: Scene) -> None:
         await scene.until(scene.by_datagram)
-        session, pulse = scene.session, scene.service._liveness._pulses["a"]
-        assert await session._vouch(Asking("a", "first"), 5.0) and pulse.voucher == "a"
-        pulse.voucher = ""
-        assert not await session._vouch(Asking("a", "another life"), 5.0) and not pulse.voucher
+        session, last = scene.session, scene.service._liveness._last_heard["a"]
+        assert await session._vouch(Asking("a", "first"), 5.0) and last.voucher == "a"
+        last.voucher = ""
+        assert not await session._vouch(Asking("a", "another life"), 5.0) and not last.voucher
         assert not await session._vouch(Asking("stranger", "first"), 5.0)
         session._heard_at -= session._limits.lease_s
         assert not await session._vouch(Asking("a", "first"), 5.0), "it may be cut off itself"

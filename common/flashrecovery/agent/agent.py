@@ -1,8 +1,8 @@
 """The agent: carries out the controller's commands on one node and reports what happens there.
 
-It has ranks filled (:mod:`.crew`), relays commands and replies between controller and workers, and sends heartbeats
-(:mod:`.pulse`). It takes no decision about the job; the only judgement made here is whether a local process is alive
-(:mod:`.watch`) and not stopped (:mod:`.hang`).
+It has ranks filled (:mod:`.process_manager`), relays commands and replies between controller and workers, and sends
+heartbeats (:mod:`.heartbeat`). It takes no decision about the job; the only judgement made here is whether a local
+process is alive (:mod:`.watch`) and not stopped (:mod:`.hang`).
 """
 
 from __future__ import annotations
@@ -68,9 +68,11 @@ class Agent:
         network_env = identity.network_env if peers is not None else dict
         gpus = GpuFence.of_this_node(os.environ, config.nproc_per_node)
         self._tasks.start(gpus.prepare())
-        self._crew = ProcessManager(self, config, command, run_dir, network_env, self._setup_logs, self._tasks, gpus)
-        self._ranks = self._crew.ranks
-        self._pool = self._crew.pool
+        self._processes = ProcessManager(
+            self, config, command, run_dir, network_env, self._setup_logs, self._tasks, gpus
+        )
+        self._ranks = self._processes.ranks
+        self._pool = self._processes.pool
         self._faults = Faults(self.notice)
         self._health = NodeHealth(config, run_dir.path, self._ranks.values, self._report_failure, self.notice)
         self._stopped = StopMonitor(config.timeouts)
@@ -108,8 +110,8 @@ class Agent:
     def connect(self, send: Send, send_heartbeat: Send) -> None:
         """``send`` takes a message for the controller and does not lose it; a heartbeat may be lost."""
         self._gather = Gather(send)
-        self._pulse = HeartbeatLoop(self, self._ranks, send_heartbeat, self._config.timeouts.heartbeat_s)
-        self._tasks.start(self._pulse.run())
+        self._heartbeats = HeartbeatLoop(self, self._ranks, send_heartbeat, self._config.timeouts.heartbeat_s)
+        self._tasks.start(self._heartbeats.run())
         self._health.start()
 
     @property
@@ -129,7 +131,7 @@ class Agent:
 
     def workers(self) -> list[WorkerProcess]:
         """The living processes that fill ranks; none once the end has begun, for then their pages are given back."""
-        return self._crew.living()
+        return self._processes.living()
 
     def standbys(self) -> tuple[int, int]:
         """(ready, starting)"""
@@ -143,7 +145,7 @@ class Agent:
         message.settings.update(self._config.shared())
         known = [p for p in self._ranks.values() if p.exited or not (p.dead or p.failed or p.returncode == 0)]
         message.workers.extend(self._state_of(p) for p in known)
-        if not self._crew.ending:
+        if not self._processes.ending:
             message.pages.extend(self._page_of(p) for p in self._ranks.values() if p not in known)
         if self._health.suspect is not None:
             message.suspect = str(self._health.suspect)
@@ -191,15 +193,15 @@ class Agent:
 
     def halt(self) -> None:
         """This node is cut off: no process of it may take a step until :meth:`go_on`."""
-        self._crew.halt()
+        self._processes.halt()
 
     def go_on(self) -> None:
         """It belongs to the job after all."""
-        self._crew.go_on()
+        self._processes.go_on()
 
     def lend(self, until: float) -> None:
         """The workers may begin to change their state until then (:func:`.lease_clock`; 0.0: whenever)."""
-        self._crew.lend(until)
+        self._processes.lend(until)
 
     def controller_heard(self, heard: bool) -> None:
         """Whether a controller is there; the workers are told of every change."""
@@ -210,8 +212,8 @@ class Agent:
 
     def fence(self) -> None:
         """The ranks of this node have been given away: end its processes, and be a spare node from now on."""
-        self._crew.dismiss()
-        self._pulse.resumed(None)
+        self._processes.dismiss()
+        self._heartbeats.resumed(None)
         self._identity = self._identity.anew()
 
     def handle(self, command: pb.Command) -> None:
@@ -248,7 +250,7 @@ class Agent:
     async def _replace(self, command: pb.Command) -> None:
         """Fill a rank with a new process."""
         self._attempt = command.replace.attempt
-        filled = await self._crew.fill(command, hear_out=self._faults.armed(command.rank))
+        filled = await self._processes.fill(command, hear_out=self._faults.armed(command.rank))
         if filled is not None:
             process, started = filled
             self._send(pb.AgentMessage(started=started))
@@ -262,7 +264,7 @@ class Agent:
 
     async def _look(self, message: pb.Look) -> None:
         """Where do the workers stand? A node that is cut off has no say."""
-        if not self._crew.halted:
+        if not self._processes.halted:
             self._send(pb.AgentMessage(hang_reports=await self._looks.look(message)))
 
     def _relay(self, command: pb.Command) -> None:
@@ -274,15 +276,15 @@ class Agent:
                 process.stepping, process.released = False, body == "release"
             elif body == "resume":
                 process.stepping = process.resumed = True
-                self._pulse.resumed(command.resume.version)
+                self._heartbeats.resumed(command.resume.version)
             process.send(pb.ToWorker(command=command))
 
     async def shutdown(self, reason: str | None) -> None:
         """End every process of this node: SIGTERM, a grace, SIGKILL. ``reason`` None: the job has finished."""
-        if self._crew.ending:
+        if self._processes.ending:
             return
         self._health.close()
-        await self._crew.end(self._config.timeouts.shutdown_grace_s)
+        await self._processes.end(self._config.timeouts.shutdown_grace_s)
         self._store.close()
         self._tasks.cancel()
         if not self.finished.done():  # by the failure that this is the end of
@@ -396,7 +398,7 @@ class Agent:
 
     async def look(self, alive: list[WorkerProcess], now: float) -> None:
         """With every heartbeat: who is stopped, is the store there, and are there standbys enough?"""
-        for process, evidence, late in self._stopped.check([] if self._crew.halted else alive, now):
+        for process, evidence, late in self._stopped.check([] if self._processes.halted else alive, now):
             self._report_failure(process, FailureKind.STOPPED, evidence, late)
         died = self._store.revive()
         if died:
@@ -405,7 +407,7 @@ class Agent:
                 NoticeKind.STORE_RESTARTED,
                 f"the TCPStore on node {self.node} has died ({died}) and was started anew",
             )
-        await self._crew.replenish()
+        await self._processes.replenish()
 
     def _report_standbys(self) -> None:
         ready, starting = self._pool.counts()

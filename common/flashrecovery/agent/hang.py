@@ -62,14 +62,14 @@ class Looks:
                 await asyncio.wait_for(self._answered.wait(), deadline - time.monotonic())
             except asyncio.TimeoutError:
                 break
-        return pb.HangReports(look=look.number, ranks=[self._whereabouts(p) for p in self._workers() if p in processes])
+        return pb.HangReports(look=look.number, ranks=[self._report_of(p) for p in self._workers() if p in processes])
 
     def answered(self, process: WorkerProcess, message: pb.HangReport) -> None:
         """A worker's answer."""
         self._answers[process.pid] = message
         self._answered.set()
 
-    def _whereabouts(self, process: WorkerProcess) -> pb.HangReport:
+    def _report_of(self, process: WorkerProcess) -> pb.HangReport:
         message = self._answers.get(process.pid, pb.HangReport())
         health = process.page.health()
         message.rank, message.pid = process.place, process.pid

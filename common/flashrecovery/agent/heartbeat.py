@@ -17,7 +17,7 @@ _CONFIRM_POLL_S = 0.002
 
 
 class Watched(Protocol):
-    """What the pulse looks at: the agent."""
+    """What the loop looks at: the agent."""
 
     @property
     def generation(self) -> int:

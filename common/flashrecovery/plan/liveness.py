@@ -53,7 +53,7 @@ class Unheard:
 
 
 @dataclass
-class _Pulse:
+class _LastHeard:
     heard_at: float
     connected: bool = True
     asked: dict[str, str | None] = field(default_factory=dict)
@@ -69,49 +69,49 @@ class Liveness:
     def __init__(self, limits: Limits, own: str = "") -> None:
         self._limits = limits
         self._own = own
-        self._pulses: dict[str, _Pulse] = {}
+        self._last_heard: dict[str, _LastHeard] = {}
         self._checked_at: float | None = None
 
     def heard(self, node: str, now: float) -> None:
         """Anything has arrived from ``node``."""
-        pulse = self._pulses.get(node)
-        if pulse is None:
-            self._pulses[node] = _Pulse(now)
+        last = self._last_heard.get(node)
+        if last is None:
+            self._last_heard[node] = _LastHeard(now)
             return
-        pulse.heard_at, pulse.connected = now, True
-        if pulse.asked_at is not None or pulse.vouched:
-            pulse.asked, pulse.asked_at, pulse.vouched = {}, None, False
+        last.heard_at, last.connected = now, True
+        if last.asked_at is not None or last.vouched:
+            last.asked, last.asked_at, last.vouched = {}, None, False
 
     def vouches(self, observer: str, node: str, now: float) -> None:
         """``node`` has asked ``observer`` to say that it lives, and will count the controller as heard."""
-        pulse = self._pulses.get(node)
-        if pulse is not None:
-            pulse.vouched_at, pulse.voucher = now, observer
+        last = self._last_heard.get(node)
+        if last is not None:
+            last.vouched_at, last.voucher = now, observer
 
     def disconnected(self, node: str) -> None:
         """Its connection has ended; it may come back with another one."""
-        if node in self._pulses:
-            self._pulses[node].connected = False
+        if node in self._last_heard:
+            self._last_heard[node].connected = False
 
     def forget(self, node: str) -> None:
-        self._pulses.pop(node, None)
+        self._last_heard.pop(node, None)
 
     def age(self, node: str, now: float) -> float:
         """Seconds since the last sign of life."""
-        pulse = self._pulses.get(node)
-        return now - pulse.heard_at if pulse is not None else 0.0
+        last = self._last_heard.get(node)
+        return now - last.heard_at if last is not None else 0.0
 
     def silent(self, node: str, now: float) -> bool:
-        pulse = self._pulses.get(node)
-        if pulse is None or node == self._own:
+        last = self._last_heard.get(node)
+        if last is None or node == self._own:
             return False
-        return not pulse.connected or now - pulse.heard_at >= self._limits.node_silence_s
+        return not last.connected or now - last.heard_at >= self._limits.node_silence_s
 
     def answered(self, observer: str, suspect: str, reachable: bool, evidence: str) -> None:
         """An observer's answer. Late ones count for nothing."""
-        pulse = self._pulses.get(suspect)
-        if pulse is not None and observer in pulse.asked:
-            pulse.asked[observer] = "" if reachable else evidence or "no answer"
+        last = self._last_heard.get(suspect)
+        if last is not None and observer in last.asked:
+            last.asked[observer] = "" if reachable else evidence or "no answer"
 
     def check(self, now: float) -> list[Ask | Lost | Unheard]:
         """What follows from the time that has passed; call it every few hundredths of a second."""
@@ -119,45 +119,45 @@ class Liveness:
         found: list[Ask | Lost | Unheard] = []
         heard: list[str] | None = None
         limit_s = self._limits.node_silence_s
-        others = ((n, p) for n, p in self._pulses.items() if n != self._own)
-        for name, pulse in [(n, p) for n, p in others if not p.connected or now - p.heard_at >= limit_s]:
-            if pulse.asked_at is None:
-                pulse.asked_at = now
+        others = ((n, p) for n, p in self._last_heard.items() if n != self._own)
+        for name, last in [(n, p) for n, p in others if not p.connected or now - p.heard_at >= limit_s]:
+            if last.asked_at is None:
+                last.asked_at = now
                 if heard is None:  # once for all that are suspected now
-                    heard = sorted(n for n in self._pulses if not self.silent(n, now))
-                pulse.asked = dict.fromkeys(itertools.islice(following(name, heard), OBSERVERS))
-                found += [Ask(observer, name) for observer in pulse.asked]
+                    heard = sorted(n for n in self._last_heard if not self.silent(n, now))
+                last.asked = dict.fromkeys(itertools.islice(following(name, heard), OBSERVERS))
+                found += [Ask(observer, name) for observer in last.asked]
             else:
-                found += self._judge(name, pulse, now)
+                found += self._judge(name, last, now)
         return found
 
-    def _judge(self, name: str, pulse: _Pulse, now: float) -> list[Ask | Lost | Unheard]:
-        assert pulse.asked_at is not None
-        late = now - pulse.asked_at >= self._limits.node_probe_s
-        witness = next((o for o, evidence in pulse.asked.items() if evidence == ""), None)
-        if witness is None and now - pulse.vouched_at < self._limits.node_silence_s:
-            witness = pulse.voucher
+    def _judge(self, name: str, last: _LastHeard, now: float) -> list[Ask | Lost | Unheard]:
+        assert last.asked_at is not None
+        late = now - last.asked_at >= self._limits.node_probe_s
+        witness = next((o for o, evidence in last.asked.items() if evidence == ""), None)
+        if witness is None and now - last.vouched_at < self._limits.node_silence_s:
+            witness = last.voucher
         if witness is not None:
             if not late:
                 return []
-            first, pulse.vouched = not pulse.vouched, True
-            pulse.asked, pulse.asked_at = {}, None  # and ask again
-            return [Unheard(name, witness, now - pulse.heard_at)] if first else []
-        if not late and any(evidence is None for evidence in pulse.asked.values()):
+            first, last.vouched = not last.vouched, True
+            last.asked, last.asked_at = {}, None  # and ask again
+            return [Unheard(name, witness, now - last.heard_at)] if first else []
+        if not late and any(evidence is None for evidence in last.asked.values()):
             return []
-        silent_s = now - pulse.heard_at
+        silent_s = now - last.heard_at
         if silent_s < self._limits.node_silence_s:
-            if now - pulse.asked_at >= self._limits.node_probe_s:
-                pulse.asked, pulse.asked_at = {}, None  # what they have said is old by then: ask again
+            if now - last.asked_at >= self._limits.node_probe_s:
+                last.asked, last.asked_at = {}, None  # what they have said is old by then: ask again
             return []
-        if not pulse.asked and silent_s < self._limits.node_wait_s:
+        if not last.asked and silent_s < self._limits.node_wait_s:
             if not late:
                 return []
-            first, pulse.vouched, pulse.asked_at = not pulse.vouched, True, None
+            first, last.vouched, last.asked_at = not last.vouched, True, None
             return [Unheard(name, "", silent_s)] if first else []
-        del self._pulses[name]
-        how = "its agent's connection has broken" if not pulse.connected else "its agent is silent"
-        said = [f"{o} ({evidence or 'no answer'})" for o, evidence in pulse.asked.items()]
+        del self._last_heard[name]
+        how = "its agent's connection has broken" if not last.connected else "its agent is silent"
+        said = [f"{o} ({evidence or 'no answer'})" for o, evidence in last.asked.items()]
         seen = f"; not reached by {', '.join(said)}" if said else "; there is no other node to ask"
         return [Lost(name, f"{how} for {silent_s:.2f} s{seen}", silent_s)]
 
@@ -165,7 +165,7 @@ class Liveness:
         """While this process did not run, it heard nobody."""
         paused = now - self._checked_at if self._checked_at is not None else 0.0
         if paused > self._limits.node_silence_s / 2:
-            for pulse in self._pulses.values():
-                pulse.heard_at = max(pulse.heard_at, now - self._limits.node_silence_s / 2)
-                pulse.asked, pulse.asked_at = {}, None
+            for last in self._last_heard.values():
+                last.heard_at = max(last.heard_at, now - self._limits.node_silence_s / 2)
+                last.asked, last.asked_at = {}, None
         self._checked_at = now

@@ -279,6 +279,7 @@ MUTANTS = (
         "        if worker.gate.outdated(command.generation):\n            return False\n        body",
         "        body",
     ),
+    Mutant("nothing-let-go", LOOP, "count = leftovers.release(self._cut_short_by, self._graphs_since)", "count = 0"),
     Mutant("stays-detached", RECOVER, "        groups.set_detached(False)\n", ""),
 )
 

@@ -57,7 +57,6 @@ def _grid() -> list[object]:
         (DDP, "backward", "sigkill"),
         (DDP, "optimizer", "raise"),
         (DDP, "data", "sigstop"),
-        (FSDP, "optimizer", "sigkill"),
         (FSDP, "param-gather", "sigkill"),
     }
     cases = []
@@ -79,7 +78,7 @@ def test_fault_in_phase(layout: Layout, phase: str, fault: str, tmp_path: Path, 
 
 
 STATES = ("quiescing", "replacing", "regrouping", "restoring", "verifying")
-QUICK_STATES = {(DDP, "replacing"), (DDP, "restoring")}
+QUICK_STATES = {(DDP, "restoring")}
 
 
 @pytest.mark.parametrize(

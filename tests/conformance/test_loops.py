@@ -129,7 +129,8 @@ def test_a_plain_variable_that_decides_something(tmp_path: Path) -> None:
     assert "do not agree" in job.output and "rank 1" in job.output, job.explain()
 
 
-@pytest.mark.parametrize("loop", [pytest.param("plain-rate-below", marks=pytest.mark.grid), "plain-counter"])
+@pytest.mark.parametrize("loop", ["plain-rate-below", "plain-counter"])
+@pytest.mark.grid
 def test_a_plain_variable_that_decides_something_later(loop: str, tmp_path: Path) -> None:
     """The redone step is the right one, and the ranks part afterwards: they go on to compare, and so they find it."""
     job = run_loop(tmp_path / "run", _layout(loop, "ddp"), 14, [Kill(1, 4, "backward", 0)])
@@ -155,7 +156,8 @@ def test_an_object_that_begins_to_differ_is_each_ranks_own_in_the_step_in_which_
     check_loop(run_loop(tmp_path / "run", paused, 8, kills), reference, kills)
 
 
-@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.grid), 3])
+@pytest.mark.grid
+@pytest.mark.parametrize("step", [0, 3])
 def test_tensors_that_change_above_the_block_are_copied_before_that(
     step: int, tmp_path: Path, reference: Reference
 ) -> None:

@@ -59,11 +59,9 @@ CASES = (
     ("highest-rate", "megatron"),
     ("unhooked-evaluation", "overlaps"),
 )
-QUICK = (
-    ("expert-bias", "megatron", (Kill(2, 2, "optimizer", 0), Kill(0, 6, "end", 1))),
-    ("momentum-edited", "zero2", (Kill(1, 5, "backward", 0), Kill(2, 8, "optimizer", 1))),
-)
+QUICK = (("expert-bias", "megatron", (Kill(2, 2, "optimizer", 0), Kill(0, 6, "end", 1))),)
 MORE = (
+    ("momentum-edited", "zero2", (Kill(1, 5, "backward", 0), Kill(2, 8, "optimizer", 1))),
     ("expert-bias", "zero2", (Kill(2, 2, "optimizer", 0), Kill(0, 6, "end", 1))),
     ("decay-sometimes", "fp32", (Kill(1, 5, "backward", 0), Kill(2, 8, "optimizer", 1))),
 )

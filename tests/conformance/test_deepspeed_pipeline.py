@@ -99,11 +99,8 @@ def test_tied_weights(layout: Layout, tmp_path: Path, reference: Reference) -> N
 @pytest.mark.parametrize(
     ("layout", "inject"),
     [
-        pytest.param(
-            TRACKER,
-            faults((3, "forward", 3), (1, "backward", 5), (2, "param-gather", 6), (0, "commit", CALLS - 1)),
-            id="sigkill",
-        ),
+        pytest.param(TRACKER, faults((1, "backward", 5), (0, "commit", CALLS - 1)), id="sigkill"),
+        in_grid("sigkill-two-more-phases", TRACKER, faults((3, "forward", 3), (2, "param-gather", 6))),
         in_grid(
             "sigkill-other-phases",
             TRACKER,

@@ -41,8 +41,8 @@ SESSION, LOOP, STEP, SEALING, HABITS, TOUCHES, PROVING, COLLECTIVES, STOPS, STAR
 )
 KEPT = "    def committed(self) -> None:\n        pass"
 UNIT = (
+    "data_stream",  # before any that leaves gRPC's threads behind: it forks data loaders' workers
     "session_heartbeats",
-    "data_stream",
     "registered",
     "versions",
     "loop_checks",

@@ -41,7 +41,7 @@ class FP8GlobalStateManager:
 
 
 def run(tmp_path: Path, body: str) -> str:
-    """The last line of what ``body`` says."""
+    """What ``body`` prints, and what it raises."""
     for name, text in MODULES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -49,7 +49,8 @@ def run(tmp_path: Path, body: str) -> str:
     done = subprocess.run(
         [sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, timeout=120, check=False
     )
-    return (done.stdout + done.stderr).strip().splitlines()[-1]
+    raised = [line for line in done.stderr.splitlines() if "Error: " in line]
+    return "\n".join([*done.stdout.splitlines(), *raised])
 
 
 @pytest.mark.parametrize(

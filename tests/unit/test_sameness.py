@@ -191,6 +191,8 @@ def test_a_second_launch_is_allowed_where_it_is_said() -> None:
         (lambda r: r.digests.clear(), "0 digests and 30 losses were found"),
         (lambda r: r.logs.clear(), "3 digests and 0 losses were found"),
         (lambda r: r.logs.pop(), "ranks [2] have printed no loss"),
+        (lambda r: r.logs.append(ProcessLog(1, 0, ((3, "nan"),))), "the losses of steps [3] are no numbers"),
+        (lambda r: r.logs.append(ProcessLog(1, 0, ((4, "-inf"),))), "the losses of steps [4] are no numbers"),
         (lambda r: put(r, 1, *range(9)), "rank 1 lacks the losses of steps [9]"),
         (lambda r: put(r, 1, *range(1, STEPS)), "rank 1 lacks the losses of steps [0]"),
     ],

@@ -21,11 +21,34 @@ _EXTENSION = native_build.Extension(
 )
 _CONNECT = datetime.timedelta(minutes=5)  # a real ncclCommInitRank has no time-out that we could set
 
-_MAY_BE_SYNCHRONOUS = (
-    *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce", "allreduce_coalesced"),
-    *("_allgather_base", "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "reduce", "reduce_scatter"),
-    *("_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "scatter"),
+_NO_COLLECTIVES = frozenset(
+    {
+        *("BackendType", "CUSTOM", "GLOO", "MPI", "NCCL", "UCC", "UNDEFINED", "XCCL"),
+        *(
+            "abort",
+            "bound_device_id",
+            "boxed",
+            "get_group_store",
+            "group_desc",
+            "group_name",
+            "merge_remote_group",
+            "name",
+        ),
+        *(
+            "monitored_barrier",
+            "rank",
+            "recv",
+            "recv_anysource",
+            "send",
+            "set_timeout",
+            "shutdown",
+            "size",
+            "split_group",
+        ),
+        *("supports_coalescing", "unbox", "use_pg_for_symm_mem_rendezvous"),
+    }
 )
+"""What else a ProcessGroup has. Any other method may be a collective: each version of torch has new names for them."""
 
 BACKEND = "cpu:nccl"
 """The backend's name for ``init_process_group``: the host's tensors play the device's."""
@@ -55,6 +78,13 @@ class FakeDevice:
 
     def empty_cache(self) -> None:
         """There is none."""
+
+
+def _collectives() -> list[str]:
+    """The methods by which torch's Python functions make a collective, in this version of torch."""
+    kind = dist.ProcessGroup
+    public = {name for name in dir(kind) if not name.startswith("_") and callable(getattr(kind, name))}
+    return sorted((public - _NO_COLLECTIVES) | {"_allgather_base", "_reduce_scatter_base"})
 
 
 def _catch_up_after(name: str, module: Any) -> None:
@@ -123,7 +153,7 @@ def install() -> Any:
 
     torch_private.nccl_backend = nccl_backend
     _catch_up_while_recording(module)
-    for name in _MAY_BE_SYNCHRONOUS:
+    for name in _collectives():
         _catch_up_after(name, module)
     accelerator.use(FakeDevice(module))
     return module

@@ -109,14 +109,23 @@ class Control:
         self.inbox.put(command)
 
     def _let_finish(self, grace_s: float) -> None:
-        deadline = time.monotonic() + grace_s
+        """Wait until the training thread has finished its step, at most ``grace_s`` seconds, unless it waits for what
+        the dead rank will never send."""
+        began = moved = time.monotonic()
         blocked_s = self._limits.mutation_blocked_s
-        while self._gate.finishing and time.monotonic() < deadline:
+        at = -1
+        while self._gate.finishing and (now := time.monotonic()) < began + grace_s:
             waiting = groups.main_op()
-            if waiting is not None and time.monotonic() - waiting.since > blocked_s:
+            if waiting is not None and now - waiting.since > blocked_s:
                 return
-            if self._device.blocked_s > max(blocked_s, self._gate.step_s):
-                return  # NCCL's operations block the device, which has kernels of the step to run as well
+            if self._device.runs_behind:
+                # NCCL's operations block the device, which has kernels of the step to run as well, and the host waits
+                # for it anywhere (``loss.item()``). A step takes `step_s`, so this is longer than any part of one.
+                longest_s = max(blocked_s, self._gate.step_s)
+                if (operations := groups.operation_count()) != at:
+                    at, moved = operations, now
+                if self._device.blocked_s > longest_s or now - moved > longest_s:
+                    return
             time.sleep(0.001)
 
     def _interrupt_modules(self) -> None:

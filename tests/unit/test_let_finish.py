@@ -1,0 +1,73 @@
+"""A rank that may finish its step is waited for, but not where it waits for a dead one: on a GPU nobody can tell that
+from its operations, which count as done when they are launched."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flashrecovery import groups
+from flashrecovery.worker.control import Control
+
+GRACE_S, BLOCKED_S = 2.0, 0.1
+
+
+@pytest.fixture
+def operations(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """How many the training thread has made; ``waiting``: the one that it is in."""
+    made = SimpleNamespace(counts=itertools.repeat(7), waiting=None)
+    monkeypatch.setattr(groups, "operation_count", lambda: next(made.counts))
+    monkeypatch.setattr(groups, "main_op", lambda: made.waiting)
+    return made
+
+
+def waited_s(*, runs_behind: bool, step_s: float = 0.0, blocked_s: float = 0.0, finishes_s: float = 99.0) -> float:
+    """How long a rank is waited for that finishes after ``finishes_s``."""
+    began = time.monotonic()
+
+    class Gate:
+        step_s = 0.0
+
+        @property
+        def finishing(self) -> bool:
+            return time.monotonic() - began < finishes_s
+
+    gate: Any = Gate()
+    gate.step_s = step_s
+    device: Any = SimpleNamespace(runs_behind=runs_behind, blocked_s=blocked_s)
+    limits: Any = SimpleNamespace(mutation_blocked_s=BLOCKED_S)
+    nothing: Any = None
+    control = Control(nothing, gate, limits, device, nothing, nothing, nothing)
+    control._let_finish(GRACE_S)
+    return time.monotonic() - began
+
+
+def test_on_a_device_a_rank_that_begins_no_operation_is_waited_for_as_long_as_a_step_takes(
+    operations: SimpleNamespace,
+) -> None:
+    assert BLOCKED_S <= waited_s(runs_behind=True) < GRACE_S / 2
+    assert 0.5 <= waited_s(runs_behind=True, step_s=0.5) < GRACE_S / 2 + 0.5
+
+
+def test_one_that_goes_on_is_waited_for(operations: SimpleNamespace) -> None:
+    operations.counts = itertools.count()
+    assert waited_s(runs_behind=True) >= GRACE_S
+    assert 0.4 <= waited_s(runs_behind=True, finishes_s=0.4) < GRACE_S
+
+
+def test_one_that_waits_for_the_device_is_not(operations: SimpleNamespace) -> None:
+    operations.counts = itertools.count()
+    assert waited_s(runs_behind=True, blocked_s=0.2) < GRACE_S / 2
+
+
+def test_on_a_cpu_an_optimizer_that_makes_no_operation_is_waited_for(operations: SimpleNamespace) -> None:
+    assert waited_s(runs_behind=False) >= GRACE_S
+
+
+def test_on_a_cpu_one_that_is_in_an_operation_is_not(operations: SimpleNamespace) -> None:
+    operations.waiting = SimpleNamespace(since=time.monotonic())
+    assert BLOCKED_S <= waited_s(runs_behind=False) < GRACE_S / 2

@@ -4,9 +4,9 @@ where it must be.
 All of it is read from what the ranks have printed and from the event log. :func:`differences` demands
 
 * the same digest of each rank's state at the end;
-* of each step of each rank a loss, a number with the same bits as the reference's: *whenever* it was printed, so an
-  attempt that became void counts, too. One line may be missing: that of a victim whose peers completed the step after
-  its death, or of a survivor that was kept from completing it and was given their state;
+* of each step of each rank a loss, with the same bits as the reference's (of each step one is a number): *whenever* it
+  was printed, so an attempt that became void counts, too. One line may be missing: that of a victim whose peers
+  completed the step after its death, or of a survivor that was kept from completing it and was given their state;
 * that no process has left a step out or gone back further than one step, unless a checkpoint was gone back to;
 * that each recovery resumed at the step of its failure or the next one, its replacements with it;
 * that nothing was started from the beginning, but a job that had not ended its first step.
@@ -98,9 +98,10 @@ def _incomplete(reference: Run, printed: Printed) -> Iterator[str]:
     if not reference.digests or not losses:
         yield f"{len(reference.digests)} digests and {len(losses)} losses were found"
         return
-    no_numbers = sorted({step for (_, step), loss in losses.items() if loss.lstrip("-") in ("nan", "inf")})
-    if no_numbers:
-        yield f"the losses of steps {no_numbers[:5]} are no numbers, and so are whatever they are compared with"
+    # Of a pipeline only the last stage has a loss.
+    numbers = {step for (_, step), loss in losses.items() if loss.lstrip("-") not in ("nan", "inf")}
+    if none := sorted({step for _, step in losses} - numbers):
+        yield f"the losses of steps {none[:5]} are no numbers, and so are whatever they are compared with"
     steps: dict[int, set[int]] = {rank: set() for rank in reference.digests}
     for rank, step in losses:
         steps.setdefault(rank, set()).add(step)

@@ -184,6 +184,11 @@ def test_a_second_launch_is_allowed_where_it_is_said() -> None:
     assert any("step 0 after 5" in text for text in differences(run, undisturbed(), launches=2))
 
 
+def no_numbers(run: Run, *ranks: int) -> None:
+    """The losses of two steps on these ranks, as they were printed last."""
+    run.logs += [ProcessLog(rank, 0, ((3, "nan"), (4, "-inf"))) for rank in ranks]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -191,8 +196,7 @@ def test_a_second_launch_is_allowed_where_it_is_said() -> None:
         (lambda r: r.digests.clear(), "0 digests and 30 losses were found"),
         (lambda r: r.logs.clear(), "3 digests and 0 losses were found"),
         (lambda r: r.logs.pop(), "ranks [2] have printed no loss"),
-        (lambda r: r.logs.append(ProcessLog(1, 0, ((3, "nan"),))), "the losses of steps [3] are no numbers"),
-        (lambda r: r.logs.append(ProcessLog(1, 0, ((4, "-inf"),))), "the losses of steps [4] are no numbers"),
+        (lambda r: no_numbers(r, 0, 1, 2), "the losses of steps [3, 4] are no numbers"),
         (lambda r: put(r, 1, *range(9)), "rank 1 lacks the losses of steps [9]"),
         (lambda r: put(r, 1, *range(1, STEPS)), "rank 1 lacks the losses of steps [0]"),
     ],
@@ -202,6 +206,12 @@ def test_a_reference_that_proves_nothing_is_refused(change: Change, words: str) 
     change(reference)
     (found, *_) = differences(reference, reference)
     assert found.startswith("the reference proves nothing: ") and words in found
+
+
+def test_of_a_pipeline_only_the_last_stage_has_a_loss() -> None:
+    reference = undisturbed()
+    no_numbers(reference, 0, 1)
+    assert not any("no numbers" in text for text in differences(reference, reference))
 
 
 def logs_of_calls(run: Run) -> None:

@@ -252,16 +252,16 @@ def all_equal(pairs: Sequence[Pair | None]) -> list[bool]:
     makes a model of many small buffers slow.
     """
     equal = [False] * len(pairs)
-    on_devices: dict[torch.device, list[int]] = {}
+    on_devices: dict[torch.device, list[tuple[int, Pair]]] = {}
     for i, pair in enumerate(pairs):
         if pair is None:
             continue
         if pair[0].is_cpu:
             equal[i] = torch.equal(*pair)
         else:
-            on_devices.setdefault(pair[0].device, []).append(i)
-    for places in on_devices.values():
-        for i, same in zip(places, equal_on_device([p for i in places if (p := pairs[i])]), strict=True):
+            on_devices.setdefault(pair[0].device, []).append((i, pair))
+    for placed in on_devices.values():
+        for (i, _), same in zip(placed, equal_on_device([pair for _, pair in placed]), strict=True):
             equal[i] = same
     return equal
 

@@ -24,23 +24,17 @@ import torch.distributed as dist
 
 from flashrecovery import import_hooks
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.groups import native_build
 
 _SWITCH = "Switch it off, or recovery."
-_refusing = False
 
 
-def refuse() -> None:
-    """From now on, in this process. Idempotent."""
-    global _refusing
-    if _refusing:
-        return
-    _refusing = True
+def refuse(operations: Callable[[], int]) -> None:
+    """From now on, in this process; to be called once. ``operations``: how many the script has made so far."""
     if dist.is_available():
         _symmetric_memory(torch._C._distributed_c10d._SymmetricMemory)
     import_hooks.install(
         {
-            "torch.cuda.graphs": lambda module: _graphs(module.CUDAGraph),
+            "torch.cuda.graphs": lambda module: _graphs(module.CUDAGraph, operations),
             "deep_ep.buffer": lambda module: _own_communicators(module, "Buffer", "DeepEP"),
             "deep_ep.hybrid_ep_buffer": lambda module: _own_communicators(module, "HybridEPBuffer", "HybridEP"),
             "transformer_engine.pytorch.module.base": _userbuffers,
@@ -70,19 +64,19 @@ def _symmetric_memory(kind: Any) -> None:
         setattr(kind, name, staticmethod(refused))
 
 
-def _graphs(kind: Any) -> None:
+def _graphs(kind: Any, operations: Callable[[], int]) -> None:
     """Operations of the script between the beginning of a capture and its end are in the graph. ``kind``: CUDAGraph."""
     begin, end = kind.capture_begin, kind.capture_end
 
     @wraps(begin)
     def capture_begin(self: Any, *arguments: Any, **more: Any) -> Any:
-        self._flashrecovery_operations = _operations()
+        self._flashrecovery_operations = operations()
         return begin(self, *arguments, **more)
 
     @wraps(end)
     def capture_end(self: Any, *arguments: Any, **more: Any) -> Any:
         result = end(self, *arguments, **more)
-        captured = _operations() - self._flashrecovery_operations
+        captured = operations() - self._flashrecovery_operations
         if captured:
             raise UnsupportedError(
                 f"a CUDA graph with {captured} collectives in it is not supported: it keeps the communicator that a "
@@ -91,11 +85,6 @@ def _graphs(kind: Any) -> None:
         return result
 
     kind.capture_begin, kind.capture_end = capture_begin, capture_end
-
-
-def _operations() -> int:
-    module = native_build.loaded()
-    return 0 if module is None else int(module.operations())
 
 
 def _own_communicators(module: ModuleType, name: str, product: str) -> None:

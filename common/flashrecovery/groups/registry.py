@@ -163,7 +163,7 @@ def install(control_group: bool = True) -> None:
     STATE.control_wanted = control_group
     if not torch_private.installed():
         stop_asking()
-        refusals.refuse()
+        refusals.refuse(operation_count)
     torch_private.wrap_group_creation(_create, _created, _wrap_store)
 
 

@@ -239,6 +239,14 @@ class RunConfig(Settings):
     token_file: Path | None = Field(
         None, description="file with the token that all nodes share; none: the environment's FLASHRECOVERY_TOKEN"
     )
+    start_method: Literal["zygote", "spawn"] = Field(
+        "zygote",
+        description="zygote: one process a node imports what the script imports, and workers are forked from it where "
+        "that is safe; spawn: a new interpreter for each",
+    )
+    unforkable: tuple[str, ...] = Field(
+        (), description="packages that no zygote may import, because what they leave does not survive a fork"
+    )
     standby: int = Field(0, ge=0, description="pre-warmed processes to keep")
     standby_device: bool = Field(
         False,
@@ -267,6 +275,14 @@ class RunConfig(Settings):
 
     def settings(self) -> Settings:
         return Settings.model_validate({name: getattr(self, name) for name in Settings.model_fields})
+
+    @field_validator("unforkable")
+    @classmethod
+    def _module_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if not all(part.isidentifier() for part in name.split(".")):
+                raise ValueError(f"{name!r} is no name of a module")
+        return value
 
     @field_validator("controller")
     @classmethod

@@ -89,6 +89,7 @@ class NoticeKind(_Word):
     UNDO_ENABLED = "undo_enabled"
     UNPROTECTED = "unprotected"
     WAITING_FOR_NODE = "waiting_for_node"
+    ZYGOTE = "zygote"
 
 
 def failed(asked: Ordered) -> NoticeKind:

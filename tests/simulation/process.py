@@ -89,7 +89,7 @@ class SimPage(Page):
 class SimWorkerProcess(WorkerProcess):
     """One training process as its agent sees it."""
 
-    popen: Popen  # type: ignore[assignment]
+    child: Popen
 
     def __init__(self, world: World, pid: int, page: SimPage, process: Process) -> None:
         super().__init__(Popen(pid), page, None)  # type: ignore[arg-type]
@@ -169,12 +169,12 @@ class SimWorkerProcess(WorkerProcess):
     def exits(self, code: int) -> None:
         """By itself."""
         if not self.process.dead:
-            self.popen.returncode = code
+            self.child.returncode = code
             self.process.end()
 
     def _ended(self) -> None:
-        if self.popen.returncode is None:
-            self.popen.returncode = -signal.SIGKILL
+        if self.child.returncode is None:
+            self.child.returncode = -signal.SIGKILL
         exits, self._exits = self._exits, []
         for callback in exits:
             callback()
@@ -185,7 +185,7 @@ class SimWorkerProcess(WorkerProcess):
 
     @property
     def exit(self) -> Exit:
-        code = self.popen.returncode
+        code = self.child.returncode
         return Exit.from_returncode(code if code is not None else 0)
 
     def signal(self, number: int) -> None:
@@ -211,16 +211,16 @@ class SimWorkerProcess(WorkerProcess):
 
     @property
     def returncode(self) -> int | None:
-        return self.popen.returncode
+        return self.child.returncode
 
     async def end(self, timeout_s: float) -> int | None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        while self.popen.returncode is None:
+        while self.child.returncode is None:
             if loop.time() > deadline:
                 return None
             await asyncio.sleep(0.05)
-        return self.popen.returncode
+        return self.child.returncode
 
     def close(self) -> None:
         self.process.end()

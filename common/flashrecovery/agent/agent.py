@@ -113,6 +113,7 @@ class Agent:
         self._heartbeats = HeartbeatLoop(self, self._ranks, send_heartbeat, self._config.timeouts.heartbeat_s)
         self._tasks.start(self._heartbeats.run())
         self._health.start()
+        self._processes.prepare()
 
     @property
     def node(self) -> str:
@@ -233,7 +234,7 @@ class Agent:
     def _on_modules(self, command: pb.Command) -> None:
         """What this spare node's standbys are to import."""
         self._pool.size = max(self._pool.size, self._identity.slots)
-        self._pool.set_modules(list(command.modules.names))
+        self._processes.learn(command.modules)
 
     def _remember(self, saved: pb.CheckpointSaved) -> None:
         """The newest checkpoint of the job, whichever node has published it. The next controller hears of it."""
@@ -303,7 +304,7 @@ class Agent:
         self._report_standbys()
 
     def _imported(self, process: WorkerProcess, message: pb.FromWorker) -> None:
-        self._pool.set_modules(list(message.modules.names))
+        self._processes.learn(message.modules)
         if process.rank == 0:
             self._send(pb.AgentMessage(modules=message.modules))  # for spare nodes
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from flashrecovery.agent.procfs import Statm
+from flashrecovery.agent.zygote import Adopted, Child, Zygotes
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.channel import CHANNEL_ENV, PAGE_ENV
 from flashrecovery.runtime.page import Page
@@ -21,11 +22,15 @@ from flashrecovery.runtime.page import Page
 _LENGTH = struct.Struct("<I")
 
 
+def _new_page(log: Path, standby: bool) -> Page:
+    return Page.create("standby" if standby else log.stem)
+
+
 class WorkerProcess:
     """A started process with its channel and its page. ``rank`` is None while it is a standby."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], page: Page, sock: socket.socket) -> None:
-        self.popen = popen
+    def __init__(self, child: Child, page: Page, sock: socket.socket) -> None:
+        self.child = child
         self.page = page
         self.rank: int | None = None
         self.local_rank = 0
@@ -48,7 +53,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        return self.popen.pid
+        return self.child.pid
 
     @property
     def place(self) -> int:
@@ -68,9 +73,9 @@ class WorkerProcess:
 
     @staticmethod
     def spawn(command: list[str], env: Mapping[str, str], log: Path, *, standby: bool) -> WorkerProcess:
-        """Start ``python -m flashrecovery.worker.bootstrap`` in a session of its own, output to ``log``."""
+        """A new interpreter with ``flashrecovery.worker.bootstrap``, in a session of its own, output to ``log``."""
         ours, theirs = socket.socketpair()
-        page = Page.create("standby" if standby else log.stem)
+        page = _new_page(log, standby)
         full_env = {**os.environ, **env, CHANNEL_ENV: str(theirs.fileno()), PAGE_ENV: str(page.fd)}
         args = [
             sys.executable,
@@ -90,6 +95,20 @@ class WorkerProcess:
                 start_new_session=True,
             )
         return WorkerProcess(popen, page, ours)
+
+    @staticmethod
+    def fork(zygotes: Zygotes, env: Mapping[str, str], log: Path, *, standby: bool) -> WorkerProcess | None:
+        """The same, forked from a process that has done the imports. None if there is none."""
+        ours, theirs = socket.socketpair()
+        page = _new_page(log, standby)
+        with theirs, open(log, "ab") as out:
+            descriptors = (theirs.fileno(), page.fd, out.fileno())
+            pid = zygotes.fork({**os.environ, **env}, descriptors, standby=standby)
+        if pid is None:
+            ours.close()
+            page.close()
+            return None
+        return WorkerProcess(Adopted(pid), page, ours)
 
     async def connect(self, on_message: Callable[[WorkerProcess, pb.FromWorker], None]) -> None:
         """Begin to read the process's messages."""
@@ -135,7 +154,7 @@ class WorkerProcess:
     def kill(self) -> None:
         """SIGKILL to the whole session: data loader processes go too. Nothing once :meth:`close` has given back the
         pid, which may be another's by now."""
-        if self.popen.returncode is not None:
+        if self.child.returncode is not None:
             return
         try:
             os.killpg(self.pid, signal.SIGKILL)
@@ -162,8 +181,8 @@ class WorkerProcess:
     def returncode(self) -> int | None:
         """As that of ``Popen``; None while the process runs. The kernel keeps the pid, and with it the number of the
         session, until :meth:`close`."""
-        if self.popen.returncode is not None:
-            return self.popen.returncode
+        if self.child.returncode is not None:
+            return self.child.returncode
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
             return None
@@ -181,7 +200,7 @@ class WorkerProcess:
     def close(self) -> None:
         """What is left of the session goes; then page, channel and pid are given back."""
         self.kill()
-        self.popen.poll()
+        self.child.poll()
         if self._reader_task is not None:
             self._reader_task.cancel()
         if self._writer is not None:

@@ -1,7 +1,7 @@
 """The processes of one node: those that fill its ranks, and its standbys. Started, fenced, halted, buried.
 
-A rank is filled from a standby if there is one. What was there before is killed first, and the new process is told to
-begin only when nothing of the old one runs any more.
+A rank is filled from a standby if there is one; processes are forked from a zygote if there is one. What was there
+before is killed first, and the new process is told to begin only when nothing of the old one runs any more.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Protocol
 
 from flashrecovery.agent.gpu_fence import GpuFence
 from flashrecovery.agent.logs import LogTail
+from flashrecovery.agent.orphans import Orphans
 from flashrecovery.agent.peers import NOT_HANDED_OVER, said_by
 from flashrecovery.agent.process import WorkerProcess
 from flashrecovery.agent.setup_logs import SetupLogs
 from flashrecovery.agent.standby import StandbyPool
 from flashrecovery.agent.tasks import Tasks
 from flashrecovery.agent.watch import DeathWatch
+from flashrecovery.agent.zygote import Zygotes
 from flashrecovery.config import RunConfig
 from flashrecovery.events import RunDir
 from flashrecovery.kinds import NoticeKind
@@ -68,6 +70,11 @@ class ProcessManager:
         self._gpu_fence = gpu_fence
         self.ranks: dict[int, WorkerProcess] = {}
         self.pool = StandbyPool(config.standby, self._spawn_standby, run_dir.log_dir, for_each=config.standby_device)
+        self._zygotes: Zygotes | None = None
+        if config.start_method == "zygote":
+            self._zygotes = Zygotes(command, run_dir.log_dir / "zygote.log", config.unforkable, self._tell_of_zygotes)
+        self._orphans = Orphans()
+        self._orders: dict[int, int] = {}  # how often each rank was to be filled
         self.halted = False
         self.ending = False
         self._watch = DeathWatch(asyncio.get_running_loop())
@@ -79,10 +86,23 @@ class ProcessManager:
 
     # -- filling ranks ----------------------------------------------------------------------------
 
+    def prepare(self) -> None:
+        """Begin to import what the script will need."""
+        if self._zygotes is not None:
+            self._zygotes.start(self._env())
+
+    def _tell_of_zygotes(self, text: str) -> None:
+        self._foreman.notice(-1, NoticeKind.ZYGOTE, text)
+
     async def fill(self, command: pb.Command, *, hear_out: bool) -> tuple[WorkerProcess, pb.WorkerStarted] | None:
         """Fence what fills the rank, then fill it anew. ``hear_out``: wait a moment for what the old process has
         said. None if meanwhile the rank is being filled anew again, or its node has been fenced."""
         rank, replace = command.rank, command.replace
+        self._orders[rank] = order = self._orders.get(rank, 0) + 1
+        if self._zygotes is not None:
+            await self._zygotes.ready()
+            if self.ending or self._orders[rank] != order:
+                return None
         env = {**self._env(), **rank_env(self._config, rank, command.generation, replace)}
         old = self.ranks.pop(rank, None)
         if old is not None:
@@ -90,7 +110,7 @@ class ProcessManager:
             old.kill()  # the fence: nothing of the old process runs on once the rank is filled again
         log = self._run_dir.log_path(rank, command.generation)
         standby = self.pool.take(replace.local_rank) if replace.detached else None
-        process = standby or WorkerProcess.spawn(self._command, env, log, standby=False)
+        process = standby or self._start(env, log, standby=False)
         process.rank, process.local_rank, process.generation = rank, replace.local_rank, command.generation
         process.store = (replace.store_host, replace.store_port)
         self.ranks[rank] = process
@@ -147,7 +167,10 @@ class ProcessManager:
             self._foreman.notice(process.place, NoticeKind.SETUP_LOG_LOST, text)
 
     async def replenish(self) -> None:
-        """As many standbys as there should be."""
+        """As many standbys as there should be; what has ended without anybody waiting for it is buried."""
+        self._orphans.reap()
+        if self._zygotes is not None:
+            self._zygotes.reap()
         for _ in range(self.pool.missing()):
             process = self.pool.start_one()
             await self._take_on(process)
@@ -155,7 +178,19 @@ class ProcessManager:
 
     def _spawn_standby(self, log: Path, device: int | None) -> WorkerProcess:
         at_once = {} if device is None else {STANDBY_DEVICE_ENV: str(device)}
-        return WorkerProcess.spawn(self._command, {**self._env(), **at_once}, log, standby=True)
+        return self._start({**self._env(), **at_once}, log, standby=True)
+
+    def _start(self, env: Mapping[str, str], log: Path, *, standby: bool) -> WorkerProcess:
+        forked = None
+        if self._zygotes is not None:
+            forked = WorkerProcess.fork(self._zygotes, env, log, standby=standby)
+        return forked or WorkerProcess.spawn(self._command, env, log, standby=standby)
+
+    def learn(self, modules: pb.Modules) -> None:
+        """What standbys and zygotes of this node are to import."""
+        self.pool.set_modules(list(modules.names))
+        if self._zygotes is not None:
+            self._zygotes.learn(modules)
 
     def _env(self) -> dict[str, str]:
         """What standbys and ranks have in common."""
@@ -180,7 +215,12 @@ class ProcessManager:
     async def _bury(self, process: WorkerProcess) -> None:
         """Wait for the end of a dead process, however long the kernel takes, and give back what it had."""
         await process.end(self._config.timeouts.replacement_s)
+        self._close(process)
+
+    def _close(self, process: WorkerProcess) -> None:
         process.close()
+        if self._zygotes is not None:  # which have made this process the parent of what is left
+            self._orphans.expect(process.pid)
 
     def halt(self) -> None:
         """No process may take a step until :meth:`go_on`."""
@@ -203,6 +243,8 @@ class ProcessManager:
 
     def dismiss(self) -> None:
         """The ranks of this node have been given away: end every process, standbys too."""
+        for rank in self._orders:
+            self._orders[rank] += 1
         for process in [*self.ranks.values(), *self.pool.take_all()]:
             process.dead = True
             process.kill()
@@ -213,6 +255,8 @@ class ProcessManager:
     async def end(self, grace_s: float) -> None:
         """The node's part is over, every process ends: SIGTERM, a grace, SIGKILL. Nobody is told of it."""
         self.ending = True
+        if self._zygotes is not None:
+            self._zygotes.close()
         processes = [*self.ranks.values(), *self.pool.processes()]
         for process in processes:
             if not process.dead:
@@ -224,6 +268,9 @@ class ProcessManager:
         for process in processes:
             process.kill()
             await process.end(1.0)
-            process.close()
+            self._close(process)
+        self._orphans.reap()
+        if self._zygotes is not None:
+            self._zygotes.reap()
         self._watch.close()
         self._tail.close()

@@ -39,6 +39,9 @@ from flashrecovery.errors import ConfigError
 @click.option("--standalone", is_flag=True, expose_value=False, help="Of torchrun: one node, the default.")
 @click.option("--embed-controller/--no-embed-controller", default=None, help="Run the controller here if HOST is here.")
 @click.option("--token-file", type=click.Path(path_type=Path), default=None, help="The token that all nodes share.")
+@click.option(
+    *("--start-method", "--start_method"), default=None, help="zygote: fork workers where that is safe | spawn"
+)
 @click.option("--standby", type=int, default=None, help="Pre-warmed processes to keep.")
 @click.option("--standby-device", is_flag=True, default=None, help="Each local rank's standby uses its GPU at once.")
 @click.option("--run-dir", type=click.Path(path_type=Path), default=None, help="Events, logs, rank table.")

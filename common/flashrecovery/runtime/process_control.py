@@ -7,6 +7,8 @@ import os
 import signal
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -16,3 +18,15 @@ def die_with_parent(parent_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """From now on this process is the parent of every descendant whose own parent ends (Linux 3.4)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def name_thread(name: str) -> None:
+    """What ``ps -o comm`` and ``py-spy dump`` call the calling thread: at most 15 bytes are kept."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)

@@ -14,7 +14,7 @@ import site
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,24 +33,40 @@ class RankUnknownError(BaseException):
     """A module asks for its rank while it is imported. No ``except Exception`` of a library may swallow it."""
 
 
-def import_ahead(names: Sequence[str], command: Sequence[str]) -> int:
+def import_ahead(
+    names: Sequence[str],
+    command: Sequence[str],
+    *,
+    uncertain: Iterable[str] = (),
+    tried: Callable[[str, BaseException | None], None] | None = None,
+) -> int:
     """Import what the live workers have imported, as far as it is installed. What cannot be imported here, the script
-    will import itself. ``command``: the script with its arguments, or ``-m module`` with them."""
+    will import itself. Returns how many modules that were.
+
+    Args:
+        command: the script with its arguments, or ``-m module`` with them.
+        uncertain: variables of the environment, besides a rank's own, for which no module may ask.
+        tried: called after each import with its name, and what it has raised. May raise.
+    """
     installed = Installed(own=command[1].partition(".")[0] if command[0] == "-m" else "")
     count = 0
     # torch first, so that it can be kept from the GPU before anything that is built on it is imported.
     ordered = [*(name for name in ("torch",) if name in names), *names]
-    with warnings.catch_warnings(), _without_rank(), _without_device() as keep_off:
+    with warnings.catch_warnings(), _without({*_RANK_KEYS, *uncertain}), _without_device() as keep_off:
         warnings.simplefilter("ignore")
         for name in ordered:
             keep_off()
             if name in sys.modules or not installed.has(name):
                 continue
+            error: BaseException | None = None
             try:
                 importlib.import_module(name)
                 count += 1
             except (Exception, RankUnknownError, DeviceAskedError) as e:  # noqa: BLE001 - any module may raise anything at import
-                print(f"standby: {name} not imported ahead: {type(e).__name__}: {e}", file=sys.stderr)
+                print(f"{name} not imported ahead: {type(e).__name__}: {e}", file=sys.stderr)
+                error = e
+            if tried is not None:
+                tried(name, error)
     return count
 
 
@@ -114,13 +130,13 @@ def _without_device() -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def _without_rank() -> Iterator[None]:
-    """Whoever asks the environment for what only a rank has gets RankUnknownError."""
+def _without(keys: Set[str]) -> Iterator[None]:
+    """Whoever asks the environment for one of these gets RankUnknownError."""
     environment = type(os.environ)
     original = environment.__getitem__
 
     def guarded(self: Mapping[str, str], key: str) -> str:
-        if key in _RANK_KEYS and self is os.environ:
+        if key in keys and self is os.environ:
             raise RankUnknownError(f"it reads {key} from the environment")
         return original(self, key)  # type: ignore[arg-type]
 

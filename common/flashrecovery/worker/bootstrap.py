@@ -1,8 +1,8 @@
 """Entry point of every training process: connects to the agent, then runs the user's script as ``__main__``.
 
 ``--worker`` fills a rank at once. ``--standby`` first imports installed packages (:mod:`.ahead`) and waits to be
-assigned a rank; from then on both are the same. A replacement runs the script from the top with detached groups (see
-:mod:`flashrecovery.groups`), up to its first step.
+assigned a rank; from then on both are the same. ``--zygote`` forks such processes (:mod:`.zygote`), which go on here. A
+replacement runs the script from the top with detached groups (see :mod:`flashrecovery.groups`), up to its first step.
 """
 
 from __future__ import annotations
@@ -40,17 +40,28 @@ def connection() -> Connection:
 
 def main() -> None:
     """Run until the script ends; the exit code is the script's."""
-    standby, command = sys.argv[1] == "--standby", sys.argv[2:]
+    role, command = sys.argv[1], sys.argv[2:]
     die_with_parent(int(os.environ[AGENT_PID_ENV]))
+    _set_module_path(command)
+    install_adapter_hooks()
+    install_spawn_hook()
+    sys.argv = _script_arguments(command)
+    if role == "--zygote":
+        from flashrecovery.worker.zygote import serve  # not in sys.modules of a fresh interpreter without need
+
+        standby = serve(command)
+    else:
+        standby = role == "--standby"
+    _live(standby, command)
+
+
+def _live(standby: bool, command: list[str]) -> None:
+    """As what this process is: a standby, or one that fills a rank."""
     channel = Channel.from_env()
     assert channel is not None
     page = Page(int(os.environ[PAGE_ENV]))
     os.set_inheritable(page.fd, False)
     Lifeline(page.fd).hold()
-    _set_module_path(command)
-    install_adapter_hooks()
-    install_spawn_hook()
-    sys.argv = _script_arguments(command)
     assign = _wait_for_assignment(channel, command)
     os.environ.update(assign.env)
     if standby:

@@ -249,10 +249,14 @@ class Loop:
         self.copies.close()
 
     def _tell_modules(self) -> None:
-        """What a standby should import: all that this process has loaded by the end of its first step."""
+        """What a standby should import, all that this process has loaded by the end of its first step, and in which
+        environment: what the script has changed of it."""
         self._told_modules = True
         names = [n for n, m in list(sys.modules.items()) if m is not None and not n.startswith("__")]
-        self._worker.send(pb.FromWorker(modules=pb.Modules(names=names)))
+        now, before = dict(os.environ), self._worker.connection.environment
+        changed = {name: value for name, value in now.items() if before.get(name) != value}
+        unset = before.keys() - now.keys()
+        self._worker.send(pb.FromWorker(modules=pb.Modules(names=names, env=changed, unset=unset)))
 
     # -- recovery ---------------------------------------------------------------------------------
 

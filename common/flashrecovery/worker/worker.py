@@ -27,6 +27,7 @@ class Connection:
         self.rank = rank
         self.generation = generation
         self.detached = detached
+        self.environment = dict(os.environ)  # before the script's first line
         self.at_script_end: list[Callable[[], None]] = []
 
 

@@ -1,0 +1,371 @@
+"""The agent's side of the zygotes (:mod:`flashrecovery.worker.zygote`): which there are, and what they have imported.
+
+The first one has imported nothing, and lives as long as the agent. From it one is forked that imports what the script
+will import (``script_reading``), and once workers have taken a step, from this one another that imports what they have.
+The newest that is ready forks workers and standbys; the one before is closed. A zygote that an import has made unfit to
+be forked names the module, and the next attempt leaves that out. If one dies, the next is grown from the first one.
+
+Where none is ready, or does not answer at once, a new interpreter is started, as with ``start_method: spawn``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from google.protobuf.message import DecodeError
+
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime.environment import UNFORKABLE_ENV, ZYGOTE_ENV
+from flashrecovery.runtime.process_control import adopt_orphans
+
+_ANSWER_S = 0.5
+"""A fork takes milliseconds; a zygote that does not answer in this time is stopped, or swapped out."""
+_READY_S = 120.0
+"""The first workers wait so long for the imports that they would otherwise do themselves."""
+_TRIES = 8
+"""Modules that may turn out to be unfit, and zygotes that may die, before new interpreters are started for good."""
+_NVML_ENV = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""So that torch, asked by an import whether there is a GPU, does not open it (torch 2.13, torch/cuda/__init__.py)."""
+_LENGTH = struct.Struct("<I")
+
+log = logging.getLogger("flashrecovery")
+
+
+class Child(Protocol):
+    """As much of ``subprocess.Popen`` as is needed of a child process."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None: ...
+
+
+class Adopted:
+    """A child of this process that another one has forked. It stays a zombie until :meth:`poll` has seen its end."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+class ZygoteLostError(Exception):
+    """A zygote has ended, or does not answer."""
+
+
+class Zygote:
+    """One process. ``said``: it has imported, or cannot be forked; ``lost``: it has ended."""
+
+    def __init__(
+        self,
+        child: Child,
+        sock: socket.socket,
+        said: Callable[[Zygote, pb.FromZygote], None],
+        lost: Callable[[Zygote], None],
+    ) -> None:
+        self._child = child
+        self._sock = sock
+        self._said = said
+        self._lost = lost
+        self._received = bytearray()
+        self._number = 0
+        self._loop = asyncio.get_running_loop()
+        sock.setblocking(False)
+        self._loop.add_reader(sock, self._read)
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def _read(self) -> None:
+        try:
+            for message in self._arrived():
+                self._said(self, message)
+        except ZygoteLostError:
+            self._lost(self)
+
+    def _arrived(self) -> list[pb.FromZygote]:
+        """What can be read without waiting. Raises ZygoteLostError at the end of the connection."""
+        try:
+            data = self._sock.recv(1 << 16)
+        except BlockingIOError:
+            return []
+        except OSError as e:
+            raise ZygoteLostError(str(e)) from e
+        if not data:
+            raise ZygoteLostError("it has ended")
+        self._received += data
+        messages = []
+        while len(self._received) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
+            if len(self._received) < end:
+                break
+            try:
+                messages.append(pb.FromZygote.FromString(bytes(self._received[_LENGTH.size : end])))
+            except DecodeError as e:
+                raise ZygoteLostError(f"it says something unknown: {e}") from e
+            del self._received[:end]
+        return messages
+
+    def fork(self, request: pb.Fork, descriptors: Sequence[int]) -> int:
+        """The pid of a new child of this process. Waits for half a second at the most.
+
+        Raises:
+            ZygoteLostError: the zygote has ended, or does not answer.
+            OSError: the kernel has no room for another process.
+        """
+        self._number += 1
+        request.number = self._number
+        data = request.SerializeToString()
+        try:
+            self._sock.settimeout(_ANSWER_S)
+            socket.send_fds(self._sock, [_LENGTH.pack(len(data))], descriptors)
+            self._sock.sendall(data)
+            while True:
+                for message in self._arrived():
+                    if message.forked.number == self._number:
+                        if message.forked.error:
+                            raise OSError(message.forked.error)
+                        return message.forked.pid
+        except ZygoteLostError:
+            raise
+        except TimeoutError as e:
+            raise ZygoteLostError(f"it has not answered for {_ANSWER_S:g} s") from e
+        except (BrokenPipeError, ConnectionResetError) as e:
+            raise ZygoteLostError(str(e)) from e
+        finally:
+            self._sock.setblocking(False)
+
+    def close(self) -> None:
+        """It ends at once, and is reaped as soon as it has (:meth:`reaped`)."""
+        self._loop.remove_reader(self._sock)
+        self._sock.close()
+        if self._child.returncode is None:
+            os.kill(self._child.pid, signal.SIGKILL)  # not reaped yet, so the pid is its own
+
+    def reaped(self) -> bool:
+        """Whether nothing of it is left, once it has been closed."""
+        return self._child.poll() is not None
+
+
+class Zygotes:
+    """Those of this node. ``env``: the environment that all ranks have in common; ``notice``: for the job's events."""
+
+    def __init__(self, command: list[str], log: Path, unforkable: Sequence[str], notice: Callable[[str], None]) -> None:
+        self._command = command
+        self._log = log
+        self._unforkable = unforkable
+        self._notice = notice
+        self._env: dict[str, str] = {}
+        self._first: Zygote | None = None
+        self._current: Zygote | None = None
+        self._growing: Zygote | None = None
+        self._closed: list[Zygote] = []
+        self._leave_out: list[str] = []
+        self._known = _Known()
+        self._grown: _Known | None = None  # what the growing one has been told
+        self._failures = 0
+        self._over = False
+        self._decided = asyncio.Event()
+
+    def start(self, env: Mapping[str, str]) -> None:
+        """The first one. It is ready in some tenths of a second, the next when it has imported."""
+        adopt_orphans()
+        self._env = {**os.environ, **env, **_NVML_ENV, UNFORKABLE_ENV: " ".join(self._unforkable)}
+        ours, theirs = socket.socketpair()
+        with theirs, open(self._log, "ab") as out:
+            popen = subprocess.Popen(
+                [sys.executable, "-u", "-m", "flashrecovery.worker.bootstrap", "--zygote", *self._command],
+                env={**self._env, ZYGOTE_ENV: str(theirs.fileno())},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        self._first = Zygote(popen, ours, self._said, self._lost)
+
+    async def ready(self) -> None:
+        """Until one can fork, or it is clear that none will, or for two minutes at the most."""
+        try:
+            await asyncio.wait_for(self._decided.wait(), _READY_S)
+        except TimeoutError:
+            self._tell(f"it has been importing for {_READY_S:g} s")
+            self._decided.set()
+
+    def fork(self, env: Mapping[str, str], descriptors: Sequence[int], *, standby: bool) -> int | None:
+        """The pid of a new process that runs the script; None if there is no zygote to fork it."""
+        zygote = self._current
+        if zygote is None:
+            return None
+        try:
+            return zygote.fork(pb.Fork(env=env, standby=standby), descriptors)
+        except OSError as e:
+            self._tell(str(e))
+        except ZygoteLostError as e:
+            log.warning("zygote %d: %s", zygote.pid, e)
+            self._lost(zygote)
+        return None
+
+    def learn(self, modules: pb.Modules) -> None:
+        """What a worker has imported by the end of its first step."""
+        self._known.add(modules)
+        self._grow_if_needed()
+
+    def reap(self) -> None:
+        """Those that have been closed meanwhile."""
+        self._closed = [z for z in self._closed if not z.reaped()]
+
+    def close(self) -> None:
+        """All end."""
+        self._over = True
+        self._decided.set()
+        for zygote in (self._first, self._current, self._growing):
+            self._close(zygote)
+        self._first = self._current = self._growing = None
+
+    # -- what they say ----------------------------------------------------------------------------
+
+    def _said(self, zygote: Zygote, message: pb.FromZygote) -> None:
+        body = message.WhichOneof("body")
+        if zygote is self._first and body == "grown":
+            self._grow()
+        elif zygote is self._growing and body == "grown":
+            before, self._current, self._growing = self._current, zygote, None
+            self._close(before)
+            self._decided.set()
+            self._grow_if_needed()
+        elif zygote is self._growing and body == "unforkable":
+            self._growing = None
+            self._close(zygote)
+            self._unfit(message.unforkable)
+
+    def _unfit(self, found: pb.Unforkable) -> None:
+        self._failures += 1
+        self._leave_out.append(found.module)
+        if self._failures > _TRIES:
+            self._give_up(f"{found.module}: {found.reason}; that was the last of {_TRIES} such modules")
+            return
+        log.info("%s is left to each process's own import: %s", found.module, found.reason)
+        self._tell(f"{found.module} is left to each process's own import: {found.reason}", lost=False)
+        self._grow()
+
+    def _lost(self, zygote: Zygote) -> None:
+        """It has ended, or does not answer."""
+        if zygote not in (self._first, self._current, self._growing):
+            return
+        self._close(zygote)
+        self._failures += 1
+        if zygote is self._first or self._failures > _TRIES:
+            self._give_up("its zygotes do not live")
+            return
+        if zygote is self._growing:
+            self._growing = None
+        if zygote is self._current:
+            self._current = None
+            self._close(self._growing)
+            self._growing = None
+        if self._growing is None:
+            self._grow()
+
+    def _give_up(self, reason: str) -> None:
+        if not self._over:
+            self.close()
+            self._tell(reason)
+
+    def _tell(self, reason: str, *, lost: bool = True) -> None:
+        self._notice(f"new interpreters are started instead of forked ones: {reason}" if lost else reason)
+
+    # -- growing ----------------------------------------------------------------------------------
+
+    def _grow_if_needed(self) -> None:
+        if self._growing is None and self._current is not None and not self._known.within(self._grown):
+            self._grow()
+
+    def _grow(self) -> None:
+        """Fork one that imports all that is known, from the one that knows most."""
+        parent = self._current or self._first
+        if parent is None or self._over:
+            return
+        self._grown = self._known.copy()
+        names, env, uncertain = self._grown.to_import()
+        grow = pb.Grow(script=True, names=names, leave_out=self._leave_out, env=env, uncertain=uncertain)
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs, open(self._log, "ab") as out:
+                pid = parent.fork(pb.Fork(grow=grow), [theirs.fileno(), out.fileno()])
+        except OSError as e:
+            ours.close()
+            self._give_up(str(e))
+        except ZygoteLostError as e:
+            ours.close()
+            log.warning("zygote %d: %s", parent.pid, e)
+            self._lost(parent)
+        else:
+            self._growing = Zygote(Adopted(pid), ours, self._said, self._lost)
+
+    def _close(self, zygote: Zygote | None) -> None:
+        if zygote is not None and zygote not in self._closed:
+            zygote.close()
+            self._closed.append(zygote)
+
+
+class _Known:
+    """What workers have told of their imports."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, None] = {}
+        self._env: dict[str, str] = {}
+        self._differ: set[str] = set()
+        self._told = False
+
+    def add(self, modules: pb.Modules) -> None:
+        """A variable counts as known if all workers of the node that have one have the same."""
+        self._names.update(dict.fromkeys(modules.names))
+        self._differ |= {name for name, value in modules.env.items() if self._env.get(name, value) != value}
+        if self._told:
+            self._differ |= modules.env.keys() ^ self._env.keys()
+        self._differ |= set(modules.unset)
+        self._env.update(modules.env)
+        self._told = True
+
+    def to_import(self) -> tuple[list[str], dict[str, str], list[str]]:
+        """Names, and what is known and not known of the environment."""
+        return (
+            list(self._names),
+            {name: value for name, value in self._env.items() if name not in self._differ},
+            sorted(self._differ),
+        )
+
+    def within(self, other: _Known | None) -> bool:
+        """Whether the other has been told all of this."""
+        return other is not None and self._names.keys() <= other._names.keys() and self._differ <= other._differ
+
+    def copy(self) -> _Known:
+        made = _Known()
+        made._names, made._env, made._differ, made._told = (
+            dict(self._names),
+            dict(self._env),
+            set(self._differ),
+            self._told,
+        )
+        return made

@@ -1,0 +1,282 @@
+"""A process that has imported what workers import, and forks them: one import a node instead of one a rank.
+
+A zygote has one thread, has opened no GPU and computes nothing, so that a fork of it is as good as a fresh interpreter
+that has done the same imports. A fork costs milliseconds, and its memory is shared until somebody writes to it. The
+word is Android's, which starts its programs in this way.
+
+A zygote never imports anything after its first fork: to know more it forks another zygote, which imports the rest
+(:class:`flashrecovery.agent.zygote.Zygotes` decides). If an import leaves a thread behind, opens a GPU, or is known not
+to survive a fork (:data:`NOT_FORKED`), that zygote says which module it was, and forks nothing.
+
+The new process is forked twice: the one between ends at once, so that the kernel makes the agent its parent, which has
+called ``adopt_orphans``. So the death of a zygote harms no worker, and to the agent a worker is a child like any other.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from flashrecovery.errors import ProtocolError
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime.channel import CHANNEL_ENV, PAGE_ENV
+from flashrecovery.runtime.environment import AGENT_PID_ENV, UNFORKABLE_ENV, ZYGOTE_ENV
+from flashrecovery.runtime.process_control import die_with_parent, name_thread
+from flashrecovery.worker.ahead import import_ahead
+from flashrecovery.worker.script_reading import ScriptFacts, read_script, script_file
+
+NOT_FORKED = {
+    "horovod": "it starts MPI, which knows this process only",
+    "mpi4py": "it initialises MPI when it is imported, which knows this process only",
+    "ray": "it keeps a connection to its node's raylet",
+    "tensorflow": "its thread pools do not survive a fork",
+}
+"""Packages that are left to each worker's own import, and why. The setting ``unforkable`` adds to them."""
+USUALLY = {
+    "torch": ("torch.distributed", "torch.nn.parallel", "torch.optim", "torch.utils.data"),
+    "torch.distributed": ("torch.distributed.fsdp", "torch.distributed.tensor"),
+    "flashrecovery": ("flashrecovery.torch_native", "flashrecovery.worker.session", "flashrecovery.worker.warm"),
+}
+"""What scripts that have imported the one usually import later, in functions or by way of this package."""
+_ADOPTED_S = 10.0
+"""Longest wait for the kernel to make the agent this process's parent; it takes microseconds."""
+_LENGTH = struct.Struct("<I")
+_PID = struct.Struct("<i")
+_DESCRIPTORS = 3
+
+
+class UnfitError(Exception):
+    """This process must not be forked any more, because of a module that it has imported."""
+
+    def __init__(self, module: str, reason: str) -> None:
+        super().__init__(f"{module}: {reason}")
+        self.module = module
+        self.reason = reason
+
+
+def serve(command: list[str]) -> bool:
+    """Fork whatever the agent asks for. Returns only in a forked process that is to run the script, with its
+    environment and its output set up: whether it is a standby. A zygote ends when the agent closes its socket."""
+    sock = socket.socket(fileno=int(os.environ.pop(ZYGOTE_ENV)))
+    sock.set_inheritable(False)
+    grow = pb.Grow()
+    while True:
+        name_thread("fr-zygote")
+        _grow(sock, grow, command)
+        request, descriptors = _forked(sock)
+        sock.close()
+        if not request.HasField("grow"):
+            _become_worker(request, descriptors)
+            return request.standby
+        theirs, log = descriptors
+        _write_to(log)
+        sock, grow = socket.socket(fileno=theirs), request.grow
+
+
+def _grow(sock: socket.socket, grow: pb.Grow, command: list[str]) -> None:
+    """Import, and say what has come of it."""
+    not_forked = {**NOT_FORKED, **dict.fromkeys(os.environ.get(UNFORKABLE_ENV, "").split(), "the setting unforkable")}
+    left_out = set(grow.leave_out) | not_forked.keys()
+
+    def tried(module: str, error: BaseException | None) -> None:
+        reason = why_unfit(not_forked)
+        if reason is None and error is not None and not _is_missing(error):
+            reason = f"its import ended in its middle: {type(error).__name__}: {error}"
+        if reason is not None:
+            raise UnfitError(module, reason)
+
+    def ahead(names: Iterable[str]) -> int:
+        allowed = [name for name in names if name not in left_out and name.partition(".")[0] not in left_out]
+        for name in uncertain:
+            os.environ.pop(name, None)  # so that nobody meets it who goes through all variables
+        return import_ahead(allowed, command, uncertain=uncertain, tried=tried)
+
+    uncertain = set(grow.uncertain)
+    imported = 0
+    try:
+        if grow.script:
+            facts = _facts(command)
+            if facts.ends_at:
+                print(f"{facts.ends_at} sets unknown variables; what is imported after it is not imported ahead")
+            uncertain |= facts.uncertain - grow.env.keys()
+            os.environ.update(facts.environment)
+            for name, value in facts.defaults.items():
+                os.environ.setdefault(name, value)
+            os.environ.update(grow.env)
+            imported += ahead(facts.imports)
+            imported += ahead(name for name in facts.members if _is_module(name))
+            imported += ahead(name for top, names in USUALLY.items() if top in sys.modules for name in names)
+        imported += ahead(grow.names)
+    except UnfitError as e:
+        _send(sock, pb.FromZygote(unforkable=pb.Unforkable(module=e.module, reason=e.reason)))
+        return
+    # What is there now lives as long as the process. The collector need not look at it, and write to it, in each child.
+    gc.collect()
+    gc.freeze()
+    _send(sock, pb.FromZygote(grown=pb.Grown(imported=imported)))
+
+
+def _is_missing(error: BaseException) -> bool:
+    """Whether there was nothing to import, so that nothing was run in part."""
+    return isinstance(error, ModuleNotFoundError) and error.__cause__ is None and error.__context__ is None
+
+
+def _facts(command: list[str]) -> ScriptFacts:
+    directory = Path(sys.path[0])  # as the bootstrap has set it
+    file = script_file(command, directory)
+    gpus = any(os.path.exists(device) for device in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
+    return ScriptFacts() if file is None else read_script(file, directory, gpus=gpus)
+
+
+def _is_module(name: str) -> bool:
+    """Whether ``from package import it`` imports a module; the package has been imported if it can be."""
+    package, _, member = name.rpartition(".")
+    known = sys.modules.get(package)
+    if known is None or not hasattr(known, "__path__") or hasattr(known, member):
+        return False
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def why_unfit(not_forked: dict[str, str]) -> str | None:
+    """Why a fork of this process would not be like a fresh one; None if it would be."""
+    loaded = sorted(not_forked.keys() & sys.modules.keys())
+    if loaded:
+        return f"{loaded[0]}: {not_forked[loaded[0]]}"
+    devices = {target for target in _open_files() if target.startswith("/dev/nvidia")}
+    if devices:
+        return f"it has opened {min(devices)}"
+    if len(_threads()) > 1:
+        # Some libraries (OpenBLAS) end their threads before any fork, and start them again when they need them.
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        if len(_threads()) > 1:
+            return "it has started a thread: " + ", ".join(sorted(set(_threads())))
+    return None
+
+
+def _threads() -> list[str]:
+    """Names of this process's threads."""
+    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+
+
+def _open_files() -> list[str]:
+    found = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            found.append(os.readlink(descriptor))
+        except FileNotFoundError:
+            continue  # that of this very listing
+    return found
+
+
+def _forked(sock: socket.socket) -> tuple[pb.Fork, list[int]]:
+    """Answer requests. Returns in the forked process only: what it is to be, and its file descriptors."""
+    while True:
+        received = _receive(sock)
+        if received is None:
+            os._exit(0)  # nothing of this process is anybody's: no exit handler of a library may run
+        request, descriptors = received
+        try:
+            pid = _fork_apart()
+        except OSError as e:
+            _send(sock, pb.FromZygote(forked=pb.Forked(number=request.number, error=str(e))))
+        else:
+            if pid == 0:
+                return request, descriptors
+            _send(sock, pb.FromZygote(forked=pb.Forked(number=request.number, pid=pid)))
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _fork_apart() -> int:
+    """Fork a process that is no child of this one. Returns its pid, and 0 in it. Raises OSError."""
+    read, write = os.pipe()
+    between = os.fork()
+    if between == 0:
+        try:
+            child = os.fork()
+        except OSError:
+            os._exit(1)
+        if child == 0:
+            os.close(read)
+            os.close(write)
+            _wait_for_adoption()
+            return 0
+        os.write(write, _PID.pack(child))
+        os._exit(0)
+    os.close(write)
+    with open(read, "rb") as pipe:
+        told = pipe.read(_PID.size)
+    os.waitpid(between, 0)
+    if len(told) != _PID.size:
+        raise OSError("no second process could be forked")
+    pid: int = _PID.unpack(told)[0]
+    return pid
+
+
+def _wait_for_adoption() -> None:
+    """Until the agent is this process's parent. If the agent has ended meanwhile, so does this process."""
+    agent = int(os.environ[AGENT_PID_ENV])
+    deadline = time.monotonic() + _ADOPTED_S
+    while os.getppid() != agent and time.monotonic() < deadline and os.path.exists(f"/proc/{agent}"):
+        time.sleep(0.0001)
+    die_with_parent(agent)
+
+
+def _become_worker(request: pb.Fork, descriptors: list[int]) -> None:
+    """What a fresh interpreter would have of its own."""
+    channel, page, log = descriptors
+    os.setsid()
+    name_thread(Path(sys.executable).name)
+    _write_to(log)
+    os.environ.clear()
+    os.environ.update(request.env)
+    os.environ.update({CHANNEL_ENV: str(channel), PAGE_ENV: str(page)})
+    # ``random`` sees to itself after a fork, and torch's generator begins with a fixed seed.
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+    multiprocessing = sys.modules.get("multiprocessing")
+    if multiprocessing is not None:
+        multiprocessing.current_process().authkey = os.urandom(32)
+
+
+def _write_to(log: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def _send(sock: socket.socket, message: pb.FromZygote) -> None:
+    data = message.SerializeToString()
+    try:
+        sock.sendall(_LENGTH.pack(len(data)) + data)
+    except BrokenPipeError:
+        os._exit(0)  # the agent wants nothing of this zygote any more
+
+
+def _receive(sock: socket.socket) -> tuple[pb.Fork, list[int]] | None:
+    head, descriptors, _, _ = socket.recv_fds(sock, _LENGTH.size, _DESCRIPTORS)
+    if not head:
+        return None
+    rest = _LENGTH.size - len(head)
+    head += sock.recv(rest, socket.MSG_WAITALL) if rest else b""
+    length = _LENGTH.unpack(head)[0]
+    data = sock.recv(length, socket.MSG_WAITALL)
+    if len(data) != length:
+        raise ProtocolError("a zygote's request ended in its middle")
+    return pb.Fork.FromString(data), list(descriptors)

@@ -148,6 +148,7 @@ class World:
                 "controller": f"10.0.0.99:{PORT}" if several else None,
                 "direct_agents": self.shape.direct_agents,
                 "standby": self.shape.standby,
+                "start_method": "spawn",  # where processes come from is no part of the model
                 **({} if self.shape.limits else dict.fromkeys(_LIMITS, 1000)),
                 "checkpoint": {"dir": "/simulated", "interval_s": self.shape.checkpoint_s}
                 if self.shape.checkpoint_s

@@ -253,7 +253,7 @@ def test_a_log_of_a_replaced_process_is_closed(tmp_path: Path, capsys: pytest.Ca
 @asynccontextmanager
 async def agent_of(path: Path) -> AsyncIterator[Agent]:
     """An agent with a controller that hears nothing."""
-    config = RunConfig(nproc_per_node=1, health="none")
+    config = RunConfig(nproc_per_node=1, health="none", start_method="spawn")
     with closing(RunDir(path / "run")) as run_dir:
         agent = Agent(config, ["train.py"], run_dir, Identity.of(config, "127.0.0.1"))
         agent.connect(lambda message: None, lambda heartbeat: None)
@@ -295,13 +295,14 @@ def test_the_next_controller_hears_how_a_process_has_ended(released: bool, tmp_p
     async def registered() -> pb.Register:
         async with agent_of(tmp_path) as agent:
             ours, theirs = socket.socketpair()
-            process = WorkerProcess(subprocess.Popen(["true"]), Page.create("test"), ours)
+            popen = subprocess.Popen(["true"])
+            process = WorkerProcess(popen, Page.create("test"), ours)
             process.rank = 0
             await process.connect(lambda _process, _message: None)
             agent._ranks[0] = process
             if released:
                 agent.handle(pb.Command(rank=0, release=pb.Release()))
-            process.popen.wait()
+            popen.wait()
             register = agent.register()
             theirs.close()
         return register

@@ -145,7 +145,7 @@ def test_a_rank_is_assigned_only_after_the_fence(tmp_path: Path, monkeypatch: py
 
     async def body() -> None:
         foreman = MagicMock()
-        config = RunConfig(nproc_per_node=1, standby=0)
+        config = RunConfig(nproc_per_node=1, standby=0, start_method="spawn")
         tasks = Tasks(lambda error: None)
         fence = Fence(lambda: None)
         manager = ProcessManager(foreman, config, [], RunDir(tmp_path), dict, MagicMock(), tasks, fence)

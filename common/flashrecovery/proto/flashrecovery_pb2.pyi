@@ -2610,16 +2610,12 @@ Global___Forked: _TypeAlias = Forked  # noqa: Y015
 class Grown(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    IMPORTED_FIELD_NUMBER: _builtins.int
-    imported: _builtins.int
     def __init__(
         self,
-        *,
-        imported: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["imported", b"imported"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -92,14 +92,13 @@ def _grow(sock: socket.socket, grow: pb.Grow, command: list[str]) -> None:
         if reason is not None:
             raise UnfitError(module, reason)
 
-    def ahead(names: Iterable[str]) -> int:
+    def ahead(names: Iterable[str]) -> None:
         allowed = [name for name in names if name not in left_out and name.partition(".")[0] not in left_out]
         for name in uncertain:
             os.environ.pop(name, None)  # so that nobody meets it who goes through all variables
-        return import_ahead(allowed, command, uncertain=uncertain, tried=tried)
+        import_ahead(allowed, command, uncertain=uncertain, tried=tried)
 
     uncertain = set(grow.uncertain)
-    imported = 0
     try:
         if grow.script:
             facts = _facts(command)
@@ -110,17 +109,17 @@ def _grow(sock: socket.socket, grow: pb.Grow, command: list[str]) -> None:
             for name, value in facts.defaults.items():
                 os.environ.setdefault(name, value)
             os.environ.update(grow.env)
-            imported += ahead(facts.imports)
-            imported += ahead(name for name in facts.members if _is_module(name))
-            imported += ahead(name for top, names in USUALLY.items() if top in sys.modules for name in names)
-        imported += ahead(grow.names)
+            ahead(facts.imports)
+            ahead(name for name in facts.members if _is_module(name))
+            ahead(name for top, names in USUALLY.items() if top in sys.modules for name in names)
+        ahead(grow.names)
     except UnfitError as e:
         _send(sock, pb.FromZygote(unforkable=pb.Unforkable(module=e.module, reason=e.reason)))
         return
     # What is there now lives as long as the process. The collector need not look at it, and write to it, in each child.
     gc.collect()
     gc.freeze()
-    _send(sock, pb.FromZygote(grown=pb.Grown(imported=imported)))
+    _send(sock, pb.FromZygote(grown=pb.Grown()))
 
 
 def _is_missing(error: BaseException) -> bool:
@@ -244,10 +243,12 @@ def _become_worker(request: pb.Fork, descriptors: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request.env)
     os.environ.update({CHANNEL_ENV: str(channel), PAGE_ENV: str(page)})
-    # ``random`` sees to itself after a fork, and torch's generator begins with a fixed seed.
-    numpy = sys.modules.get("numpy")
+    # Until its script seeds them, each fresh interpreter has other random numbers (``random`` sees to that by itself).
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None:
         numpy.random.seed()
+    if torch is not None:
+        torch.default_generator.seed()
     multiprocessing = sys.modules.get("multiprocessing")
     if multiprocessing is not None:
         multiprocessing.current_process().authkey = os.urandom(32)

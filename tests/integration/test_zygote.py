@@ -1,0 +1,303 @@
+"""Workers that are forked from a zygote are like fresh interpreters, and a zygote's end harms nobody."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.jobs import DDP, Job, Layout, RunningJob, check_clean, check_recovered, check_same, run_job
+
+PACKAGES = Path("lib") / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+FACTS = """
+import atexit, multiprocessing, os, random, sys, threading
+import numpy, torch, torch.distributed as dist
+import flashrecovery
+
+def child(queue):
+    queue.put((__name__, os.getpid() != PARENT, torch.ones(3).sum().item()))
+
+PARENT = os.getpid()
+if __name__ == "__main__":
+    rank, differs = os.environ["RANK"], {}
+    def same(name, value): print("same", name, value, flush=True)
+    def differs(name, value): print("differs", rank, name, value, flush=True)
+    same("argv", sys.argv)
+    same("main", (__name__, os.path.basename(__file__), sys.modules["__main__"].__dict__ is globals()))
+    same("path", sys.path[0] == os.path.dirname(os.path.abspath(__file__)))
+    same("threads", (torch.get_num_threads(), torch.get_num_interop_threads(), os.environ.get("OMP_NUM_THREADS")))
+    same("python", (sys.flags, sys.dont_write_bytecode, sys.stdout.line_buffering, sys.stdin.read()))
+    same("session", os.getsid(0) == os.getpid() == os.getpgid(0))
+    same("main thread", threading.main_thread() is threading.current_thread())
+    same("native thread", threading.get_native_id() == os.getpid())
+    same("environment", sorted(os.environ))
+    differs("python random", random.random())
+    differs("numpy random", numpy.random.rand())
+    differs("torch seed", torch.initial_seed())
+    differs("torch random", torch.rand(1).item())
+    differs("authkey", multiprocessing.current_process().authkey.hex())
+    differs("pid", os.getpid())
+    for method in ("fork", "spawn"):
+        context = multiprocessing.get_context(method)
+        queue = context.Queue()
+        process = context.Process(target=child, args=(queue,))
+        process.start()
+        same(f"child by {method}", queue.get(timeout=60))
+        process.join()
+    same("matmul", torch.linalg.matrix_norm(torch.arange(512.0 * 512).reshape(512, 512) @ torch.ones(512, 512)).item())
+    loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=2, num_workers=2)
+    same("loader", [batch.tolist() for batch in loader])
+    dist.init_process_group("gloo")
+    recovery = flashrecovery.init()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recovery.register(model=model, optimizer=optimizer)
+    for step in recovery.steps(3):
+        with step:
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    dist.destroy_process_group()
+    print("started with", open("/proc/self/cmdline").read().split("\\0")[4], flush=True)
+    atexit.register(lambda: print("same at exit", flush=True))
+"""
+LIKE_ANY = """
+import os, sys, time
+import torch, torch.distributed as dist
+{imports}
+import flashrecovery
+
+dist.init_process_group("gloo")
+recovery = flashrecovery.init()
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+recovery.register(model=model, optimizer=optimizer)
+for step in recovery.steps(30):
+    with step:
+        optimizer.zero_grad()
+        while step.index == 3 and not os.path.exists(sys.argv[-1]):
+            time.sleep(0.02)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    print(f"step={{step.index}}", flush=True)
+print("started with", open("/proc/self/cmdline").read().split("\\0")[4])
+dist.destroy_process_group()
+"""
+
+
+def logs(job: Job, pattern: str = "rank*.log") -> str:
+    return "\n".join(path.read_text() for path in sorted((job.run_dir / "logs").glob(pattern)))
+
+
+def zygotes(job: RunningJob) -> list[psutil.Process]:
+    return [p for p in psutil.Process(job.popen.pid).children() if p.name() == "fr-zygote"]
+
+
+def any_job(folder: Path, imports: str = "", **options: object) -> RunningJob:
+    """Two ranks of a small script, which stand in step 3 until ``go`` is there."""
+    folder.mkdir(exist_ok=True)
+    (folder / "script.py").write_text(LIKE_ANY.format(imports=imports))
+    layout = Layout("any", "", nproc=2)
+    flags = [str(folder / "go")]
+    return RunningJob(folder / "run", layout, script=folder / "script.py", flags=flags, standby=0, **options)  # type: ignore[arg-type]
+
+
+def installed(folder: Path, **modules: str) -> dict[str, str]:
+    """The environment in which these modules are installed packages."""
+    place = folder / "base" / PACKAGES
+    place.mkdir(parents=True)
+    for name, text in modules.items():
+        (place / f"{name}.py").write_text(text)
+    return {"PYTHONUSERBASE": str(folder / "base"), "PYTHONPATH": f"{place}:{os.environ.get('PYTHONPATH', '')}"}
+
+
+def finish(job: RunningJob, folder: Path) -> Job:
+    (folder / "go").touch()
+    done = job.wait()
+    assert done.code == 0, done.explain()
+    check_clean(done)
+    return done
+
+
+# -- like a fresh interpreter -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [None, "2"], ids=["one thread", "two threads"])
+def test_a_forked_worker_finds_what_a_fresh_one_finds(threads: str | None, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(FACTS)
+    found = {}
+    for method in ("zygote", "spawn"):
+        job = run_job(
+            tmp_path / method,
+            Layout("facts", "", nproc=2),
+            script=tmp_path / "script.py",
+            flags=["--a", "b"],
+            standby=0,
+            options=["--start-method", method],
+            env={} if threads is None else {"OMP_NUM_THREADS": threads},
+        )
+        assert job.code == 0, job.explain()
+        check_clean(job)
+        text = logs(job)
+        same = re.findall(r"^same (.*)", text, re.MULTILINE)
+        assert len(same) == 2 * 14 and len(set(same)) == 14, job.explain()  # both ranks alike
+        found[method] = set(same)
+        values = re.findall(r"^differs (\d) (.*) (\S+)$", text, re.MULTILINE)
+        assert len(values) == 12 and len({value for _, _, value in values}) == 12, values
+        roles = re.findall(r"^started with (.*)", text, re.MULTILINE)
+        assert roles == ["--zygote" if method == "zygote" else "--worker"] * 2, roles
+    assert found["zygote"] == found["spawn"]
+
+
+def test_the_same_bits_as_with_new_interpreters(tmp_path: Path) -> None:
+    reference = run_job(tmp_path / "reference", DDP, steps=8, standby=0, options=["--start-method", "spawn"])
+    inject = ["rank=1,fault=sigkill,at=backward,step=3"]
+    job = run_job(tmp_path / "job", DDP, steps=8, standby=0, inject=inject)
+    check_same(job, reference)
+    check_recovered(job, {1})
+
+
+def test_variables_that_the_script_sets_are_there_when_a_library_asks_for_them(tmp_path: Path) -> None:
+    """Known ones in the zygote. A library that asks for another one is left to each rank, and so is, after a recovery,
+    a library that only a function imports."""
+    text = "import os\nSEEN = os.environ.get('{}', 'unset')\n"
+    env = installed(tmp_path, **{f"asks_{name}": text.format(name.upper()) for name in ("known", "own", "late")})
+    imports = """
+os.environ["KNOWN"] = "7"
+os.environ["OWN"] = "of" + os.environ["RANK"]
+import asks_known, asks_own
+def later():
+    os.environ["LATE"] = "same"
+    import asks_late
+    return asks_late
+print("seen", asks_known.SEEN, asks_own.SEEN, later().SEEN, flush=True)
+"""
+    job = any_job(tmp_path / "job", imports, env=env)
+    job.wait_for_step(2)
+    time.sleep(1)  # the zygote learns of the late one
+    job.kill(1)
+    job.wait_for("recovery_started")
+    done = finish(job, tmp_path / "job")
+    check_recovered(done, {1})
+    seen = re.findall(r"^seen (.*)", logs(done), re.MULTILINE)
+    assert sorted(seen) == ["7 of0 same", "7 of1 same", "7 of1 same"], done.explain()
+    ahead = logs(done, "zygote.log")
+    assert "asks_own not imported ahead" in ahead and "asks_known not imported" not in ahead, ahead
+
+
+# -- modules that are unfit -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("import threading, time\nthreading.Thread(target=time.sleep, args=(999,), daemon=True).start()\n", "a thread"),
+        ("import sys, types\nsys.modules['mpi4py'] = types.ModuleType('mpi4py')\n", "mpi4py: it initialises MPI"),
+        ("import os\nif '--zygote' in open('/proc/self/cmdline').read(): raise ValueError('half')\n", "in its middle"),
+    ],
+    ids=["thread", "known", "raises"],
+)
+def test_an_unfit_module_is_named_and_left_to_each_rank(module: str, said: str, tmp_path: Path) -> None:
+    env = installed(tmp_path, unfit=module, harmless="")
+    imports = "import harmless\ntry:\n    import unfit\nexcept ValueError:\n    pass\n"
+    job = any_job(tmp_path / "job", imports, env=env)
+    job.wait_for_step(2)
+    job.kill(1)
+    job.wait_for("recovery_started")
+    done = finish(job, tmp_path / "job")
+    check_recovered(done, {1})
+    (notice,) = {notice["text"] for notice in done.notices("zygote")}
+    assert notice.startswith("unfit is left to each process's own import") and said in notice, notice
+
+
+def test_packages_can_be_named_as_unfit(tmp_path: Path) -> None:
+    env = installed(tmp_path, unfit="", harmless="import unfit\n")
+    job = any_job(tmp_path / "job", "import harmless\n", env=env, config={"unforkable": ["unfit"]})
+    done = finish(job, tmp_path / "job")
+    (notice,) = {notice["text"] for notice in done.notices("zygote")}
+    assert notice.startswith("harmless is left to each process's own import: unfit: the setting"), notice
+
+
+# -- zygotes that die -------------------------------------------------------------------------------------
+
+
+def test_workers_outlive_every_zygote_and_ranks_are_still_replaced(tmp_path: Path) -> None:
+    job = any_job(tmp_path / "job")
+    job.wait_for_step(2)
+    before = job.ranks()
+    for zygote in zygotes(job):
+        zygote.kill()
+    time.sleep(0.5)
+    assert job.ranks() == before and all(psutil.pid_exists(pid) for pid in before.values())
+    job.kill(1)
+    job.wait_for("recovery_started")
+    done = finish(job, tmp_path / "job")
+    check_recovered(done, {1})
+    assert any("new interpreters" in notice["text"] for notice in done.notices("zygote")), done.explain()
+
+
+def test_another_zygote_is_grown_from_the_first_one(tmp_path: Path) -> None:
+    job = any_job(tmp_path / "job")
+    job.wait_for_step(2)
+    time.sleep(1)
+    first, *grown = sorted(zygotes(job), key=lambda p: p.create_time())
+    for zygote in grown:
+        zygote.kill()
+    deadline = time.monotonic() + 30
+    while not [p for p in zygotes(job) if p.pid != first.pid and p not in grown] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(3)
+    job.kill(1)
+    job.wait_for("recovery_started")
+    done = finish(job, tmp_path / "job")
+    check_recovered(done, {1})
+    assert "--zygote" in _command_of(done, 1), "forked again"
+
+
+def test_a_zygote_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
+    job = any_job(tmp_path / "job")
+    job.wait_for_step(2)
+    time.sleep(1)
+    for zygote in zygotes(job):
+        zygote.send_signal(signal.SIGSTOP)
+    job.kill(1)
+    job.wait_for("recovery_started")
+    done = finish(job, tmp_path / "job")
+    check_recovered(done, {1})
+    assert "--worker" in _command_of(done, 1), "a new interpreter"
+
+
+def test_what_a_dead_worker_leaves_behind_is_buried(tmp_path: Path) -> None:
+    """Its data loaders' processes become the launcher's children."""
+    imports = """
+import multiprocessing
+if os.environ["RANK"] == "1":
+    for _ in range(3):
+        multiprocessing.get_context("fork").Process(target=time.sleep, args=(999,), daemon=True).start()
+"""
+    job = any_job(tmp_path / "job", imports)
+    job.wait_for_step(2)
+    launcher = psutil.Process(job.popen.pid)
+    (victim,) = [p for p in launcher.children() if p.pid == job.ranks()[1]]
+    left = victim.children()
+    assert len(left) == 3
+    job.kill(1)
+    deadline = time.monotonic() + 10
+    while any(p.is_running() for p in left) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(p.is_running() for p in left), [p.status() for p in left]
+    finish(job, tmp_path / "job")
+
+
+def _command_of(job: Job, rank: int) -> str:
+    """How the newest process of this rank was started, as it has said at its end."""
+    newest = max((job.run_dir / "logs").glob(f"rank{rank}.gen*.log"), key=lambda path: path.stat().st_mtime)
+    (found,) = re.findall(r"^started with (.*)", newest.read_text(), re.MULTILINE)
+    return found

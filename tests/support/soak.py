@@ -58,10 +58,9 @@ class Watch:
         self._pids: set[int] = set()
         servers = [p for p in psutil.Process(job.popen.pid).children() if "store_server" in " ".join(p.cmdline())]
         (self._server,) = servers
-        environment = psutil.Process(next(iter(job.ranks().values()))).environ()
-        address = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        port = int(self._server.cmdline()[-2])
         self._overdue = Overdue()
-        self._store = TCPStore(*address, is_master=False, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 
     def look(self, recovery: int) -> None:
         """After the recovery of this number, when no rank is being replaced."""

@@ -238,7 +238,7 @@ class ControllerSession:
             self._stranger = False
             stub = rpc.ControllerStub(channel)
             request = pb.WhoRequest(promised=self._election.promised)
-            who = await stub.Who(request, timeout=ATTEMPT_S)
+            who: pb.WhoReply = await stub.Who(request, timeout=ATTEMPT_S)
             if not self._election.follows(who.term, known=self._controller in ("", who.incarnation)):
                 log.debug("the controller at %s, of term %d, is not the one to follow", self._address, who.term)
                 return

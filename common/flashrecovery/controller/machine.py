@@ -154,7 +154,6 @@ class Machine:
         record.place, record.pid, record.node, record.host = Place.STARTING, message.pid, node, host
         record.page_on = record.home
         record.joined_generation = self.job.generation
-        record.from_standby = message.standby
         record.capsules, record.early = tuple(message.capsules), frozenset(message.early)
         if not self.job.places[Place.EMPTY]:
             self._staffing.publish_rank_table()

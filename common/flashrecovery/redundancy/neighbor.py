@@ -58,10 +58,9 @@ class _Memory(IntEnum):
 
 @dataclass(frozen=True)
 class CopyHolding:
-    """One shard of rank ``owner`` that this rank holds whole at ``version``. ``nbytes`` of payload. ``early``: a
+    """One shard of another rank that this rank holds whole at ``version``. ``nbytes`` of payload. ``early``: a
     capsule that is not final."""
 
-    owner: int
     shard: str
     version: int
     nbytes: int
@@ -196,9 +195,9 @@ class NeighbourCopies:
             if slot.version < 0:
                 continue
             capsule = self._capsule_name(owner)
-            found[capsule, slot.version] = CopyHolding(owner, capsule, slot.version, len(slot.capsule), slot.early)
+            found[capsule, slot.version] = CopyHolding(capsule, slot.version, len(slot.capsule), slot.early)
             for name, nbytes in slot.layout.payload.items():
-                found[name, slot.version] = CopyHolding(owner, name, slot.version, nbytes)
+                found[name, slot.version] = CopyHolding(name, slot.version, nbytes)
         return sorted(found.values(), key=lambda h: (h.version, h.shard))
 
     def _newest_kept(self) -> int:

@@ -116,7 +116,7 @@ def install_loop(args: Any) -> None:
         ConfigError: a flag is wrong, or the script was not started by ``flashrecovery run``.
         UnsupportedError: Megatron-LM's functions are not those that we know; the difference is in the message.
     """
-    from fr_megatron.lm.loop import ProtectedLoop
+    from fr_megatron.lm.calls import ProtectedLoop
 
     training: Any = importlib.import_module(TRAINING)
     if hasattr(training, _INSTALLED):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from flashrecovery.adapter import ParamRecord, Shard, constant, faults, replicated
-from fr_megatron.optimizers import Names, Pair, is_distributed, members, record, weights
+from fr_megatron.optimizers import Names, SteppedPair, is_distributed, members, record, weights
 from fr_megatron.wrapper import FaultPoint, Wrapper
 
 
@@ -21,7 +21,7 @@ class Buckets(Wrapper):
         super().__init__(chunks)
         self._names = Names(chunks)
 
-    def stepped(self, pair: Pair) -> ParamRecord:
+    def stepped(self, pair: SteppedPair) -> ParamRecord:
         return record(pair, self._names)
 
     def kept(self, parameter: nn.Parameter) -> ParamRecord:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from flashrecovery.adapter import ParamRecord, ParamShard, Shard, constant, placed_on_mesh
-from fr_megatron.optimizers import Pair
+from fr_megatron.optimizers import SteppedPair
 
 FaultPoint = Callable[[Callable[[], None]], None]
 
@@ -33,7 +33,7 @@ class Wrapper(ABC):
         self._parameters = list(nn.ModuleList(chunks).parameters())  # now: Megatron-FSDP shows others during a step
 
     @abstractmethod
-    def stepped(self, pair: Pair) -> ParamRecord:
+    def stepped(self, pair: SteppedPair) -> ParamRecord:
         """What an optimizer steps on for a parameter, with its name and holders."""
 
     @abstractmethod
@@ -85,7 +85,7 @@ class OnMesh(Wrapper):
             for name, parameter in chunk.named_parameters()
         }
 
-    def stepped(self, pair: Pair) -> ParamRecord:
+    def stepped(self, pair: SteppedPair) -> ParamRecord:
         parameter, stepped = pair
         assert isinstance(parameter, DTensor)
         fqn = self._names[id(parameter)]

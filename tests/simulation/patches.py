@@ -272,7 +272,7 @@ def simulated() -> Iterator[None]:
         (grpc.aio, "insecure_channel", _channel),
         (grpc.aio, "server", _server),
         (receiver, "socket", _socket_module()),
-        (job, "place_of", lambda config: world().place_of(config)),
+        (job, "rendezvous_of", lambda config: world().rendezvous_of(config)),
         (job, "_moved_to", _moved_to),
         (job, "RunDir", _RunDir),
         (job, "EventLog", _EventLog),

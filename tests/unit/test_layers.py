@@ -169,6 +169,24 @@ def _declared() -> list[str]:
     return list(ast.literal_eval(names))
 
 
+STAND_INS = "fr_megatron.cpu"
+"""Named after what they stand for."""
+
+
+def test_no_two_classes_share_a_name() -> None:
+    """Public classes and types. The messages of the protocol are always written ``pb.Name``."""
+    found: dict[str, list[str]] = {}
+    for module, path in _modules().items():
+        if f"{module}.".startswith(f"{STAND_INS}.") or "_pb2" in module:
+            continue
+        for node in ast.parse(path.read_text()).body:
+            names = [ast.unparse(target) for target in node.targets] if isinstance(node, ast.Assign) else []
+            names = [node.name] if isinstance(node, ast.ClassDef) else names
+            for name in (n for n in names if n[0].isupper() and not n.isupper()):
+                found.setdefault(name, []).append(module)
+    assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
+
+
 SHARED_FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "adapter.py": dict.fromkeys(ADAPTERS, ("adapter_for",)),
     "support.py": {

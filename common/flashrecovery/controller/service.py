@@ -21,7 +21,7 @@ from flashrecovery.clock import lease_clock
 from flashrecovery.config import FaultSpec, RunConfig
 from flashrecovery.controller.batches import Batches
 from flashrecovery.controller.checkpoints import Checkpoints
-from flashrecovery.controller.connections import Connection, Connections
+from flashrecovery.controller.connections import AgentConnection, Connections
 from flashrecovery.controller.console import Console
 from flashrecovery.controller.drills import Drills
 from flashrecovery.controller.elector_set import ElectorSet
@@ -244,7 +244,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     # -- feeding the machine ----------------------------------------------------------------------
 
-    def greet(self, connection: Connection) -> pb.Command:
+    def greet(self, connection: AgentConnection) -> pb.Command:
         """The first word to an agent; what else it has to know follows."""
         node = connection.node
         if self._over_for_all() and connection.link.sent == 0:

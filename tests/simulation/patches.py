@@ -25,8 +25,8 @@ from flashrecovery.agent import agent as agent_module
 from flashrecovery.agent import hang, heartbeat, process_manager
 from flashrecovery.agent import session as agent_session
 from flashrecovery.agent.identity import Identity
+from flashrecovery.controller import actions, table_publisher
 from flashrecovery.controller import service as service_module
-from flashrecovery.controller import table_publisher
 from flashrecovery.heartbeat import receiver
 from tests.simulation.loop import PROCESS, current
 from tests.simulation.network import DatagramSocket
@@ -290,7 +290,7 @@ def simulated() -> Iterator[None]:
         (hang, "is_stopped", lambda pid: world().workers[pid].stopped),
         (Identity, "network_env", lambda self: {}),
         (heartbeat, "_CONFIRM_POLL_S", 0.02),
-        (service_module, "_keep_what_there_is", lambda: None),
+        (actions, "_keep_what_there_is", lambda: None),
         (table_publisher, "ThreadPoolExecutor", _NoThread),
     ]
     with ExitStack() as stack:

@@ -14,7 +14,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from flashrecovery.agent.backoff import Backoff
-from flashrecovery.heartbeat.wire import ANSWERED, BEAT, LIMIT, MAGIC, Header, Seal, Stream, pack_ranks, ticket_of
+from flashrecovery.heartbeat.wire import (
+    ANSWERED,
+    BEAT,
+    LIMIT,
+    MAGIC,
+    DatagramSeal,
+    Header,
+    Stream,
+    pack_ranks,
+    ticket_of,
+)
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 PERIOD_S = 0.25
@@ -40,7 +50,7 @@ class Beating:
     look: Callable[[], pb.Heartbeat]
     unanswered: Callable[[pb.Heartbeat], None]
     ticket: int = 0
-    seal: Seal | None = None
+    seal: DatagramSeal | None = None
     counter: int = 0
     answered_at: float = float("-inf")
     heard_at: float = float("-inf")
@@ -76,7 +86,7 @@ class Beats:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
             self._socket.connect((host, beat.port))
             asyncio.get_running_loop().add_reader(self._socket, self._read)
-        agent.ticket, agent.seal, agent.counter = beat.ticket, Seal("", beat.salt), 0
+        agent.ticket, agent.seal, agent.counter = beat.ticket, DatagramSeal("", beat.salt), 0
         self._by_ticket[beat.ticket] = agent
 
     async def run(self) -> None:

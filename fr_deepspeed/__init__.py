@@ -16,7 +16,8 @@ Under ``flashrecovery run`` this package wraps ``deepspeed.initialize`` as soon 
 ``flashrecovery run`` it does nothing but count steps.
 
 =================== ========================================================================================
-:mod:`.hook`        wraps ``deepspeed.initialize``, attaches ``engine.recovery``
+:mod:`.hook`        wraps ``deepspeed.initialize``
+:mod:`.attach`      gives an engine its ``recovery``
 :mod:`.config`      the ``flash_recovery`` block
 :mod:`.patches`     what is changed inside DeepSpeed at run time
 :mod:`.support`     which versions and settings are supported; everything else is refused at start, by name
@@ -25,10 +26,13 @@ Under ``flashrecovery run`` this package wraps ``deepspeed.initialize`` as soon 
 :mod:`.calls`       the pipeline engine's ``train_batch`` and ``eval_batch``, protected in the script's own loop
 :mod:`.checkpoint`  the fallback checkpoint in DeepSpeed's own format
 :mod:`.pipeline`    the pipeline engine's schedule
-:mod:`.experts`     mixture of experts: who holds what
+:mod:`.layout`      which ranks hold a parameter, an expert's or another one; how a partition is named
+:mod:`.experts`     mixture of experts: what is refused, and what an interrupted step leaves
+:mod:`.backward`    what an interrupted backward pass leaves behind (ZeRO 1 to 3)
 :mod:`.offload`     the optimizer on the CPU
 :mod:`.beta_powers` what DeepSpeed's Adam keeps in C++ on the CPU
-:mod:`.activation`  activation checkpointing: buffers, tracked random streams
+:mod:`.activation`  activation checkpointing: what an interrupted pass leaves in its buffers
+:mod:`.random`      the tracked random streams
 :mod:`.stage0`      ZeRO-0: replicated parameters, fp32 or with fp32 masters
 :mod:`.stage12`     ZeRO-1 and 2: flat partitions
 :mod:`.stage3`      ZeRO-3: per-parameter slices
@@ -38,7 +42,8 @@ Under ``flashrecovery run`` this package wraps ``deepspeed.initialize`` as soon 
 from __future__ import annotations
 
 from flashrecovery import import_hooks
-from fr_deepspeed.hook import attach, install
+from fr_deepspeed.attach import attach
+from fr_deepspeed.hook import install
 
 __all__ = ["attach"]
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
 from torch.optim import Optimizer
 
-from flashrecovery.adapter import world_size
 from flashrecovery.errors import UnsupportedError
 from fr_deepspeed.engine import EngineAdapter
 from fr_deepspeed.stage0 import MasterWeightsAdapter, PlainEngineAdapter
 from fr_deepspeed.stage3 import Stage3Adapter
 from fr_deepspeed.stage12 import Stage12Adapter
-from fr_deepspeed.support import check_engine, check_version
+from fr_deepspeed.support import check, check_param_groups, check_version
 
 
 def adapter_for(engine: Any) -> EngineAdapter:
@@ -28,8 +26,8 @@ def adapter_for(engine: Any) -> EngineAdapter:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     check_version(deepspeed.__version__)
-    check_engine(engine)
-    _check_groups(engine)
+    check(engine)
+    check_param_groups(engine)
     kind = type(engine.optimizer)
     known: dict[type, type[EngineAdapter]] = {
         FP16_UnfusedOptimizer: MasterWeightsAdapter,
@@ -41,17 +39,3 @@ def adapter_for(engine: Any) -> EngineAdapter:
     if isinstance(engine.optimizer, Optimizer) and engine.optimizer is engine.basic_optimizer:
         return PlainEngineAdapter(engine, engine.optimizer)
     raise UnsupportedError(f"flash_recovery does not support: the optimizer wrapper {kind.__name__}")
-
-
-def _check_groups(engine: Any) -> None:
-    """Hyper-parameters are restored from any rank, so all have to have the same number of groups. Stages need not:
-    DeepSpeed drops a group of which a stage has no parameter. Raises UnsupportedError."""
-    if not engine.pipeline_parallelism:
-        return
-    counts: list[int] = [0] * world_size()
-    dist.all_gather_object(counts, len(engine.basic_optimizer.param_groups))
-    if len(set(counts)) > 1:
-        raise UnsupportedError(
-            f"flash_recovery does not support: pipeline stages with different parameter groups ({counts} on ranks 0 to "
-            f"{len(counts) - 1}); give every stage parameters of each group"
-        )

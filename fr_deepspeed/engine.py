@@ -35,15 +35,18 @@ from flashrecovery.adapter import (
     constant,
     faults,
     owners_of,
+    plain_fields,
     replicated,
     world_size,
 )
-from fr_deepspeed.activation import capture_tracker, reset_checkpointing, restore_tracker
+from fr_deepspeed.activation import reset_checkpointing
 from fr_deepspeed.beta_powers import beta_powers
 from fr_deepspeed.checkpoint import EngineCheckpoint
-from fr_deepspeed.experts import ranks_of, reset_experts
+from fr_deepspeed.experts import reset_experts
+from fr_deepspeed.layout import ranks_of
 from fr_deepspeed.offload import offloads
 from fr_deepspeed.pipeline import capture_pipeline, reset_schedule, restore_pipeline
+from fr_deepspeed.random import capture_tracker, restore_tracker
 
 _COUNTERS = (
     "global_steps",
@@ -56,7 +59,6 @@ _COUNTERS = (
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """Of the engine's config; ``engine.set_train_batch_size`` and ``set_train_micro_batch_size`` change it. (Between
 two calls of a pipeline the script does it in a replacement, too.)"""
-_PLAIN = (bool, int, float, type(None))
 
 
 class EngineAdapter(TorchAdapter):
@@ -181,7 +183,7 @@ class EngineAdapter(TorchAdapter):
             **super().capture_common(),
             "counters": {name: getattr(engine, name) for name in _COUNTERS},
             "batch": {} if engine.pipeline_parallelism else {n: getattr(engine._config, n) for n in _BATCH},
-            "scaler": {k: v for k, v in vars(self._scaler()).items() if isinstance(v, _PLAIN)},
+            "scaler": plain_fields(self._scaler()),
             # DeepSpeed's schedulers do not keep it in their state, and refuse to say it before their first step.
             "last_lr": getattr(engine.lr_scheduler, "_last_lr", None),
             "pipeline": capture_pipeline(engine) if engine.pipeline_parallelism else {},

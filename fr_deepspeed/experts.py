@@ -1,27 +1,9 @@
-"""Mixture of experts: each rank of an expert-parallel group holds other experts, under equal names.
-
-An expert is replicated (ZeRO-0) or partitioned (ZeRO-1 and 2) over its expert-data-parallel group only, and so say the
-names and holders of its shards; all other parameters live on all data-parallel ranks.
-"""
+"""Mixture of experts: what is refused, and what an interrupted step leaves. Who holds which expert: :mod:`.layout`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
-
-
-def ranks_of(engine: Any, parameter: torch.Tensor) -> Sequence[int]:
-    """The global ranks over which DeepSpeed averages the gradient of ``parameter``: they hold it, or its partitions."""
-    import torch.distributed as dist
-    from deepspeed.moe.utils import is_moe_param
-
-    group = engine.data_parallel_group
-    if is_moe_param(parameter):
-        group = engine.expert_data_parallel_group[parameter.group_name]  # type: ignore[attr-defined]
-    return dist.get_process_group_ranks(group)
+from collections.abc import Iterator
+from typing import Any
 
 
 def unsupported(engine: Any) -> Iterator[str]:

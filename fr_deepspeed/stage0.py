@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from flashrecovery.adapter import ParamRecord, constant, replicated
 from fr_deepspeed.engine import EngineAdapter
-from fr_deepspeed.experts import ranks_of
+from fr_deepspeed.layout import ranks_of
 
 
 class PlainEngineAdapter(EngineAdapter):

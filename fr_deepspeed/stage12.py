@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from flashrecovery.adapter import FixedShard, Method, ParamRecord, ParamShard, Shard, world_size
+from fr_deepspeed.backward import reset_backward_hooks
 from fr_deepspeed.engine import EngineAdapter
+from fr_deepspeed.layout import partition_record
 from fr_deepspeed.offload import check_gradients, reset_accumulation
-from fr_deepspeed.partitions import partition_record, reset_backward_hooks
 
 _NO_MICRO_STEP = -1
 """``micro_step_id`` between two steps (deepspeed's INITIAL_MICRO_STEP_ID)."""

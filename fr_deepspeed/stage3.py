@@ -16,8 +16,9 @@ from torch import nn
 
 from flashrecovery.adapter import FixedShard, Method, ParamRecord, ParamShard, Shard, global_rank
 from flashrecovery.errors import UnsupportedError
+from fr_deepspeed.backward import reset_backward_hooks
 from fr_deepspeed.engine import EngineAdapter
-from fr_deepspeed.partitions import partition_record, reset_backward_hooks
+from fr_deepspeed.layout import partition_record
 
 _PRIVATE = "_PartitionedParameterCoordinator__"
 """Prefix of the coordinator's name-mangled attributes."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed as dist
+
+from flashrecovery.adapter import world_size
 from flashrecovery.errors import UnsupportedError
 from fr_deepspeed import experts, offload
 
@@ -27,11 +30,25 @@ def check_version(version: str) -> None:
         )
 
 
-def check_engine(engine: Any) -> None:
+def check(engine: Any) -> None:
     """Raises UnsupportedError that lists every setting of ``engine`` that cannot be protected."""
     found = list(_unsupported(engine))
     if found:
         raise UnsupportedError("flash_recovery does not support: " + "; ".join(found))
+
+
+def check_param_groups(engine: Any) -> None:
+    """Hyper-parameters are restored from any rank, so all have to have the same number of groups. Stages need not:
+    DeepSpeed drops a group of which a stage has no parameter. Raises UnsupportedError."""
+    if not engine.pipeline_parallelism:
+        return
+    counts: list[int] = [0] * world_size()
+    dist.all_gather_object(counts, len(engine.basic_optimizer.param_groups))
+    if len(set(counts)) > 1:
+        raise UnsupportedError(
+            f"flash_recovery does not support: pipeline stages with different parameter groups ({counts} on ranks 0 to "
+            f"{len(counts) - 1}); give every stage parameters of each group"
+        )
 
 
 def _unsupported(engine: Any) -> Iterator[str]:

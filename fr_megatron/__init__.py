@@ -14,11 +14,11 @@ With megatron-core and a loop of one's own, in two lines::
 :mod:`.support`         which versions and settings are supported; everything else is refused at start, by name
 :mod:`.layout`          Megatron's process groups as holders of shards
 :mod:`.optimizers`      what the optimizers step on, and who holds it
-:mod:`.adapter`         the moments of a step, reset, capture, restore
-:mod:`.wrappers`        the classes around model chunks: who has what, what a step leaves; the first of three
-:mod:`.buckets`         what an interrupted step leaves in the gradient buckets
-:mod:`.torch_fsdp2`     the second: TorchFullyShardedDataParallel
-:mod:`.megatron_fsdp`   the third: FullyShardedDataParallel
+:mod:`.adapter`         the moments of a step, reset, capture, restore; ``adapter_for`` makes it
+:mod:`.wrapper`         what the class around the model chunks decides; one file each:
+:mod:`.buckets`         DistributedDataParallel
+:mod:`.fsdp2`           TorchFullyShardedDataParallel
+:mod:`.megatron_fsdp`   FullyShardedDataParallel
 :mod:`.random`          the tracked random streams
 :mod:`.own_loop`        what a script's own loop uses besides
 :mod:`.trackers`        what layers sum up for the log

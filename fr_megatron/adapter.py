@@ -30,22 +30,36 @@ from flashrecovery.adapter import (
     StepHooks,
     TorchAdapter,
     owners_of,
+    plain_fields,
 )
-from fr_megatron.buckets import forget_answers
+from fr_megatron.buckets import Buckets, forget_answers
 from fr_megatron.checkpoint import MegatronCheckpoint
+from fr_megatron.fsdp2 import TorchFSDP2
 from fr_megatron.megatron_fsdp import MegatronFSDP
 from fr_megatron.optimizers import inner_optimizers, pairs, scalers, torch_optimizers
-from fr_megatron.own_loop import OwnLoop, plain_fields
+from fr_megatron.own_loop import OwnLoop
 from fr_megatron.random import capture_tracker, restore_tracker
-from fr_megatron.torch_fsdp2 import TorchFSDP2
-from fr_megatron.wrappers import Buckets, Wrapper
+from fr_megatron.support import check
+from fr_megatron.wrapper import Wrapper
+
+
+def adapter_for(
+    chunks: Sequence[Any], optimizer: Any, scheduler: Any = None, loop: OwnLoop | None = None
+) -> MegatronAdapter:
+    """The adapter for the arguments of :class:`MegatronAdapter`.
+
+    Raises:
+        UnsupportedError: a setting or wrapper that cannot be protected, by name.
+    """
+    check(chunks, optimizer)
+    return MegatronAdapter(chunks, optimizer, scheduler, loop)
 
 
 class MegatronAdapter(TorchAdapter):
     """Protects the model chunks of this rank (several with a virtual pipeline) and their optimizer.
 
     Args:
-        chunks: each in a wrapper of ``megatron.core.distributed`` (see :mod:`.wrappers`).
+        chunks: each in a wrapper of ``megatron.core.distributed`` (see :mod:`.wrapper`).
         optimizer: of ``get_megatron_optimizer``.
         scheduler: an ``OptimizerParamScheduler``, or None.
         loop: what a script with a loop of its own uses; None for Megatron-LM's.

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from flashrecovery import Recovery, init
 from flashrecovery.adapter import check_equal
-from fr_megatron.support import check, check_version
+from fr_megatron.support import check_version
 
 
 def attach(model: Any, optimizer: Any, scheduler: Any = None, **settings: Any) -> Recovery:
@@ -40,13 +40,12 @@ def attach(model: Any, optimizer: Any, scheduler: Any = None, **settings: Any) -
         return recovery
     import megatron.core
 
-    from fr_megatron.adapter import MegatronAdapter
+    from fr_megatron.adapter import adapter_for
     from fr_megatron.own_loop import OwnLoop
 
     check_version(megatron.core.__version__)
     _check_equal(chunks, optimizer, settings)
-    check(chunks, optimizer)
-    recovery.register_adapter(MegatronAdapter(chunks, optimizer, scheduler, OwnLoop(chunks)))
+    recovery.register_adapter(adapter_for(chunks, optimizer, scheduler, OwnLoop(chunks)))
     return recovery
 
 

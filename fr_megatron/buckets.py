@@ -1,4 +1,4 @@
-"""Megatron's DistributedDataParallel: what an interrupted step leaves half-finished in its buckets."""
+"""``DistributedDataParallel``: whole parameters on every data-parallel rank, gradients reduced in buckets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,41 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any
 
-from fr_megatron.optimizers import members
+from torch import nn
+from torch.optim import Optimizer
+
+from flashrecovery.adapter import ParamRecord, Shard, constant, faults, replicated
+from fr_megatron.optimizers import Names, SteppedPair, is_distributed, members, record, weights
+from fr_megatron.wrapper import FaultPoint, Wrapper
+
+
+class Buckets(Wrapper):
+    """``DistributedDataParallel``, with and without the distributed optimizer."""
+
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        super().__init__(chunks)
+        self._names = Names(chunks)
+
+    def stepped(self, pair: SteppedPair) -> ParamRecord:
+        return record(pair, self._names)
+
+    def kept(self, parameter: nn.Parameter) -> ParamRecord:
+        fqn, where = self._names[parameter]
+        return ParamRecord(fqn, *replicated(fqn, where.replicas), constant(parameter))
+
+    def weights(self) -> Iterator[Shard]:
+        return weights(self.chunks)
+
+    def before_reduction(self, callback: Callable[[], None]) -> bool:
+        return call_before_reduction(self.chunks, callback)
+
+    def reset(self, inner: Sequence[Any]) -> None:
+        reset_buckets(self.chunks, inner)
+
+    def gathering(self, inner: Sequence[Any], optimizer: Optimizer) -> FaultPoint | None:
+        if not any(is_distributed(each) for each in inner):
+            return None
+        return lambda callback: faults.before_gather_operation(optimizer, callback)
 
 
 def bucket_groups(chunks: Sequence[Any], inner_optimizers: Sequence[Any]) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from flashrecovery.finding import Finding, Level
 from flashrecovery.versions import Bound, version_of
 from fr_megatron import stand_ins
 from fr_megatron.lm import hooks
-from fr_megatron.lm.hooks import Hook
+from fr_megatron.lm.hooks import ReplacedFunction
 from fr_megatron.support import release_of, supported_text
 
 _VERSION = ("MAJOR", "MINOR", "PATCH")
@@ -103,7 +103,7 @@ def differences(release: Bound, places: list[Path]) -> list[str]:
     return wrong
 
 
-def _parameters(hook: Hook, module: ast.Module) -> tuple[str, ...] | None:
+def _parameters(hook: ReplacedFunction, module: ast.Module) -> tuple[str, ...] | None:
     body: list[ast.stmt] = module.body
     *classes, function = hook.name.split(".")
     for name in classes:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class Place:
+class Holders:
     """Where a parameter's copies, and the parts of its optimizer state, live. All ranks are global.
 
     Attributes:
@@ -48,15 +48,15 @@ def is_expert(parameter: torch.Tensor) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
-def place(chunk: Any, *, expert: bool) -> Place:
+def holders(chunk: Any, *, expert: bool) -> Holders:
     """Of the dense or the expert parameters of ``chunk``, a model chunk in Megatron's DistributedDataParallel."""
     replicas = _ranks(chunk.expt_dp_group if expert else chunk.dp_cp_group)
     if not chunk.ddp_config.use_distributed_optimizer:
-        return Place(replicas, 0, 1, replicas)
+        return Holders(replicas, 0, 1, replicas)
     within = chunk.intra_expt_dp_group if expert else chunk.intra_dp_cp_group
     several = chunk.ddp_config.num_distributed_optimizer_instances > 1
     owners = _ranks(chunk.inter_dist_opt_group) if several else (dist.get_rank(),)
-    return Place(replicas, dist.get_rank(within), dist.get_world_size(within), owners)
+    return Holders(replicas, dist.get_rank(within), dist.get_world_size(within), owners)
 
 
 def _ranks(group: Any) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from flashrecovery.adapter import faults
-from fr_megatron.wrappers import FaultPoint, OnMesh
+from fr_megatron.wrapper import FaultPoint, OnMesh
 
 STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
 """Of ``data_parallel_sharding_strategy``. With ``no_shard``, megatron-core 0.16 skips the gradient reduction of every

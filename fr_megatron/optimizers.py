@@ -18,9 +18,9 @@ import torch
 from torch.optim import Optimizer
 
 from flashrecovery.adapter import FixedShard, ParamRecord, constant, replicated, world_size
-from fr_megatron.layout import Place, is_expert, place
+from fr_megatron.layout import Holders, holders, is_expert
 
-Pair = tuple[torch.nn.Parameter, torch.nn.Parameter]
+SteppedPair = tuple[torch.nn.Parameter, torch.nn.Parameter]
 
 
 def members(optimizer: Any) -> Sequence[Any]:
@@ -43,7 +43,7 @@ def is_distributed(inner: Any) -> bool:
     return hasattr(inner, "shard_fp32_groups")
 
 
-def pairs(inner: Any) -> Iterator[Pair]:
+def pairs(inner: Any) -> Iterator[SteppedPair]:
     """(model parameter, what is stepped on) of one of Megatron's optimizers."""
     if is_distributed(inner):
         yield from _zipped(inner.model_fp32_groups, inner.shard_fp32_groups)
@@ -56,7 +56,7 @@ def pairs(inner: Any) -> Iterator[Pair]:
             yield parameter, parameter
 
 
-def _zipped(models: Sequence[Any], mains: Sequence[Any]) -> Iterator[Pair]:
+def _zipped(models: Sequence[Any], mains: Sequence[Any]) -> Iterator[SteppedPair]:
     for model_group, main_group in zip(models, mains, strict=True):
         yield from zip(model_group, main_group, strict=True)
 
@@ -65,17 +65,17 @@ class Names:
     """The fully qualified names of all parameters of the chunks (``0.module.decoder...``), and their places."""
 
     def __init__(self, chunks: Sequence[Any]) -> None:
-        self._known: dict[int, tuple[str, Place]] = {}
+        self._known: dict[int, tuple[str, Holders]] = {}
         for index, chunk in enumerate(chunks):
-            places = {expert: place(chunk, expert=expert) for expert in (False, True)}
+            places = {expert: holders(chunk, expert=expert) for expert in (False, True)}
             for name, parameter in chunk.named_parameters():
                 self._known.setdefault(id(parameter), (f"{index}.{name}", places[is_expert(parameter)]))
 
-    def __getitem__(self, parameter: torch.Tensor) -> tuple[str, Place]:
+    def __getitem__(self, parameter: torch.Tensor) -> tuple[str, Holders]:
         return self._known[id(parameter)]
 
 
-def record(pair: Pair, names: Names) -> ParamRecord:
+def record(pair: SteppedPair, names: Names) -> ParamRecord:
     """What is stepped on, with its name and holders. A part is ``param/<name>#part=1/4``, or with ``,group=2`` where
     the ranks that share the parameter are not the world (and 2 is the lowest)."""
     model, main = pair
@@ -96,13 +96,13 @@ def weights(chunks: Sequence[Any]) -> Iterator[FixedShard]:
         if not config.use_distributed_optimizer or config.overlap_param_gather:
             continue
         for kind, buffers in (("dense", chunk.buffers), ("expert", chunk.expert_parallel_buffers)):
-            where = place(chunk, expert=kind == "expert")
+            where = holders(chunk, expert=kind == "expert")
             for number, buffer in enumerate(buffers):
                 name = "#".join([f"weights/{index}.{kind}.{number}", *_group(where)])
                 yield FixedShard(name, where.replicas, buffer.param_data)
 
 
-def _group(where: Place) -> list[str]:
+def _group(where: Holders) -> list[str]:
     """What tells columns apart; nothing if there is one."""
     return [] if len(where.replicas) == world_size() else [f"group={where.replicas[0]}"]
 

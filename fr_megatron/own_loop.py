@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flashrecovery.adapter import plain_fields
 from fr_megatron import trackers
-
-_PLAIN = (bool, int, float, str, type(None))
 
 
 class OwnLoop:
@@ -56,11 +55,6 @@ class OwnLoop:
 
 class _NoCalculator:
     """Stands where the script has none."""
-
-
-def plain_fields(thing: Any) -> dict[str, Any]:
-    """The attributes of ``thing`` that are plain values."""
-    return {name: value for name, value in vars(thing).items() if isinstance(value, _PLAIN)}
 
 
 def _calculator() -> Any:

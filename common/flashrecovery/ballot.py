@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 import grpc
 
 from flashrecovery.access import Access, agent_at
@@ -12,6 +14,8 @@ from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 
 VOTE_S = 0.3
 """For the electors' answers."""
+
+AskElector = Callable[[Elector, pb.VoteRequest], Awaitable[pb.VoteReply]]
 
 
 async def ask_elector(elector: Elector, request: pb.VoteRequest, access: Access) -> pb.VoteReply:

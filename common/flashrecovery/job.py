@@ -41,7 +41,7 @@ log = logging.getLogger("flashrecovery")
 
 
 @dataclass(frozen=True)
-class Place:
+class Rendezvous:
     """Where the controller listens, the address of this node, and what it takes to belong to the job."""
 
     controller: str
@@ -51,38 +51,42 @@ class Place:
     embeds: bool
 
 
-def place_of(config: RunConfig) -> Place:
+def rendezvous_of(config: RunConfig) -> Rendezvous:
     """From the configuration. Raises ConfigError."""
     if config.controller is None:
-        return Place(LOOPBACK, 0, LOOPBACK, Access(new_token()), True)
+        return Rendezvous(LOOPBACK, 0, LOOPBACK, Access(new_token()), True)
     host, port = split_address(config.controller, "--controller")
     address = resolve(host, "--controller")
     access = Access(job_token(config.token_file, host=address))
     here = config.node_address or address_towards(address, port)
     # Where something listens already, it is a controller of its own, or that of an agent on the same host.
     embeds = config.embed_controller and not config.spare and is_here(address) and is_free(address, port)
-    return Place(address, port, here, access, embeds)
+    return Rendezvous(address, port, here, access, embeds)
 
 
-def with_tls(place: Place, config: RunConfig, path: Path) -> Place:
-    """The same place, with certificates if these are configured. ``path``: the run directory. Raises ConfigError."""
-    found = tls.made(path / "tls", (place.here, "localhost")) if config.tls.auto else tls.given(config.tls, place.here)
-    return place if found is None else replace(place, access=replace(place.access, tls=found))
+def with_tls(rendezvous: Rendezvous, config: RunConfig, path: Path) -> Rendezvous:
+    """The same, with certificates if these are configured. ``path``: the run directory. Raises ConfigError."""
+    found = (
+        tls.made(path / "tls", (rendezvous.here, "localhost"))
+        if config.tls.auto
+        else tls.given(config.tls, rendezvous.here)
+    )
+    return rendezvous if found is None else replace(rendezvous, access=replace(rendezvous.access, tls=found))
 
 
-async def _moved_to(path: Path, place: Place) -> Place | None:
+async def _moved_to(path: Path, rendezvous: Rendezvous) -> Rendezvous | None:
     """Where the running job's controller is now, if another node was elected while this one was away.
 
     Only a node that shares the run directory learns of it; others are given the new ``--controller``.
     """
     for directory in (*sorted(path.glob("term*"), reverse=True), path):
         found = RunFiles(directory).controller()
-        if found is None or found["address"] == f"{place.controller}:{place.port}":
+        if found is None or found["address"] == f"{rendezvous.controller}:{rendezvous.port}":
             continue
-        if await answers(found["address"], place.access):
+        if await answers(found["address"], rendezvous.access):
             log.warning("the job's controller is at %s now", found["address"])
             host, port = split_address(found["address"], str(directory / "controller.json"))
-            return replace(place, controller=host, port=port, embeds=False)
+            return replace(rendezvous, controller=host, port=port, embeds=False)
     return None
 
 
@@ -96,22 +100,22 @@ async def run_job(config: RunConfig, command: list[str], path: Path) -> tuple[in
         ConfigError: an address or a directory cannot be used, no controller is found, or a trace is asked for and its
             library is missing.
     """
-    place = with_tls(place_of(config), config, path)
-    if config.several_nodes and (moved := await _moved_to(path, place)) is not None:
-        place = moved
+    rendezvous = with_tls(rendezvous_of(config), config, path)
+    if config.several_nodes and (moved := await _moved_to(path, rendezvous)) is not None:
+        rendezvous = moved
     async with AsyncExitStack() as stack:
         # The only node's store is for nobody else, also where others could reach the controller's address.
-        identity = Identity.of(config, place.here if config.several_nodes else LOOPBACK)
+        identity = Identity.of(config, rendezvous.here if config.several_nodes else LOOPBACK)
         own = path / "nodes" / identity.name if config.several_nodes else path
         agents_dir = stack.enter_context(closing(RunDir(own)))
-        agent, peers = await stack.enter_async_context(_agent(config, command, agents_dir, identity, place.access))
-        lead = Leadership(config, place, path, agents_dir, agent)
+        agent, peers = await stack.enter_async_context(_agent(config, command, agents_dir, identity, rendezvous.access))
+        lead = Leadership(config, rendezvous, path, agents_dir, agent)
         stack.push_async_callback(lead.end)
-        address = await lead.begin() if place.embeds else f"{place.controller}:{place.port}"
-        if not place.embeds:
+        address = await lead.begin() if rendezvous.embeds else f"{rendezvous.controller}:{rendezvous.port}"
+        if not rendezvous.embeds:
             await lead.only_follow()
         limits = config.timeouts
-        session = ControllerSession(address, place.access, agent, peers, limits, lead.elected, lead.leave)
+        session = ControllerSession(address, rendezvous.access, agent, peers, limits, lead.elected, lead.leave)
         if config.several_nodes:
             await stack.enter_async_context(lead.looking_elsewhere(session))
         reason = await session.run()
@@ -123,9 +127,9 @@ async def run_job(config: RunConfig, command: list[str], path: Path) -> tuple[in
 
 async def run_controller(config: RunConfig, path: Path) -> tuple[int, str]:
     """Only the controller, to the job's end. Returns as :func:`run_job`."""
-    place = with_tls(place_of(config), config, path)
+    rendezvous = with_tls(rendezvous_of(config), config, path)
     with closing(RunDir(path)) as run_dir:
-        async with controller(config, place, run_dir, None, Quorum("")) as (service, _):
+        async with controller(config, rendezvous, run_dir, None, Quorum("")) as (service, _):
             _on_signals(service.request_stop)
             await service.over.wait()
             await service.dismissed(_DISMISS_S)
@@ -139,16 +143,16 @@ def _outcome(service: ControllerService, reason: str | None) -> tuple[int, str]:
 
 @asynccontextmanager
 async def controller(
-    config: RunConfig, place: Place, run_dir: RunDir, agent: Agent | None, quorum: Quorum
+    config: RunConfig, rendezvous: Rendezvous, run_dir: RunDir, agent: Agent | None, quorum: Quorum
 ) -> AsyncIterator[tuple[ControllerService, str]]:
     """The controller, and where it listens (HOST:PORT). ``agent``: that of the same process."""
     with closing(EventLog(run_dir.events_path)) as events:
-        service = ControllerService(config, place.access, events, run_dir, quorum)
+        service = ControllerService(config, rendezvous.access, events, run_dir, quorum)
         async with observed(config, run_dir, agent, service, events) as url:
             try:
-                port = await service.start(place.controller, place.port)
-                address = f"{place.controller}:{port}"
-                known = place.access
+                port = await service.start(rendezvous.controller, rendezvous.port)
+                address = f"{rendezvous.controller}:{port}"
+                known = rendezvous.access
                 ca, name = (known.tls.ca.decode(), known.tls.name) if known.tls is not None else ("", "")
                 run_dir.write_controller(address, os.getpid(), known.token, url, ca, name)
                 yield service, address
@@ -159,9 +163,9 @@ async def controller(
 class Leadership:
     """The controller in an agent's process: there from the beginning, or since this node was elected."""
 
-    def __init__(self, config: RunConfig, place: Place, path: Path, agents_dir: RunDir, agent: Agent) -> None:
+    def __init__(self, config: RunConfig, rendezvous: Rendezvous, path: Path, agents_dir: RunDir, agent: Agent) -> None:
         self._config = config
-        self._place = place
+        self._rendezvous = rendezvous
         self._path = path
         self._agents_dir = agents_dir
         self._agent = agent
@@ -170,7 +174,7 @@ class Leadership:
 
     async def begin(self) -> str:
         """As the job's first one. Returns where it listens."""
-        address = await self._start(self._place, self._path, Quorum(self._agent.node))
+        address = await self._start(self._rendezvous, self._path, Quorum(self._agent.node))
         assert self.service is not None
         for spec in self._config.inject:
             self.service.arm(spec)
@@ -202,7 +206,7 @@ class Leadership:
             await asyncio.sleep(_ELSEWHERE_S)
             if not self._waits(session):
                 continue
-            moved = await _moved_to(self._path, self._place)
+            moved = await _moved_to(self._path, self._rendezvous)
             if moved is None or not self._waits(session) or not session.join(f"{moved.controller}:{moved.port}"):
                 continue
             if self.service is not None:
@@ -221,7 +225,7 @@ class Leadership:
         It writes into the directory of the controller before, unless that one, cut off, still holds it.
         """
         await self.leave()
-        here = replace(self._place, controller=self._place.here, port=0)
+        here = replace(self._rendezvous, controller=self._rendezvous.here, port=0)
         until = lease_clock() + _GATHER_S
         quorum = Quorum.elected(self._agent.node, term, election.electors, election.before, until)
         try:
@@ -235,10 +239,10 @@ class Leadership:
         self._leave_on_signals()
         return address
 
-    async def _start(self, place: Place, path: Path, quorum: Quorum) -> str:
+    async def _start(self, rendezvous: Rendezvous, path: Path, quorum: Quorum) -> str:
         same = path == self._agents_dir.path
         run_dir = self._agents_dir if same else self._stack.enter_context(closing(RunDir(path)))
-        started = controller(self._config, place, run_dir, self._agent, quorum)
+        started = controller(self._config, rendezvous, run_dir, self._agent, quorum)
         self.service, address = await self._stack.enter_async_context(started)
         return address
 

@@ -13,6 +13,6 @@ it that communicates becomes one call of the core (:mod:`flashrecovery.worker.ca
 ``barrier``         timers that start with a barrier, and ``print_datetime``
 ==================  ===============================================================================================
 
-:mod:`.hooks` is the table of what is replaced, :mod:`.arguments` the flags, :mod:`.loop` the calls, :mod:`.state` what
+:mod:`.hooks` is the table of what is replaced, :mod:`.arguments` the flags, :mod:`.calls` the calls, :mod:`.state` what
 the loop itself keeps, :mod:`.data` the loaders.
 """

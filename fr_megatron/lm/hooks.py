@@ -30,7 +30,7 @@ _REQUIRED = "__flashrecovery_required__"
 
 
 @dataclass(frozen=True)
-class Hook:
+class ReplacedFunction:
     """One function that is replaced.
 
     Attributes:
@@ -49,39 +49,43 @@ class Hook:
         return self.other.get(release, self.parameters)
 
 
-PARSE_ARGS = Hook(ARGUMENTS, "parse_args", ("extra_args_provider", "ignore_unknown_args"))
-TIMER_START = Hook(TIMERS, "Timer.start", ("self", "barrier"))
+PARSE_ARGS = ReplacedFunction(ARGUMENTS, "parse_args", ("extra_args_provider", "ignore_unknown_args"))
+TIMER_START = ReplacedFunction(TIMERS, "Timer.start", ("self", "barrier"))
 LOOP = (
-    Hook(PARALLEL, "initialize_model_parallel", ("tensor_model_parallel_size", "pipeline_model_parallel_size")),
-    Hook(
+    ReplacedFunction(
+        PARALLEL, "initialize_model_parallel", ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    ),
+    ReplacedFunction(
         TRAINING,
         "setup_model_and_optimizer",
         ("model_provider_func", "model_type"),
         {CORE_0_20: ("model_type", "model_provider_func")},
     ),
-    Hook(TRAINING, "build_train_valid_test_data_loaders", ("build_train_valid_test_datasets_provider",)),
-    Hook(TRAINING, "train", ("forward_step_func", "model", "optimizer", "opt_param_scheduler")),
-    Hook(TRAINING, "train_step", ("forward_step_func", "data_iterator", "model", "optimizer")),
-    Hook(
+    ReplacedFunction(TRAINING, "build_train_valid_test_data_loaders", ("build_train_valid_test_datasets_provider",)),
+    ReplacedFunction(TRAINING, "train", ("forward_step_func", "model", "optimizer", "opt_param_scheduler")),
+    ReplacedFunction(TRAINING, "train_step", ("forward_step_func", "data_iterator", "model", "optimizer")),
+    ReplacedFunction(
         TRAINING,
         "training_log",
         ("loss_dict", "total_loss_dict", "learning_rate", "iteration", "loss_scale", "report_memory_flag"),
     ),
-    Hook(TRAINING, "evaluate_and_print_results", ("prefix", "forward_step_func", "data_iterator", "model")),
-    Hook(TRAINING, "save_checkpoint_and_time", ("iteration", "model", "optimizer", "opt_param_scheduler")),
-    Hook(
+    ReplacedFunction(TRAINING, "evaluate_and_print_results", ("prefix", "forward_step_func", "data_iterator", "model")),
+    ReplacedFunction(TRAINING, "save_checkpoint_and_time", ("iteration", "model", "optimizer", "opt_param_scheduler")),
+    ReplacedFunction(
         TRAINING,
         "post_training_step_callbacks",
         ("model", "optimizer", "opt_param_scheduler", "iteration", "prof"),
     ),
-    Hook(TRAINING, "checkpoint_and_decide_exit", ("model", "optimizer", "opt_param_scheduler", "iteration")),
-    Hook(
+    ReplacedFunction(
+        TRAINING, "checkpoint_and_decide_exit", ("model", "optimizer", "opt_param_scheduler", "iteration")
+    ),
+    ReplacedFunction(
         TRAINING,
         "disable_forward_pre_hook",
         ("model_chunks", "param_sync"),
         {CORE_0_20: ("model_chunks", "optimizer", "param_sync")},
     ),
-    Hook(TRAINING, "print_datetime", ("string",)),
+    ReplacedFunction(TRAINING, "print_datetime", ("string",)),
 )
 ALL = (PARSE_ARGS, TIMER_START, *LOOP)
 
@@ -116,7 +120,7 @@ def install_loop(args: Any) -> None:
         ConfigError: a flag is wrong, or the script was not started by ``flashrecovery run``.
         UnsupportedError: Megatron-LM's functions are not those that we know; the difference is in the message.
     """
-    from fr_megatron.lm.loop import ProtectedLoop
+    from fr_megatron.lm.calls import ProtectedLoop
 
     training: Any = importlib.import_module(TRAINING)
     if hasattr(training, _INSTALLED):
@@ -145,7 +149,7 @@ def check_hooks() -> None:
         )
 
 
-def difference(hook: Hook, release: Bound, found: tuple[str, ...] | None) -> str:
+def difference(hook: ReplacedFunction, release: Bound, found: tuple[str, ...] | None) -> str:
     """What is not as in ``release``, in words; "" if nothing. ``found``: the parameters, None for no such function."""
     if found is None:
         return f"{hook.module}.{hook.name} is missing"
@@ -156,7 +160,7 @@ def difference(hook: Hook, release: Bound, found: tuple[str, ...] | None) -> str
     return ""
 
 
-def _parameters(hook: Hook) -> tuple[str, ...] | None:
+def _parameters(hook: ReplacedFunction) -> tuple[str, ...] | None:
     found: Any = importlib.import_module(hook.module)
     for part in hook.name.split("."):
         found = getattr(found, part, None)

@@ -23,7 +23,7 @@ def _counts(rank: int, size: int, store: dist.Store) -> None:
     before = world.progress.collectives
     for _ in range(3):
         dist.all_reduce(torch.ones(1))
-    assert world.progress == groups.Progress(before + 3, {})
+    assert world.progress == groups.GroupProgress(before + 3, {})
     peer = 2 - rank
     if rank != 1:
         dist.all_reduce(torch.ones(1), group=pair)
@@ -57,7 +57,7 @@ def _counts(rank: int, size: int, store: dist.Store) -> None:
     assert groups.drain(20.0).quiet
     groups.detach_all()
     groups.attach(store, 1, 60.0)
-    assert world.progress == groups.Progress(0, {})
+    assert world.progress == groups.GroupProgress(0, {})
 
 
 def test_ranks_say_how_far_they_have_come() -> None:

@@ -25,8 +25,8 @@ from flashrecovery.agent import agent as agent_module
 from flashrecovery.agent import hang, heartbeat, process_manager
 from flashrecovery.agent import session as agent_session
 from flashrecovery.agent.identity import Identity
+from flashrecovery.controller import actions, table_publisher
 from flashrecovery.controller import service as service_module
-from flashrecovery.controller import table_publisher
 from flashrecovery.heartbeat import receiver
 from tests.simulation.loop import PROCESS, current
 from tests.simulation.network import DatagramSocket
@@ -272,7 +272,7 @@ def simulated() -> Iterator[None]:
         (grpc.aio, "insecure_channel", _channel),
         (grpc.aio, "server", _server),
         (receiver, "socket", _socket_module()),
-        (job, "place_of", lambda config: world().place_of(config)),
+        (job, "rendezvous_of", lambda config: world().rendezvous_of(config)),
         (job, "_moved_to", _moved_to),
         (job, "RunDir", _RunDir),
         (job, "EventLog", _EventLog),
@@ -290,7 +290,7 @@ def simulated() -> Iterator[None]:
         (hang, "is_stopped", lambda pid: world().workers[pid].stopped),
         (Identity, "network_env", lambda self: {}),
         (heartbeat, "_CONFIRM_POLL_S", 0.02),
-        (service_module, "_keep_what_there_is", lambda: None),
+        (actions, "_keep_what_there_is", lambda: None),
         (table_publisher, "ThreadPoolExecutor", _NoThread),
     ]
     with ExitStack() as stack:

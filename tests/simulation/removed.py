@@ -11,6 +11,7 @@ from unittest.mock import patch
 from flashrecovery import handshake
 from flashrecovery.agent import session
 from flashrecovery.agent.agent import Agent
+from flashrecovery.agent.hearing import Hearing
 from flashrecovery.clock import lease_clock
 from flashrecovery.controller import recovery, restore
 from flashrecovery.controller.elector_set import ElectorSet
@@ -97,7 +98,7 @@ def _any_door(seen: object, electors: object, node: str) -> Reach:
     return Reach(enough=True, vouched=False)
 
 
-def _any_time(self: session.ControllerSession) -> float:
+def _any_time(self: Hearing) -> float:
     """Whoever finds the door open after a standstill goes on."""
     return lease_clock()
 
@@ -143,9 +144,7 @@ REMOVED: dict[str, Callable[[], Any]] = {
     "a broken connection is no proof": lambda: patch.object(Liveness, "_judge", _believes(Liveness._judge)),
     "a closed door is no proof": lambda: patch.object(session, "reach", _any_door),
     "no secret is sent": lambda: patch.object(handshake, "_proof", _proof_with_key(handshake._proof)),
-    "an open door is no excuse after a standstill": lambda: patch.object(
-        session.ControllerSession, "_look_at_clock", _any_time
-    ),
+    "an open door is no excuse after a standstill": lambda: patch.object(Hearing, "look_at_clock", _any_time),
     "leases go on while the host is suspended": lambda: patch.object(time, "clock_gettime_ns", _stands),
     "a node with all ranks knows of others": lambda: patch.object(Agent, "neighbours", _with_ranks(Agent.neighbours)),
     "the lease in the page": lambda: patch.object(Page, "lend", lambda self, until: None),

@@ -17,7 +17,7 @@ from flashrecovery.access import Access
 from flashrecovery.agent.agent import Agent
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.service import ControllerService
-from flashrecovery.job import Place, run_controller, run_job
+from flashrecovery.job import Rendezvous, run_controller, run_job
 from tests.simulation.content import TOKEN, Reference, Script
 from tests.simulation.fabric import Fabric
 from tests.simulation.laws import Laws, Violation
@@ -219,15 +219,15 @@ class World:
             self.laws.agent_ended(name, code, reason)
             process.end()
 
-    def place_of(self, config: RunConfig) -> Place:
-        """In place of :func:`flashrecovery.job.place_of`."""
+    def rendezvous_of(self, config: RunConfig) -> Rendezvous:
+        """In place of :func:`flashrecovery.job.rendezvous_of`."""
         from tests.simulation.loop import current
 
         host = current().host
         if config.controller is None:
-            return Place(host.ip, 0, host.ip, Access(TOKEN), True)
+            return Rendezvous(host.ip, 0, host.ip, Access(TOKEN), True)
         here = host is self.controller_host and PORT not in host.listeners
-        return Place(self.controller_host.ip, PORT, host.ip, Access(TOKEN), here)
+        return Rendezvous(self.controller_host.ip, PORT, host.ip, Access(TOKEN), here)
 
     # -- what the model and the patches tell ----------------------------------------------------------
 

@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from flashrecovery.errors import DataSourceError
 from flashrecovery.state import codec
 from flashrecovery.worker.consumers import step_entered
-from flashrecovery.worker.data import DataStream, Position
+from flashrecovery.worker.data import DataPosition, DataStream
 from flashrecovery.worker.rng import RngState, restore_rng
 
 
@@ -188,7 +188,7 @@ def test_epochs_call_set_epoch_once() -> None:
         next(stream)
     assert calls == [0, 1, 2]
     assert stream.epoch == 2
-    assert stream.position == Position(2, 1, 5)
+    assert stream.position == DataPosition(2, 1, 5)
 
 
 def test_a_shuffled_plain_loader_is_skipped_without_loading() -> None:

@@ -8,7 +8,7 @@ from flashrecovery import events as ev
 from flashrecovery.config import Timeouts
 from flashrecovery.controller.hang_detector import HangDetector
 from flashrecovery.controller.records import Place, RankRecord
-from flashrecovery.controller.stragglers import Pace, Stragglers, slow, usual_of
+from flashrecovery.controller.stragglers import OwnWork, Stragglers, slow, usual_of
 from flashrecovery.plan.hang import (
     UNKNOWN,
     Group,
@@ -22,7 +22,7 @@ from flashrecovery.plan.hang import (
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.worker.pace import STEPS
-from flashrecovery.worker.pace import Pace as OwnWork
+from flashrecovery.worker.pace import Pace as WorkerPace
 from tests.unit.test_machine import World
 
 WORLD = Group("0")
@@ -312,12 +312,12 @@ def test_a_hang_across_nodes_is_recovered_from() -> None:
 
 
 def test_a_slow_rank_is_told_from_those_that_wait_for_it() -> None:
-    paces = [Pace(r, 0.03, 0.028, 0.1) for r in range(3)] + [Pace(3, 0.09, 0.085, 0.1)]
+    paces = [OwnWork(r, 0.03, 0.028, 0.1) for r in range(3)] + [OwnWork(3, 0.09, 0.085, 0.1)]
     usual = usual_of(paces)
     assert [p.rank for p in paces if slow(p, usual)] == [3]
-    assert not slow(Pace(3, 0.09, 0.04, 0.1), usual), "not in every one of its last steps"
-    assert not slow(Pace(3, 0.0009, 0.0008, 0.1), 0.0003), "not worth speaking of"
-    assert usual_of(paces[:1]) == 0.0 and usual_of([Pace(0, 0.1, 0.0, 0.1), Pace(1, 0.1, 0.1, 0.1)]) == 0.0
+    assert not slow(OwnWork(3, 0.09, 0.04, 0.1), usual), "not in every one of its last steps"
+    assert not slow(OwnWork(3, 0.0009, 0.0008, 0.1), 0.0003), "not worth speaking of"
+    assert usual_of(paces[:1]) == 0.0 and usual_of([OwnWork(0, 0.1, 0.0, 0.1), OwnWork(1, 0.1, 0.1, 0.1)]) == 0.0
 
 
 def test_a_slow_rank_is_told_once_until_it_is_fast_again() -> None:
@@ -338,7 +338,7 @@ def test_a_slow_rank_is_told_once_until_it_is_fast_again() -> None:
 
 
 def test_own_work_is_what_is_left_of_a_step_without_collectives() -> None:
-    pace = OwnWork()
+    pace = WorkerPace()
     now = underway = 0
     for _ in range(STEPS + 1):
         assert pace.least_ns == 0

@@ -16,7 +16,17 @@ from flashrecovery.agent.backoff import Backoff
 from flashrecovery.clock import lease_clock
 from flashrecovery.heartbeat.receiver import HeartbeatReceiver
 from flashrecovery.heartbeat.sender import HeartbeatSender
-from flashrecovery.heartbeat.wire import ANSWER, BEAT, LIMIT, MAGIC, Header, Seal, pack_ranks, ticket_of, unpack_ranks
+from flashrecovery.heartbeat.wire import (
+    ANSWER,
+    BEAT,
+    LIMIT,
+    MAGIC,
+    DatagramSeal,
+    Header,
+    pack_ranks,
+    ticket_of,
+    unpack_ranks,
+)
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.link import Link
 
@@ -140,7 +150,7 @@ def test_ranks_survive_the_wire() -> None:
     ]
     parts = pack_ranks(ranks)
     assert [number for number, _ in parts] == [25, 15]
-    seal = Seal(TOKEN, b"salt")
+    seal = DatagramSeal(TOKEN, b"salt")
     found: list[pb.RankHealth] = []
     for number, packed in parts:
         datagram = seal.close(Header(MAGIC, BEAT, 0, number, 5, 6, 7, 8, 9, 0.5), packed)
@@ -154,7 +164,7 @@ def test_ranks_survive_the_wire() -> None:
 
 def over_the_wire(**values: float) -> pb.RankHealth:
     ((number, packed),) = pack_ranks([pb.RankHealth(**values)])  # type: ignore[arg-type]
-    (found,) = unpack_ranks(Seal(TOKEN, b"salt").close(Header(MAGIC, BEAT, 0, number, 5, 6, 7, 8, 9), packed))
+    (found,) = unpack_ranks(DatagramSeal(TOKEN, b"salt").close(Header(MAGIC, BEAT, 0, number, 5, 6, 7, 8, 9), packed))
     return found
 
 
@@ -170,14 +180,14 @@ def test_how_old_a_kept_copy_is_takes_two_bytes(committed: int, kept: int, expec
 
 
 def test_no_bit_of_a_datagram_can_be_changed() -> None:
-    seal = Seal(TOKEN, b"salt")
+    seal = DatagramSeal(TOKEN, b"salt")
     ((number, packed),) = pack_ranks([pb.RankHealth(rank=1)])
     datagram = seal.close(Header(MAGIC, BEAT, 0, number, 5, 6, 7, 8, 9), packed)
     for i in range(len(datagram)):
         changed = datagram[:i] + bytes([datagram[i] ^ 1]) + datagram[i + 1 :]
         assert seal.open(changed, BEAT) is None
     assert seal.open(datagram[:-1], BEAT) is None and seal.open(datagram + b"\0", BEAT) is None
-    for other in (Seal(TOKEN, b"another salt"), Seal(TOKEN + "x", b"salt"), Seal("", b"salt")):
+    for other in (DatagramSeal(TOKEN, b"another salt"), DatagramSeal(TOKEN + "x", b"salt"), DatagramSeal("", b"salt")):
         assert other.open(datagram, BEAT) is None
 
 
@@ -408,7 +418,7 @@ def test_a_wrong_token_gets_no_answer() -> None:
 
 def garbage(both: Both) -> Iterator[bytes]:
     ticket = both.invitation.ticket
-    whole = Seal(TOKEN, both.invitation.salt).close(header(both, 1))
+    whole = DatagramSeal(TOKEN, both.invitation.salt).close(header(both, 1))
     yield b""
     yield b"\0" * 64
     yield os.urandom(60)
@@ -419,9 +429,9 @@ def garbage(both: Both) -> Iterator[bytes]:
     yield whole + b"\0"
     yield whole + bytes(60_000)
     yield whole[:8] + (ticket ^ 1).to_bytes(8, "little") + whole[16:]
-    yield Seal(TOKEN, b"another salt").close(header(both, 2))
-    yield Seal(TOKEN, both.invitation.salt).close(header(both, 3, kind=ANSWER))
-    yield Seal(TOKEN, both.invitation.salt).close(header(both, 4, ranks=9))
+    yield DatagramSeal(TOKEN, b"another salt").close(header(both, 2))
+    yield DatagramSeal(TOKEN, both.invitation.salt).close(header(both, 3, kind=ANSWER))
+    yield DatagramSeal(TOKEN, both.invitation.salt).close(header(both, 4, ranks=9))
 
 
 def test_garbage_does_no_harm() -> None:
@@ -439,7 +449,7 @@ def test_garbage_does_no_harm() -> None:
 
 def test_what_comes_again_or_late_is_dropped() -> None:
     async def scene(both: Both) -> None:
-        seal = Seal(TOKEN, both.invitation.salt)
+        seal = DatagramSeal(TOKEN, both.invitation.salt)
         with closing(both.stranger()) as stranger:
             for counter, heard in ((5, 1), (5, 1), (4, 1), (6, 2)):
                 stranger.send(seal.close(header(both, counter)))
@@ -457,7 +467,10 @@ def test_a_forged_or_repeated_answer_is_not_heard() -> None:
     async def scene(both: Both) -> None:
         await both.beat(2)
         heard = list(both.agent.heard)
-        true, forger = Seal(TOKEN, both.invitation.salt), Seal("another-token-of-this-length", both.invitation.salt)
+        true, forger = (
+            DatagramSeal(TOKEN, both.invitation.salt),
+            DatagramSeal("another-token-of-this-length", both.invitation.salt),
+        )
         for seal, counter in ((forger, 3), (true, 1), (true, 2), (true, 99)):
             both.agent.sender.datagram_received(seal.close(header(both, counter, kind=ANSWER)), None)
         both.agent.sender.datagram_received(os.urandom(60), None)

@@ -472,7 +472,7 @@ def test_a_stranger_on_the_controllers_port_means_that_it_is_gone(
             fake.status = lambda method: (grpc.StatusCode.UNAUTHENTICATED, "wrong or missing job token")
         stranger = controlling(tmp_path / "x", port, OTHER) if kind.startswith("another") else fake.listening(port)
         async with stranger:
-            await until(lambda: job.session._stranger and job.session._silent_s() > SETTINGS.timeouts.lease_s)
+            await until(lambda: job.session._stranger and job.session._hearing.silent_s > SETTINGS.timeouts.lease_s)
             await until(lambda: job.session._port_answer is Port.REFUSES)
             await asyncio.sleep(1.0)
             assert not job.running.done() and job.agent.halted == 0

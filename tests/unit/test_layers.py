@@ -169,6 +169,63 @@ def _declared() -> list[str]:
     return list(ast.literal_eval(names))
 
 
+STAND_INS = "fr_megatron.cpu"
+"""Named after what they stand for."""
+
+
+def test_no_two_classes_share_a_name() -> None:
+    """Public classes and types. The messages of the protocol are always written ``pb.Name``."""
+    found: dict[str, list[str]] = {}
+    for module, path in _modules().items():
+        if f"{module}.".startswith(f"{STAND_INS}.") or "_pb2" in module:
+            continue
+        for node in ast.parse(path.read_text()).body:
+            names = [ast.unparse(target) for target in node.targets] if isinstance(node, ast.Assign) else []
+            names = [node.name] if isinstance(node, ast.ClassDef) else names
+            for name in (n for n in names if n[0].isupper() and not n.isupper()):
+                found.setdefault(name, []).append(module)
+    assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
+
+
+SHARED_FILES: dict[str, dict[str, tuple[str, ...]]] = {
+    "adapter.py": dict.fromkeys(ADAPTERS, ("adapter_for",)),
+    "support.py": {
+        ADAPTERS[0]: ("check",),
+        ADAPTERS[1]: ("check", "check_version"),
+        ADAPTERS[2]: ("check", "check_version"),
+    },
+    "attach.py": dict.fromkeys(ADAPTERS[1:], ("attach",)),
+    "checkpoint.py": dict.fromkeys(ADAPTERS[1:], ()),
+    "layout.py": dict.fromkeys(ADAPTERS[1:], ()),
+    "random.py": dict.fromkeys(ADAPTERS[1:], ("capture_tracker", "restore_tracker")),
+    "calls.py": {ADAPTERS[1]: (), f"{ADAPTERS[2]}.lm": ()},
+    "fsdp2.py": {ADAPTERS[0]: (), ADAPTERS[2]: ()},
+}
+"""Files that do the same job in several adapters, and what each of them defines under the same name."""
+
+
+def test_the_same_job_has_the_same_file_name_in_all_adapters() -> None:
+    modules = _modules()
+    found: dict[str, dict[str, set[str]]] = {}
+    for module, path in modules.items():
+        folder, _, stem = module.rpartition(".")
+        if path.name != "__init__.py" and any(f"{folder}.".startswith(f"{adapter}.") for adapter in ADAPTERS):
+            defined = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+            found.setdefault(f"{stem}.py", {})[folder] = defined
+    shared = {name: set(folders) for name, folders in found.items() if len(folders) > 1}
+    assert shared == {name: set(folders) for name, folders in SHARED_FILES.items()}
+    missing = {
+        (name, folder, function)
+        for name, folders in SHARED_FILES.items()
+        for folder, functions in folders.items()
+        for function in functions
+        if function not in found[name][folder]
+    }
+    assert missing == set()
+    text = (ROOT / "docs" / "adapters.md").read_text()
+    assert [name for name in SHARED_FILES if f"`{name}`" not in text] == []
+
+
 def test_the_documentation_names_the_whole_api() -> None:
     text = (ROOT / "docs" / "adapters.md").read_text()
     assert [name for name in _declared() if f"`{name}`" not in text] == []

@@ -116,15 +116,15 @@ def test_an_agent_that_wakes_up_has_not_heard_its_controller(tmp_path: Path, hos
     async def act(scene: Scene) -> None:
         await scene.until(scene.by_datagram)
         session = scene.session
-        await scene.until(lambda: session._silent_s() < 0.2)
+        await scene.until(lambda: session._hearing.silent_s < 0.2)
         assert scene.agent.lent_until > lease_clock()
         host.sleep(HOUR_S)
-        assert session._silent_s() >= HOUR_S and scene.agent.lent_until < lease_clock()
-        assert session._nothing_came_s() >= HOUR_S, "as an elector it may vote for another one"
+        assert session._hearing.silent_s >= HOUR_S and scene.agent.lent_until < lease_clock()
+        assert session._hearing.nothing_came_s() >= HOUR_S, "as an elector it may vote for another one"
         assert not await session._vouch(Asking("a", "first"), 1.0)
         assert LIMITS.controller_gone_s < HOUR_S
         session._give_up_if_late()
-        await scene.until(lambda: session._silent_s() < LIMITS.lease_s and scene.agent.lent_until > lease_clock())
+        await scene.until(lambda: session._hearing.silent_s < LIMITS.lease_s and scene.agent.lent_until > lease_clock())
         await scene.until(scene.by_datagram)
         assert session.joined
 
@@ -150,7 +150,7 @@ def test_answers_from_before_it_slept_say_nothing(
         monkeypatch.setattr(session_module, "probe_port", probe_port)
         monkeypatch.setattr(session_module, "probe_all", probe_all)
         monkeypatch.setattr(session, "_heard", lambda command: None)  # nothing comes any more
-        session._fresh, session._heard_at = False, lease_clock() - 0.5
+        session._fresh, session._hearing.heard_at = False, lease_clock() - 0.5
         await session._ask()
         assert session._standing in (Standing.MEMBER, Standing.ORPHANED)
         assert scene.agent.lent_until < lease_clock()

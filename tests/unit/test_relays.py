@@ -19,7 +19,7 @@ from flashrecovery.agent.peer_service import PeerService
 from flashrecovery.agent.peers import CONTROLLER_KEY
 from flashrecovery.agent.session import ControllerSession
 from flashrecovery.config import RunConfig
-from flashrecovery.controller.connections import Connection
+from flashrecovery.controller.connections import AgentConnection
 from flashrecovery.controller.nodes import NodeRecord, NodeState
 from flashrecovery.controller.relays import Relays
 from flashrecovery.controller.service import ControllerService
@@ -42,8 +42,8 @@ def nodes_of(domains: str) -> dict[str, NodeRecord]:
     return {r.node: NodeRecord.of(r) for r in registers}
 
 
-def connections(nodes: dict[str, NodeRecord], via: dict[str, str]) -> list[Connection]:
-    return [Connection(name, Link(), via.get(name, "")) for name in nodes]
+def connections(nodes: dict[str, NodeRecord], via: dict[str, str]) -> list[AgentConnection]:
+    return [AgentConnection(name, Link(), via.get(name, "")) for name in nodes]
 
 
 def test_nobody_goes_through_a_relay_as_long_as_there_are_few() -> None:
@@ -61,7 +61,7 @@ def test_each_goes_through_a_relay_of_its_own_failure_domain() -> None:
 def test_who_was_told_is_not_told_again_at_once_and_then_another_one() -> None:
     nodes, relays = nodes_of("xxxx"), Relays(2)
     assert relays.moves(connections(nodes, {}), nodes, 0.0) == [("c", "a"), ("d", "b")]
-    old, new, other = (Connection(n, Link(), via) for n, via in (("c", ""), ("c", "a"), ("a", "")))
+    old, new, other = (AgentConnection(n, Link(), via) for n, via in (("c", ""), ("c", "a"), ("a", "")))
     assert relays.is_moving(old, 1.0) and not relays.is_moving(old, 3.0)
     assert not relays.is_moving(new, 1.0) and not relays.is_moving(other, 1.0)
     assert relays.moves(connections(nodes, {}), nodes, 30.0) == []

@@ -250,7 +250,7 @@ def test_answers_on_the_stream_count_from_the_sending_of_the_heartbeat(tmp_path:
     async def act(scene: Scene) -> None:
         await scene.until(lambda: scene.agent.commands.count("heartbeat") >= 2 or scene.session._fresh)
         link = scene.session._link
-        await scene.until(lambda: link.echoed_at > 0.0 and scene.session._heard_at == link.echoed_at)
+        await scene.until(lambda: link.echoed_at > 0.0 and scene.session._hearing.heard_at == link.echoed_at)
         sent = []
         stamp = link.stamp
 
@@ -259,10 +259,10 @@ def test_answers_on_the_stream_count_from_the_sending_of_the_heartbeat(tmp_path:
             return message
 
         link.stamp = stamped  # type: ignore[method-assign]
-        await scene.until(lambda: len(sent) >= 3 and scene.session._heard_at in sent)
+        await scene.until(lambda: len(sent) >= 3 and scene.session._hearing.heard_at in sent)
         limits = scene.session._limits
-        await scene.until(lambda: scene.session._silent_s() < 0.1)
-        assert scene.agent.lent_until == scene.session._heard_at + works_for_s(limits.node_silence_s)
+        await scene.until(lambda: scene.session._hearing.silent_s < 0.1)
+        assert scene.agent.lent_until == scene.session._hearing.heard_at + works_for_s(limits.node_silence_s)
         link = scene.service._agents.links["a"]
         echoed_at = link.echoed_at
         await scene.until(lambda: link.echoed_at > echoed_at)
@@ -276,7 +276,7 @@ def test_an_answer_that_was_long_on_its_way_restores_nothing(tmp_path: Path) -> 
         await scene.until(scene.by_datagram)
         session, agent = scene.session, scene.agent
         now = lease_clock()
-        agent.gone_on, session._standing, session._heard_at = 0, Standing.CUT_OFF, now - 9.0
+        agent.gone_on, session._standing, session._hearing.heard_at = 0, Standing.CUT_OFF, now - 9.0
         session._heard_at_least_at(now - 1.0)
         assert agent.gone_on == 0 and session._standing is Standing.CUT_OFF and agent.lent_until < now
         session._heard_at_least_at(now - 0.1)
@@ -293,7 +293,7 @@ def test_what_a_node_passes_on_for_another_one_is_answered_by_the_controller(tmp
         last.voucher = ""
         assert not await session._vouch(Asking("a", "another life"), 5.0) and not last.voucher
         assert not await session._vouch(Asking("stranger", "first"), 5.0)
-        session._heard_at -= session._limits.lease_s
+        session._hearing.heard_at -= session._limits.lease_s
         assert not await session._vouch(Asking("a", "first"), 5.0), "it may be cut off itself"
 
     play(tmp_path, act)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flashrecovery.redundancy.flat import Layout, Slot
-from flashrecovery.redundancy.shared_memory import Address, SharedMemory
+from flashrecovery.redundancy.shared_memory import MemoryAddress, SharedMemory
 
 MAKER = """
 import sys, time, dataclasses
@@ -26,7 +26,7 @@ sys.stdin.read()
 def test_content_and_version_outlive_the_process_that_made_them() -> None:
     maker = subprocess.Popen([sys.executable, "-c", MAKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert maker.stdout is not None
-    address = Address(*map(int, maker.stdout.readline().split()))
+    address = MemoryAddress(*map(int, maker.stdout.readline().split()))
     memory = SharedMemory.open(address)
     maker.kill()
     maker.communicate()

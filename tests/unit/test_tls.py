@@ -27,7 +27,7 @@ from flashrecovery.cli.status import access_of
 from flashrecovery.config import RunConfig, TlsSettings, load_run_config
 from flashrecovery.errors import ConfigError, StrangerError
 from flashrecovery.events import RunDir, RunFiles
-from flashrecovery.job import place_of, with_tls
+from flashrecovery.job import rendezvous_of, with_tls
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.tls import Tls, given, made
@@ -220,7 +220,7 @@ def test_a_certificate_that_has_expired_is_refused(tmp_path: Path, monkeypatch: 
 
 def test_a_job_of_one_node_makes_its_own(tmp_path: Path) -> None:
     config = RunConfig.model_validate({"tls": {"auto": True}})
-    place = with_tls(place_of(config), config, tmp_path)
+    place = with_tls(rendezvous_of(config), config, tmp_path)
     tls = place.access.tls
     assert tls is not None
     assert (tmp_path / "tls" / "key.pem").stat().st_mode & 0o777 == 0o600
@@ -250,4 +250,4 @@ def test_without_the_library_it_is_named(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_without_the_key_there_is_no_tls(tmp_path: Path) -> None:
     config = RunConfig()
-    assert with_tls(place_of(config), config, tmp_path).access.tls is None and not list(tmp_path.iterdir())
+    assert with_tls(rendezvous_of(config), config, tmp_path).access.tls is None and not list(tmp_path.iterdir())

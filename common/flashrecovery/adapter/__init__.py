@@ -15,6 +15,7 @@ docs/adapters.md explains how one is written; in short:
 from flashrecovery import groups
 from flashrecovery.adapter import faults, fsdp2_state
 from flashrecovery.adapter.base import TorchAdapter
+from flashrecovery.adapter.fields import plain_fields
 from flashrecovery.adapter.optimizer_state import layout_of, new_state_tensor, plain
 from flashrecovery.adapter.placement import (
     global_rank,
@@ -73,6 +74,7 @@ __all__ = [
     "owners_of",
     "placed_on_mesh",
     "plain",
+    "plain_fields",
     "read_into",
     "replicated",
     "restore_rng",

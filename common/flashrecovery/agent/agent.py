@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from flashrecovery.access import Access
-from flashrecovery.agent.faults import Faults
+from flashrecovery.agent.faults import NodeFaults
 from flashrecovery.agent.gather import Gather, singly
 from flashrecovery.agent.gpu_fence import GpuFence
 from flashrecovery.agent.hang import Looks, StopMonitor
@@ -37,7 +37,7 @@ from flashrecovery.kinds import FailureKind, NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 log = logging.getLogger("flashrecovery")
-Send = Callable[[pb.AgentMessage], None]
+SendMessage = Callable[[pb.AgentMessage], None]
 
 
 class Agent:
@@ -73,7 +73,7 @@ class Agent:
         )
         self._ranks = self._processes.ranks
         self._pool = self._processes.pool
-        self._faults = Faults(self.notice)
+        self._faults = NodeFaults(self.notice)
         self._health = NodeHealth(config, run_dir.path, self._ranks.values, self._report_failure, self.notice)
         self._stopped = StopMonitor(config.timeouts)
         self._looks = Looks(self.workers)
@@ -107,7 +107,7 @@ class Agent:
 
     # -- public -----------------------------------------------------------------------------------
 
-    def connect(self, send: Send, send_heartbeat: Send) -> None:
+    def connect(self, send: SendMessage, send_heartbeat: SendMessage) -> None:
         """``send`` takes a message for the controller and does not lose it; a heartbeat may be lost."""
         self._gather = Gather(send)
         self._heartbeats = HeartbeatLoop(self, self._ranks, send_heartbeat, self._config.timeouts.heartbeat_s)

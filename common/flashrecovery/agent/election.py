@@ -16,8 +16,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
+from flashrecovery.ballot import AskElector
 from flashrecovery.plan.electors import Elector, decide
 from flashrecovery.plan.membership import Seen
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -30,7 +31,6 @@ AFTER_VOTE_S = 2.0
 that promise a later term to themselves."""
 
 log = logging.getLogger("flashrecovery")
-Ask = Callable[[Elector, pb.VoteRequest], Awaitable[pb.VoteReply]]
 
 
 class Election:
@@ -152,7 +152,7 @@ class Election:
         """Who may stand, as far as this elector knows; nobody if it is none."""
         return [e.node for e in self.electors if e.node != self._leader] if self.is_elector else []
 
-    async def stand(self, ask: Ask) -> int | None:
+    async def stand(self, ask: AskElector) -> int | None:
         """Be a candidate, if the electors would have it. Returns the term if this node has been elected."""
         term = max(self.term, self.promised) + 1
         if not await self._poll(term, ask, preliminary=True):
@@ -163,7 +163,7 @@ class Election:
         elected = await self._poll(term, ask, preliminary=False)
         return term if elected and self.promised == term else None
 
-    async def _poll(self, term: int, ask: Ask, *, preliminary: bool) -> bool:
+    async def _poll(self, term: int, ask: AskElector, *, preliminary: bool) -> bool:
         """Ask the others, until enough of them agree: one that is frozen would keep everybody waiting."""
         electors, before = self.electors, self.before
         asked = [e for e in self.voters if e.node != self._node]

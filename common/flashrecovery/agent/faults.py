@@ -17,7 +17,7 @@ REPLACING = "recovery:replacing"
 _SIGNALS = {"sigkill": signal.SIGKILL, "sigstop": signal.SIGSTOP, "segv": signal.SIGSEGV}
 
 
-class Faults:
+class NodeFaults:
     """By rank, in the order in which they were armed. ``notice`` takes a rank, a kind, a text."""
 
     def __init__(self, notice: Callable[[int, NoticeKind, str], None]) -> None:

@@ -15,7 +15,7 @@ from flashrecovery.agent.procfs import is_stopped
 from flashrecovery.config import Timeouts
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
-Finding = tuple[WorkerProcess, str, float]
+Stopped = tuple[WorkerProcess, str, float]
 """Process, evidence, seconds since its last progress."""
 
 
@@ -26,7 +26,7 @@ class StopMonitor:
         self._limits = limits
         self._stopped_since: dict[int, float] = {}
 
-    def check(self, processes: Sequence[WorkerProcess], now: float) -> Iterator[Finding]:
+    def check(self, processes: Sequence[WorkerProcess], now: float) -> Iterator[Stopped]:
         """The processes that have to be replaced."""
         for process in processes:
             health = process.page.health()

@@ -15,7 +15,7 @@ from flashrecovery.health.plugins import AUTO, select
 from flashrecovery.kinds import FailureKind, NoticeKind
 
 Report = Callable[[WorkerProcess, FailureKind, str, float], None]
-Notice = Callable[[int, NoticeKind, str], None]
+OnNotice = Callable[[int, NoticeKind, str], None]
 
 
 class NodeHealth:
@@ -32,7 +32,7 @@ class NodeHealth:
         run_dir: Path,
         processes: Callable[[], Iterable[WorkerProcess]],
         report: Report,
-        notice: Notice,
+        notice: OnNotice,
     ) -> None:
         self.suspect: HealthFinding | None = None
         self._processes = processes

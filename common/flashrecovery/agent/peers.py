@@ -60,7 +60,7 @@ async def probe(peer: str, access: Access, timeout_s: float, asking: Asking | No
     try:
         async with access.dial(peer, agent_at(peer), timeout_s) as channel:
             left_s = max(began + timeout_s - time.monotonic(), 0.0)
-            reply = await rpc.PeerStub(channel).Probe(request, timeout=left_s)
+            reply: pb.ProbeReply = await rpc.PeerStub(channel).Probe(request, timeout=left_s)
     except grpc.aio.AioRpcError as e:
         return Seen(peer, False, f"{e.code().name.lower()} after {time.monotonic() - began:.2f} s")
     except AuthenticationError as e:

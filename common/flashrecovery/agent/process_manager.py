@@ -146,7 +146,6 @@ class ProcessManager:
             rank=rank,
             generation=command.generation,
             pid=process.pid,
-            standby=standby is not None,
             capsules=process.page.capsule_versions(),
             early=process.page.early_capsules(),
         )

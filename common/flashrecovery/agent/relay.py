@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
 
 import grpc
 
@@ -123,6 +122,7 @@ class _Stream:
         try:
             async with access.dial(address, CONTROLLER, _CONNECT_S) as channel:
                 call = rpc.ControllerStub(channel).Trunk()
+                downward: pb.Downward
                 writer = asyncio.create_task(self._write(call))
                 async for downward in call:
                     for frame in downward.frames:
@@ -141,11 +141,11 @@ class _Stream:
                     await writer
 
     async def _write(self, call: SealedCall) -> None:
-        first: dict[str, Any] = {"relay": self._node}
+        name = self._node  # in the first one only
         while True:
             await self._wake.wait()
             await asyncio.sleep(_GATHER_S if len(self._lines) > 1 else 0)
             self._wake.clear()
             frames, self._frames = self._frames, []
-            await call.write(pb.Upward(frames=frames, **first))
-            first = {}
+            await call.write(pb.Upward(relay=name, frames=frames))
+            name = ""

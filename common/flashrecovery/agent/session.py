@@ -22,6 +22,7 @@ from flashrecovery.access import CONTROLLER, Access, agent_at
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.backoff import Backoff, next_attempt_s, next_question_s
 from flashrecovery.agent.election import Election
+from flashrecovery.agent.hearing import Hearing
 from flashrecovery.agent.peer_service import PeerService
 from flashrecovery.agent.peers import CONTROLLER_KEY, UNREACHED, Asking, probe, probe_all, probe_port
 from flashrecovery.agent.relay import Relay
@@ -31,7 +32,7 @@ from flashrecovery.complaints import Complaints
 from flashrecovery.config import Timeouts
 from flashrecovery.errors import AuthenticationError, ConfigError, ProtocolError, StrangerError
 from flashrecovery.heartbeat.sender import HeartbeatSender
-from flashrecovery.plan.leases import LEASE_PROBE, LOOK_S, NODE_PROBE, works_for_s
+from flashrecovery.plan.leases import LEASE_PROBE, LOOK_S
 from flashrecovery.plan.membership import FRESH, Port, Seen, Standing, lost, reach, standing
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
@@ -74,8 +75,9 @@ class ControllerSession:
         self._peers = peers
         self._limits = limits
         self._lead, self._leave = lead, leave
+        self._hearing = Hearing(limits)
         self._election = Election(
-            agent.node, agent.incarnation, self._nothing_came_s, limits.lease_s, self._drop_connection
+            agent.node, agent.incarnation, self._hearing.nothing_came_s, limits.lease_s, self._drop_connection
         )
         self._election.controller = address
         self._relay = Relay(agent.node, access)
@@ -87,11 +89,6 @@ class ControllerSession:
         self._gathering = False
         self._lost_at: float | None = None
         self._link: Link[pb.AgentMessage, pb.Command] = Link()
-        self._heard_at = self._came_at = lease_clock()
-        self._missed_since = time.monotonic()  # backoff, which a host that is suspended does not lose
-        self._vouched_at = self._excused_until = float("-inf")
-        self._awake_at = lease_clock()
-        self._stood_still = False
         self._vouches: dict[int, asyncio.Future[bool]] = {}
         self._vouch_numbers = itertools.count(1)
         self._joined = False
@@ -122,20 +119,12 @@ class ControllerSession:
         begun where it is."""
         if not self._joined:
             return True
-        heard = self._fresh and self._silent_s() < self._limits.lease_s
+        heard = self._fresh and self._hearing.silent_s < self._limits.lease_s
         return not (heard or self._election.electors or self._agent.in_job)
 
     @property
     def _address(self) -> str:
         return self._election.controller
-
-    def _silent_s(self) -> float:
-        """Seconds since the sending of the last heartbeat that a controller has answered."""
-        return lease_clock() - self._heard_at
-
-    def _nothing_came_s(self) -> float:
-        """Seconds since anything has come from a controller that may decide."""
-        return lease_clock() - self._came_at
 
     def _send(self, message: pb.AgentMessage) -> None:
         message.age_base = time.monotonic()
@@ -144,7 +133,7 @@ class ControllerSession:
     def _send_heartbeat(self, message: pb.AgentMessage) -> None:
         if not self._fresh or self._heartbeats.carry(message.heartbeat):
             return
-        if self._backoff.due(time.monotonic(), self._silent_s()):
+        if self._backoff.due(time.monotonic(), self._hearing.silent_s):
             self._link.send_now_or_never(message)
 
     async def run(self) -> str | None:
@@ -162,7 +151,7 @@ class ControllerSession:
             while not self._agent.finished.done():
                 await self._connect()
                 self._give_up_if_late()
-                await self._pause(next_attempt_s(self._silent_s(), self._limits, answered=self._answered))
+                await self._pause(next_attempt_s(self._hearing.silent_s, self._limits, answered=self._answered))
             return self._agent.finished.result()
         finally:
             ending = {task for task in (watch, telling, self._move) if task is not None}
@@ -238,7 +227,7 @@ class ControllerSession:
             self._stranger = False
             stub = rpc.ControllerStub(channel)
             request = pb.WhoRequest(promised=self._election.promised)
-            who = await stub.Who(request, timeout=ATTEMPT_S)
+            who: pb.WhoReply = await stub.Who(request, timeout=ATTEMPT_S)
             if not self._election.follows(who.term, known=self._controller in ("", who.incarnation)):
                 log.debug("the controller at %s, of term %d, is not the one to follow", self._address, who.term)
                 return
@@ -294,13 +283,13 @@ class ControllerSession:
             # Before the link: to a node that it has declared dead, the controller counts from one again.
             log.warning("%s", command.fence.reason)
             self._agent.fence()
-            self._heard_at, self._missed_since = max(self._heard_at, command.echo), time.monotonic()
+            self._hearing.answered(command.echo)
             self._link = Link()
             self._standing = Standing.MEMBER
             self._drop_connection()  # and connect as the node that it is now
             return
         new = self._link.accept(command)
-        self._came_at = lease_clock()
+        self._hearing.came()
         if not self._suspended:
             self._heard_on_stream(command)
         if not new:
@@ -335,12 +324,12 @@ class ControllerSession:
         back to it votes for nobody else for a while; not where somebody else waits for the vote."""
         if self._election.is_elector and not self._election.is_wanted():
             self._link.accept(command)
-            self._came_at = lease_clock()
+            self._hearing.came()
             self._link.send_now_or_never(pb.AgentMessage())
 
     async def _vouch(self, asking: Asking, wait_s: float) -> bool:
         """Tell the controller that another node lives, if this one hears it. Whether it has answered."""
-        if not self._fresh or self._suspended or self._silent_s() >= FRESH * self._limits.lease_s:
+        if not self._fresh or self._suspended or self._hearing.silent_s >= FRESH * self._limits.lease_s:
             return False
         number = next(self._vouch_numbers)
         asked = self._vouches[number] = asyncio.get_running_loop().create_future()
@@ -368,19 +357,17 @@ class ControllerSession:
         counts after that comes on a new one."""
         if not self._fresh:
             return
-        self._came_at = lease_clock()
-        self._heard_at, self._lost_at = max(self._heard_at, when), None
-        self._missed_since = time.monotonic()
-        self._stood_still &= self._silent_s() >= self._limits.lease_s
+        self._hearing.heard(when)
+        self._lost_at = None
         if self._standing is Standing.ORPHANED:
             self._standing = Standing.MEMBER
-        elif self._standing is Standing.CUT_OFF and self._silent_s() < self._limits.lease_s:
+        elif self._standing is Standing.CUT_OFF and self._hearing.silent_s < self._limits.lease_s:
             self._standing = Standing.MEMBER  # an answer that was long on its way says nothing about now
             self._agent.go_on()
         self._lend()
 
     def _give_up_if_late(self) -> None:
-        missed_s = time.monotonic() - self._missed_since
+        missed_s = time.monotonic() - self._hearing.missed_since
         if not self._joined and missed_s > self._limits.rendezvous_s:
             raise ConfigError(
                 f"--controller {self._address}: nobody has answered there for {self._limits.rendezvous_s:g} s "
@@ -396,8 +383,8 @@ class ControllerSession:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            now = self._look_at_clock()
-            silent_s = now - self._heard_at
+            now = self._hearing.look_at_clock()
+            silent_s = now - self._hearing.heard_at
             if not self._joined or silent_s < self._limits.lease_s:
                 self._ask_at = now
                 continue
@@ -413,20 +400,11 @@ class ControllerSession:
     async def _tell_workers(self) -> None:
         """Whether there is a controller that could stop them."""
         while True:
-            heard = self._fresh and self._silent_s() < self._limits.node_silence_s
+            heard = self._fresh and self._hearing.silent_s < self._limits.node_silence_s
             self._agent.controller_heard(heard and not self._gathering)
-            self._look_at_clock()
+            self._hearing.look_at_clock()
             self._lend()
             await asyncio.sleep(_TELL_S)
-
-    def _look_at_clock(self) -> float:
-        """The time. Has this agent stood still for so long that it could not answer those who were to look after it,
-        the ranks of this node may be given away by now."""
-        now = lease_clock()
-        stood_s, self._awake_at = now - self._awake_at, now
-        if stood_s >= NODE_PROBE * self._limits.node_probe_s and self._silent_s() >= self._limits.node_silence_s:
-            self._stood_still = True
-        return now
 
     def _turn_in_s(self) -> float:
         """Until this node may stand for election the next time."""
@@ -439,7 +417,7 @@ class ControllerSession:
 
     async def _ask(self) -> None:
         """Where does this node stand, and whom does it follow?"""
-        asked_at = self._look_at_clock()
+        asked_at = self._hearing.look_at_clock()
         wait_s = LEASE_PROBE * self._limits.node_probe_s
         host, port = split_address(self._address, "--controller")
         electors = self._election.electors
@@ -448,25 +426,25 @@ class ControllerSession:
         answer, seen = await asyncio.gather(
             probe_port(host, port, wait_s), probe_all(sorted(asked), self._access, wait_s, asking)
         )
-        now = self._look_at_clock()
+        now = self._hearing.look_at_clock()
         found = reach(seen, electors, self._agent.node)
         if self._stranger and answer is Port.ACCEPTS:
             answer = Port.REFUSES  # the port is somebody else's now: the controller's process is gone
         self._port_answer = answer
-        if self._heard_at > asked_at or self._silent_s() < self._limits.lease_s:
+        if self._hearing.heard_at > asked_at or self._hearing.silent_s < self._limits.lease_s:
             return
         if self._standing is not Standing.CUT_OFF:  # once cut off, only the controller itself restores it
-            if found.vouched:
-                self._vouched_at = asked_at
-            held = now - self._vouched_at < self._limits.lease_s
-            self._stood_still &= not held
+            held = self._hearing.vouched(asked_at, now, found=found.vouched)
             now_is = standing(
-                Port.SILENT if self._suspended else answer, replace(found, vouched=held), self._silent_s(), self._limits
+                Port.SILENT if self._suspended else answer,
+                replace(found, vouched=held),
+                self._hearing.silent_s,
+                self._limits,
             )
             if now_is is not self._standing:
-                log.warning("the controller has not been heard for %.2f s: %s", self._silent_s(), now_is.value)
+                log.warning("the controller has not been heard for %.2f s: %s", self._hearing.silent_s, now_is.value)
                 self._standing = now_is
-            self._excused_until = asked_at + self._excused_s(now_is, seen)
+            self._hearing.excused_until = asked_at + self._excused_s(now_is, seen)
             self._lend()
             if now_is is Standing.CUT_OFF:
                 self._agent.halt()
@@ -478,7 +456,7 @@ class ControllerSession:
         (Not after the verdict: this host may have been suspended since it has asked.) After a standstill a port that
         accepts is no excuse, for what is behind it may have given the ranks away, nor is a closed one if others
         lead."""
-        if self._stood_still and (standing is Standing.MEMBER or self._election.newer(seen) is not None):
+        if self._hearing.stood_still and (standing is Standing.MEMBER or self._election.newer(seen) is not None):
             return 0.0
         if standing is Standing.ORPHANED:
             return 2 * self._limits.node_silence_s
@@ -488,9 +466,7 @@ class ControllerSession:
         """Tell the workers how long they may begin to change their state, whatever becomes of this agent."""
         if self._peers is None or not self._joined:
             return
-        # After a standstill it takes an answer: that another controller is followed now is none.
-        known_at = self._vouched_at if self._stood_still else max(self._heard_at, self._vouched_at)
-        until = max(known_at + works_for_s(self._limits.node_silence_s), self._excused_until)
+        until = self._hearing.lent_until()
         if until > float("-inf"):
             self._agent.lend(until)
 
@@ -503,7 +479,7 @@ class ControllerSession:
             self._follow(newer.term, newer.controller)
             await self._leave()
             return
-        if not lost(self._standing, answer, self._silent_s(), self._limits):
+        if not lost(self._standing, answer, self._hearing.silent_s, self._limits):
             return
         now = time.monotonic()
         self._lost_at = now if self._lost_at is None else self._lost_at
@@ -526,8 +502,7 @@ class ControllerSession:
         log.warning("follows the controller%s at %s", f" of term {term}" if term else "", address)
         self._election.controller = address
         self._election.term, self._suspended, self._lost_at = term, False, None
-        self._heard_at = self._came_at = lease_clock()  # it has that long to be heard
-        self._missed_since = time.monotonic()
+        self._hearing.begin()
         self._controller = ""  # any incarnation there
         self._link = Link()
         self._drop_connection()

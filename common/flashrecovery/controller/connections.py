@@ -19,7 +19,7 @@ AgentLink = Link[pb.Command, pb.AgentMessage]
 
 
 @dataclass(frozen=True, eq=False)
-class Connection:
+class AgentConnection:
     """One of an agent. ``via``: the node whose agent carries it; "": it comes straight here."""
 
     node: str
@@ -33,7 +33,7 @@ class Connections:
     def __init__(self) -> None:
         self.links: dict[str, AgentLink] = {}
         self._incarnations: dict[str, str] = {}
-        self._newest: dict[str, Connection] = {}
+        self._newest: dict[str, AgentConnection] = {}
         self._cut_off: set[str] = set()
 
     def link_of(self, message: pb.Register, *, lost: bool) -> AgentLink:
@@ -48,16 +48,16 @@ class Connections:
 
     # -- who is connected -------------------------------------------------------------------------
 
-    def open(self, connection: Connection) -> None:
+    def open(self, connection: AgentConnection) -> None:
         """It takes the place of the node's one before."""
         self._newest[connection.node] = connection
         self._cut_off.discard(connection.node)
 
-    def is_newest(self, connection: Connection) -> bool:
+    def is_newest(self, connection: AgentConnection) -> bool:
         """Whether no other one has taken its place."""
         return self._newest.get(connection.node) is connection
 
-    def ended(self, connection: Connection, *, blameless: bool = False) -> bool:
+    def ended(self, connection: AgentConnection, *, blameless: bool = False) -> bool:
         """This one has ended; ``blameless``: not because of its agent, which is to come again. Returns whether its node
         is not connected any more."""
         if not self.is_newest(connection):
@@ -75,7 +75,7 @@ class Connections:
         """The nodes that are connected now."""
         return list(self._newest)
 
-    def newest(self) -> Collection[Connection]:
+    def newest(self) -> Collection[AgentConnection]:
         """One for each node that is connected now, in the order in which they came."""
         return self._newest.values()
 

@@ -8,9 +8,9 @@ have voted for another controller since.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 from flashrecovery import events as ev
+from flashrecovery.ballot import AskElector
 from flashrecovery.config import Timeouts
 from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.nodes import NodeState
@@ -22,8 +22,6 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _RENEWAL_S = 0.5
 """From one attempt to get a newer term to the next."""
-
-Ask = Callable[[Elector, pb.VoteRequest], Awaitable[pb.VoteReply]]
 
 
 class ElectorSet:
@@ -82,7 +80,7 @@ class ElectorSet:
         self._renewed_at = now
         return True
 
-    async def renew(self, promised: int, ask: Ask) -> bool:
+    async def renew(self, promised: int, ask: AskElector) -> bool:
         """Have the electors vote for this controller, for a term that nobody can have been elected for: newer than
         ``promised``. Whether they have.
 

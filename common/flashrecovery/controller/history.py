@@ -21,7 +21,7 @@ PHASE_OF = {
 
 
 @dataclass
-class Recovery:
+class HistoryEntry:
     """Times are CLOCK_MONOTONIC seconds, durations seconds. A further failure on the way adds to the same recovery."""
 
     generation: int

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
-from flashrecovery.controller.history import Recovery
+from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.nodes import NodeRecord
 from flashrecovery.controller.outbox import Action, Outbox
 from flashrecovery.controller.records import Place, RankRecord
@@ -62,8 +62,8 @@ class JobState:
     nodes: dict[str, NodeRecord] = field(default_factory=dict)
     stride: int = 1
     checkpoint: tuple[int, str] | None = None
-    recovery: Recovery | None = None
-    history: list[Recovery] = field(default_factory=list)
+    recovery: HistoryEntry | None = None
+    history: list[HistoryEntry] = field(default_factory=list)
     failure_reason: str = ""
     last_failure: str = ""
     outbox: Outbox = field(default_factory=Outbox)

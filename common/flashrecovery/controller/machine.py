@@ -27,7 +27,7 @@ from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.crashes import cause_of, limit_of, option_of
 from flashrecovery.controller.evacuate import Evacuation
-from flashrecovery.controller.history import Recovery
+from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.nodes import NodeRecord, NodeState
 from flashrecovery.controller.records import HeldAt, Place, RankRecord, unequal_steps
@@ -154,7 +154,6 @@ class Machine:
         record.place, record.pid, record.node, record.host = Place.STARTING, message.pid, node, host
         record.page_on = record.home
         record.joined_generation = self.job.generation
-        record.from_standby = message.standby
         record.capsules, record.early = tuple(message.capsules), frozenset(message.early)
         if not self.job.places[Place.EMPTY]:
             self._staffing.publish_rank_table()
@@ -403,7 +402,7 @@ class Machine:
             record, FailureKind.HANG, evidence, now, late_s=record.progress_age_s + now - record.heard_at
         )
 
-    def _void(self, recovery: Recovery, text: str) -> None:
+    def _void(self, recovery: HistoryEntry, text: str) -> None:
         """The ranks do not run the same code since they have gone on. What decides on it is in the memory of some and
         was not brought to the others, so no further attempt would be right, even one that went through."""
         who = f" of {ranks_text(recovery.victims)}" if recovery.victims else ""

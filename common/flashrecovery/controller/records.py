@@ -82,7 +82,6 @@ class RankRecord:
     filled: int = -1
     on_its_way: bool = False
     steps: int | None = None
-    from_standby: bool = False
     needs: dict[str, int] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     live: int = -1

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from flashrecovery import events as ev
 from flashrecovery.controller.evacuate import Evacuation
-from flashrecovery.controller.history import Recovery
+from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.records import THROUGH, Place, RankRecord, unequal_claims, unequal_steps
 from flashrecovery.controller.restore import Decision, RestoreRound, decide
@@ -72,7 +72,7 @@ class RecoverySteps:
         """Ranks have lost their processes: replace these, and bring everybody back to one consistent version."""
         joins = self._joins(victims)
         if self._job.recovery is None:
-            self._job.recovery = Recovery(self._job.generation, failed_at, detect_s)
+            self._job.recovery = HistoryEntry(self._job.generation, failed_at, detect_s)
         self._job.recovery.cause = self._job.recovery.cause or kind
         for victim in victims:
             self._job.recovery.add_victim(victim, kind, self._job.generation + (not joins))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
-from flashrecovery.controller.connections import Connection
+from flashrecovery.controller.connections import AgentConnection
 from flashrecovery.controller.nodes import NodeRecord
 
 _AGAIN_S = 60.0
@@ -36,13 +36,13 @@ class Relays:
         self._told: dict[str, tuple[str, float]] = {}
         self._look_at = float("-inf")
 
-    def is_moving(self, connection: Connection, now: float) -> bool:
+    def is_moving(self, connection: AgentConnection, now: float) -> bool:
         """Whether it ends because its agent was told to come another way."""
         relay, at = self._told.get(connection.node, ("", float("-inf")))
         return now - at < _MOVING_S and connection.via != relay
 
     def moves(
-        self, connections: Collection[Connection], nodes: Mapping[str, NodeRecord], now: float
+        self, connections: Collection[AgentConnection], nodes: Mapping[str, NodeRecord], now: float
     ) -> list[tuple[str, str]]:
         """(agent, its relay from now on): whom to tell now. ``connections``: the newest of each node that has one."""
         if now < self._look_at:
@@ -53,7 +53,7 @@ class Relays:
         return found
 
     def _moves(
-        self, connections: Collection[Connection], nodes: Mapping[str, NodeRecord], now: float
+        self, connections: Collection[AgentConnection], nodes: Mapping[str, NodeRecord], now: float
     ) -> list[tuple[str, str]]:
         straight = [c.node for c in connections if not c.via and nodes[c.node].alive]
         if len(straight) <= self._direct:

@@ -16,7 +16,7 @@ import grpc
 
 from flashrecovery.clock import lease_clock
 from flashrecovery.controller.admission import Refusal, refusal
-from flashrecovery.controller.connections import Connection, Connections
+from flashrecovery.controller.connections import AgentConnection, Connections
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.relays import Relays
 from flashrecovery.heartbeat.receiver import HeartbeatReceiver
@@ -32,10 +32,10 @@ _FRAMES = 200
 """In one message of a relay's stream, so that none becomes too large."""
 
 
-class Listener(Protocol):
+class SessionEvents(Protocol):
     """Who the agents speak to: the controller's service."""
 
-    def greet(self, connection: Connection) -> pb.Command:
+    def greet(self, connection: AgentConnection) -> pb.Command:
         """The first word on a new connection of a node that belongs to the job."""
 
     def deliver(self, message: pb.AgentMessage, node: str) -> None:
@@ -53,7 +53,7 @@ class Sessions:
 
     def __init__(
         self,
-        listener: Listener,
+        listener: SessionEvents,
         machine: Machine,
         agents: Connections,
         liveness: Liveness,
@@ -97,7 +97,7 @@ class Sessions:
             reader.cancel()
             self.close(connection)
 
-    async def _read(self, messages: AsyncIterator[pb.AgentMessage], connection: Connection) -> None:
+    async def _read(self, messages: AsyncIterator[pb.AgentMessage], connection: AgentConnection) -> None:
         async for message in messages:
             self.take(connection, message)
             self._listener.act()
@@ -144,7 +144,7 @@ class Sessions:
 
     # -- one connection, whichever way it comes ---------------------------------------------------
 
-    def open(self, first: pb.AgentMessage, via: str = "") -> Connection | Refusal:
+    def open(self, first: pb.AgentMessage, via: str = "") -> AgentConnection | Refusal:
         """An agent has said its first word. ``via``: the relay's node."""
         if first.WhichOneof("body") != "register" or not first.register.node:
             return Refusal(grpc.StatusCode.INVALID_ARGUMENT, "the first message of an agent must be Register")
@@ -154,7 +154,7 @@ class Sessions:
         refused = refusal(first.register, self._settings, known, there=there, only=self._only_node())
         if refused is not None:
             return refused
-        connection = Connection(
+        connection = AgentConnection(
             node, self._agents.link_of(first.register, lost=known is not None and not known.alive), via
         )
         self._agents.open(connection)
@@ -171,12 +171,12 @@ class Sessions:
             return ""
         return next((n.name for n in self._machine.job.nodes.values() if n.alive), "")
 
-    def welcome(self, connection: Connection) -> pb.Command | None:
+    def welcome(self, connection: AgentConnection) -> pb.Command | None:
         """The first word back; None for a node that is to be fenced first."""
         alive = self._machine.job.nodes[connection.node].alive
         return self._listener.greet(connection) if alive else None
 
-    def take(self, connection: Connection, message: pb.AgentMessage) -> None:
+    def take(self, connection: AgentConnection, message: pb.AgentMessage) -> None:
         """A message has come."""
         node = connection.node
         if not connection.link.accept(message):
@@ -189,7 +189,7 @@ class Sessions:
             self._listener.echoed(node, connection.link.echoed_at)
         self._listener.deliver(message, node)
 
-    def close(self, connection: Connection, *, blameless: bool = False) -> None:
+    def close(self, connection: AgentConnection, *, blameless: bool = False) -> None:
         """It has ended; ``blameless``: not because of its agent, which is to be heard from elsewhere."""
         node = connection.node
         ended = self._agents.ended(connection, blameless=blameless)
@@ -205,8 +205,8 @@ class Trunk:
     def __init__(self, sessions: Sessions, relay: str) -> None:
         self._sessions = sessions
         self._relay = relay
-        self._lines: dict[int, Connection] = {}
-        self._waiting: list[tuple[int, Connection | None, pb.Command | Refusal | None]] = []
+        self._lines: dict[int, AgentConnection] = {}
+        self._waiting: list[tuple[int, AgentConnection | None, pb.Command | Refusal | None]] = []
         self._wake = asyncio.Event()
         self._over = False
 
@@ -234,7 +234,7 @@ class Trunk:
             self._put(line, found, welcome)
         found.link.attach(lambda command: self._put(line, found, command))
 
-    def _put(self, line: int, connection: Connection | None, what: pb.Command | Refusal | None) -> None:
+    def _put(self, line: int, connection: AgentConnection | None, what: pb.Command | Refusal | None) -> None:
         """``what`` None: the end of the line."""
         if self._over or (connection is not None and self._lines.get(line) is not connection):
             return  # the link keeps what has to arrive
@@ -253,7 +253,7 @@ class Trunk:
                     self._fill(downward.frames.add(line=line), connection, what)
                 yield downward
 
-    def _fill(self, frame: pb.DownFrame, connection: Connection | None, what: pb.Command | Refusal | None) -> None:
+    def _fill(self, frame: pb.DownFrame, connection: AgentConnection | None, what: pb.Command | Refusal | None) -> None:
         if isinstance(what, pb.Command) and connection is not None:
             frame.command.CopyFrom(connection.link.stamp(what))
             return

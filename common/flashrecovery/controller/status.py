@@ -66,7 +66,6 @@ def _rank(machine: Machine, r: RankRecord, now: float) -> pb.RankStatus:
         rank=r.rank,
         pid=r.pid,
         node=r.node,
-        host=r.host,
         state=r.place.value,
         tag=r.tag,
         progress_age_s=r.progress_age_s,
@@ -92,10 +91,7 @@ def _nodes(machine: Machine, liveness: Liveness, now: float) -> list[pb.NodeStat
         pb.NodeStatus(
             name=n.name,
             host=n.host,
-            domain=n.domain,
-            state="silent" if n.alive and liveness.silent(n.name, now) else n.state.value,
             heartbeat_age_s=liveness.age(n.name, now),
-            slots=n.slots,
             ranks=held.get(n.name, []),
             suspect=n.suspect,
         )

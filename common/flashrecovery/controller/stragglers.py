@@ -21,7 +21,7 @@ _PERIOD_S = 2.0
 
 
 @dataclass(frozen=True)
-class Pace:
+class OwnWork:
     """Own work of one rank in a step: usual, and the least of its last steps (0: too few steps yet)."""
 
     rank: int
@@ -30,13 +30,13 @@ class Pace:
     step_s: float
 
 
-def usual_of(paces: Collection[Pace]) -> float:
+def usual_of(paces: Collection[OwnWork]) -> float:
     """The median; of two middle ranks the faster one, so that one of two ranks can be slow. 0 if too few are known."""
     known = [p.own_s for p in paces if p.least_s > 0]
     return statistics.median_low(known) if len(known) > 1 and 2 * len(known) > len(paces) else 0.0
 
 
-def slow(pace: Pace, usual_s: float, factor: float = FACTOR) -> bool:
+def slow(pace: OwnWork, usual_s: float, factor: float = FACTOR) -> bool:
     """Whether the rank is slow where ``usual_s`` is usual."""
     return usual_s > 0 and pace.least_s > factor * usual_s and pace.least_s - usual_s > SHARE * pace.step_s
 
@@ -61,7 +61,7 @@ class Stragglers:
         if not self.due(now):
             return []
         self._next_at = now + _PERIOD_S
-        paces = [Pace(r.rank, r.own_s, r.own_least_s, r.step_s) for r in ranks]
+        paces = [OwnWork(r.rank, r.own_s, r.own_least_s, r.step_s) for r in ranks]
         usual_s = usual_of(paces)
         found = {p.rank: p for p in paces if slow(p, usual_s, CLEAR if p.rank in self.slow else FACTOR)}
         new = [p for rank, p in found.items() if rank not in self.slow]
@@ -69,6 +69,6 @@ class Stragglers:
         return [(p.rank, _words(p, usual_s)) for p in new]
 
 
-def _words(pace: Pace, usual_s: float) -> str:
+def _words(pace: OwnWork, usual_s: float) -> str:
     own_ms, usual_ms = 1e3 * pace.own_s, 1e3 * usual_s
     return f"rank {pace.rank} is slow: {own_ms:.0f} ms of own work a step, the median of all ranks is {usual_ms:.0f} ms"

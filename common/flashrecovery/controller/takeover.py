@@ -8,7 +8,7 @@ go back: the newest that any agent has seen counts.
 
 from __future__ import annotations
 
-from flashrecovery.controller.history import Recovery
+from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.nodes import NodeRecord, NodeState
 from flashrecovery.controller.records import THROUGH, Place, RankRecord
@@ -149,7 +149,7 @@ class TakeOver:
             self._settle_found(now)
             self._starting.start_again(f"{said}, before the first step", now)
             return
-        self._job.recovery = Recovery(self._job.generation, now, 0.0)
+        self._job.recovery = HistoryEntry(self._job.generation, now, 0.0)
         for rank in missing:
             self._job.recovery.add_victim(rank, FailureKind.CONTROLLER, self._job.generation + 1)
         self._settle_found(now)

@@ -57,7 +57,7 @@ class OpInfo:
 
 
 @dataclass(frozen=True)
-class Progress:
+class GroupProgress:
     """How far this rank has come in a group since it was last attached: ``collectives`` started, and by the global rank
     of each peer the sends to it and the receives from it."""
 
@@ -108,13 +108,13 @@ class ManagedGroup:
         )
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> GroupProgress:
         """How far this rank has come in it."""
         outer = self.outer()
         if outer is None:
-            return Progress(0, {})
+            return GroupProgress(0, {})
         collectives, pairs = native_build.native().progress(outer)
-        return Progress(collectives, {self.ranks[peer]: (sent, received) for peer, sent, received in pairs})
+        return GroupProgress(collectives, {self.ranks[peer]: (sent, received) for peer, sent, received in pairs})
 
     @cached_property
     def members(self) -> int:

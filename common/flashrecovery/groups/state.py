@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass
-class State:
+class GroupsState:
     """What the functions of this package share. ``lock`` guards all of it; never held while anything blocks."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -29,4 +29,4 @@ class State:
     control_wanted: bool = False
 
 
-STATE = State()
+STATE = GroupsState()

@@ -25,7 +25,7 @@ Address = tuple[str, int]
 _PROBE = ["flashrecovery/there?"]
 
 
-class Source(Protocol):
+class StoreSource(Protocol):
     """Where stores come from."""
 
     @property
@@ -117,7 +117,7 @@ class StoresInUse:
     """What the groups of one generation, or of the start, use of ``source``, under ``prefix``. After :meth:`stop` every
     wait ends, also in a store that is being connected meanwhile."""
 
-    def __init__(self, module: Any, source: Source, world: int, prefix: str, *, at_start: bool = False) -> None:
+    def __init__(self, module: Any, source: StoreSource, world: int, prefix: str, *, at_start: bool = False) -> None:
         self.at_start = at_start
         self._module, self._source, self._world, self._prefix = module, source, world, prefix
         self._lock = threading.Lock()

@@ -65,7 +65,7 @@ class GroupRequest:
 
 
 Creator = Callable[[GroupRequest, Store], Any]
-Listener = Callable[[GroupRequest, Any], None]
+Created = Callable[[GroupRequest, Any], None]
 
 _original: Callable[..., Any] | None = None
 _current: GroupRequest | None = None
@@ -76,7 +76,7 @@ def installed() -> bool:
     return _original is not None
 
 
-def wrap_group_creation(create: Creator, created: Listener, wrap_store: Callable[[Store], Store]) -> None:
+def wrap_group_creation(create: Creator, created: Created, wrap_store: Callable[[Store], Store]) -> None:
     """Let every later group be made with the backend that ``create(request, store)`` returns.
 
     ``created(request, pg)`` is told after torch has registered the group. ``wrap_store`` is applied to the store

@@ -17,7 +17,7 @@ LINK_ERRORS = 100
 
 
 @dataclass(frozen=True)
-class Limits:
+class TemperatureLimits:
     """Temperatures in degrees Celsius; None: the GPU does not say."""
 
     slowdown: int | None = None
@@ -25,7 +25,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Link:
+class NvLink:
     """One NVLink: is it up, how often was it trained anew, how many CRC errors and replays has it had?"""
 
     number: int
@@ -49,9 +49,9 @@ class GpuReading:
     remap_pending: bool | None = None
     remap_failed: bool | None = None
     temperature: int | None = None
-    limits: Limits = Limits()
+    limits: TemperatureLimits = TemperatureLimits()
     throttle: tuple[str, ...] = ()
-    links: tuple[Link, ...] = ()
+    links: tuple[NvLink, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from flashrecovery.health.findings import HealthContext, HealthFinding
-from flashrecovery.health.gpu import Gpu, GpuReading, Limits, Link, judge, visible
+from flashrecovery.health.gpu import Gpu, GpuReading, NvLink, TemperatureLimits, judge, visible
 
 T = TypeVar("T")
 _MOST_EVENTS = 64
@@ -87,7 +87,7 @@ class _Device:
         self.gpu = Gpu(rank, index, uuid_of(nvml, index))
         self._handle: Any = None
         self._events: Any = None
-        self._limits = Limits()
+        self._limits = TemperatureLimits()
         self._start: GpuReading | None = None
         self._before = GpuReading()
 
@@ -124,7 +124,7 @@ class _Device:
     def _open(self) -> None:
         nvml = self._nvml
         handle = nvml.nvmlDeviceGetHandleByIndex(self.gpu.index)
-        self._limits = Limits(
+        self._limits = TemperatureLimits(
             self._maybe(nvml.nvmlDeviceGetTemperatureThreshold, handle, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN),
             self._maybe(nvml.nvmlDeviceGetTemperatureThreshold, handle, nvml.NVML_TEMPERATURE_THRESHOLD_SHUTDOWN),
         )
@@ -167,7 +167,7 @@ class _Device:
             links=tuple(self._links()),
         )
 
-    def _links(self) -> Iterator[Link]:
+    def _links(self) -> Iterator[NvLink]:
         """The first number that the GPU does not know ends them. A link that is down has no counters."""
         nvml, handle = self._nvml, self._handle
         for number in range(nvml.NVML_NVLINK_MAX_LINKS):
@@ -175,7 +175,7 @@ class _Device:
             if state is None:
                 return
             if state != nvml.NVML_FEATURE_ENABLED:
-                yield Link(number, False)
+                yield NvLink(number, False)
                 continue
             recoveries, *errors = (
                 self._maybe(nvml.nvmlDeviceGetNvLinkErrorCounter, handle, number, counter)
@@ -186,7 +186,7 @@ class _Device:
                 )
             )
             known = [count for count in errors if count is not None]
-            yield Link(number, True, recoveries, sum(known) if known else None)
+            yield NvLink(number, True, recoveries, sum(known) if known else None)
 
     def _maybe(self, function: Callable[..., T], *arguments: Any) -> T | None:
         try:

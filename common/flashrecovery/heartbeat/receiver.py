@@ -24,8 +24,8 @@ from flashrecovery.heartbeat.wire import (
     GONE,
     LIMIT,
     MAGIC,
+    DatagramSeal,
     Header,
-    Seal,
     Stream,
     ticket_of,
     unpack_ranks,
@@ -75,7 +75,7 @@ class _Agent:
 
     node: str
     ticket: int
-    seal: Seal
+    seal: DatagramSeal
     stream: Stream
     counter: int = 0
     heard_at: float = float("-inf")
@@ -127,7 +127,7 @@ class HeartbeatReceiver:
         if self._socket is None:
             return pb.ControllerHeartbeat()
         ticket, salt = secrets.randbits(64), secrets.token_bytes(16)
-        agent = _Agent(node, ticket, Seal(self.token, salt), stream)
+        agent = _Agent(node, ticket, DatagramSeal(self.token, salt), stream)
         self._agents[ticket] = self._by_node[node] = agent
         return pb.ControllerHeartbeat(port=self._port, ticket=ticket, salt=salt)
 

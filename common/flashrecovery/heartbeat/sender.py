@@ -20,7 +20,18 @@ from collections import deque
 from collections.abc import Callable
 
 from flashrecovery.clock import lease_clock
-from flashrecovery.heartbeat.wire import ANSWER, ANSWERED, BEAT, ECHO, GONE, MAGIC, Header, Seal, Stream, pack_ranks
+from flashrecovery.heartbeat.wire import (
+    ANSWER,
+    ANSWERED,
+    BEAT,
+    ECHO,
+    GONE,
+    MAGIC,
+    DatagramSeal,
+    Header,
+    Stream,
+    pack_ranks,
+)
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _AGAIN_S = 0.08
@@ -49,7 +60,7 @@ class HeartbeatSender(asyncio.DatagramProtocol):
         self._transport: asyncio.DatagramTransport | None = None
         self._opening: asyncio.Task[None] | None = None
         self._stream: Stream | None = None
-        self._seal: Seal | None = None
+        self._seal: DatagramSeal | None = None
         self._ticket = 0
         self._counter = 0
         self._proven = False
@@ -70,7 +81,7 @@ class HeartbeatSender(asyncio.DatagramProtocol):
         self.forget()
         self._stuck_after_s = _STUCK_CARRIED_S if carried else _STUCK_S
         if beat.port:
-            self._ticket, self._seal, self._stream = beat.ticket, Seal(self._token, beat.salt), stream
+            self._ticket, self._seal, self._stream = beat.ticket, DatagramSeal(self._token, beat.salt), stream
             self._opening = asyncio.create_task(self._open(host, beat.port))
 
     async def _open(self, host: str, port: int) -> None:

@@ -80,7 +80,7 @@ class Header(NamedTuple):
     stamp: float = 0.0
 
 
-class Seal:
+class DatagramSeal:
     """Makes and checks the datagrams of one connection."""
 
     def __init__(self, token: str, salt: bytes) -> None:
@@ -142,7 +142,7 @@ def pack_ranks(ranks: Iterable[pb.RankHealth]) -> list[tuple[int, bytes]]:
 
 
 def unpack_ranks(datagram: bytes) -> Iterator[pb.RankHealth]:
-    """The ranks of a datagram that :meth:`Seal.open` has accepted."""
+    """The ranks of a datagram that :meth:`DatagramSeal.open` has accepted."""
     for (
         rank,
         pid,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from flashrecovery.agent.agent import Agent
-from flashrecovery.controller.history import PHASE_OF, Recovery
+from flashrecovery.controller.history import PHASE_OF, HistoryEntry
 from flashrecovery.controller.service import ControllerService
 from flashrecovery.observe.facts import (
     AgentFacts,
@@ -46,7 +46,7 @@ def controller_facts(service: ControllerService, tally: Tally) -> ControllerFact
     return look
 
 
-def recovery_facts(recovery: Recovery, state: State, now: float) -> RecoveryFacts:
+def recovery_facts(recovery: HistoryEntry, state: State, now: float) -> RecoveryFacts:
     """How far a recovery has come at ``now`` (CLOCK_MONOTONIC seconds).
 
     Phases follow each other, so the present one has had what the others leave, and with it the milliseconds that the

@@ -740,13 +740,11 @@ class WorkerStarted(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
-    STANDBY_FIELD_NUMBER: _builtins.int
     CAPSULES_FIELD_NUMBER: _builtins.int
     EARLY_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     generation: _builtins.int
     pid: _builtins.int
-    standby: _builtins.bool
     @_builtins.property
     def capsules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """versions of the rank's capsule that the agent keeps in the page"""
@@ -761,13 +759,12 @@ class WorkerStarted(_message.Message):
         rank: _builtins.int = ...,
         generation: _builtins.int = ...,
         pid: _builtins.int = ...,
-        standby: _builtins.bool = ...,
         capsules: _abc.Iterable[_builtins.int] | None = ...,
         early: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capsules", b"capsules", "early", b"early", "generation", b"generation", "pid", b"pid", "rank", b"rank", "standby", b"standby"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capsules", b"capsules", "early", b"early", "generation", b"generation", "pid", b"pid", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2923,7 +2920,6 @@ class RankStatus(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
-    HOST_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     TAG_FIELD_NUMBER: _builtins.int
     PROGRESS_AGE_S_FIELD_NUMBER: _builtins.int
@@ -2939,7 +2935,6 @@ class RankStatus(_message.Message):
     rank: _builtins.int
     pid: _builtins.int
     node: _builtins.str
-    host: _builtins.str
     state: _builtins.str
     tag: _builtins.int
     progress_age_s: _builtins.float
@@ -2959,7 +2954,6 @@ class RankStatus(_message.Message):
         rank: _builtins.int = ...,
         pid: _builtins.int = ...,
         node: _builtins.str = ...,
-        host: _builtins.str = ...,
         state: _builtins.str = ...,
         tag: _builtins.int = ...,
         progress_age_s: _builtins.float = ...,
@@ -2975,7 +2969,7 @@ class RankStatus(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "copied", b"copied", "copied_by", b"copied_by", "copy_age_s", b"copy_age_s", "generation", b"generation", "host", b"host", "node", b"node", "overhead_s", b"overhead_s", "own_s", b"own_s", "pid", b"pid", "progress_age_s", b"progress_age_s", "rank", b"rank", "state", b"state", "step_s", b"step_s", "straggler", b"straggler", "tag", b"tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "copied", b"copied", "copied_by", b"copied_by", "copy_age_s", b"copy_age_s", "generation", b"generation", "node", b"node", "overhead_s", b"overhead_s", "own_s", b"own_s", "pid", b"pid", "progress_age_s", b"progress_age_s", "rank", b"rank", "state", b"state", "step_s", b"step_s", "straggler", b"straggler", "tag", b"tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3071,19 +3065,12 @@ class NodeStatus(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
-    DOMAIN_FIELD_NUMBER: _builtins.int
-    STATE_FIELD_NUMBER: _builtins.int
     HEARTBEAT_AGE_S_FIELD_NUMBER: _builtins.int
-    SLOTS_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     SUSPECT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     host: _builtins.str
-    domain: _builtins.str
-    state: _builtins.str
-    """active | spare | silent | lost"""
     heartbeat_age_s: _builtins.float
-    slots: _builtins.int
     suspect: _builtins.str
     """what a device plugin has said of it"""
     @_builtins.property
@@ -3093,16 +3080,13 @@ class NodeStatus(_message.Message):
         *,
         name: _builtins.str = ...,
         host: _builtins.str = ...,
-        domain: _builtins.str = ...,
-        state: _builtins.str = ...,
         heartbeat_age_s: _builtins.float = ...,
-        slots: _builtins.int = ...,
         ranks: _abc.Iterable[_builtins.int] | None = ...,
         suspect: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain", "heartbeat_age_s", b"heartbeat_age_s", "host", b"host", "name", b"name", "ranks", b"ranks", "slots", b"slots", "state", b"state", "suspect", b"suspect"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_age_s", b"heartbeat_age_s", "host", b"host", "name", b"name", "ranks", b"ranks", "suspect", b"suspect"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -66,7 +66,6 @@ class PlainState:
     """What a checkpoint has besides shards: this rank's capsule and the common state, as they were given. No capsule:
     the ranks that wrote it had another layout."""
 
-    version: int
     capsule: bytes | None
     common: bytes
 
@@ -270,13 +269,13 @@ def load(
         (first,) = _read_manifests(path, [0]).values()
         _check_format(path, first, form)
         form.load(path.parent, path.name)
-        return PlainState(first[1], None, first[5])
+        return PlainState(None, first[5])
     found = len(list(path.glob("part-*")))
     if found and found != world:
         raise RestoreError(f"checkpoint {path} was written by {found} ranks, this job has {world}")
     manifests = _read_manifests(path, sorted({rank, *map(writer_of, shards)}))
     _check_format(path, manifests[rank], form)
-    _, version, _, _, capsule, common, *_ = manifests[rank]
+    _, _, _, _, capsule, common, *_ = manifests[rank]
     entries: dict[str, tuple[int, bool, bytes, str]] = {}
     for writer, manifest in manifests.items():
         for name, (shared, spec, digest) in manifest[3].items():
@@ -287,7 +286,7 @@ def load(
     wrong = [name for name, (spec, tensors) in live.items() if shard_digest(tensors, spec) != entries[name][3]]
     if wrong:
         raise RestoreError(f"checkpoint {path}: {_some(wrong)} do not have the digests they were written with")
-    return PlainState(version, capsule, common)
+    return PlainState(capsule, common)
 
 
 def other_layout(path: Path, form: CheckpointFormat) -> str:

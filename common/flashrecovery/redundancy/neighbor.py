@@ -34,8 +34,8 @@ from flashrecovery.errors import ProtocolError, RestoreError, StepInterrupted
 from flashrecovery.redundancy.background import Background
 from flashrecovery.redundancy.flat import Layout, Slot
 from flashrecovery.redundancy.pacing import Network, Pacing
-from flashrecovery.redundancy.shared_memory import Address, SharedMemory
-from flashrecovery.redundancy.undo import Capture, Look, UndoCopy
+from flashrecovery.redundancy.shared_memory import MemoryAddress, SharedMemory
+from flashrecovery.redundancy.undo import Capture, ChangeCounter, UndoCopy
 from flashrecovery.state import codec
 from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.state.spec import ShardSpec, TensorSpec
@@ -58,10 +58,9 @@ class _Memory(IntEnum):
 
 @dataclass(frozen=True)
 class CopyHolding:
-    """One shard of rank ``owner`` that this rank holds whole at ``version``. ``nbytes`` of payload. ``early``: a
+    """One shard of another rank that this rank holds whole at ``version``. ``nbytes`` of payload. ``early``: a
     capsule that is not final."""
 
-    owner: int
     shard: str
     version: int
     nbytes: int
@@ -93,7 +92,7 @@ class NeighbourCopies:
         capsule_name: Callable[[int], str] = "capsule@{}".format,
         generation: int = 0,
         on_kept: Callable[[int], None] = lambda version: None,
-        look: Look | None = None,
+        look: ChangeCounter | None = None,
         network: Network | None = None,
     ) -> None:
         to = destination or (lambda r: (r + 1) % world)
@@ -196,9 +195,9 @@ class NeighbourCopies:
             if slot.version < 0:
                 continue
             capsule = self._capsule_name(owner)
-            found[capsule, slot.version] = CopyHolding(owner, capsule, slot.version, len(slot.capsule), slot.early)
+            found[capsule, slot.version] = CopyHolding(capsule, slot.version, len(slot.capsule), slot.early)
             for name, nbytes in slot.layout.payload.items():
-                found[name, slot.version] = CopyHolding(owner, name, slot.version, nbytes)
+                found[name, slot.version] = CopyHolding(name, slot.version, nbytes)
         return sorted(found.values(), key=lambda h: (h.version, h.shard))
 
     def _newest_kept(self) -> int:
@@ -267,7 +266,7 @@ class NeighbourCopies:
             self._send_and_receive(version, capsule, early, own, memory, address)
 
     def _send_and_receive(
-        self, version: int, capsule: bytes | None, early: bool, own: Slot, memory: _Memory, address: Address
+        self, version: int, capsule: bytes | None, early: bool, own: Slot, memory: _Memory, address: MemoryAddress
     ) -> None:
         layout = self._layout_on_the_wire(own.layout)
         values = {name: v for name, v in own.values.items() if name in self._unique_names}
@@ -292,14 +291,14 @@ class NeighbourCopies:
             self._wait(work)
         self._sent_layout = layout.ident
 
-    def _offer(self, own: Slot) -> tuple[_Memory, Address]:
+    def _offer(self, own: Slot) -> tuple[_Memory, MemoryAddress]:
         """How the tensors of this version get to the neighbour."""
         if own.shared is None or self._mapped_there.get(own.shared.address.inode) is False:
-            return _Memory.SENT, Address(0, 0, 0, 0, 0)
+            return _Memory.SENT, MemoryAddress(0, 0, 0, 0, 0)
         known = own.shared.address.inode in self._mapped_there
         return _Memory.MAPPED if known else _Memory.OFFERED, own.shared.address
 
-    def _accepted(self, address: Address) -> bool:
+    def _accepted(self, address: MemoryAddress) -> bool:
         """The neighbour's answer to an offer."""
         answer = torch.zeros(1, dtype=torch.int64)
         self._check()
@@ -324,14 +323,14 @@ class NeighbourCopies:
         layout = self._received_layout
         if (layout.ident, layout.nbytes) != (ident, nbytes):
             raise ProtocolError(f"rank {self.source_rank} sends copies of a layout that it has not announced")
-        slot, mapped = self._slot_for(Address(*frame[7:]), layout, _Memory(memory))
+        slot, mapped = self._slot_for(MemoryAddress(*frame[7:]), layout, _Memory(memory))
         if memory == _Memory.OFFERED:
             sends.append(self._group.send([torch.tensor([int(mapped)])], self.source_rank, _ANSWER_TAG))
         slot.capsule, slot.early = capsule or b"", early
         slot.values = values
         return slot, not mapped, capsule is not None
 
-    def _slot_for(self, address: Address, layout: Layout, memory: _Memory) -> tuple[Slot, bool]:
+    def _slot_for(self, address: MemoryAddress, layout: Layout, memory: _Memory) -> tuple[Slot, bool]:
         """The slot to hold the next version, and whether it shows the owner's memory."""
         known = next((s for s in self._slots if s.shared is not None and s.shared.address.inode == address.inode), None)
         # Of two that are equally old, the one that shows a dead owner's memory: the other one will be filled again.

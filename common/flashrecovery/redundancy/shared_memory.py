@@ -29,7 +29,7 @@ def host_id() -> int:
 
 
 @dataclass(frozen=True)
-class Address:
+class MemoryAddress:
     """Where a :class:`SharedMemory` can be found: process, file descriptor there, inode, size in bytes, host."""
 
     pid: int
@@ -47,7 +47,7 @@ class SharedMemory:
         address: where its maker has it.
     """
 
-    def __init__(self, fd: int, address: Address) -> None:
+    def __init__(self, fd: int, address: MemoryAddress) -> None:
         """Takes ``fd`` over."""
         self._fd = fd
         self._map = mmap.mmap(fd, address.size)
@@ -61,10 +61,10 @@ class SharedMemory:
         fd = os.memfd_create("flashrecovery-copy", os.MFD_CLOEXEC)
         size = _HEADER + nbytes
         os.ftruncate(fd, size)
-        return SharedMemory(fd, Address(os.getpid(), fd, os.fstat(fd).st_ino, size, host_id()))
+        return SharedMemory(fd, MemoryAddress(os.getpid(), fd, os.fstat(fd).st_ino, size, host_id()))
 
     @staticmethod
-    def open(address: Address) -> SharedMemory | None:
+    def open(address: MemoryAddress) -> SharedMemory | None:
         """The memory that another process has made; None if it cannot be reached from here."""
         if address.host != host_id():
             return None

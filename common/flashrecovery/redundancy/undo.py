@@ -23,7 +23,7 @@ from flashrecovery.redundancy.background import Background
 from flashrecovery.redundancy.flat import Layout, Slot, slot_for_next
 from flashrecovery.state.shard import Shard, ShardSource
 
-Look = Callable[[Sequence[torch.Tensor]], int]
+ChangeCounter = Callable[[Sequence[torch.Tensor]], int]
 """Gives another number when one of the tensors has been changed."""
 
 
@@ -53,7 +53,7 @@ class UndoCopy:
     has done so is not whole."""
 
     def __init__(
-        self, shards: Sequence[Shard], *, share: bool = False, brief: bool = False, look: Look | None = None
+        self, shards: Sequence[Shard], *, share: bool = False, brief: bool = False, look: ChangeCounter | None = None
     ) -> None:
         self.shards = list(shards)
         self.brief = brief

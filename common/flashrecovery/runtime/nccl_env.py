@@ -26,7 +26,7 @@ _MIN_HEARTBEAT_S = 120
 
 
 @dataclass(frozen=True)
-class Finding:
+class WrongVariable:
     """An environment variable that should be another one; ``value`` is None if it is not set."""
 
     name: str
@@ -79,17 +79,17 @@ def free_choices(env: Mapping[str, str]) -> list[str]:
     return [name for name in _ORDERS_OF_SUMS if not env.get(name)]
 
 
-def nccl_environment_findings(env: Mapping[str, str]) -> list[Finding]:
+def nccl_environment_findings(env: Mapping[str, str]) -> list[WrongVariable]:
     """The variables in ``env`` (or missing from it) that stand in the way of recovering NCCL groups."""
     findings = []
     for name, default, good, advice in _WANTED:
         value = env.get(name)
         if (default if value is None else value).strip().lower() not in good:
-            findings.append(Finding(name, value, advice))
+            findings.append(WrongVariable(name, value, advice))
     waits = env.get(_DUMP_WAIT)
     if waits is None or not waits.isdigit() or int(waits) > _MAX_DUMP_WAIT_MS:
         findings.append(
-            Finding(
+            WrongVariable(
                 _DUMP_WAIT,
                 waits,
                 f"set it to 1 (at most {_MAX_DUMP_WAIT_MS} ms): otherwise an aborted group keeps its memory and its "
@@ -99,7 +99,7 @@ def nccl_environment_findings(env: Mapping[str, str]) -> list[Finding]:
     heartbeat = env.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC")
     if heartbeat is not None and (not heartbeat.isdigit() or int(heartbeat) < _MIN_HEARTBEAT_S):
         findings.append(
-            Finding(
+            WrongVariable(
                 "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
                 heartbeat,
                 f"use at least {_MIN_HEARTBEAT_S} s: a shorter one can kill a process in the middle of its recovery",

@@ -29,7 +29,7 @@ class DDPAdapter(TorchAdapter):
     def __init__(self, model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
         ddp_reducer.refuse_unsupported(model)
         self.ddp = model
-        self._layout: ddp_reducer.Layout | None = None
+        self._layout: ddp_reducer.BucketLayout | None = None
         """The final layout; None while the initial one is in use."""
         super().__init__(model, optimizers)
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashrecovery.errors import RestoreError, UnsupportedError
 
-Layout = tuple[tuple[int, ...], ...]
+BucketLayout = tuple[tuple[int, ...], ...]
 """Parameter indices, bucket by bucket, in reduction order."""
 
 _STATELESS_HOOK_STATES = (type(None), dist.ProcessGroup)
@@ -68,7 +68,7 @@ def reducer_parameters(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]
     return list(parameters)
 
 
-def read_layout(ddp: DistributedDataParallel) -> Layout:
+def read_layout(ddp: DistributedDataParallel) -> BucketLayout:
     """The current bucket layout. Looks at every parameter: do not call it every step."""
     index = {id(p): i for i, p in enumerate(reducer_parameters(ddp))}
     with _ZerosWithoutMemory():  # type: ignore[no-untyped-call]  # as large as all gradients, otherwise
@@ -85,7 +85,7 @@ class _ZerosWithoutMemory(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def renew(ddp: DistributedDataParallel, layout: Layout | None, *, gradients: bool = False) -> None:
+def renew(ddp: DistributedDataParallel, layout: BucketLayout | None, *, gradients: bool = False) -> None:
     """Replace the Reducer and its Logger by new ones: in the initial layout (None), or as after a first step that has
     led to ``layout``. Does no communication.
 
@@ -133,7 +133,7 @@ def rebuild_now(ddp: DistributedDataParallel) -> bool:
     return bool(ddp._has_rebuilt_buckets)
 
 
-def _adopt_layout(ddp: DistributedDataParallel, layout: Layout, gradients: bool) -> None:
+def _adopt_layout(ddp: DistributedDataParallel, layout: BucketLayout, gradients: bool) -> None:
     parameters = reducer_parameters(ddp)
     if sorted(itertools.chain.from_iterable(layout)) != list(range(len(parameters))):
         raise RestoreError(f"the bucket layout of the source does not fit this model's {len(parameters)} parameters")
@@ -175,7 +175,7 @@ class _DoneWork(dist.Work):
         return self._future
 
 
-def _ready_orders(layout: Layout, parameters: Sequence[torch.Tensor]) -> Iterator[list[int]]:
+def _ready_orders(layout: BucketLayout, parameters: Sequence[torch.Tensor]) -> Iterator[list[int]]:
     """Orders of gradients that can have led to ``layout``, the likeliest first.
 
     With one dtype the order is the layout itself. With several, buckets that never filled up are emitted in an order

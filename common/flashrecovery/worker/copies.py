@@ -22,7 +22,7 @@ from flashrecovery.plan import Kind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy import checkpoint
 from flashrecovery.redundancy.neighbor import NeighbourCopies
-from flashrecovery.redundancy.undo import Look, UndoCopy
+from flashrecovery.redundancy.undo import ChangeCounter, UndoCopy
 from flashrecovery.runtime.environment import STRIDE_ENV
 from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.worker.glance import glance_at_tensors
@@ -52,7 +52,7 @@ class Copies:
         self._limits = settings.timeouts
         # Only where touches can be seen is it known that nothing else has changed a tensor beside its copy.
         seen = all(adapter.touch_mark() is not None for adapter in registry.adapters if adapter.shards())
-        self._look: Look | None = _look if seen else None
+        self._look: ChangeCounter | None = _look if seen else None
         if registry.world_size == 1 and settings.redundancy in ("replica", "neighbor"):
             raise UnsupportedError(
                 f"redundancy = {settings.redundancy!r}: a world of one rank has nobody to hold a copy; "

@@ -32,7 +32,7 @@ _REDRAWN = 3
 it draws in the fetch of an earlier one."""
 
 
-class Position(NamedTuple):
+class DataPosition(NamedTuple):
     """Where a stream stands: the epoch, the batches fetched in it, the batches fetched in all."""
 
     epoch: int
@@ -44,7 +44,7 @@ class Position(NamedTuple):
 class _Cursor:
     """A position with what a fresh source needs to get there."""
 
-    position: Position
+    position: DataPosition
     epoch_start: dict[str, Any] = field(default_factory=dict)
     digest: str = ""
     """Of the batch that led here; "" at the very beginning."""
@@ -65,7 +65,7 @@ class _Cursor:
     @staticmethod
     def of(state: dict[str, Any]) -> _Cursor:
         return _Cursor(
-            Position(*state["position"]),
+            DataPosition(*state["position"]),
             state["epoch_start"],
             state["digest"],
             tuple(state["rng_before"]),
@@ -107,11 +107,11 @@ class DataStream:
         self.before_fetch: Callable[[], None] | None = None
         self._source = Source(loader)
         self._iterator: Iterator[Any] | None = None
-        self._cursor = _Cursor(Position(0, 0, 0))
+        self._cursor = _Cursor(DataPosition(0, 0, 0))
         self._kept: deque[_Kept] = deque()
         self._replay: deque[_Kept] = deque()
         self._marks: dict[int, _Cursor] = {}
-        self._sampled: tuple[Position, dict[str, Any]] | None = None
+        self._sampled: tuple[DataPosition, dict[str, Any]] | None = None
         """State of a stateful source, and the position at which it was asked for it last."""
         self._expected: dict[int, str] = {}
         """Digests of batches that are read for a second time, by ``position.total``."""
@@ -119,7 +119,7 @@ class DataStream:
         self._consumers = Consumers()
 
     @property
-    def position(self) -> Position:
+    def position(self) -> DataPosition:
         return self._cursor.position
 
     @property
@@ -183,7 +183,7 @@ class DataStream:
         if begun is not None:
             epoch_start = begun.plain()
         cursor = _Cursor(
-            Position(epoch, index + 1, total + 1),
+            DataPosition(epoch, index + 1, total + 1),
             epoch_start,
             content.digest,
             self._states_before(before.plain() if drawn and begun is None else None, begun is not None),
@@ -328,7 +328,7 @@ class DataStream:
         if found != cursor.digest:
             raise self._other_samples(cursor.position, found)
 
-    def _other_samples(self, position: Position, found: str) -> DataSourceError:
+    def _other_samples(self, position: DataPosition, found: str) -> DataSourceError:
         return DataSourceError(
             f"the {self._source.name} gives other samples than before: batch {position.batch - 1} of epoch "
             f"{position.epoch} now has digest {found}; make its order depend only on seeds and set_epoch(), or use a "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 import traceback
 
 from flashrecovery import groups
@@ -16,7 +15,6 @@ _FRAMES = 8
 
 def hang_report(rank: int, training_thread: threading.Thread) -> pb.HangReport:
     """Operations that have not finished, how far each group has come, and the stack if nothing is under way."""
-    now = time.monotonic()
     message = pb.HangReport(rank=rank, answered=True)
     under_way: list[tuple[float, pb.Operation]] = []
     for group in groups.groups():
@@ -27,14 +25,14 @@ def hang_report(rank: int, training_thread: threading.Thread) -> pb.HangReport:
         message.groups.add(
             group=group.name, members=group.members, size=group.size, collectives=progress.collectives, pairs=pairs
         )
-        under_way += [(op.since, _operation(op, group.members, now)) for op in group.pending]
+        under_way += [(op.since, _operation(op, group.members)) for op in group.pending]
     message.operations.extend(operation for _, operation in sorted(under_way, key=lambda entry: entry[0]))
     if not any(operation.certain for operation in message.operations):
         message.stack = _stack(training_thread)
     return message
 
 
-def _operation(op: groups.OpInfo, members: int, now: float) -> pb.Operation:
+def _operation(op: groups.OpInfo, members: int) -> pb.Operation:
     return pb.Operation(
         group=op.group,
         members=members,

@@ -22,7 +22,7 @@ from flashrecovery.state import codec, witness
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from flashrecovery.state.object_shard import COMMON, ObjectShard
 from flashrecovery.state.shard import Shard
-from flashrecovery.worker.data import DataStream, Position
+from flashrecovery.worker.data import DataPosition, DataStream
 from flashrecovery.worker.generators import Stateful, as_stateful
 from flashrecovery.worker.habits import Habits
 from flashrecovery.worker.rng import RngState, restore_rng
@@ -30,7 +30,7 @@ from flashrecovery.worker.rng import RngState, restore_rng
 AdapterFactory = Callable[[torch.nn.Module, Sequence[Optimizer]], Adapter]
 ModuleAdapterFactory = Callable[[torch.nn.Module], Adapter]
 
-Drawn = tuple[RngState, list[Position], list[Any], dict[str, bytes]]
+Drawn = tuple[RngState, list[DataPosition], list[Any], dict[str, bytes]]
 """Where the random number streams and the data streams stand, the adapters' marks, and this rank's own objects."""
 
 _DIGESTS_KEPT = 3

@@ -12,7 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from flashrecovery.adapter import faults, fsdp2_state
-from fr_megatron.wrappers import FaultPoint, OnMesh
+from fr_megatron.wrapper import FaultPoint, OnMesh
 
 
 class TorchFSDP2(OnMesh):

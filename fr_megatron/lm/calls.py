@@ -10,12 +10,12 @@ import torch
 from flashrecovery import Recovery, init
 from flashrecovery.adapter import check_equal
 from flashrecovery.errors import ConfigError
-from fr_megatron.adapter import MegatronAdapter
+from fr_megatron.adapter import adapter_for
 from fr_megatron.digest import state_digest
 from fr_megatron.lm.arguments import common, given, settings
 from fr_megatron.lm.data import streamed
 from fr_megatron.lm.state import NOTHING, LMLoop, LMLoopAdapter
-from fr_megatron.support import check, check_version
+from fr_megatron.support import check_version
 
 Original = Callable[..., Any]
 
@@ -62,10 +62,10 @@ class ProtectedLoop:
         made = self._original["setup_model_and_optimizer"](*args, **kwargs)
         chunks, optimizer, scheduler = made
         if optimizer is not None:
-            check(chunks, optimizer)
+            adapter = adapter_for(chunks, optimizer, scheduler)
             self._objects = (chunks, optimizer, scheduler)
             self._loop = LMLoop(self._args, get_timers(), get_rerun_state_machine())
-            self._recovery.register_adapter(MegatronAdapter(chunks, optimizer, scheduler))
+            self._recovery.register_adapter(adapter)
             self._recovery.register_adapter(LMLoopAdapter(self._loop))
         return made
 

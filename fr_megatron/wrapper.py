@@ -1,8 +1,8 @@
 """What the class around the model chunks decides: who has which piece of a parameter, what an interrupted step leaves.
 
 ==================================  ================================================================================
-``DistributedDataParallel``         :class:`Buckets`: whole parameters on every data-parallel rank
-``TorchFullyShardedDataParallel``   :mod:`.torch_fsdp2`: rows of every parameter
+``DistributedDataParallel``         :mod:`.buckets`: whole parameters on every data-parallel rank
+``TorchFullyShardedDataParallel``   :mod:`.fsdp2`: rows of every parameter
 ``FullyShardedDataParallel``        :mod:`.megatron_fsdp`: ranges of flat buffers
 ==================================  ================================================================================
 
@@ -19,9 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from flashrecovery.adapter import ParamRecord, ParamShard, Shard, constant, faults, placed_on_mesh, replicated
-from fr_megatron.buckets import call_before_reduction, reset_buckets
-from fr_megatron.optimizers import Names, Pair, is_distributed, record, weights
+from flashrecovery.adapter import ParamRecord, ParamShard, Shard, constant, placed_on_mesh
+from fr_megatron.optimizers import SteppedPair
 
 FaultPoint = Callable[[Callable[[], None]], None]
 
@@ -34,7 +33,7 @@ class Wrapper(ABC):
         self._parameters = list(nn.ModuleList(chunks).parameters())  # now: Megatron-FSDP shows others during a step
 
     @abstractmethod
-    def stepped(self, pair: Pair) -> ParamRecord:
+    def stepped(self, pair: SteppedPair) -> ParamRecord:
         """What an optimizer steps on for a parameter, with its name and holders."""
 
     @abstractmethod
@@ -75,35 +74,6 @@ class Wrapper(ABC):
         """Where fault injection strikes at the all-gather of the parameters; None if there is none."""
 
 
-class Buckets(Wrapper):
-    """``DistributedDataParallel``, with and without the distributed optimizer."""
-
-    def __init__(self, chunks: Sequence[Any]) -> None:
-        super().__init__(chunks)
-        self._names = Names(chunks)
-
-    def stepped(self, pair: Pair) -> ParamRecord:
-        return record(pair, self._names)
-
-    def kept(self, parameter: nn.Parameter) -> ParamRecord:
-        fqn, where = self._names[parameter]
-        return ParamRecord(fqn, *replicated(fqn, where.replicas), constant(parameter))
-
-    def weights(self) -> Iterator[Shard]:
-        return weights(self.chunks)
-
-    def before_reduction(self, callback: Callable[[], None]) -> bool:
-        return call_before_reduction(self.chunks, callback)
-
-    def reset(self, inner: Sequence[Any]) -> None:
-        reset_buckets(self.chunks, inner)
-
-    def gathering(self, inner: Sequence[Any], optimizer: Optimizer) -> FaultPoint | None:
-        if not any(is_distributed(each) for each in inner):
-            return None
-        return lambda callback: faults.before_gather_operation(optimizer, callback)
-
-
 class OnMesh(Wrapper):
     """Every parameter is cut over the data-parallel ranks, and so is what is stepped on for it, in the same way."""
 
@@ -115,7 +85,7 @@ class OnMesh(Wrapper):
             for name, parameter in chunk.named_parameters()
         }
 
-    def stepped(self, pair: Pair) -> ParamRecord:
+    def stepped(self, pair: SteppedPair) -> ParamRecord:
         parameter, stepped = pair
         assert isinstance(parameter, DTensor)
         fqn = self._names[id(parameter)]

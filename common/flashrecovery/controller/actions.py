@@ -1,0 +1,118 @@
+"""Carries out what the machine wants: commands to agents, events to the log, the rank table to all. At the job's end it
+dismisses the agents."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable
+
+from flashrecovery import events as ev
+from flashrecovery.controller.batches import Batches
+from flashrecovery.controller.checkpoints import Checkpoints
+from flashrecovery.controller.connections import Connections
+from flashrecovery.controller.drills import Drills
+from flashrecovery.controller.heartbeats import ControllerHeartbeats
+from flashrecovery.controller.job_state import AGENT
+from flashrecovery.controller.machine import Machine
+from flashrecovery.controller.outbox import Emit, Publish
+from flashrecovery.controller.table_publisher import TablePublisher
+from flashrecovery.plan.transitions import State
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+_YOUNG_OBJECTS = 200_000
+"""Between two looks of the garbage collector."""
+
+
+class Actions:
+    """For one controller. ``record`` writes an event down."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        agents: Connections,
+        heartbeats: ControllerHeartbeats,
+        tables: TablePublisher,
+        drills: Drills,
+        checkpoints: Checkpoints,
+        record: Callable[[ev.Event], None],
+    ) -> None:
+        self._machine = machine
+        self._agents = agents
+        self._own_heartbeats = heartbeats
+        self._tables = tables
+        self._drills = drills
+        self._checkpoints = checkpoints
+        self._record = record
+        self._gathering = False
+        self._dismissed = False
+        self._absent: set[str] = set()
+        self.over = asyncio.Event()
+        """The job has finished or failed, or this controller has ended."""
+
+    def carry_out(self) -> None:
+        """All that the machine has put into its outbox, in order."""
+        batches = Batches()
+        for action in self._machine.job.take_actions():
+            if isinstance(action, Emit):
+                self._record(action.event)
+                if isinstance(action.event, ev.JobStarted):
+                    self._agents.post_batches(batches, len(self._machine.job.nodes))
+                    for request in self._drills.take_armed():
+                        self.inject(request)
+                    _keep_what_there_is()
+                elif isinstance(action.event, ev.RecoveryStarted):
+                    self._checkpoints.recovered()
+                elif isinstance(action.event, ev.RecoveryFinished):
+                    _keep_what_there_is()
+            elif isinstance(action, Publish):
+                for node, command in self._tables.publish(action, self._agents.links):
+                    self._agents.post(node, command)
+            elif action.node is None or action.command.HasField("fence"):  # which the session itself must see
+                self._agents.post_batches(batches, len(self._machine.job.nodes))
+                self._agents.post(action.node, action.command)
+            else:
+                batches.add(action.node, action.command)
+        self._agents.post_batches(batches, len(self._machine.job.nodes))
+        if self._gathering and not self._machine.takeover.gathering:
+            # from now on the ranks of a failed collective can be stopped
+            self._agents.post(None, self._own_heartbeats.message(gathering=False))
+        self._gathering = self._machine.takeover.gathering
+        if self._machine.job.state is State.FINISHED and not self._dismissed:
+            self._dismissed = True
+            self._agents.post(None, self.last_word())
+        if self.over_for_all and not self.over.is_set():
+            self._absent = {n.name for n in self._machine.job.nodes.values() if n.alive}.difference(
+                self._agents.connected()
+            )
+            self.over.set()
+
+    def inject(self, r: pb.InjectRequest) -> None:
+        """Deliver a fault to the agent of its rank."""
+        generation = self._machine.job.generation
+        self._record(ev.FaultInjected(generation=generation, rank=r.rank, fault=r.fault, phase=r.phase, step=r.step))
+        message = pb.Fault(fault=r.fault, phase=r.phase, step=r.step)
+        command = pb.Command(generation=generation, rank=r.rank, fault=message)
+        self._agents.post(self._machine.job.ranks[r.rank].home, command)
+
+    @property
+    def over_for_all(self) -> bool:
+        """The job has ended, well or not."""
+        return self._machine.job.state in (State.FINISHED, State.FAILED)
+
+    def last_word(self) -> pb.Command:
+        """To an agent, when the job has ended."""
+        return pb.Command(rank=AGENT, shutdown=pb.Shutdown(reason=self._machine.job.failure_reason))
+
+    async def dismissed(self, timeout_s: float) -> None:
+        """The job is over: wait until every agent knows, also one that is just connecting anew: it would wait for a
+        controller for a long time."""
+        await self._agents.settled(self._absent, timeout_s)
+
+
+def _keep_what_there_is() -> None:
+    """The garbage collector need not look at it again, nor at what comes as often as it would by itself: in a large job
+    that is a fifth of a recovery's work."""
+    gc.set_threshold(_YOUNG_OBJECTS)
+    gc.collect()
+    gc.freeze()

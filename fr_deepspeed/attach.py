@@ -1,0 +1,60 @@
+"""Gives an engine its ``recovery``: ``deepspeed.initialize`` calls it (:mod:`.hook`), or the script."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flashrecovery.errors import RegistrationError
+from fr_deepspeed import config as flash_config
+
+if TYPE_CHECKING:
+    from flashrecovery import Recovery
+
+
+def attach(engine: Any) -> Recovery:
+    """Give ``engine`` its ``recovery``: live if its config enables it under ``flashrecovery run``, else inert.
+
+    ``deepspeed.initialize`` does it. Only an engine that was made before this package was imported, or without
+    ``deepspeed.initialize``, needs it from the script. Of a second call for the same engine nothing follows.
+
+    Raises:
+        ConfigError: the ``flash_recovery`` block is wrong.
+        UnsupportedError: a version or setting that cannot be protected, by name.
+        RegistrationError: the engine has taken a step already, or has another attribute of this name.
+    """
+    from flashrecovery import Recovery, init
+
+    known = vars(engine).get("recovery")
+    if isinstance(known, Recovery):
+        return known
+    if known is not None:
+        raise RegistrationError(f"this engine has an attribute 'recovery' of type {type(known).__name__} already")
+    block = flash_config.parse(engine.config)
+    recovery = init(**block.overrides()) if block.enabled else Recovery(None)
+    if recovery.enabled:
+        _check_untouched(engine)
+        from fr_deepspeed.adapter import adapter_for
+
+        recovery.register_adapter(adapter_for(engine), **_objects(engine))
+        if engine.pipeline_parallelism:
+            from fr_deepspeed.calls import ProtectedCalls
+
+            ProtectedCalls(engine, recovery)
+    else:
+        recovery.register(model=engine)
+    engine.recovery = recovery
+    return recovery
+
+
+def _check_untouched(engine: Any) -> None:
+    """Raises RegistrationError if the engine has trained: a replacement would repeat that part of the script alone."""
+    # micro_steps is not in a checkpoint, so a loaded one does not count; a pipeline keeps its last loss instead.
+    if engine.micro_steps > 0 or getattr(engine, "agg_train_loss", None) is not None:
+        raise RegistrationError(
+            "fr_deepspeed.attach() comes too late: this engine has trained already, and a replacement could not repeat "
+            "that without its peers; attach before the first step, or `import fr_deepspeed` before deepspeed.initialize"
+        )
+
+
+def _objects(engine: Any) -> dict[str, Any]:
+    return {} if engine.lr_scheduler is None else {"lr_scheduler": engine.lr_scheduler}

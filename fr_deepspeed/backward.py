@@ -1,0 +1,16 @@
+"""What an interrupted backward pass leaves in DeepSpeed's optimizer wrapper (ZeRO 1 to 3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def reset_backward_hooks(optimizer: Any) -> None:
+    """An interrupted backward leaves its depth behind, and the next one would never run its epilogue."""
+    state = optimizer._backward_hook_state
+    state.backward_active_depth = 0
+    state.remaining_grad_acc_hooks = 0
+    state.reset_for_new_step()
+    optimizer._is_gradient_accumulation_boundary = True
+    optimizer._coalesce_grad_reduction = False
+    optimizer.overflow = False

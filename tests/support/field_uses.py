@@ -51,7 +51,8 @@ def field_uses(sources: Mapping[str, Path], stubs: Mapping[str, Path] | None = N
     result = build.build(
         [BuildSource(str(path), name) for name, path in modules.items()], finder.options, extra_plugins=[finder]
     )
-    assert result.errors == [], result.errors
+    errors = [error for error in result.errors if "_pb2_grpc" not in error]  # generated code without types
+    assert errors == [], errors
     uses = FieldUses()
     changed: dict[str, set[_Span]] = {}
     for path in sources.values():

@@ -33,6 +33,8 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.channel import Channel
 from flashrecovery.runtime.page import Page
 from flashrecovery.torch_native import ModuleAdapter, adapter_for
+from flashrecovery.worker.ahead import Installed
+from flashrecovery.worker.environment_watch import EnvironmentWatch
 from flashrecovery.worker.recovery import Recovery
 from flashrecovery.worker.session import Session
 from flashrecovery.worker.worker import Connection
@@ -51,7 +53,9 @@ class Agent:
         if inherited is not None:
             self.page.inherit(inherited)
         self._said: queue.Queue[pb.FromWorker] = queue.Queue()
-        self.connection = Connection(Channel(theirs), self.page, 0, 0, inherited is not None)
+        self.connection = Connection(
+            Channel(theirs), self.page, 0, 0, inherited is not None, EnvironmentWatch(Installed())
+        )
         self.session = Session(self.connection, Settings(), adapter_for, ModuleAdapter)
         self.recovery = Recovery(self.session)
         self.notices: list[str] = []

@@ -60,7 +60,7 @@ def test_a_module_that_asks_for_its_rank_is_left_to_the_script(
     (folder / "asks_for_rank.py").write_text(f"import os\nVALUE = {how.format(key)}\n")
     (folder / "lenient.py").write_text("try:\n    import asks_for_rank\nexcept Exception:\n    asks_for_rank = None\n")
     monkeypatch.setattr(Installed, "has", lambda self, name: True)
-    assert import_ahead(["lenient", "asks_for_rank"], ["script.py"]) == 0
+    assert import_ahead(["lenient", "asks_for_rank"], Installed()) == 0
     assert not {"lenient", "asks_for_rank"} & set(sys.modules)
     assert f"lenient not imported ahead: RankUnknownError: it reads {key}" in capsys.readouterr().err
     os.environ.get(key)  # outside, nobody minds
@@ -69,9 +69,9 @@ def test_a_module_that_asks_for_its_rank_is_left_to_the_script(
 def test_no_library_that_is_needed_asks_for_its_rank() -> None:
     """Else no standby would be of use."""
     code = (
-        "from flashrecovery.worker.ahead import import_ahead\n"
+        "from flashrecovery.worker.ahead import Installed, import_ahead\n"
         "import sys\n"
-        "import_ahead(['torch', 'torch.distributed.fsdp', 'torch._dynamo', 'flashrecovery'], ['script.py'])\n"
+        "import_ahead(['torch', 'torch.distributed.fsdp', 'torch._dynamo', 'flashrecovery'], Installed())\n"
         "assert 'torch._dynamo' in sys.modules and 'flashrecovery' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,4 +1,4 @@
-"""What a zygote reads from a script before anybody runs it."""
+"""What is read from a script before anybody runs it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,32 @@ from pathlib import Path
 
 import pytest
 
-from flashrecovery.worker.script_reading import ScriptFacts, read_script, script_file
+from flashrecovery.worker.script_reading import FILES_READ, Import, ScriptFacts, Setting, read_script
+
+
+def own_in(folder: Path) -> object:
+    """Modules in this folder are the script's own, all others are installed."""
+
+    def find(top: str) -> Path | None:
+        places = (folder / f"{top}.py", folder / top / "__init__.py", folder / top)
+        return next((place for place in places if place.exists()), None)
+
+    return find
 
 
 def read(folder: Path, text: str, *, gpus: bool = True, **beside: str) -> ScriptFacts:
     for name, content in beside.items():
-        path = folder / (name.replace("__", "/") + ".py")
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(content)
+        (folder / f"{name}.py").write_text(content)
     (folder / "train.py").write_text(text)
-    return read_script(folder / "train.py", folder, gpus=gpus)
+    return read_script(folder / "train.py", own_in(folder), gpus=gpus)  # type: ignore[arg-type]
+
+
+def imports(facts: ScriptFacts) -> list[str]:
+    return [action.name for action in facts.actions if isinstance(action, Import) and not action.member]
+
+
+def settings(facts: ScriptFacts) -> list[Setting]:
+    return [action for action in facts.actions if isinstance(action, Setting)]
 
 
 def test_imports_are_found_where_they_run(tmp_path: Path) -> None:
@@ -42,9 +58,9 @@ if __name__ == "__main__":
     import main_only
 """
     facts = read(tmp_path, text)
-    names = ("torch", "numpy", "torch.nn", "typing", "first", "second", "third", "inside", "opened")
-    assert facts.imports == names and facts.members == ("torch.nn.functional", "typing.TYPE_CHECKING")
-    assert not facts.ends_at and not facts.uncertain
+    names = ["torch", "numpy", "torch.nn", "typing", "first", "second", "third", "inside", "opened"]
+    assert imports(facts) == names and Import("torch.nn.functional", member=True) in facts.actions
+    assert not facts.ends_at and not settings(facts)
 
 
 def test_the_scripts_own_modules_are_followed_and_not_named(tmp_path: Path) -> None:
@@ -52,35 +68,48 @@ def test_the_scripts_own_modules_are_followed_and_not_named(tmp_path: Path) -> N
     (tmp_path / "package" / "__init__.py").write_text("from . import relative\nfrom .deep import inner\n")
     (tmp_path / "package" / "relative.py").write_text("import a\nfrom .deep.inner import thing\n")
     (tmp_path / "package" / "deep" / "__init__.py").write_text("import b\n")
-    (tmp_path / "package" / "deep" / "inner.py").write_text(
-        "from ..relative import x\nfrom ... import nothing\nimport c\n"
-    )
-    facts = read(tmp_path, "import beside\nimport package\nimport beside\n", beside="import d\nimport train\n")
-    assert facts.imports == ("d", "a", "b", "c")
+    (tmp_path / "package" / "deep" / "inner.py").write_text("from ..relative import x\nimport c\n")
+    (tmp_path / "spread").mkdir()
+    (tmp_path / "spread" / "part.py").write_text("import e\n")
+    text = "import beside\nimport package\nimport beside\nfrom spread.part import x\n"
+    facts = read(tmp_path, text, beside="import d\nimport train\n")
+    assert imports(facts) == ["d", "a", "b", "c", "e"]
 
 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("os.environ['X'] = '1'", {"environment": {"X": "1"}}),
-        ("os.environ['X'] = '1'; os.environ['X'] = '2'", {"environment": {"X": "2"}}),
-        ("os.environ.setdefault('X', '1')", {"defaults": {"X": "1"}}),
-        ("os.environ.update(X='1', Y='2')", {"environment": {"X": "1", "Y": "2"}}),
-        ("os.environ.update({'X': '1'})", {"environment": {"X": "1"}}),
-        ("os.putenv('X', '1')", {"environment": {"X": "1"}}),
-        ("value = os.environ['X']", {}),
-        ("value = os.environ.get('X', 'y')", {}),
-        ("os.environ['X'] = str(1)", {"uncertain": frozenset("X")}),
-        ("os.environ['X'] += 'a'", {"uncertain": frozenset("X")}),
-        ("os.environ.setdefault('X', f())", {"uncertain": frozenset("X")}),
-        ("if f(): os.environ['X'] = '1'", {"uncertain": frozenset("X")}),
-        ("for i in x: os.environ['X'] = '1'", {"uncertain": frozenset("X")}),
-        ("os.environ['CUDA_VISIBLE_DEVICES'] = os.environ['LOCAL_RANK']", {"uncertain": {"CUDA_VISIBLE_DEVICES"}}),
+        ("os.environ['X'] = '1'", [Setting("X", "1")]),
+        ("os.environ['X'] = '1'; os.environ['X'] = '2'", [Setting("X", "1"), Setting("X", "2")]),
+        ("os.environ.setdefault('X', '1')", [Setting("X", "1", default=True)]),
+        ("os.environ.update(X='1', Y='2')", [Setting("X", "1"), Setting("Y", "2")]),
+        ("os.environ.update({'X': '1'})", [Setting("X", "1")]),
+        ("os.putenv('X', '1')", [Setting("X", "1")]),
+        ("value = os.environ['X']", []),
+        ("value = os.environ.get('X', 'y')", []),
+        ("os.environ['X'] = str(1)", [Setting("X", None)]),
+        ("os.environ['X'] += 'a'", [Setting("X", None)]),
+        ("os.environ.setdefault('X', f())", [Setting("X", None, default=True)]),
+        ("del os.environ['X']", [Setting("X", None)]),
+        ("os.environ.pop('X', None)", [Setting("X", None)]),
+        ("if f(): os.environ['X'] = '1'", [Setting("X", None)]),
+        ("for i in x: os.environ['X'] = '1'", [Setting("X", None)]),
+        ("os.environ['CUDA_VISIBLE_DEVICES'] = os.environ['LOCAL_RANK']", [Setting("CUDA_VISIBLE_DEVICES", None)]),
+        ("os.environ['OMP_NUM_THREADS'] = '4'", [Setting("OMP_NUM_THREADS", "4")]),
     ],
 )
-def test_variables_that_are_set(line: str, expected: dict[str, object], tmp_path: Path) -> None:
+def test_variables_that_are_set(line: str, expected: list[Setting], tmp_path: Path) -> None:
     facts = read(tmp_path, f"import os\n{line}\nimport torch\n")
-    assert facts == ScriptFacts(imports=("os", "torch"), **expected)  # type: ignore[arg-type]
+    assert facts == ScriptFacts((Import("os"), *expected, Import("torch")))
+
+
+def test_what_the_script_does_has_its_order(tmp_path: Path) -> None:
+    """Who reads a variable when it is imported has read it before it is set."""
+    text = "import first\nos.environ['X'] = '1'\nimport second\n"
+    text += "os.environ['X'] = '2'\nos.environ['X'] = '1'\nimport third\n"
+    one, two = Setting("X", "1"), Setting("X", "2")
+    facts = read(tmp_path, text)
+    assert facts.actions == (Import("first"), Import("second"), two, one, Import("third"))
 
 
 @pytest.mark.parametrize(
@@ -89,24 +118,69 @@ def test_variables_that_are_set(line: str, expected: dict[str, object], tmp_path
         "os.environ[name] = '1'",
         "os.environ.update(settings)",
         "os.environ.update(**settings)",
+        "os.environ.clear()",
         "os.environ = {}",
         "os.environ['OMP_NUM_THREADS'] = str(n)",
         "if f(): os.environ['OMP_NUM_THREADS'] = '4'",
         "os.environ['LD_LIBRARY_PATH'] += ':/x'",
         "os.environ['TZ'] = zone",
+        "sys.path.insert(0, '/mine')",
+        "sys.path[0:0] = ['/mine']",
+        "sys.path = ['/mine'] + sys.path",
+        "sys.meta_path.insert(0, finder)",
+        "sys.modules['torch'] = mine",
+        "site.addsitedir('/mine')",
+        "numpy.add = mine",
+        "numpy.linalg.norm = mine",
+        "setattr(numpy, 'add', mine)",
+        "for name in names: setattr(numpy.linalg, name, mine)",
     ],
 )
 def test_what_comes_after_something_unknown_is_not_imported(line: str, tmp_path: Path) -> None:
     """Also in a module beside the script: what the script imports after that is not known either."""
-    facts = read(tmp_path, f"import os\n{line}\nimport torch\n")
-    assert facts.imports == ("os",) and facts.ends_at == "train.py:2"
-    facts = read(tmp_path, "import first\nimport beside\nimport torch\n", beside=f"import os\n{line}\nimport numpy\n")
-    assert facts.imports == ("first", "os") and facts.ends_at == "beside.py:2"
+    line = (
+        line.replace("os.add", "numpy.add").replace("os.path", "numpy.linalg").replace("setattr(os,", "setattr(numpy,")
+    )
+    facts = read(tmp_path, f"import numpy\n{line}\nimport torch\n")
+    assert imports(facts) == ["numpy"] and facts.ends_at.startswith("train.py:2: "), facts
+    facts = read(
+        tmp_path, "import first\nimport beside\nimport torch\n", beside=f"import numpy\n{line}\nimport scipy\n"
+    )
+    assert imports(facts) == ["first", "numpy"] and facts.ends_at.startswith("beside.py:2: "), facts
 
 
-def test_a_known_number_of_threads_is_no_obstacle(tmp_path: Path) -> None:
-    facts = read(tmp_path, "import os\nos.environ['OMP_NUM_THREADS'] = '4'\nimport torch\n")
-    assert facts.imports == ("os", "torch") and facts.environment == {"OMP_NUM_THREADS": "4"}
+@pytest.mark.parametrize(
+    "line",
+    [
+        "sys.path.append('/mine')",
+        "torch.backends.cudnn.benchmark = fast",
+        "torch.flag = True",
+        "sys.stdout = Tee()",
+        "own.add = torch.add",
+        "value = torch.add",
+        "torch.set_num_threads(4)",
+        "setattr(own, 'add', mine)",
+        "logging.root.handlers = []",
+        "x = sys.path[0] + sys.path.index('a') * ''",
+    ],
+)
+def test_what_changes_no_module_is_passed_by(line: str, tmp_path: Path) -> None:
+    facts = read(tmp_path, f"import torch\nimport own\n{line}\nimport scipy\n", own="")
+    assert imports(facts) == ["torch", "scipy"] and not facts.ends_at, facts
+
+
+def test_a_function_that_replaces_parts_of_a_module_may_be_called_before_the_next_import(tmp_path: Path) -> None:
+    patch = "import torch\ndef patch():\n    torch.add = lambda a, b: a\nimport scipy\n"
+    facts = read(tmp_path, "import first\nimport beside\nimport megatron\n", beside=patch)
+    assert imports(facts) == ["first", "torch", "scipy"]
+    assert facts.ends_at == "beside.py:3: a function replaces torch.add"
+
+
+def test_a_function_that_sets_a_librarys_settings_replaces_nothing(tmp_path: Path) -> None:
+    text = "import torch\ndef main(args):\n    torch.backends.cuda.matmul.allow_tf32 = args.tf32\n"
+    text += "    self.x = args\nimport scipy\n"
+    facts = read(tmp_path, text)
+    assert imports(facts) == ["torch", "scipy"] and not facts.ends_at
 
 
 def test_whether_there_is_a_gpu_is_known_where_there_is_none(tmp_path: Path) -> None:
@@ -118,25 +192,17 @@ else:
 if torch.cuda.is_available():
     import kernels
 """
-    assert read(tmp_path, text, gpus=False) == ScriptFacts(environment={"X": "cpu"})
-    assert read(tmp_path, text) == ScriptFacts(imports=("kernels",), uncertain=frozenset("X"))
+    assert read(tmp_path, text, gpus=False) == ScriptFacts((Setting("X", "cpu"),))
+    assert read(tmp_path, text) == ScriptFacts((Setting("X", None), Import("kernels")))
 
 
-@pytest.mark.parametrize("text", ["import (", "\0", "é".encode("latin-1").decode("latin-1") + " = ("])
+@pytest.mark.parametrize("text", ["import (", "\0", "x = ("])
 def test_what_cannot_be_parsed_is_left_to_the_script(text: str, tmp_path: Path) -> None:
     assert read(tmp_path, text) == ScriptFacts()
-    assert read_script(tmp_path / "nowhere.py", tmp_path) == ScriptFacts()
+    assert read_script(tmp_path / "nowhere.py", own_in(tmp_path)) == ScriptFacts()  # type: ignore[arg-type]
 
 
-def test_the_file_of_a_module(tmp_path: Path) -> None:
-    (tmp_path / "package").mkdir()
-    for name in ("train.py", "package/__main__.py", "package/train.py"):
-        (tmp_path / name).write_text("")
-    assert script_file(["a/train.py", "--x"], tmp_path) == Path("a/train.py")
-    for module, file in (
-        ("train", "train.py"),
-        ("package", "package/__main__.py"),
-        ("package.train", "package/train.py"),
-    ):
-        assert script_file(["-m", module, "--x"], tmp_path) == tmp_path / file
-    assert script_file(["-m", "torch.nowhere"], tmp_path) is None
+def test_a_large_checkout_is_read_in_part(tmp_path: Path) -> None:
+    beside = {f"m{i}": "" for i in range(FILES_READ + 1)}
+    facts = read(tmp_path, "".join(f"import {name}\n" for name in beside) + "import torch\n", **beside)
+    assert "modules of the script's own" in facts.ends_at and not imports(facts)

@@ -13,14 +13,15 @@ import pytest
 from flashrecovery.agent.standby import StandbyPool
 from flashrecovery.config import load_run_config
 from flashrecovery.errors import ConfigError
+from flashrecovery.proto import flashrecovery_pb2 as pb
 
 IMPORTS = """
 import sys, sysconfig
 sys.path.insert(0, {folder!r})
 paths = sysconfig.get_paths()
 sysconfig.get_paths = lambda: {{**paths, "purelib": {folder!r}}}
-from flashrecovery.worker.ahead import import_ahead
-count = import_ahead(["takes_a_gpu", "torch", "harmless"], ["train.py"])
+from flashrecovery.worker.ahead import Installed, import_ahead
+count = import_ahead(["takes_a_gpu", "torch", "harmless"], Installed())
 import torch
 assert "takes_a_gpu" not in sys.modules and "harmless" in sys.modules, count
 assert torch.cuda._lazy_init.__module__ == "torch.cuda", "the script may use it"
@@ -43,7 +44,7 @@ class Pool:
     def __init__(self, folder: Path, *, for_each: bool) -> None:
         self.devices: list[int | None] = []
         self.pool = StandbyPool(2, self._spawn, folder, for_each=for_each)
-        self.pool.set_modules([])
+        self.pool.set_modules(pb.Modules())
         self.fill()
 
     def fill(self) -> None:

@@ -187,7 +187,7 @@ class ProcessManager:
 
     def learn(self, modules: pb.Modules) -> None:
         """What standbys and zygotes of this node are to import."""
-        self.pool.set_modules(list(modules.names))
+        self.pool.set_modules(modules)
         if self._zygotes is not None:
             self._zygotes.learn(modules)
 

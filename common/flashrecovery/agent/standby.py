@@ -25,13 +25,13 @@ class StandbyPool:
         self._for_each = for_each
         self._places: dict[WorkerProcess, int | None] = {}
         self._processes: list[WorkerProcess] = []
-        self._modules: list[str] = []
+        self._modules = pb.Modules()
         self._count = 0
         self.open = False
 
-    def set_modules(self, names: list[str]) -> None:
+    def set_modules(self, modules: pb.Modules) -> None:
         """The modules that a live worker has loaded by now."""
-        self._modules = names
+        self._modules = modules
         self.open = True
 
     def missing(self) -> int:

@@ -37,6 +37,8 @@ _TRIES = 8
 _NVML_ENV = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """So that torch, asked by an import whether there is a GPU, does not open it (torch 2.13, torch/cuda/__init__.py)."""
 _LENGTH = struct.Struct("<I")
+_NOWHERE = "?"
+"""The file of a module that is not the same one in all workers."""
 
 log = logging.getLogger("flashrecovery")
 
@@ -261,13 +263,15 @@ class Zygotes:
 
     def _unfit(self, found: pb.Unforkable) -> None:
         self._failures += 1
-        self._leave_out.append(found.module)
-        if self._failures > _TRIES:
-            self._give_up(f"{found.module}: {found.reason}; that was the last of {_TRIES} such modules")
-            return
-        log.info("%s is left to each process's own import: %s", found.module, found.reason)
-        self._tell(f"{found.module} is left to each process's own import: {found.reason}", lost=False)
-        self._grow()
+        package = found.module.rpartition(".")[0]
+        again = "." in package and any(other.startswith(package + ".") for other in self._leave_out)
+        unfit = package if again else found.module
+        self._leave_out.append(unfit)
+        self._tell(f"{unfit} is left to each process's own import: {found.reason}", lost=False)
+        if self._failures <= _TRIES:
+            self._grow()
+        elif self._current is None:
+            self._give_up(f"{unfit} was the last of {_TRIES} such modules")
 
     def _lost(self, zygote: Zygote) -> None:
         """It has ended, or does not answer."""
@@ -307,8 +311,7 @@ class Zygotes:
         if parent is None or self._over:
             return
         self._grown = self._known.copy()
-        names, env, uncertain = self._grown.to_import()
-        grow = pb.Grow(script=True, names=names, leave_out=self._leave_out, env=env, uncertain=uncertain)
+        grow = pb.Grow(learned=self._grown.modules(), leave_out=self._leave_out)
         ours, theirs = socket.socketpair()
         try:
             with theirs, open(self._log, "ab") as out:
@@ -334,6 +337,7 @@ class _Known:
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}
+        self._origins: dict[str, str] = {}
         self._env: dict[str, str] = {}
         self._differ: set[str] = set()
         self._told = False
@@ -341,6 +345,9 @@ class _Known:
     def add(self, modules: pb.Modules) -> None:
         """A variable counts as known if all workers of the node that have one have the same."""
         self._names.update(dict.fromkeys(modules.names))
+        for top, origin in modules.origins.items():
+            same = self._origins.setdefault(top, origin) == origin
+            self._origins[top] = origin if same else _NOWHERE
         self._differ |= {name for name, value in modules.env.items() if self._env.get(name, value) != value}
         if self._told:
             self._differ |= modules.env.keys() ^ self._env.keys()
@@ -348,13 +355,10 @@ class _Known:
         self._env.update(modules.env)
         self._told = True
 
-    def to_import(self) -> tuple[list[str], dict[str, str], list[str]]:
-        """Names, and what is known and not known of the environment."""
-        return (
-            list(self._names),
-            {name: value for name, value in self._env.items() if name not in self._differ},
-            sorted(self._differ),
-        )
+    def modules(self) -> pb.Modules:
+        """For a zygote. Variables in which workers differ count as unset."""
+        env = {name: value for name, value in self._env.items() if name not in self._differ}
+        return pb.Modules(names=list(self._names), origins=self._origins, env=env, unset=sorted(self._differ))
 
     def within(self, other: _Known | None) -> bool:
         """Whether the other has been told all of this."""
@@ -362,10 +366,6 @@ class _Known:
 
     def copy(self) -> _Known:
         made = _Known()
-        made._names, made._env, made._differ, made._told = (
-            dict(self._names),
-            dict(self._env),
-            set(self._differ),
-            self._told,
-        )
+        made._names, made._origins = dict(self._names), dict(self._origins)
+        made._env, made._differ, made._told = dict(self._env), set(self._differ), self._told
         return made

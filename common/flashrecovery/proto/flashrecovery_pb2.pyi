@@ -2219,13 +2219,13 @@ class Warm(_message.Message):
 
     MODULES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def modules(self) -> Global___Modules: ...
     def __init__(
         self,
         *,
-        modules: _abc.Iterable[_builtins.str] | None = ...,
+        modules: Global___Modules | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["modules", b"modules"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["modules", b"modules"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
@@ -2361,7 +2361,7 @@ Global___Warmed: _TypeAlias = Warmed  # noqa: Y015
 
 @_typing.final
 class Modules(_message.Message):
-    """``env``: variables that the script has set, or (``unset``) removed, by then."""
+    """``env``: variables that the script has set, or (``unset``) removed, by then. ``origins``: files of top-level modules."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2385,25 +2385,49 @@ class Modules(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class OriginsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAMES_FIELD_NUMBER: _builtins.int
     ENV_FIELD_NUMBER: _builtins.int
     UNSET_FIELD_NUMBER: _builtins.int
+    ORIGINS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def env(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
     def unset(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def origins(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
         self,
         *,
         names: _abc.Iterable[_builtins.str] | None = ...,
         env: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         unset: _abc.Iterable[_builtins.str] | None = ...,
+        origins: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["env", b"env", "names", b"names", "unset", b"unset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["env", b"env", "names", b"names", "origins", b"origins", "unset", b"unset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2521,58 +2545,25 @@ Global___Fork: _TypeAlias = Fork  # noqa: Y015
 
 @_typing.final
 class Grow(_message.Message):
-    """``script``: also what the script's first lines import. ``leave_out``: what has made a process unfit to be forked.
-    ``env``: what ranks have in common of the environment; ``uncertain``: variables in which they differ.
-    """
+    """``learned``: what workers have imported, if any has taken a step. ``leave_out``: modules that have made a process unfit."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    @_typing.final
-    class EnvEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.str
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.str = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    SCRIPT_FIELD_NUMBER: _builtins.int
-    NAMES_FIELD_NUMBER: _builtins.int
+    LEARNED_FIELD_NUMBER: _builtins.int
     LEAVE_OUT_FIELD_NUMBER: _builtins.int
-    ENV_FIELD_NUMBER: _builtins.int
-    UNCERTAIN_FIELD_NUMBER: _builtins.int
-    script: _builtins.bool
     @_builtins.property
-    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def learned(self) -> Global___Modules: ...
     @_builtins.property
     def leave_out(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
-    @_builtins.property
-    def env(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
-    @_builtins.property
-    def uncertain(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
-        script: _builtins.bool = ...,
-        names: _abc.Iterable[_builtins.str] | None = ...,
+        learned: Global___Modules | None = ...,
         leave_out: _abc.Iterable[_builtins.str] | None = ...,
-        env: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
-        uncertain: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["learned", b"learned"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["env", b"env", "leave_out", b"leave_out", "names", b"names", "script", b"script", "uncertain", b"uncertain"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["learned", b"learned", "leave_out", b"leave_out"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

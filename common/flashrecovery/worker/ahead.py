@@ -1,4 +1,4 @@
-"""What a standby imports before it has a rank: installed packages, never the user's own modules.
+"""Imports before there is a rank, in a standby or a zygote: installed packages, never the user's own modules.
 
 A module is run when it is imported, and what it reads then it keeps: a default taken from ``sys.argv``, from the
 environment or from a file. The libraries that are installed beside torch are the same for every rank. A script's own
@@ -35,20 +35,18 @@ class RankUnknownError(BaseException):
 
 def import_ahead(
     names: Sequence[str],
-    command: Sequence[str],
+    installed: Installed,
     *,
     uncertain: Iterable[str] = (),
     tried: Callable[[str, BaseException | None], None] | None = None,
 ) -> int:
-    """Import what the live workers have imported, as far as it is installed. What cannot be imported here, the script
-    will import itself. Returns how many modules that were.
+    """Import these modules, as far as they are installed. What cannot be imported here, the script will import itself.
+    Returns how many modules that were.
 
     Args:
-        command: the script with its arguments, or ``-m module`` with them.
         uncertain: variables of the environment, besides a rank's own, for which no module may ask.
         tried: called after each import with its name, and what it has raised. May raise.
     """
-    installed = Installed(own=command[1].partition(".")[0] if command[0] == "-m" else "")
     count = 0
     # torch first, so that it can be kept from the GPU before anything that is built on it is imported.
     ordered = [*(name for name in ("torch",) if name in names), *names]
@@ -86,12 +84,19 @@ class Installed:
         self._places = {Path(p).resolve() for p in places}
         self._own = own
         self._known: dict[str, bool] = {}
+        self._files: dict[str, bool] = {}
 
     def has(self, name: str) -> bool:
         top = name.partition(".")[0]
         if top not in self._known:
             self._known[top] = top not in (self._own, "__main__") and self._found(top)
         return self._known[top]
+
+    def has_file(self, name: str) -> bool:
+        """Whether a file belongs to one of them; code without a file does ("<frozen os>")."""
+        if name not in self._files:
+            self._files[name] = name.startswith("<frozen") or bool(self._places & set(Path(name).resolve().parents))
+        return self._files[name]
 
     def _found(self, top: str) -> bool:
         if top in _OURS or top in sys.builtin_module_names:

@@ -22,7 +22,9 @@ from flashrecovery.runtime.environment import AGENT_PID_ENV, STANDBY_DEVICE_ENV
 from flashrecovery.runtime.lifeline import Lifeline
 from flashrecovery.runtime.page import Page
 from flashrecovery.runtime.process_control import die_with_parent
-from flashrecovery.worker.ahead import import_ahead
+from flashrecovery.worker.ahead import Installed
+from flashrecovery.worker.ahead_of_script import AheadOfScript
+from flashrecovery.worker.environment_watch import EnvironmentWatch
 from flashrecovery.worker.hooks import install_adapter_hooks, install_spawn_hook
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ def _live(standby: bool, command: list[str]) -> None:
     os.environ.update(assign.env)
     if standby:
         _redirect_output(assign.log_path)
-    _prepare(channel, page, assign)
+    _prepare(channel, page, assign, command)
     code = _run_script(command, channel)
     _leave(code)
 
@@ -79,7 +81,10 @@ def _wait_for_assignment(channel: Channel, command: list[str]) -> pb.Assign:
         if message.HasField("assign"):
             return message.assign
         if message.HasField("warm"):
-            import_ahead(list(message.warm.modules), command)
+            before = dict(os.environ)
+            AheadOfScript(command).import_all(message.warm.modules)
+            os.environ.clear()
+            os.environ.update(before)  # the script sets its variables itself
             _warm_kernels()
             channel.send(pb.FromWorker(warmed=pb.Warmed()))
 
@@ -106,7 +111,7 @@ def _redirect_output(path: str) -> None:
     os.close(fd)
 
 
-def _prepare(channel: Channel, page: Page, assign: pb.Assign) -> None:
+def _prepare(channel: Channel, page: Page, assign: pb.Assign, command: list[str]) -> None:
     """Everything that must be in place before the script's first line."""
     global _connection
     from flashrecovery.worker.hooks import install_group_hook
@@ -115,7 +120,10 @@ def _prepare(channel: Channel, page: Page, assign: pb.Assign) -> None:
     detached = assign.detached
     setup_log = page.read_setup_log() if detached else None
     install_group_hook(detached, setup_log)
-    _connection = Connection(channel, page, assign.rank, assign.generation, detached)
+    own = command[1].partition(".")[0] if command[0] == "-m" else ""
+    watch = EnvironmentWatch(Installed(own))
+    _connection = Connection(channel, page, assign.rank, assign.generation, detached, watch)
+    watch.start()
 
 
 def _set_module_path(command: list[str]) -> None:

@@ -20,6 +20,7 @@ from flashrecovery.errors import FlashRecoveryError, RestoreError, StepInterrupt
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.worker import leftovers
+from flashrecovery.worker.ahead_of_script import imported_so_far
 from flashrecovery.worker.collectives import CollectiveWatch
 from flashrecovery.worker.copies import Copies
 from flashrecovery.worker.error_watch import ErrorWatch
@@ -252,11 +253,9 @@ class Loop:
         """What a standby should import, all that this process has loaded by the end of its first step, and in which
         environment: what the script has changed of it."""
         self._told_modules = True
-        names = [n for n, m in list(sys.modules.items()) if m is not None and not n.startswith("__")]
-        now, before = dict(os.environ), self._worker.connection.environment
-        changed = {name: value for name, value in now.items() if before.get(name) != value}
-        unset = before.keys() - now.keys()
-        self._worker.send(pb.FromWorker(modules=pb.Modules(names=names, env=changed, unset=unset)))
+        watch = self._worker.connection.environment_watch
+        watch.stop()
+        self._worker.send(pb.FromWorker(modules=imported_so_far(watch.changed)))
 
     # -- recovery ---------------------------------------------------------------------------------
 

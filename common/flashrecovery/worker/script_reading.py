@@ -1,111 +1,114 @@
-"""What a script will import, and which environment variables it sets before, read from its text without running it.
+"""What a script will import, in which environment, read from its text without running it.
 
-A zygote imports the same ahead of all ranks. Read are the statements that run when the script is started: those of the
-script itself, and of the modules beside it that it imports, but not the bodies of functions.
+A zygote, or a standby, imports the same ahead of its rank. Read are the statements that run when the script is started:
+those of the script itself, and of its *own modules* (what is not installed), but not the bodies of functions. The
+result is a list of what the script does, in its order: imports of installed modules, and variables of the environment
+that it sets, for a library may read one when it is imported, once and for ever.
 
-A library may read a variable of the environment when it is imported, once and for ever. So a variable that the script
-sets to a text is set before the imports. Where the value cannot be known without running the script (each rank has
-another one, say), the variable is *uncertain*: a module that asks for it when it is imported is left to each rank. What
-is read in C cannot be noticed; so where such a variable is uncertain (:data:`READ_IN_C`), or the name is not known
-either, what the script imports after it is left to each rank.
+Where it cannot be known what the script does, reading ends (:attr:`ScriptFacts.ends_at`), and everything later is left
+to the rank itself: at a variable whose name is unknown, or whose value is and that libraries written in C read
+(:data:`READ_IN_C`); at a change of where modules are found; and at code of the script's own that replaces parts of
+another module, or at the import of a module with a function that does, for what is imported after that may be made of
+the replaced parts.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 FILES_READ = 300
 """Modules of the script's own that are read at most; a large checkout has thousands."""
 READ_IN_C = re.compile("(OMP|GOMP|KMP|MKL|OPENBLAS|BLIS|MALLOC|LD|GLIBC|TORCH|PYTORCH|ATEN|LC)_|LANG$|MALLOC_|TZ$")
 """Variables that libraries written in C read when they are loaded. CUDA's and NCCL's are read when a GPU is opened."""
-
 _PASSED_BY = frozenset({"TYPE_CHECKING", "typing.TYPE_CHECKING", "__name__ == '__main__'"})
 """Conditions of what need not be read: it does not run, or comes after the imports."""
 _NO_GPU = {"torch.cuda.is_available()": False, "not torch.cuda.is_available()": True}
 """Conditions whose result is known where there is no GPU."""
+_FINDING = ("sys.path", "sys.meta_path", "sys.path_hooks", "sys.modules", "site.addsitedir", "pkgutil.extend_path")
+"""What decides, or is told, which file a module is."""
+_SETTINGS = re.compile(r"\.(backends|config|_config|conf|settings|options)\.|\.rcParams|^(os|sys|warnings|logging)\.")
+"""Places in libraries that are made to be assigned to; to do so replaces no part of them."""
+FindOwn = Callable[[str], "Path | None"]
+"""The file of a top-level module if that is the script's own: ``name.py``, a package's ``__init__.py``, or the folder of
+a package without one. None if it is installed, or not there."""
 
 
 @dataclass(frozen=True)
-class ScriptFacts:
-    """``imports``: dotted names, in the order of the text; ``members``: names taken from a module, which may be modules
-    themselves. ``environment``: variables that are set to a text; ``defaults``: if they are not set already;
-    ``uncertain``: variables that are set to something unknown. ``ends_at``: ``file:line``, what is imported after this
-    is not known."""
+class Import:
+    """Of a dotted name. ``member``: a name taken from a module, which may be a module itself."""
 
-    imports: tuple[str, ...] = ()
-    members: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
-    defaults: Mapping[str, str] = field(default_factory=dict)
-    uncertain: frozenset[str] = frozenset()
-    ends_at: str = ""
+    name: str
+    member: bool = False
 
 
 @dataclass(frozen=True)
-class _Setting:
-    """Of a variable; None: not known."""
+class Setting:
+    """Of a variable. ``name`` None: of an unknown one. ``value`` None: to something unknown. ``default``: if it is not
+    set already."""
 
     name: str | None
     value: str | None
     default: bool = False
 
 
-def script_file(command: Sequence[str], directory: Path) -> Path | None:
-    """The file of ``script.py args``, or of ``-m module args`` if that lies in ``directory``."""
-    if command[0] != "-m":
-        return Path(command[0])
-    return _own_file(directory, command[1], main=True)
+@dataclass(frozen=True)
+class ScriptFacts:
+    """What the script does when it is started, in its order. ``ends_at``: ``file:line`` where that stops being known,
+    and why; empty if all has been read."""
+
+    actions: tuple[Import | Setting, ...] = ()
+    ends_at: str = ""
 
 
-def read_script(file: Path, directory: Path, *, gpus: bool = True) -> ScriptFacts:
-    """Facts about the script ``file`` and the modules in ``directory`` that it imports. What cannot be read or parsed
-    is left out: the script itself will say what is wrong with it. ``gpus``: whether this machine may have any."""
-    reader = _Reader(directory, gpus)
-    reader.read(file, "")
-    return ScriptFacts(
-        tuple(reader.imports),
-        tuple(reader.members),
-        reader.environment,
-        reader.defaults,
-        frozenset(reader.uncertain),
-        reader.ends_at,
-    )
+class _EndError(Exception):
+    """Nothing more is known."""
+
+
+def read_script(file: Path, find: FindOwn, *, gpus: bool = True) -> ScriptFacts:
+    """Facts about the script ``file`` and its own modules. What cannot be read or parsed is left out: the script itself
+    will say what is wrong with it. ``gpus``: whether this machine may have any."""
+    reader = _Reader(find, gpus)
+    try:
+        reader.read(file, "")
+    except _EndError as e:
+        return ScriptFacts(tuple(reader.actions), str(e))
+    return ScriptFacts(tuple(reader.actions))
 
 
 class _Reader:
-    def __init__(self, directory: Path, gpus: bool) -> None:
-        self._directory = directory
+    def __init__(self, find: FindOwn, gpus: bool) -> None:
+        self._find = find
         self._gpus = gpus
         self._seen: set[Path] = set()
-        self.imports: dict[str, None] = {}
-        self.members: dict[str, None] = {}
-        self.environment: dict[str, str] = {}
-        self.defaults: dict[str, str] = {}
-        self.uncertain: set[str] = set()
-        self.ends_at = ""
+        self.actions: dict[Import | Setting, None] = {}
 
     def read(self, file: Path, package: str) -> None:
-        """``package``: that relative imports of this file count from."""
-        if file in self._seen or len(self._seen) >= FILES_READ:
+        """``package``: that relative imports of this file count from. Raises _EndError."""
+        if file in self._seen:
             return
+        if len(self._seen) >= FILES_READ:
+            raise _EndError(f"{file.name}: {FILES_READ} modules of the script's own have been read")
         self._seen.add(file)
         try:
             tree = ast.parse(file.read_bytes())
         except (OSError, SyntaxError, ValueError):
             return
+        patches = _Patches(tree, self._find)
         for statement, certain in self._statements(tree.body, True):
-            if self.ends_at:
-                return
             if isinstance(statement, ast.Import):
                 for alias in statement.names:
                     self._imported(alias.name)
             elif isinstance(statement, ast.ImportFrom):
                 self._imported_from(statement, package)
             else:
-                self._environment_of(statement, certain, file)
+                self._other(statement, certain, f"{file.name}:{statement.lineno}", patches)
+        if patches.in_functions:
+            line, what = patches.in_functions[0]
+            raise _EndError(f"{file.name}:{line}: a function replaces {what}")
 
     def _imported_from(self, statement: ast.ImportFrom, package: str) -> None:
         module = statement.module or ""
@@ -121,27 +124,38 @@ class _Reader:
 
     def _imported(self, name: str, *, member: bool = False) -> None:
         parts = name.split(".")
-        if not _is_own(self._directory, parts[0]):
-            (self.members if member else self.imports).setdefault(name)
+        own = self._find(parts[0])
+        if own is None:
+            self.actions.setdefault(Import(name, member))
             return
-        for count in range(1, len(parts) + 1):
+        if own.is_file():
+            self.read(own, parts[0] if own.name == "__init__.py" else "")
+        place = own if own.is_dir() else own.parent if own.name == "__init__.py" else None
+        for count in range(2, len(parts) + 1 if place is not None else 0):
+            assert place is not None
+            place /= parts[count - 1]
             dotted = ".".join(parts[:count])
-            file = _own_file(self._directory, dotted)
-            if file is not None:
-                self.read(file, dotted if file.name == "__init__.py" else dotted.rpartition(".")[0])
+            if place.with_suffix(".py").is_file():
+                self.read(place.with_suffix(".py"), dotted.rpartition(".")[0])
+            elif (place / "__init__.py").is_file():
+                self.read(place / "__init__.py", dotted)
 
-    def _environment_of(self, statement: ast.stmt, certain: bool, file: Path) -> None:
+    def _other(self, statement: ast.stmt, certain: bool, where: str, patches: _Patches) -> None:
         for found in _settings(statement):
             if found.name is None:
-                self.ends_at = f"{file.name}:{statement.lineno}"
-            elif not certain or found.value is None:
-                self.uncertain.add(found.name)
-                if READ_IN_C.match(found.name):
-                    self.ends_at = f"{file.name}:{statement.lineno}"
-            elif found.default:
-                self.defaults.setdefault(found.name, found.value)
-            else:
-                self.environment[found.name] = found.value
+                raise _EndError(f"{where}: variables are set whose names are not known")
+            known = found if certain else Setting(found.name, None)
+            if known.value is None and READ_IN_C.match(found.name):
+                raise _EndError(f"{where}: {found.name} is set to something that is not known")
+            self.actions.pop(known, None)  # what is set again counts from here on
+            self.actions[known] = None
+        source = ast.unparse(statement)
+        for name in _FINDING:
+            if name in source and _changes(statement, name):
+                raise _EndError(f"{where}: {name} is changed")
+        replaced = patches.made_by(statement)
+        if replaced:
+            raise _EndError(f"{where}: {replaced} is replaced")
 
     def _statements(self, body: Sequence[ast.stmt], certain: bool) -> Iterator[tuple[ast.stmt, bool]]:
         """Those that run when a module is imported; whether they run in any case."""
@@ -167,35 +181,95 @@ class _Reader:
                 yield statement, certain
 
 
-def _settings(statement: ast.stmt) -> Iterator[_Setting]:
+class _Patches:
+    """Where one file replaces parts of modules that are not the script's own: ``torch.add = mine``, or by ``setattr``.
+    A plain value (a flag, a number, a text) is a setting, and replaces nothing."""
+
+    def __init__(self, tree: ast.Module, find: FindOwn) -> None:
+        self._foreign: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                tops = {a.asname or a.name.partition(".")[0]: a.name.partition(".")[0] for a in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                tops = {a.asname or a.name: (node.module or "").partition(".")[0] for a in node.names}
+            else:
+                continue
+            self._foreign |= {name for name, top in tops.items() if find(top) is None}
+        functions = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        simple = [n for f in functions for n in ast.walk(f) if isinstance(n, (ast.Expr, ast.Assign))]
+        found = [(node.lineno, self._replaced(node)) for node in simple]
+        self.in_functions = sorted((line, what) for line, what in found if what)
+
+    def made_by(self, statement: ast.stmt) -> str:
+        """What this statement replaces; empty: nothing."""
+        return self._replaced(statement)
+
+    def _replaced(self, statement: ast.AST) -> str:
+        if isinstance(statement, ast.Assign) and not isinstance(statement.value, ast.Constant):
+            for target in statement.targets:
+                if isinstance(target, ast.Attribute) and self._is_part(ast.unparse(target)):
+                    return ast.unparse(target)
+        for call in ast.walk(statement) if isinstance(statement, (ast.Expr, ast.Assign)) else ():
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "setattr" and len(call.args) == 3:
+                part = f"{ast.unparse(call.args[0])}.{_text(call.args[1]) or '?'}"
+                if not isinstance(call.args[2], ast.Constant) and self._is_part(part):
+                    return part
+        return ""
+
+    def _is_part(self, dotted: str) -> bool:
+        return dotted.partition(".")[0] in self._foreign and not _SETTINGS.search(dotted)
+
+
+def _changes(statement: ast.stmt, name: str) -> bool:
+    """Whether a statement changes, or hands out, what has this name. What is added at the end of a path comes after all
+    that is installed."""
+    for node in ast.walk(statement):
+        if isinstance(node, (ast.Assign, ast.AugAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(ast.unparse(target).startswith(name) for target in targets):
+                return True
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called.startswith(name) and called not in (f"{name}.append", f"{name}.get", f"{name}.index"):
+                return True
+    return False
+
+
+def _settings(statement: ast.stmt) -> Iterator[Setting]:
     """Variables of the environment that a statement sets."""
     if isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
         for target in targets:
             if isinstance(target, ast.Subscript) and _is_environ(target.value):
                 plain = None if isinstance(statement, ast.AugAssign) else statement.value
-                yield _Setting(_text(target.slice), _text(plain))
+                yield Setting(_text(target.slice), _text(plain))
             elif _is_environ(target):
-                yield _Setting(None, None)
+                yield Setting(None, None)
+    elif isinstance(statement, ast.Delete):
+        for target in statement.targets:
+            if isinstance(target, ast.Subscript) and _is_environ(target.value):
+                yield Setting(_text(target.slice), None)
     for call in ast.walk(statement):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
             yield from _called(call, call.func)
 
 
-def _called(call: ast.Call, function: ast.Attribute) -> Iterator[_Setting]:
-    method = function.attr
-    if method == "putenv" or (method == "setdefault" and _is_environ(function.value)):
-        given = [_text(argument) for argument in call.args] + [None, None]
-        yield _Setting(given[0], given[1], default=method == "setdefault")
-    elif method == "update" and _is_environ(function.value):
+def _called(call: ast.Call, function: ast.Attribute) -> Iterator[Setting]:
+    method, of_environ = function.attr, _is_environ(function.value)
+    if method in ("putenv", "unsetenv") or (method in ("setdefault", "pop") and of_environ):
+        given = [*(_text(argument) for argument in call.args), None, None]
+        yield Setting(given[0], None if method in ("pop", "unsetenv") else given[1], default=method == "setdefault")
+    elif method == "clear" and of_environ:
+        yield Setting(None, None)
+    elif method == "update" and of_environ:
         for keyword in call.keywords:
-            yield _Setting(keyword.arg, _text(keyword.value))
+            yield Setting(keyword.arg, _text(keyword.value))
         for argument in call.args:
             if isinstance(argument, ast.Dict):
                 for key, value in zip(argument.keys, argument.values, strict=True):
-                    yield _Setting(_text(key), _text(value))
+                    yield Setting(_text(key), _text(value))
             else:
-                yield _Setting(None, None)
+                yield Setting(None, None)
 
 
 def _is_environ(node: ast.expr) -> bool:
@@ -204,16 +278,3 @@ def _is_environ(node: ast.expr) -> bool:
 
 def _text(node: ast.expr | None) -> str | None:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
-
-
-def _is_own(directory: Path, top: str) -> bool:
-    return (directory / f"{top}.py").is_file() or (directory / top).is_dir()
-
-
-def _own_file(directory: Path, dotted: str, *, main: bool = False) -> Path | None:
-    """The file of a module in ``directory``. ``main``: it is run with ``-m``."""
-    place = directory.joinpath(*dotted.split("."))
-    for file in (place.with_suffix(".py"), place / ("__main__.py" if main else "__init__.py")):
-        if file.is_file():
-            return file
-    return None

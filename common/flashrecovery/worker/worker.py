@@ -12,6 +12,7 @@ from flashrecovery.runtime.channel import Channel
 from flashrecovery.runtime.page import Page
 from flashrecovery.worker.control import Control
 from flashrecovery.worker.device import DeviceClock
+from flashrecovery.worker.environment_watch import EnvironmentWatch
 from flashrecovery.worker.faults import Faults
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.registry import AdapterFactory, ModuleAdapterFactory, Registry
@@ -21,13 +22,21 @@ class Connection:
     """What the bootstrap has set up before the script runs. ``at_script_end``: it calls these when the script has ended
     well."""
 
-    def __init__(self, channel: Channel, page: Page, rank: int, generation: int, detached: bool) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        page: Page,
+        rank: int,
+        generation: int,
+        detached: bool,
+        environment_watch: EnvironmentWatch,
+    ) -> None:
         self.channel = channel
         self.page = page
         self.rank = rank
         self.generation = generation
         self.detached = detached
-        self.environment = dict(os.environ)  # before the script's first line
+        self.environment_watch = environment_watch
         self.at_script_end: list[Callable[[], None]] = []
 
 

@@ -15,13 +15,11 @@ called ``adopt_orphans``. So the death of a zygote harms no worker, and to the a
 from __future__ import annotations
 
 import gc
-import importlib.util
 import os
 import socket
 import struct
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 from flashrecovery.errors import ProtocolError
@@ -29,8 +27,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.channel import CHANNEL_ENV, PAGE_ENV
 from flashrecovery.runtime.environment import AGENT_PID_ENV, UNFORKABLE_ENV, ZYGOTE_ENV
 from flashrecovery.runtime.process_control import die_with_parent, name_thread
-from flashrecovery.worker.ahead import import_ahead
-from flashrecovery.worker.script_reading import ScriptFacts, read_script, script_file
+from flashrecovery.worker.ahead_of_script import AheadOfScript
 
 NOT_FORKED = {
     "horovod": "it starts MPI, which knows this process only",
@@ -39,12 +36,6 @@ NOT_FORKED = {
     "tensorflow": "its thread pools do not survive a fork",
 }
 """Packages that are left to each worker's own import, and why. The setting ``unforkable`` adds to them."""
-USUALLY = {
-    "torch": ("torch.distributed", "torch.nn.parallel", "torch.optim", "torch.utils.data"),
-    "torch.distributed": ("torch.distributed.fsdp", "torch.distributed.tensor"),
-    "flashrecovery": ("flashrecovery.torch_native", "flashrecovery.worker.session", "flashrecovery.worker.warm"),
-}
-"""What scripts that have imported the one usually import later, in functions or by way of this package."""
 _ADOPTED_S = 10.0
 """Longest wait for the kernel to make the agent this process's parent; it takes microseconds."""
 _LENGTH = struct.Struct("<I")
@@ -62,14 +53,16 @@ class UnfitError(Exception):
 
 
 def serve(command: list[str]) -> bool:
-    """Fork whatever the agent asks for. Returns only in a forked process that is to run the script, with its
-    environment and its output set up: whether it is a standby. A zygote ends when the agent closes its socket."""
+    """Fork whatever the agent asks for; the first zygote imports nothing itself.
+
+    Returns only in a forked process that is to run the script, with its environment and its output set up: whether it
+    is a standby. A zygote ends when the agent closes its socket.
+    """
     sock = socket.socket(fileno=int(os.environ.pop(ZYGOTE_ENV)))
     sock.set_inheritable(False)
-    grow = pb.Grow()
+    name_thread("fr-zygote")
+    _send(sock, pb.FromZygote(grown=pb.Grown()))
     while True:
-        name_thread("fr-zygote")
-        _grow(sock, grow, command)
         request, descriptors = _forked(sock)
         sock.close()
         if not request.HasField("grow"):
@@ -77,7 +70,8 @@ def serve(command: list[str]) -> bool:
             return request.standby
         theirs, log = descriptors
         _write_to(log)
-        sock, grow = socket.socket(fileno=theirs), request.grow
+        sock = socket.socket(fileno=theirs)
+        _grow(sock, request.grow, command)
 
 
 def _grow(sock: socket.socket, grow: pb.Grow, command: list[str]) -> None:
@@ -92,27 +86,8 @@ def _grow(sock: socket.socket, grow: pb.Grow, command: list[str]) -> None:
         if reason is not None:
             raise UnfitError(module, reason)
 
-    def ahead(names: Iterable[str]) -> None:
-        allowed = [name for name in names if name not in left_out and name.partition(".")[0] not in left_out]
-        for name in uncertain:
-            os.environ.pop(name, None)  # so that nobody meets it who goes through all variables
-        import_ahead(allowed, command, uncertain=uncertain, tried=tried)
-
-    uncertain = set(grow.uncertain)
     try:
-        if grow.script:
-            facts = _facts(command)
-            if facts.ends_at:
-                print(f"{facts.ends_at} sets unknown variables; what is imported after it is not imported ahead")
-            uncertain |= facts.uncertain - grow.env.keys()
-            os.environ.update(facts.environment)
-            for name, value in facts.defaults.items():
-                os.environ.setdefault(name, value)
-            os.environ.update(grow.env)
-            ahead(facts.imports)
-            ahead(name for name in facts.members if _is_module(name))
-            ahead(name for top, names in USUALLY.items() if top in sys.modules for name in names)
-        ahead(grow.names)
+        AheadOfScript(command, left_out, tried).import_all(grow.learned)
     except UnfitError as e:
         _send(sock, pb.FromZygote(unforkable=pb.Unforkable(module=e.module, reason=e.reason)))
         return
@@ -125,25 +100,6 @@ def _grow(sock: socket.socket, grow: pb.Grow, command: list[str]) -> None:
 def _is_missing(error: BaseException) -> bool:
     """Whether there was nothing to import, so that nothing was run in part."""
     return isinstance(error, ModuleNotFoundError) and error.__cause__ is None and error.__context__ is None
-
-
-def _facts(command: list[str]) -> ScriptFacts:
-    directory = Path(sys.path[0])  # as the bootstrap has set it
-    file = script_file(command, directory)
-    gpus = any(os.path.exists(device) for device in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
-    return ScriptFacts() if file is None else read_script(file, directory, gpus=gpus)
-
-
-def _is_module(name: str) -> bool:
-    """Whether ``from package import it`` imports a module; the package has been imported if it can be."""
-    package, _, member = name.rpartition(".")
-    known = sys.modules.get(package)
-    if known is None or not hasattr(known, "__path__") or hasattr(known, member):
-        return False
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def why_unfit(not_forked: dict[str, str]) -> str | None:

@@ -1,0 +1,150 @@
+"""What a zygote and a standby import ahead of a script: what its text says, then what live workers have imported.
+
+The first part is done in the order of the script (:mod:`.script_reading`). Of the second part nobody knows when it was
+imported, and so in which environment. So no module may ask there for a variable that the script has set meanwhile, and
+there is no second part where the script's text is known in part only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.worker.ahead import Installed, import_ahead
+from flashrecovery.worker.script_reading import Import, ScriptFacts, Setting, read_script
+
+USUALLY = {
+    "torch": ("torch.distributed", "torch.nn.parallel", "torch.optim", "torch.utils.data"),
+    "torch.distributed": ("torch.distributed.fsdp", "torch.distributed.tensor"),
+    "flashrecovery": ("flashrecovery.torch_native", "flashrecovery.worker.session", "flashrecovery.worker.warm"),
+}
+"""What scripts that have imported the one usually import later, in functions or by way of this package."""
+Tried = Callable[[str, "BaseException | None"], None]
+
+
+class AheadOfScript:
+    """``command``: the script with its arguments, or ``-m module`` with them; the directory in which its modules lie is
+    first on the module path already. ``tried``: called after each import; it may raise."""
+
+    def __init__(self, command: list[str], left_out: Iterable[str] = (), tried: Tried | None = None) -> None:
+        self._command = command
+        self._left_out = frozenset(left_out)
+        self._tried = tried
+        self._installed = Installed(own=command[1].partition(".")[0] if command[0] == "-m" else "")
+        self._uncertain: set[str] = set()
+        self.facts = self._read()
+
+    def _read(self) -> ScriptFacts:
+        file = self._script()
+        gpus = any(os.path.exists(device) for device in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
+        return ScriptFacts() if file is None else read_script(file, self._own_file, gpus=gpus)
+
+    def _script(self) -> Path | None:
+        if self._command[0] != "-m":
+            return Path(self._command[0])
+        top, *parts = self._command[1].split(".")
+        own = self._own_file(top)
+        if own is None:
+            return None
+        if not parts:
+            return own.with_name("__main__.py") if own.name == "__init__.py" else own
+        place = (own if own.is_dir() else own.parent).joinpath(*parts)
+        return place.with_suffix(".py") if place.with_suffix(".py").is_file() else place / "__main__.py"
+
+    def _own_file(self, top: str) -> Path | None:
+        """See :data:`.script_reading.FindOwn`."""
+        if top == "__main__" or self._installed.has(top):
+            return None
+        try:
+            spec = importlib.util.find_spec(top)
+        except (ImportError, ValueError):
+            return None
+        if spec is None:
+            return None
+        if spec.origin is not None and spec.has_location:
+            return Path(spec.origin)
+        places = list(spec.submodule_search_locations or ())
+        return Path(places[0]) if places else None
+
+    def import_all(self, learned: pb.Modules) -> None:
+        """``learned``: what live workers have imported, and which variables their script has set. Those in ``unset``
+        are not equal on all of them, or not there any more."""
+        batch: list[str] = []
+        for action in self.facts.actions:
+            if isinstance(action, Import):
+                if not action.member:
+                    batch.append(action.name)
+                    continue
+                self._ahead(batch)
+                batch = [action.name] if self._is_module(action.name) else []
+            else:
+                self._ahead(batch)
+                batch = []
+                self._set(action, learned)
+        self._ahead(batch)
+        if self.facts.ends_at:
+            print(f"{self.facts.ends_at}: what is imported after that is left to each rank", flush=True)
+            return
+        for top, names in USUALLY.items():
+            if top in sys.modules:
+                self._ahead(names)
+        set_by_text = {action.name for action in self.facts.actions if isinstance(action, Setting)}
+        self._uncertain |= (learned.env.keys() - set_by_text) | set(learned.unset)
+        self._ahead(name for name in learned.names if self._is_where_it_was(name, learned))
+
+    def _set(self, setting: Setting, learned: pb.Modules) -> None:
+        assert setting.name is not None, "where a name is not known, reading ends"
+        value = learned.env.get(setting.name) if setting.value is None else setting.value
+        self._uncertain.discard(setting.name)
+        if value is None:
+            self._uncertain.add(setting.name)
+            os.environ.pop(setting.name, None)  # so that nobody meets it who goes through all variables
+        elif setting.default:
+            os.environ.setdefault(setting.name, value)
+        else:
+            os.environ[setting.name] = value
+
+    def _ahead(self, names: Iterable[str]) -> None:
+        allowed = [name for name in names if not self._left_out & {name, *_packages_of(name)}]
+        import_ahead(allowed, self._installed, uncertain=self._uncertain, tried=self._tried)
+
+    def _is_module(self, name: str) -> bool:
+        """Whether ``from package import it`` imports a module; the package has been imported if it can be."""
+        package, _, member = name.rpartition(".")
+        known = sys.modules.get(package)
+        if known is None or not hasattr(known, "__path__") or hasattr(known, member):
+            return False
+        try:
+            return importlib.util.find_spec(name) is not None
+        except (ImportError, ValueError):
+            return False
+
+    def _is_where_it_was(self, name: str, learned: pb.Modules) -> bool:
+        """Whether here the same file would be imported as in the workers, whose script may have changed the path."""
+        top = name.partition(".")[0]
+        if top not in learned.origins or top in sys.modules:
+            return True
+        try:
+            spec = importlib.util.find_spec(top)
+        except (ImportError, ValueError):
+            return False
+        return spec is not None and (spec.origin or "") == learned.origins[top]
+
+
+def _packages_of(name: str) -> list[str]:
+    """``a.b.c`` lies in ``a`` and ``a.b``."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def imported_so_far(setting: Mapping[str, str | None]) -> pb.Modules:
+    """What this process has imported, and from where. ``setting``: what its script has done to the environment."""
+    modules = {n: m for n, m in list(sys.modules.items()) if m is not None and not n.startswith("__")}
+    specs = {n: getattr(m, "__spec__", None) for n, m in modules.items() if "." not in n}
+    origins = {n: getattr(spec, "origin", None) or "" for n, spec in specs.items()}
+    env = {name: value for name, value in setting.items() if value is not None}
+    return pb.Modules(names=list(modules), origins=origins, env=env, unset=setting.keys() - env.keys())

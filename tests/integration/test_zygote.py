@@ -192,6 +192,43 @@ print("seen", asks_known.SEEN, asks_own.SEEN, later().SEEN, flush=True)
     assert "asks_own not imported ahead" in ahead and "asks_known not imported" not in ahead, ahead
 
 
+def test_a_script_that_replaces_parts_of_a_library_or_brings_its_own_finds_them(tmp_path: Path) -> None:
+    """As a fresh interpreter does, before and after a recovery: whoever imports ahead would have others."""
+    env = installed(
+        tmp_path,
+        base="def add(): return 'original'\n",
+        binds="from base import add\n",
+        lazy="from base import add\n",
+        shadowed="WHERE = 'installed'\n",
+    )
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "shadowed.py").write_text("WHERE = 'own'\n")
+    imports = f"""
+import base
+def patch():
+    base.add = lambda: "replaced"
+patch()
+import binds
+def later():
+    import lazy
+    sys.path.insert(0, {str(own)!r})
+    import shadowed
+    return lazy.add(), shadowed.WHERE
+print("seen", binds.add(), *later(), flush=True)
+"""
+    job = any_job(tmp_path / "job", imports, env=env)
+    job.wait_for_step(2)
+    time.sleep(1)
+    job.kill(1)
+    job.wait_for("recovery_started")
+    done = finish(job, tmp_path / "job")
+    check_recovered(done, {1})
+    seen = re.findall(r"^seen (.*)", logs(done), re.MULTILINE)
+    assert seen == ["replaced replaced own"] * 3, done.explain()
+    assert "a function replaces base.add" in logs(done, "zygote.log")
+
+
 # -- modules that are unfit -----------------------------------------------------------------------------
 
 

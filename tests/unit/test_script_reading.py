@@ -169,11 +169,14 @@ def test_what_changes_no_module_is_passed_by(line: str, tmp_path: Path) -> None:
     assert imports(facts) == ["torch", "scipy"] and not facts.ends_at, facts
 
 
-def test_a_function_that_replaces_parts_of_a_module_may_be_called_before_the_next_import(tmp_path: Path) -> None:
-    patch = "import torch\ndef patch():\n    torch.add = lambda a, b: a\nimport scipy\n"
+@pytest.mark.parametrize("kind", ["def patch():", "async def patch():", "class A:\n  def patch(self):"])
+def test_a_function_that_replaces_parts_of_a_module_may_be_called_before_the_next_import(
+    kind: str, tmp_path: Path
+) -> None:
+    patch = f"import torch\nimport scipy\n{kind}\n    if x:\n      torch.add = lambda a, b: a\nimport after\n"
     facts = read(tmp_path, "import first\nimport beside\nimport megatron\n", beside=patch)
     assert imports(facts) == ["first", "torch", "scipy"]
-    assert facts.ends_at == "beside.py:3: a function replaces torch.add"
+    assert facts.ends_at.startswith("beside.py:") and facts.ends_at.endswith(": a function replaces torch.add")
 
 
 def test_a_function_that_sets_a_librarys_settings_replaces_nothing(tmp_path: Path) -> None:

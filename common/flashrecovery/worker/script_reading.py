@@ -8,8 +8,8 @@ that it sets, for a library may read one when it is imported, once and for ever.
 Where it cannot be known what the script does, reading ends (:attr:`ScriptFacts.ends_at`), and everything later is left
 to the rank itself: at a variable whose name is unknown, or whose value is and that libraries written in C read
 (:data:`READ_IN_C`); at a change of where modules are found; and at code of the script's own that replaces parts of
-another module, or at the import of a module with a function that does, for what is imported after that may be made of
-the replaced parts.
+another module, or at the definition of a function that does, for what is imported after that may be made of the
+replaced parts.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _FINDING = ("sys.path", "sys.meta_path", "sys.path_hooks", "sys.modules", "site.
 _SETTINGS = re.compile(r"\.(backends|config|_config|conf|settings|options)\.|\.rcParams|^(os|sys|warnings|logging)\.")
 """Places in libraries that are made to be assigned to; to do so replaces no part of them."""
 FindOwn = Callable[[str], "Path | None"]
-"""The file of a top-level module if that is the script's own: ``name.py``, a package's ``__init__.py``, or the folder of
-a package without one. None if it is installed, or not there."""
+"""The file of a top-level module if that is the script's own: ``name.py``, a package's ``__init__.py``, or the folder
+of a package without one. None if it is installed, or not there."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,12 @@ class _Reader:
                     self._imported(alias.name)
             elif isinstance(statement, ast.ImportFrom):
                 self._imported_from(statement, package)
+            elif isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                line, replaced = patches.made_in(statement)
+                if replaced:
+                    raise _EndError(f"{file.name}:{line}: a function replaces {replaced}")
             else:
                 self._other(statement, certain, f"{file.name}:{statement.lineno}", patches)
-        if patches.in_functions:
-            line, what = patches.in_functions[0]
-            raise _EndError(f"{file.name}:{line}: a function replaces {what}")
 
     def _imported_from(self, statement: ast.ImportFrom, package: str) -> None:
         module = statement.module or ""
@@ -158,7 +159,7 @@ class _Reader:
             raise _EndError(f"{where}: {replaced} is replaced")
 
     def _statements(self, body: Sequence[ast.stmt], certain: bool) -> Iterator[tuple[ast.stmt, bool]]:
-        """Those that run when a module is imported; whether they run in any case."""
+        """Those that run when a module is imported, definitions of functions too; whether they run in any case."""
         for statement in body:
             if isinstance(statement, ast.If):
                 test = ast.unparse(statement.test)
@@ -177,7 +178,7 @@ class _Reader:
                 yield from self._statements([*statement.body, *statement.orelse], False)
             elif isinstance(statement, ast.ClassDef):
                 yield from self._statements(statement.body, certain)
-            elif not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            else:
                 yield statement, certain
 
 
@@ -195,10 +196,12 @@ class _Patches:
             else:
                 continue
             self._foreign |= {name for name, top in tops.items() if find(top) is None}
-        functions = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
-        simple = [n for f in functions for n in ast.walk(f) if isinstance(n, (ast.Expr, ast.Assign))]
+
+    def made_in(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[int, str]:
+        """In which line the function replaces what; empty: nothing. It may be called any time after its definition."""
+        simple = [node for node in ast.walk(function) if isinstance(node, (ast.Expr, ast.Assign))]
         found = [(node.lineno, self._replaced(node)) for node in simple]
-        self.in_functions = sorted((line, what) for line, what in found if what)
+        return min(((line, what) for line, what in found if what), default=(0, ""))
 
     def made_by(self, statement: ast.stmt) -> str:
         """What this statement replaces; empty: nothing."""

@@ -13,7 +13,7 @@ _MOST_KINDS = 100
 
 
 class Complaints:
-    """At most one line in ``every_s`` seconds, with the number of those that were left out."""
+    """Logs at most one line in ``every_s`` seconds, with the number of lines that were left out."""
 
     def __init__(
         self, log: logging.Logger, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic
@@ -36,9 +36,9 @@ class Complaints:
 
 
 class Seldom(logging.Filter):
-    """For another library's logger, which says something each time: lets one line of a kind through in ``every_s``
-    seconds, with the number of those that were left out. Of a kind are those with one text, before what is put into
-    it, and one type of exception."""
+    """A filter for another library's logger that repeats itself: it lets one line of a kind through in ``every_s``
+    seconds, with the number of those that were left out. Lines are of one kind if they have the same text (before
+    arguments are put into it) and the same type of exception."""
 
     def __init__(self, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

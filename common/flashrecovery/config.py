@@ -22,7 +22,7 @@ from flashrecovery.errors import ConfigError
 from flashrecovery.plan import leases
 
 CONTROLLER_PORT = 29400
-"""By default; torchrun's for its rendezvous."""
+"""The default port of the controller, which is also torchrun's for its rendezvous."""
 CONFIG_ENV = "FLASHRECOVERY_CONFIG"
 """Environment variable in which a worker finds its :class:`Settings` as JSON."""
 
@@ -414,7 +414,7 @@ def _check_leases(limits: Timeouts) -> None:
 
 
 def _check_tls(config: RunConfig) -> None:
-    """Which keys of `tls` go together. Raises ConfigError."""
+    """Checks which keys of `tls` go together. Raises ConfigError."""
     tls = config.tls
     files = {"tls.certificate": tls.certificate, "tls.key": tls.key, "tls.ca": tls.ca}
     missing = [key for key, path in files.items() if path is None]

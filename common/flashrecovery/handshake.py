@@ -30,7 +30,8 @@ _TAG_BYTES = 16
 _NUMBER_BYTES = 8
 _TICKET_BYTES = NONCE_BYTES + _NUMBER_BYTES + _TAG_BYTES
 _ROUNDS = 100_000
-"""Of the key's derivation: who has recorded a proof and guesses the token pays this for each guess."""
+"""Rounds of the key's derivation: an attacker who has recorded a proof and guesses the token pays for them with each
+guess."""
 _BEGIN_S = 30.0
 """A session's calls must begin within this time; they may last for as long as they like."""
 _MOST_SESSIONS = 1 << 16
@@ -46,7 +47,7 @@ def job_key(token: str) -> bytes:
 
 
 class Answer(NamedTuple):
-    """Of a listener to a caller's number. ``name``: who it is."""
+    """A listener's answer to a caller's random number. ``name``: as whom it answers."""
 
     nonce: bytes
     name: str
@@ -72,7 +73,7 @@ class Seal:
         return self._next_tag(body) + body
 
     def open(self, message: bytes) -> bytes:
-        """Its content. Raises AuthenticationError if it is not the other side's next message."""
+        """The content of ``message``. Raises AuthenticationError if it is not the other side's next message."""
         body = message[_TAG_BYTES:]
         if not hmac.compare_digest(self._next_tag(body), message[:_TAG_BYTES]):
             raise AuthenticationError("a message was changed on its way, repeated or left out")
@@ -80,7 +81,7 @@ class Seal:
 
 
 class Seals(NamedTuple):
-    """Of one call, at one of its ends."""
+    """The seals of one call, at one of its ends."""
 
     outgoing: Seal
     incoming: Seal
@@ -141,7 +142,7 @@ class Listener:
         self.name = name
 
     def answer(self, nonce: bytes, now: float) -> Answer:
-        """To a caller's number. Raises AuthenticationError if it is none."""
+        """The answer to a caller's random number. Raises AuthenticationError if ``nonce`` is none."""
         if len(nonce) != NONCE_BYTES:
             raise AuthenticationError(f"a challenge has {NONCE_BYTES} bytes, and not {len(nonce)}")
         self._forget(now)

@@ -31,9 +31,9 @@ from flashrecovery.security import job_token, new_token
 
 LOOPBACK = "127.0.0.1"
 _DISMISS_S = 5.0
-"""For the last word of an ending controller to its agents."""
+"""Seconds that the agents have to take the last message of an ending controller."""
 _ELSEWHERE_S = 1.0
-"""Who waits for a job that may have been begun already looks so often whether another controller has been elected."""
+"""How often (seconds) a node that waits for a running job looks whether another controller was elected."""
 _GATHER_S = 2.0
 """An elected controller's electors, which are on their way to it, count as heard for so long."""
 
@@ -52,7 +52,7 @@ class Rendezvous:
 
 
 def rendezvous_of(config: RunConfig) -> Rendezvous:
-    """From the configuration. Raises ConfigError."""
+    """The rendezvous that the configuration asks for. Raises ConfigError."""
     if config.controller is None:
         return Rendezvous(LOOPBACK, 0, LOOPBACK, Access(new_token()), True)
     host, port = split_address(config.controller, "--controller")
@@ -65,7 +65,7 @@ def rendezvous_of(config: RunConfig) -> Rendezvous:
 
 
 def with_tls(rendezvous: Rendezvous, config: RunConfig, path: Path) -> Rendezvous:
-    """The same, with certificates if these are configured. ``path``: the run directory. Raises ConfigError."""
+    """``rendezvous`` with certificates, if these are configured. ``path``: the run directory. Raises ConfigError."""
     found = (
         tls.made(path / "tls", (rendezvous.here, "localhost"))
         if config.tls.auto
@@ -126,7 +126,7 @@ async def run_job(config: RunConfig, command: list[str], path: Path) -> tuple[in
 
 
 async def run_controller(config: RunConfig, path: Path) -> tuple[int, str]:
-    """Only the controller, to the job's end. Returns as :func:`run_job`."""
+    """Run a stand-alone controller, to the job's end. Returns as :func:`run_job`."""
     rendezvous = with_tls(rendezvous_of(config), config, path)
     with closing(RunDir(path)) as run_dir:
         async with controller(config, rendezvous, run_dir, None, Quorum("")) as (service, _):
@@ -304,7 +304,7 @@ async def observed(
 
 
 def _leave(agent: Agent, reason: str) -> None:
-    """This node goes; to the controller it is a lost one."""
+    """End this node's agent; to the controller, the node is lost."""
     task = asyncio.ensure_future(agent.shutdown(reason))
     task.add_done_callback(lambda t: t.exception())
 

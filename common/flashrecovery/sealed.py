@@ -22,7 +22,7 @@ from flashrecovery.handshake import Answer, Caller, Listener, Seals, joined
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 CHALLENGE_KEY = "flashrecovery-challenge-bin"
-"""Of a Hello's metadata: the caller's random number."""
+"""The key in a Hello's metadata under which the caller's random number stands."""
 TICKET_KEY = "flashrecovery-ticket-bin"
 OWN_KEYS = "flashrecovery-"
 """Metadata whose keys begin so is ours, and part of what a ticket proves."""
@@ -30,7 +30,7 @@ HELLO = "/flashrecovery.v1.Entrance/Hello"
 _NOBODY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 """These say nothing about who listens; after any other status to a Hello, it is none of ours."""
 _NAME_CHARS = 100
-"""Of the name that a stranger gives itself, in an error's text."""
+"""Characters of a name that a stranger gives itself, in an error's text."""
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
@@ -87,8 +87,8 @@ def _none_of_ours(address: str) -> str:
 
 
 class SealedChannel:
-    """For the generated stubs, in place of a ``grpc.aio.Channel``. Made by :func:`greet`. Its calls are to begin soon
-    (see :mod:`.handshake`). A message with a wrong seal raises AuthenticationError."""
+    """Takes the place of a ``grpc.aio.Channel`` for the generated stubs. Made by :func:`greet`. Its calls are to begin
+    soon (see :mod:`.handshake`). A message with a wrong seal raises AuthenticationError."""
 
     def __init__(self, channel: grpc.aio.Channel, caller: Caller) -> None:
         self._channel: Any = channel  # whose messages are bytes

@@ -43,7 +43,7 @@ class Tls:
         return grpc.ssl_server_credentials([(self.key, self.certificate)])
 
     def context(self) -> ssl.SSLContext:
-        """For a client of Python's own."""
+        """An ``ssl.SSLContext`` for a client that does not use gRPC."""
         return ssl.create_default_context(cadata=self.ca.decode())
 
 

@@ -138,7 +138,7 @@ class Agent:
         return self._pool.counts()
 
     def register(self) -> pb.Register:
-        """Who this node is now."""
+        """This node's first message on a connection: who it is, and what its workers and pages hold."""
         message = self._identity.register(self._store.port, self._peers.port if self._peers is not None else 0)
         message.generation, message.attempt, message.stride = self._generation, self._attempt, self._table.stride
         message.command.extend(self._command)
@@ -192,11 +192,11 @@ class Agent:
         return neighbours(self._table, self._identity.name)
 
     def halt(self) -> None:
-        """This node is cut off: no process of it may take a step until :meth:`go_on`."""
+        """This node is cut off: none of its processes may take a step until :meth:`go_on`."""
         self._processes.halt()
 
     def go_on(self) -> None:
-        """It belongs to the job after all."""
+        """This node belongs to the job again: its processes may take steps."""
         self._processes.go_on()
 
     def lend(self, until: float) -> None:
@@ -263,12 +263,12 @@ class Agent:
         self._send(pb.AgentMessage(probed=probed))
 
     async def _look(self, message: pb.Look) -> None:
-        """Where do the workers stand? A node that is cut off has no say."""
+        """Report where the workers stand. A node that is cut off does not answer."""
         if not self._processes.halted:
             self._send(pb.AgentMessage(hang_reports=await self._looks.look(message)))
 
     def _relay(self, command: pb.Command) -> None:
-        """To the process that fills the rank."""
+        """Pass ``command`` on to the process that fills its rank."""
         process = self._ranks.get(command.rank)
         if process is not None and not process.dead:
             body = command.WhichOneof("body")
@@ -391,7 +391,7 @@ class Agent:
         self._gather.send(message)
 
     def notice(self, rank: int, kind: NoticeKind, text: str) -> None:
-        """For the controller's log."""
+        """Send a notice for the controller's log."""
         self._send(pb.AgentMessage(notice=pb.Notice(rank=rank, kind=kind, text=text)))
 
     # -- periodic ---------------------------------------------------------------------------------

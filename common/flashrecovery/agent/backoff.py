@@ -14,7 +14,7 @@ from flashrecovery.config import Timeouts
 from flashrecovery.plan.membership import Standing
 
 AGAIN_S = 0.1
-"""From the end of a connection to the next attempt."""
+"""Seconds from the end of a connection to the next attempt."""
 EAGER_S = 5.0
 """Silence of the controller from which on less is enough."""
 IDLE_S = 1.0
@@ -23,14 +23,16 @@ _SELDOM_S = 2.0
 
 
 def next_question_s(standing: Standing, silent_s: float, turn_in_s: float, limits: Timeouts) -> float:
-    """From one question to the next. ``turn_in_s``: until this elector's next turn begins (inf: it has none)."""
+    """Seconds from one round of questions to the next. ``turn_in_s``: until this elector's next turn begins (inf: it
+    has none)."""
     if standing is Standing.MEMBER or silent_s < EAGER_S:
         return 0.0
     return min(_idle_s(limits), turn_in_s)
 
 
 def next_attempt_s(silent_s: float, limits: Timeouts, *, answered: bool) -> float:
-    """From the end of a connection to the next attempt. ``answered``: the controller has said something in it."""
+    """Seconds from the end of a connection to the next attempt. ``answered``: the controller has said something in
+    it."""
     return AGAIN_S if answered or silent_s < EAGER_S else _idle_s(limits)
 
 

@@ -27,8 +27,8 @@ TURN_S = 0.5
 """The electors stand one after the other, so long apart: time for an election, and for the others to hear of it."""
 
 AFTER_VOTE_S = 2.0
-"""Who has voted for another one gives it so long to begin, and does not stand itself: a controller loses the followers
-that promise a later term to themselves."""
+"""Seconds that an elector gives the candidate for whom it has voted; it does not stand itself before. A controller
+loses the followers that promise a later term to themselves."""
 
 log = logging.getLogger("flashrecovery")
 
@@ -63,7 +63,7 @@ class Election:
         self._voted_at = self._wanted_at = float("-inf")
 
     def forget(self) -> None:
-        """This agent is new in the job: the controller that it has followed so far has never led it."""
+        """Forget the controller that was followed so far: this agent is new in a job that another one leads."""
         self.term, self.version, self._leader, self.electors, self.before = 0, 0, "", (), ()
 
     def learn(self, message: pb.Electors) -> None:
@@ -149,7 +149,7 @@ class Election:
         return after_vote_s + turns - since_s
 
     def _candidates(self) -> list[str]:
-        """Who may stand, as far as this elector knows; nobody if it is none."""
+        """The electors that may stand, as far as this one knows; none if it is no elector itself."""
         return [e.node for e in self.electors if e.node != self._leader] if self.is_elector else []
 
     async def stand(self, ask: AskElector) -> int | None:

@@ -18,7 +18,7 @@ _SIGNALS = {"sigkill": signal.SIGKILL, "sigstop": signal.SIGSTOP, "segv": signal
 
 
 class NodeFaults:
-    """By rank, in the order in which they were armed. ``notice`` takes a rank, a kind, a text."""
+    """Armed faults by rank, in the order in which they came. ``notice`` takes a rank, a kind and a text."""
 
     def __init__(self, notice: Callable[[int, NoticeKind, str], None]) -> None:
         self._notice = notice

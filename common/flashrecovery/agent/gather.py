@@ -25,7 +25,7 @@ def singly(command: pb.Command) -> Iterator[pb.Command]:
 
 
 def alike(replies: Iterable[pb.Reply]) -> list[pb.Reply]:
-    """The same answers, those that differ in the rank only said once."""
+    """The same answers in fewer messages: those that differ in the rank only become one."""
     said: dict[bytes, pb.Reply] = {}
     for reply in replies:
         bare = pb.Reply()

@@ -19,19 +19,20 @@ from flashrecovery.agent.procfs import session_members
 from flashrecovery.health.gpu_processes import GpuProcesses
 
 DRIVER = Path("/dev/nvidiactl")
-"""There if processes may use GPUs."""
+"""NVIDIA's control device; it exists if processes may use GPUs."""
 _LOOK_S = 0.005
 
 
 class Listed(Protocol):
-    """Who knows the processes on a GPU."""
+    """A source of the processes on a GPU."""
 
     def on(self, local_rank: int) -> frozenset[int]:
         """Their pids. May take long."""
 
 
 class GpuFence:
-    """Of one node. ``find``: who knows the processes on its GPUs, None if nobody does; called in a thread."""
+    """Makes sure that a dead process is gone from the GPUs of one node. ``find``: where the processes on the GPUs are
+    listed, None if nowhere; called in a thread."""
 
     def __init__(self, find: Callable[[], Listed | None]) -> None:
         self._find = find

@@ -34,7 +34,7 @@ class Identity:
 
     @staticmethod
     def of(config: RunConfig, host: str) -> Identity:
-        """From the configuration. ``host``: this node's address."""
+        """The identity of the node that the configuration describes. ``host``: this node's address."""
         return Identity(
             name=config.node_name or socket.gethostname(),
             host=host,

@@ -66,7 +66,7 @@ class DeathWatch:
             self._loop.call_soon_threadsafe(self._dead, watched, time.monotonic())
 
     def _dead(self, watched: _Watched, since: float | None) -> None:
-        """On the loop; the second witness finds nothing left to do."""
+        """Runs on the loop. A death has two witnesses; for the second one there is nothing left to do."""
         if self._watched.pop(watched.pid, None) is None:
             return
         self._forget(watched)

@@ -8,8 +8,9 @@ _VERBOSITY = "GRPC_VERBOSITY"
 
 
 def import_grpc() -> None:
-    """For the first time in this process. gRPC's core writes a line to stderr for each malformed header, past every
-    logger; it looks at the environment when it is imported. Training processes, which inherit that, may use it, too."""
+    """Import grpc for the first time in this process, silenced. gRPC's core writes a line to stderr for each malformed
+    header, past every logger; it reads its setting when it is imported. The environment is put back afterwards:
+    training processes inherit it, and may use gRPC themselves."""
     if _VERBOSITY in os.environ:
         return
     os.environ[_VERBOSITY] = "NONE"

@@ -25,7 +25,7 @@ _YOUNG_OBJECTS = 200_000
 
 
 class Actions:
-    """For one controller. ``record`` writes an event down."""
+    """The actions of one controller. ``record`` writes an event down."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Actions:
         return self._machine.job.state in (State.FINISHED, State.FAILED)
 
     def last_word(self) -> pb.Command:
-        """To an agent, when the job has ended."""
+        """The last command to an agent, when the job has ended."""
         return pb.Command(rank=AGENT, shutdown=pb.Shutdown(reason=self._machine.job.failure_reason))
 
     async def dismissed(self, timeout_s: float) -> None:

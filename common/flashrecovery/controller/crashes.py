@@ -37,7 +37,7 @@ _BY_ITSELF = frozenset(
 
 
 class Cause(str, Enum):
-    """Where a failure comes from. A broken device counts as the rank's own: its next process gets the same one."""
+    """Whose fault a failure is. A broken device counts as the rank's own: its next process gets the same device."""
 
     OWN = "own"
     OUTSIDE = "outside"

@@ -8,7 +8,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
 class Drills:
-    """For a job of ``world`` ranks."""
+    """The faults that were asked for in a job of ``world`` ranks."""
 
     def __init__(self, world: int) -> None:
         self._world = world

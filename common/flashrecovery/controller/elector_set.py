@@ -21,7 +21,7 @@ from flashrecovery.plan.quorum import Quorum
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _RENEWAL_S = 0.5
-"""From one attempt to get a newer term to the next."""
+"""Seconds from one attempt to get a newer term to the next."""
 
 
 class ElectorSet:
@@ -47,7 +47,7 @@ class ElectorSet:
 
     @property
     def voters(self) -> tuple[Elector, ...]:
-        """Who has to know that a change of the electors is settled."""
+        """The electors that have to know of a change of the electors before it is settled."""
         return self._quorum.voters
 
     def echoed(self, node: str, sent_at: float) -> None:
@@ -125,7 +125,7 @@ class ElectorSet:
         return pb.Command(generation=self._job.generation, rank=AGENT, electors=message)
 
     def notice(self, *, suspended: bool) -> ev.Notice:
-        """For the log."""
+        """The notice for the log that the controller has lost, or has again, more than half of its electors."""
         text = "are not heard: nothing is decided here, and the workers are halted" if suspended else "are heard again"
         kind = NoticeKind.QUORUM_LOST if suspended else NoticeKind.QUORUM_HELD
         return ev.Notice(generation=self._job.generation, kind=kind, text=f"more than half of the electors {text}")

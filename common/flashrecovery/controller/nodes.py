@@ -13,10 +13,10 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
 class NodeState(str, Enum):
-    """Where a node stands."""
+    """What a node is to the job."""
 
     WAITING = "waiting"
-    """It has come; the job has not started yet."""
+    """The node has come; the job has not started yet."""
     ACTIVE = "active"
     SPARE = "spare"
     LOST = "lost"

@@ -14,8 +14,8 @@ _CHEAP_S = 0.005
 
 
 class StatusBoard:
-    """For whoever asks. In a very large job everybody gets the same one for so long that all the looking takes a tenth
-    of a core at most."""
+    """Answers requests for the job's status. In a very large job, requests that come close together get the same
+    answer, so that answering takes a tenth of a core at most."""
 
     def __init__(self, machine: Machine, liveness: Liveness, run_dir: str) -> None:
         self._machine, self._liveness, self._run_dir = machine, liveness, run_dir

@@ -56,7 +56,7 @@ class GpuReading:
 
 @dataclass(frozen=True)
 class Gpu:
-    """Which GPU: the local rank that uses it, NVML's index of it, and its UUID ("" if it was lost before it said)."""
+    """One GPU: the local rank that uses it, NVML's index of it, and its UUID ("" if it was lost before it said)."""
 
     device: int
     index: int

@@ -44,7 +44,7 @@ _COMPLAIN_S = 60.0
 _ON_ITS_WAY_S = 2.0
 """A heartbeat of a connection that has ended is not worth a word for so long."""
 _GRACE = 1.6
-"""In heartbeat periods: an agent that was heard within this time is heard by datagram."""
+"""In heartbeat periods: an agent counts as heard by datagram if one came within this time."""
 
 log = logging.getLogger("flashrecovery")
 
@@ -132,7 +132,7 @@ class HeartbeatReceiver:
         return pb.ControllerHeartbeat(port=self._port, ticket=ticket, salt=salt)
 
     def forget(self, node: str) -> None:
-        """Its connection has ended, and with it the invitation."""
+        """The node's connection has ended, and with it the invitation."""
         agent = self._by_node.pop(node, None)
         if agent is None:
             return

@@ -29,7 +29,7 @@ class Incident:
 
     @property
     def finished(self) -> ev.RecoveryFinished | None:
-        """Its end, if that is a recovery."""
+        """The recovery's end event, None if it has not ended."""
         return self.end if isinstance(self.end, ev.RecoveryFinished) else None
 
     @property
@@ -76,12 +76,12 @@ class Incident:
 
     @property
     def resume_step(self) -> int:
-        """From which step it goes on; -1: it does not, or not yet."""
+        """The step at which the job goes on; -1: it does not, or not yet."""
         return self.finished.resume_step if self.finished is not None else -1
 
     @property
     def bytes(self) -> int:
-        """That were transferred."""
+        """Bytes that were transferred."""
         return self.finished.bytes if self.finished is not None else 0
 
     def _starts(self) -> Iterator[ev.RecoveryStarted]:

@@ -290,8 +290,8 @@ def load(
 
 
 def other_layout(path: Path, form: CheckpointFormat) -> str:
-    """In words, the layout of the ranks that wrote a checkpoint, if it is another one than ``form`` has now and can
-    load; else "". The same on all ranks. Raises RestoreError if it cannot be read."""
+    """In words, the layout of the ranks that wrote a checkpoint, if ``form`` has another one now and can load it; else
+    "". It is the same on all ranks. Raises RestoreError if it cannot be read."""
     mine = form.layout()
     if not mine:
         return ""

@@ -361,7 +361,7 @@ class NeighbourCopies:
         return [self._send(part, self._tag(i)) for i, part in enumerate(_parts(buffer))]
 
     def _tag(self, part: int) -> int:
-        """Of a message that holds tensors."""
+        """The tag of a message that holds tensors."""
         return _TAG if self._pacing is None else self._pacing.first_tag + part % STREAMS
 
     def _send(self, tensor: torch.Tensor, tag: int = _TAG) -> dist.Work | None:

@@ -80,7 +80,7 @@ class SharedMemory:
 
     @property
     def version(self) -> int:
-        """Of the content; -1 while it is being overwritten."""
+        """The version of the content; -1 while it is being overwritten."""
         return self._word[0]
 
     @version.setter

@@ -140,8 +140,8 @@ class Page:
     # -- lease ------------------------------------------------------------------------------------
 
     def lend(self, until: float) -> None:
-        """By the agent: no change of state may begin after this time (:func:`.lease_clock`; 0.0: whenever). It is
-        the worker that looks, so it holds also while the agent stands still."""
+        """Called by the agent: no change of state may begin after ``until`` (:func:`.lease_clock`; 0.0: no limit). The
+        worker itself looks at it, so it holds also while the agent stands still."""
         self._words[_LEASE_NS] = int(until * 1e9)
 
     @property
@@ -238,7 +238,7 @@ class Page:
         return sorted(v for v in stored if v >= 0 and self.read_capsule(v) is not None)
 
     def early_capsules(self) -> list[int]:
-        """Those of :meth:`capsule_versions` that are not final."""
+        """The versions among :meth:`capsule_versions` that are not final."""
         return [v for v in self.capsule_versions() if not self._words[_SLOT_WORDS[v % VERSIONS_KEPT] + 3]]
 
     # -- set-up log -------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ class TrainerLoop:
     # -- parts ------------------------------------------------------------------------------------
 
     def _encoded_history(self, history: list[dict[str, Any]]) -> bytes:
-        """It only grows, and is long: encoded again when it has grown."""
+        """The log's history as bytes. It is long and only grows, so it is encoded again only when it has grown."""
         if self._history is None or self._history[:2] != (id(history), len(history)):
             self._history = (id(history), len(history), codec.dumps(history))
         return self._history[2]

@@ -48,7 +48,7 @@ class Counters:
         self._accelerator = accelerator
 
     def state_dict(self) -> dict[str, Any]:
-        """At a step's end. Raises RegistrationError in the middle of an accumulation."""
+        """The state at a step's end. Raises RegistrationError in the middle of an accumulation."""
         accelerator = self._accelerator
         if not accelerator.gradient_state.sync_gradients:
             raise RegistrationError(

@@ -45,10 +45,11 @@ class LoopState(Protocol):
         """Go back to what :meth:`save` gave, before a call that is made again."""
 
     def restored(self, saved: Any) -> None:
-        """In a replacement: what :meth:`save` gave in the dead process, at the version that it goes on from."""
+        """Called in a replacement with what :meth:`save` gave in the dead process, at the version from which it goes
+        on."""
 
     def resume(self) -> None:
-        """In a replacement: the last skipped call returns; adopt what :meth:`restored` has brought."""
+        """Called in a replacement when the last skipped call returns: adopt what :meth:`restored` has brought."""
 
 
 class LoopAdapter(Adapter):

@@ -30,7 +30,7 @@ from flashrecovery.worker.registry import Registry
 
 NEIGHBOUR_GROUP = "flashrecovery-neighbour"
 _CLOSE_S = 60.0
-"""At the end of the job, for the checkpoint part that is being written."""
+"""Seconds that the job's end waits for the checkpoint part that is being written."""
 
 
 class Copies:
@@ -240,7 +240,7 @@ class Copies:
 
     @property
     def _own_copy(self) -> UndoCopy | None:
-        """This rank's own pre-step copy; neighbour copies include one."""
+        """Makes this rank's own pre-step copy; neighbour copies include one."""
         return self._neighbour.undo if self._own_copies and self._neighbour is not None else self._undo
 
     @property

@@ -33,7 +33,7 @@ it draws in the fetch of an earlier one."""
 
 
 class DataPosition(NamedTuple):
-    """Where a stream stands: the epoch, the batches fetched in it, the batches fetched in all."""
+    """The position of a stream: the epoch, the batches fetched in it, the batches fetched in all."""
 
     epoch: int
     batch: int
@@ -47,11 +47,11 @@ class _Cursor:
     position: DataPosition
     epoch_start: dict[str, Any] = field(default_factory=dict)
     digest: str = ""
-    """Of the batch that led here; "" at the very beginning."""
+    """The digest of the batch that led here; "" at the very beginning."""
     rng_before: tuple[dict[str, Any] | None, ...] = ()
     """Random states before the last fetches of the epoch, if fetching has drawn from them."""
     anchor: tuple[int, dict[str, Any]] | None = None
-    """Of a stateful source: its state after that many batches (fewer than ``position.batch``) of the epoch."""
+    """For a stateful source: its state after that many batches (fewer than ``position.batch``) of the epoch."""
 
     def plain(self) -> dict[str, Any]:
         return {

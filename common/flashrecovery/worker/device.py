@@ -47,7 +47,7 @@ class DeviceClock:
 
     @property
     def blocked_s(self) -> float:
-        """For how many seconds the training thread has been waiting for the device here; 0 if it is not."""
+        """Seconds for which the training thread has been waiting for the device here; 0 if it is not."""
         since = self._waits_since
         return 0.0 if since is None else time.monotonic() - since
 

@@ -18,7 +18,7 @@ _PERIOD_S = 0.5
 
 
 class ErrorWatch:
-    """Of one worker.
+    """Watches for errors that NCCL reports, in one worker.
 
     Args:
         patience_s: how long a stop is waited for (``timeouts.peer_error_wait_s``).

@@ -34,7 +34,7 @@ class Faults:
         self._notify = notify
 
     def arm(self, fault: pb.Fault) -> None:
-        """From the control thread."""
+        """Arm ``fault``; called by the control thread."""
         with self._lock:
             self._armed.append(fault)
 

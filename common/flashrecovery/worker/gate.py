@@ -83,7 +83,7 @@ class Gate:
 
     @contextmanager
     def in_barrier(self) -> Iterator[None]:
-        """This rank waits in the barrier before its mutation."""
+        """Within this block the training thread waits in the barrier before its mutation."""
         self._in_barrier = True
         try:
             yield
@@ -225,7 +225,8 @@ class Gate:
 
     @property
     def waits_in_barrier(self) -> bool:
-        """For a rank that may finish its step: the barrier has served its purpose, somebody has passed it."""
+        """Whether the training thread waits in that barrier. A rank that may finish its step need not wait any longer:
+        another rank has passed the barrier."""
         return self._in_barrier
 
     @property

@@ -41,7 +41,7 @@ log = logging.getLogger("flashrecovery")
 
 
 class Loop:
-    """Of one worker, from its first step on.
+    """The loop of one worker, from its first step on.
 
     Args:
         own_calls: the script's loop makes calls (:mod:`.calls`); nothing of it lies between two steps.
@@ -310,7 +310,7 @@ class Loop:
 
 
 class _Capsules:
-    """In this process, and in the page that outlives it."""
+    """Where capsules are kept: in this process, and in the page that outlives it."""
 
     def __init__(self, registry: Registry, gate: Gate) -> None:
         self._registry = registry

@@ -17,7 +17,8 @@ from flashrecovery.contract import StepHooks
 
 
 class Overhead:
-    """Of one worker: ``with overhead:`` whatever is ours. All times are nanoseconds."""
+    """Measures what recovery takes of a step in one worker: ``with overhead:`` stands around all that is ours. All
+    times are nanoseconds."""
 
     def __init__(self) -> None:
         self._depth = 0

@@ -8,7 +8,7 @@ from flashrecovery.worker.stops import Stops
 
 
 class Proving:
-    """Of one rank.
+    """Decides when one rank proves that it agrees with its peers.
 
     Args:
         tensors: whether tensors are compared, too (``verify``).

@@ -121,7 +121,7 @@ class Recoverer:
         return self._worker.control.inbox.get()
 
     def tell_done(self) -> None:
-        """This rank takes no more steps."""
+        """Tell the controller that this rank takes no more steps."""
         worker = self._worker
         worker.gate.leave_step(done=True)
         done = pb.Done(rank=worker.rank, generation=worker.gate.generation, version=worker.gate.version)
@@ -234,7 +234,7 @@ class Recoverer:
                 self._loop.copies.restore_undo(shard, version)
 
     def _transfer(self, restore: pb.Restore, version: int, reply: pb.Reply, corrupt: bool) -> bool:
-        """This rank's part of the transfers. False if something has arrived that is not what was sent."""
+        """Do this rank's part of the transfers. False if something has arrived that is not what was sent."""
         worker = self._worker
         outgoing: dict[int, list[ShardSource]] = {}
         incoming: dict[int, list[str]] = {}
@@ -269,7 +269,7 @@ class Recoverer:
         return not wrong
 
     def _to_corrupt(self, incoming: Mapping[int, list[str]]) -> frozenset[str]:
-        """For fault injection: one shard of plain bytes and one of tensors, always the same ones."""
+        """What fault injection damages: one shard of plain bytes and one of tensors, always the same ones."""
         shards = self._worker.registry.shards
         names = sorted(n for names in incoming.values() for n in names)
         plain = [n for n in names if isinstance(shards[n], ObjectShard)]

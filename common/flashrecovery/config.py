@@ -91,7 +91,7 @@ class Timeouts(_Model):
     takeover_s: float = Field(
         10.0,
         gt=0,
-        description="a controller that is started anew waits for the agents of its job, then recovers it",
+        description="a controller that is started again waits for the agents of its job, then recovers it",
     )
     controller_gone_s: float = Field(
         600.0, gt=0, description="training goes on without its controller; an agent ends its workers after this time"
@@ -145,7 +145,7 @@ class ObserveSettings(_Model):
     host: str = Field(
         "127.0.0.1",
         min_length=1,
-        description="address to listen on; whoever reaches it may read everything, without a token",
+        description="address to listen on; everybody who reaches it may read everything, without a token",
     )
     otlp_endpoint: str | None = Field(
         None,

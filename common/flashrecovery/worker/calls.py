@@ -39,7 +39,7 @@ class LoopState(Protocol):
     """State of the script's own loop that calls read and change."""
 
     def save(self) -> Any:
-        """A copy of it, as a call begins. It stays in this process."""
+        """A copy of the state as a call begins. It stays in this process."""
 
     def load(self, saved: Any) -> None:
         """Go back to what :meth:`save` gave, before a call that is made again."""
@@ -65,7 +65,7 @@ class LoopAdapter(Adapter):
         self._hooks = hooks
 
     def sealed(self) -> None:
-        """What :meth:`LoopState.save` gives is what the loop has at the end of this call."""
+        """Called at the end of a call, when what :meth:`LoopState.save` gives is what the loop has."""
         assert self._hooks is not None
         self._hooks.sealed()
 
@@ -95,7 +95,7 @@ class _Call:
 
 
 class Calls:
-    """The calls of one process, in order. ``session``: of ``flashrecovery run``."""
+    """The calls of one process, in order. ``session``: the one of ``flashrecovery run``."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

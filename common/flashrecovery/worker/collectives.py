@@ -7,7 +7,8 @@ from flashrecovery import groups
 
 
 class CollectiveWatch:
-    """Counts from certain moments of a step on. Each method is called at the moment that it is named after."""
+    """Counts collectives from certain moments of a step on. Each method is called at the moment after which it is
+    named."""
 
     def __init__(self) -> None:
         self._failures = self._raised = self._operations = self._stand_ins = 0

@@ -33,7 +33,7 @@ class ErrorWatch:
         self._seen_at: float | None = None
 
     def start(self) -> None:
-        """Without NCCL groups there is nothing to ask."""
+        """Start asking, if there are NCCL groups."""
         if any(g.request.kind == "nccl" and g.size > 1 for g in groups.groups()):
             self._thread.start()
 

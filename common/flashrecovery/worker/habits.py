@@ -81,7 +81,7 @@ class Habits:
         return news
 
     def hear(self, reason: int) -> None:
-        """What a peer has learned: the step that was late there, or one of the reasons above."""
+        """Take in what a peer has learned: the step that was late there, or one of the reasons above."""
         if reason == IN_ALL_STEPS:
             self.undo = True
         elif reason == UNTIL_RESEALED:

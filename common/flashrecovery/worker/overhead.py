@@ -55,7 +55,7 @@ class Overhead:
         return self._mean_ns
 
     def restart(self) -> None:
-        """After a recovery, which is no part of a step."""
+        """Start measuring again after a recovery, which is no part of a step."""
         self._since, self._spent, self._mean_ns = time.monotonic_ns(), 0, 0
 
 

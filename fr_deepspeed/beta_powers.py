@@ -1,6 +1,6 @@
 """Adam's powers of its betas, where they are kept in C++: DeepSpeed's ``FusedAdam`` on the CPU (``{"type": "Adam"}``).
 
-The op multiplies them on from step to step, in one object of the process, and computes them anew (by ``pow``, which
+The op multiplies them on from step to step, in one object of the process, and computes them again (by ``pow``, which
 rounds otherwise) when step or betas are not the next ones. So a replacement's powers, and its weights, would differ in
 their last bits from its peers'. Here every call is noted; a recovery makes the calls again, on a tensor of one element.
 """

@@ -4,7 +4,7 @@ The moments of a step, for every stage (the order is deepspeed's)::
 
     forward (each micro-batch)  -> sealed()      the last one comes before the last gradient reduction
     forward of the last one     -> synchronising()    of the first one with a pipeline or unmanaged accumulation
-    norm / overflow all-reduce                   spans the world: nobody passes it before all have sealed
+    norm / overflow all-reduce                   spans the world: no rank passes it before all have sealed
     basic optimizer's pre-hook  -> mutating()    before the first write to a master weight
     parameter all-gather (ZeRO-1, 2, 3)          a death here tears the step: all go back to their pre-step copies
     counters, scheduler, end of `with step:`     the core commits

@@ -1,4 +1,4 @@
-"""What strangers do is logged, but they shall not fill the log."""
+"""Log lines that strangers can cause, limited in number, so that they do not fill the log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 EVERY_S = 60.0
 _KIND_CHARS = 100
 _MOST_KINDS = 100
-"""Any further ones are taken together: what is said may be of a stranger's making."""
+"""Further kinds are counted together, because a stranger could invent any number of them."""
 
 
 class Complaints:

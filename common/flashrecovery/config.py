@@ -1,6 +1,6 @@
 """Every setting and every timeout that can be set, in one validated place.
 
-``Timeouts`` has the reason for each default beside it. Bounds that nobody needs to set (how often something is looked
+``Timeouts`` has the reason for each default beside it. Bounds that need not be set (how often something is looked
 at, how long one answer may take) stand beside their use, with the reason; docs/configuration.md lists those that show
 in a log. A wrong key or value is a :class:`ConfigError` that names the key, the value and what is allowed, before any
 process starts.

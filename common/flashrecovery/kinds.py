@@ -1,4 +1,4 @@
-"""The kinds of things that are told apart by a word: failures, notices, and what the controller asks of ranks.
+"""The words that tell failures, notices, and commands to ranks apart, as enums.
 
 Each word stands once, here; it is also what stands in events, in messages and on the terminal. docs/operations.md
 explains every one.

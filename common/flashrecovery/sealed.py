@@ -187,9 +187,10 @@ def _only(raw: bytes | None, seals: Seals) -> bytes:
 
 
 class Doorkeeper(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Answers who comes to the door, and lets in whoever proves itself. An interceptor, for one server.
+    """Answers callers, and lets those in who prove themselves. An interceptor, for one server.
 
-    Of whoever has not proven itself no message is received, only the head of a call, which gRPC limits to 16 KiB.
+    From a caller that has not proven itself no message is received, only the head of a call, which gRPC limits to 16
+    KiB.
     """
 
     def __init__(self, listener: Listener) -> None:

@@ -91,7 +91,7 @@ def _check(tls: Tls, settings: TlsSettings, here: str) -> None:
 
 
 def _no_password() -> str:
-    """Nobody is asked for one at the terminal."""
+    """Answers instead of the terminal, so that no user is asked for a pass phrase."""
     return ""
 
 
@@ -127,7 +127,7 @@ async def stranger(tls: Tls, address: str, timeout_s: float) -> StrangerError | 
 
 def made(folder: Path, names: tuple[str, ...]) -> Tls:
     """A new authority and a certificate for ``names`` (host names or addresses), which are also written to ``folder``;
-    the authority's own key is kept nowhere, so nobody can make another certificate.
+    the authority's own key is kept nowhere, so no other certificate can be made.
 
     Raises:
         ConfigError: the library for it is missing, or ``folder`` cannot be written.

@@ -1,4 +1,4 @@
-"""The replaced functions of ``megatron.training.training``: each what it was, protected."""
+"""The functions that replace those of ``megatron.training.training``: each calls the original one, protected."""
 
 from __future__ import annotations
 

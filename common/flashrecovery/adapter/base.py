@@ -1,4 +1,5 @@
-"""What the adapters for plain PyTorch have in common: shards, the moments of a step, hyper-parameters, buffers."""
+"""The base of adapters whose state is tensors and torch optimizers: shards, the moments of a step, hyper-parameters,
+buffers."""
 
 from __future__ import annotations
 

@@ -361,7 +361,7 @@ class Agent:
         if found.signal is None:
             await process.hear_out(LAST_WORDS_S, until_last_words=True)
         if process.dead:
-            return  # its rank is being filled anew, and its page has been given back
+            return  # its rank is being filled again, and its page has been given back
         if process.last_words is not None:
             kind, evidence = FailureKind.EXCEPTION, f"{process.last_words.exception}: {process.last_words.message}"
         else:
@@ -405,7 +405,7 @@ class Agent:
             self.notice(
                 -1,
                 NoticeKind.STORE_RESTARTED,
-                f"the TCPStore on node {self.node} has died ({died}) and was started anew",
+                f"the TCPStore on node {self.node} has died ({died}) and was started again",
             )
         await self._processes.replenish()
 

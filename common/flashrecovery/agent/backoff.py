@@ -1,4 +1,5 @@
-"""How often an agent that does not hear its controller asks others about it, tries to connect, and beats. Seconds.
+"""How often an agent that does not hear its controller asks others about it, tries to connect, and sends heartbeats.
+Seconds.
 
 At first twenty times a second: a node that is cut off has to halt in time (:mod:`.lease`), and an election takes two
 seconds. So it goes on for as long as the answers let this node's workers step: what let them may be gone the next

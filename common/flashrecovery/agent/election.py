@@ -7,7 +7,7 @@ newer term, which its own electors grant although they hear it, and without leav
 
 While a change of the electors is not settled, as far as the candidate knows, it needs the votes of more than half of
 the old and of the new ones (:mod:`flashrecovery.plan.quorum`). Votes are kept in memory:
-an agent that is started anew has another incarnation, and is no elector any more. (Leader election as in Raft, without
+an agent that is started again has another incarnation, and is no elector any more. (Leader election as in Raft, without
 the log: what the next controller must know, all agents tell it when they register.)
 """
 
@@ -85,7 +85,7 @@ class Election:
     def follows(self, term: int, *, known: bool) -> bool:
         """Whether to follow a controller of this term. ``known``: it is the one that has been followed so far.
 
-        Where there are electors, nobody is followed but whom they have elected.
+        Where there are electors, only a controller that they have elected is followed.
         """
         return not self.electors or (term >= self.promised and (term > self.term or (known and term == self.term)))
 

@@ -26,7 +26,7 @@ class NodeFaults:
         self._at_replace: set[int] = set()
 
     def deliver(self, command: pb.Command, process: WorkerProcess | None) -> None:
-        """A fault for the rank that ``process`` fills (None: nobody does now)."""
+        """A fault for the rank that ``process`` fills (None: no process does now)."""
         if command.fault.phase == REPLACING:
             self._at_replace.add(command.rank)
         elif command.fault.phase:

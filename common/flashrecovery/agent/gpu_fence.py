@@ -1,4 +1,5 @@
-"""When a killed process has given back its GPU's memory: a replacement that comes earlier meets a full GPU.
+"""Waits until a killed process has given back its GPU's memory: a replacement that comes earlier would find the GPU
+full.
 
 That its own memory is gone says nothing of it (``procfs.Statm``): the kernel frees a process's memory first, closes its
 files then, the driver's among them, and only at last lets its parent hear of its end. Processes that it has forked may

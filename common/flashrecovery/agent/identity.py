@@ -21,7 +21,7 @@ class Identity:
         host: address under which the other nodes reach it.
         slots: ranks that it can hold.
         domain: failure domain; "" for the node alone.
-        incarnation: changes when the agent starts anew, or has been fenced.
+        incarnation: changes when the agent starts again, or has been fenced.
     """
 
     name: str

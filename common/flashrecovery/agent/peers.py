@@ -1,4 +1,4 @@
-"""The agents among themselves: a second opinion on who is silent, and set-up logs kept for another node.
+"""What agents ask of each other: whether a silent node lives, and to keep set-up logs for another node.
 
 What a rank's set-up collectives had returned (:mod:`flashrecovery.groups.setup_log`) lies in its page, in the memory of
 its agent. If the whole node is lost, a replacement elsewhere needs it all the same; so each rank's log is also kept by

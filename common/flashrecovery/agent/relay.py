@@ -64,7 +64,7 @@ class Relay:
             stream.end(line)
 
     def close(self) -> None:
-        """Carry nobody any more."""
+        """Carry no sessions any more."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None

@@ -116,7 +116,7 @@ class ControllerSession:
 
     @property
     def stranded(self) -> bool:
-        """Whether this agent waits for a controller, and nobody that it knows could name another one: the job has not
+        """Whether this agent waits for a controller, and knows no agent that could name another one: the job has not
         begun where it is."""
         if not self._joined:
             return True
@@ -162,7 +162,7 @@ class ControllerSession:
             await asyncio.wait(ending)
 
     def _must_not_fail(self, task: asyncio.Task[None]) -> None:
-        """A node that nobody watches would not halt when it is cut off; so it ends."""
+        """A node whose watch has failed would not halt when it is cut off; so the agent ends."""
         error = None if task.cancelled() else task.exception()
         if error is not None and not self._agent.finished.done():
             self._agent.finished.set_exception(error)
@@ -495,8 +495,8 @@ class ControllerSession:
             self._follow(term, await self._lead(self._election, term))
 
     def join(self, address: str) -> bool:
-        """The job runs already, under the controller at ``address``; where this agent began, nobody leads it. Whether
-        it has not come from there already."""
+        """The job runs already, under the controller at ``address``; where this agent began, there is none. Returns
+        whether that is news."""
         if address == self._address:
             return False
         self._election.forget()

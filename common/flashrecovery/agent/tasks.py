@@ -1,4 +1,4 @@
-"""What the agent does beside its event loop's callbacks: tasks of which none fails unnoticed."""
+"""The agent's background tasks. None fails unnoticed."""
 
 from __future__ import annotations
 

@@ -78,6 +78,6 @@ class DeathWatch:
         os.close(watched.pidfd)
 
     def close(self) -> None:
-        """Nobody is called back any more. Threads end with their process, or after at most a second."""
+        """No callback is made any more. Threads end with their process, or after at most a second."""
         while self._watched:
             self._forget(self._watched.popitem()[1])

@@ -1,4 +1,5 @@
-"""What strangers do shall not fill the log (:mod:`flashrecovery.complaints`), nor what gRPC's C++ part says of it."""
+"""Keeps gRPC's C++ part from filling the log with what strangers send (:mod:`flashrecovery.complaints` does so for
+Python's)."""
 
 from __future__ import annotations
 

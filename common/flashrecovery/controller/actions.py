@@ -105,7 +105,7 @@ class Actions:
         return pb.Command(rank=AGENT, shutdown=pb.Shutdown(reason=self._machine.job.failure_reason))
 
     async def dismissed(self, timeout_s: float) -> None:
-        """The job is over: wait until every agent knows, also one that is just connecting anew: it would wait for a
+        """The job is over: wait until every agent knows, also one that is just connecting again: it would wait for a
         controller for a long time."""
         await self._agents.settled(self._absent, timeout_s)
 

@@ -1,4 +1,4 @@
-"""Who may join the job, and what is odd about who does. Pure."""
+"""Which nodes may join the job, and in what a node that joins differs from the others. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refusal(
     this name, ``there``: its agent is connected and heard. ``only``: the node of a job that has no other one."""
     name = message.node
     if known is not None and known.alive and there and known.incarnation != message.incarnation:
-        # It has not been started anew: two hosts have one host name, or two agents are tried on one host.
+        # It has not been started again: two hosts have one host name, or two agents are tried on one host.
         text = f"another agent, at {known.host}, is node {name} already; give each one a --node-name of its own"
         return Refusal(grpc.StatusCode.ALREADY_EXISTS, text)
     differs = _other_settings(message.settings, settings) if message.settings else ""

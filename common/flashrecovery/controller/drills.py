@@ -1,4 +1,5 @@
-"""Faults that are asked for: on the command line for the beginning, or while the job runs. Which ones can be."""
+"""Fault drills: faults of the command line, for the beginning, and of ``flashrecovery inject``; and which faults there
+can be."""
 
 from __future__ import annotations
 

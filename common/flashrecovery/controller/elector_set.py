@@ -58,7 +58,7 @@ class ElectorSet:
             self._echoed[life] = max(self._echoed.get(life, 0.0), sent_at)
 
     def may_decide(self, now: float) -> bool:
-        """Whether nobody else can have been elected meanwhile."""
+        """Whether no other controller can have been elected meanwhile."""
         return self._heard(now, self._decides_s)
 
     def suspended(self, now: float) -> bool:
@@ -81,8 +81,8 @@ class ElectorSet:
         return True
 
     async def renew(self, promised: int, ask: AskElector) -> bool:
-        """Have the electors vote for this controller, for a term that nobody can have been elected for: newer than
-        ``promised``. Whether they have.
+        """Have the electors vote for this controller, for a term in which no other one can have been elected: newer
+        than ``promised``. Whether they have.
 
         Some may have granted the last attempt, which was not enough, and grant nothing more for its term: so each
         attempt is for a newer one than any elector has named.
@@ -135,7 +135,7 @@ class ElectorSet:
         return node is not None and node.incarnation == elector.incarnation and node.alive
 
     def _gone(self, elector: Elector) -> bool:
-        """Whether its node has come with an agent that was started anew."""
+        """Whether its node has come with an agent that was started again."""
         node = self._job.nodes.get(elector.node)
         return node is not None and node.incarnation != elector.incarnation
 

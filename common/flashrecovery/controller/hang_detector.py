@@ -63,7 +63,7 @@ class HangDetector:
         return False
 
     def forget(self) -> None:
-        """Nobody stands still any more, or the job is not in its loop."""
+        """No rank stands still any more, or the job is not in its loop."""
         self._look, self._last, self._pause_s, self._told = None, None, _PACE_S, ""
 
     def begin(self, nodes: Iterable[str], now: float) -> int:

@@ -66,7 +66,7 @@ class Machine:
                 self._staffing.fence(known, "it was declared dead, and its ranks were given away")
             return
         if known is not None and known.alive:
-            self.on_node_lost(known.name, "its agent has ended and was started anew", 0.0, now)
+            self.on_node_lost(known.name, "its agent has ended and was started again", 0.0, now)
         node = self.job.nodes[message.node] = NodeRecord.of(message)
         node.suspect = message.suspect or (known.suspect if known is not None else "")
         self.job.emit(
@@ -193,7 +193,7 @@ class Machine:
             self._steps.recover([m.rank for m in lost], kind, failed_at, first.detect_s, now)
 
     def _is_lost(self, message: pb.Failure, now: float) -> bool:
-        """Note a failure; returns whether the rank is to be filled anew for that."""
+        """Note a failure; returns whether the rank is to be filled again for that."""
         record = self.job.ranks[message.rank]
         if self.job.state in (State.FAILED, State.FINISHED) or record.pid != message.pid or record.place is Place.EMPTY:
             return False
@@ -413,7 +413,7 @@ class Machine:
         )
 
     def _all_again(self, why: str, now: float) -> None:
-        """Nobody is to blame: no rank is replaced, but all groups are formed anew, and the step runs again."""
+        """No rank is to blame: none is replaced, but all groups are formed again, and the step runs again."""
         self.job.last_failure, step = why, max(r.committed for r in self.job.ranks.values())
         self.job.stuck_at = {step: self.job.stuck_at.get(step, 0) + 1}
         if self.job.stuck_at[step] >= self.job.config.max_failures_per_step:

@@ -24,7 +24,7 @@ nothing."""
 _AT_ONCE = 50
 """Agents that are told at one moment."""
 _LOOK_AGAIN_S = 0.5
-"""When there is nobody to be told now."""
+"""Seconds to the next look when no agent is to be told now."""
 
 
 class Relays:

@@ -50,7 +50,7 @@ _TICK_S = 0.05
 _GRACE_S = 1.0
 """Seconds that the connections have to end by themselves."""
 _HEALTH_S = 1.0
-"""How often the ranks' health is wanted, for whoever looks."""
+"""How often the ranks' health is wanted, for status and metrics."""
 _HEALTH_SELDOM_S = 5.0
 """The same in a recovery of a job of more than :data:`_MANY_NODES` nodes, where the controller has enough to do."""
 _MANY_NODES = 100

@@ -264,7 +264,7 @@ class Trunk:
             self._sessions.close(connection)
 
     def end(self) -> None:
-        """Nobody is carried any more; whom it has carried comes another way."""
+        """No session is carried any more; the agents that it has carried connect in another way."""
         self._over = True
         self._wake.set()
         lines, self._lines = self._lines, {}

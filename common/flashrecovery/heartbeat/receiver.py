@@ -148,7 +148,7 @@ class HeartbeatReceiver:
         return agent is not None and agent.answered and now - agent.heard_at < _GRACE * self.period_s
 
     def look(self) -> None:
-        """Take what has arrived. Called when there is something, and in between by whoever keeps the loop busy."""
+        """Take what has arrived. Called when there is something, and in between by code that keeps the loop busy."""
         if self._socket is None:
             return
         receive = self._socket.recvfrom

@@ -1,4 +1,5 @@
-"""One fold of the job's events: what belongs to one recovery. Report, metrics, page and traces are made of it.
+"""Finds what of the job's events belongs to one recovery, in one place: report, metrics, page and traces are made from
+it.
 
 An *incident* begins with the first failure and ends with the recovery, or with the job. Failures before the first step
 are answered by a new start of all ranks, not by a recovery, so they begin none. A further failure in the middle of a

@@ -241,7 +241,7 @@ class Register(_message.Message):
     """of its Peer service"""
     incarnation: _builtins.str
     generation: _builtins.int
-    """For a controller that does not know the job yet, because it has been started anew:"""
+    """For a controller that does not know the job yet, because it has been started again:"""
     attempt: _builtins.int
     stride: _builtins.int
     suspect: _builtins.str
@@ -1823,7 +1823,7 @@ Global___Probe: _TypeAlias = Probe  # noqa: Y015
 
 @_typing.final
 class Fence(_message.Message):
-    """This node was declared dead and its ranks were given away: end its workers, then register anew."""
+    """This node was declared dead and its ranks were given away: end its workers, then register again."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -3,7 +3,7 @@
 Saving needs no collective, so a failure in the middle cannot hang it and it cannot hang a recovery. Some
 place announces a version (see :mod:`.interval`); every rank that commits it copies its part to host memory
 (``k0``, the only time training is held up) and writes it in the background as a DCP checkpoint of its own,
-``.pending-<version>.<generation>/ part-<rank>/``. Whoever finds all parts durable joins their metadata,
+``.pending-<version>.<generation>/ part-<rank>/``. The rank that finds all parts durable joins their metadata,
 renames the directory to ``step-<version>`` and points ``latest`` at it; both are atomic, so a half-written
 checkpoint is never found. Only the newest ``keep`` stay.
 

@@ -1,4 +1,4 @@
-"""What this rank's copies have shown of the time and the network that they have.
+"""How much time and network this rank's copies have, as the last copies have shown.
 
 :mod:`flashrecovery.plan.pacing` decides what follows from it.
 """

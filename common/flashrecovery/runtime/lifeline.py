@@ -1,8 +1,8 @@
-"""Notice the death of a process at once, without looking: a robust mutex in its page, held for life by its main thread.
+"""Notice the death of a process at once, without polling: a robust mutex in its page, held for life by its main thread.
 
-When a thread ends, however it ends, the kernel hands its robust mutexes to whoever waits for them, *before* it frees
-the process's memory. A big killed process stays visible to pidfd and to its sockets for 50 ms to 2 s after that moment.
-(``exit_mm_release`` comes before ``mmput`` in the kernel's ``do_exit``; "robust futexes" in its documentation.)
+When a thread ends, however it ends, the kernel hands its robust mutexes to the threads that wait for them, *before* it
+frees the process's memory. A big killed process stays visible to pidfd and to its sockets for 50 ms to 2 s after that
+moment. (``exit_mm_release`` comes before ``mmput`` in the kernel's ``do_exit``; "robust futexes" in its documentation.)
 """
 
 from __future__ import annotations

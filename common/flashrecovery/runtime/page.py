@@ -5,7 +5,7 @@ state costs a few aligned 8-byte stores per step; no system call, no lock, nothi
 death the agent still has the page, and with it the dead rank's capsule: the rank-only state that no peer holds.
 
 Three capsules are kept. A rank in the backward pass of step i has published version i+1, while a slower rank may still
-be waiting for the last gradients of step i-1: whoever dies, the others may need version i-1, i or i+1 of it.
+be waiting for the last gradients of step i-1: whichever rank dies, the others may need version i-1, i or i+1 of it.
 
 A capsule is written to slot ``version % 3``: first the slot is invalidated, then data, length and digest are stored,
 then the version. A worker killed in between leaves a slot that does not verify, never a wrong one.

@@ -34,7 +34,7 @@ class StepResults:
         self.losses[index:] = [loss]
 
     def rewind(self, count: int, device: torch.device) -> None:
-        """The loop goes over the ``count`` micro-batches now. A skipped step has none: nobody looks at its losses."""
+        """The loop goes over the ``count`` micro-batches now. A skipped step has none: its losses are not used."""
         if len(self.losses) != count:
             self.losses = [torch.zeros((), device=device) for _ in range(count)]
             self.operations = [0.0] * count

@@ -40,7 +40,7 @@ _CODE = (
     weakref.ReferenceType,
     nn.Module,
 )
-"""Not content: what a batch may refer to, but nobody takes for its data."""
+"""Not content: what a batch may refer to, but does not count as its data."""
 _DEEPEST = 64
 """Containers in one another; whatever is below counts as one object."""
 

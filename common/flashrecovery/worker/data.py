@@ -2,7 +2,7 @@
 
 A survivor keeps the batches of the last few versions and hands them out again; its source is not touched. A
 replacement starts with a fresh source and goes forward to where the dead rank was: a stateful source is loaded with
-its state of one step before (its *anchor*), any other is begun anew in the random state of that epoch's beginning;
+its state of one step before (its *anchor*), any other is begun again in the random state of that epoch's beginning;
 from there batches are skipped. That it gives the same samples is checked, by the digest of the last batch that the
 dead rank had fetched.
 """
@@ -124,7 +124,7 @@ class DataStream:
 
     @property
     def can_be_read_again(self) -> bool:
-        """Whether the source can be begun anew."""
+        """Whether the source can be begun again."""
         return not self._source.one_shot
 
     @property
@@ -246,7 +246,7 @@ class DataStream:
 
         Raises:
             DataSourceError: the version is too old; or the step has modified a batch in place and the source cannot be
-                begun anew.
+                begun again.
         """
         if version not in self._marks:
             raise DataSourceError(f"the data stream cannot go back to version {version}, only to {sorted(self._marks)}")
@@ -280,7 +280,7 @@ class DataStream:
 
         Raises:
             DataSourceError: the source ends earlier, or gives other samples than it did; or it has been read already,
-                and cannot be begun anew.
+                and cannot be begun again.
         """
         cursor = _Cursor.of(state)
         if self._source.one_shot and self.position.total and cursor.anchor is None:

@@ -170,8 +170,8 @@ class Loop:
     def settle(self) -> None:
         """Called before the hand-out of a step, by which its version becomes complete.
 
-        Plain state is captured here, and what nobody else holds is sent from here. If a collective of the script has
-        been answered by a stand-in since the commit, what it has led to is nobody's version.
+        Plain state is captured here, and what no other rank holds is sent from here. If a collective of the script has
+        been answered by a stand-in since the commit, what it has led to belongs to no version.
         """
         if self._void_run is not None:
             self._take_back(self._void_run)

@@ -239,9 +239,7 @@ class TorchAdapter(Adapter):
 
     def touch_mark(self) -> Any:
         """Compared by version counters, which no supported framework moves between the hand-out of a step and its
-        mutation, and by the calls of :meth:`_setting`. The tensors are looked up again when an optimizer has got or
-        lost state, after :meth:`restore_common`, and now and then: looking them up takes much longer than looking at
-        them.
+        mutation, and by the calls of :meth:`_setting`.
 
         The tensors are looked up again when an optimizer has got or lost state, after :meth:`restore_common`, and now
         and then: that takes much longer than to look at them.

@@ -247,9 +247,7 @@ class BufferTracker:
 
 
 def all_equal(pairs: Sequence[Pair | None]) -> list[bool]:
-    """For each pair, whether its two tensors are equal; None counts as different. The host waits once for each device
-    that is not the CPU, however many pairs lie there: one wait a buffer is what makes a model of many small buffers
-    slow.
+    """For each pair, whether its two tensors are equal; None counts as different.
 
     The host waits once for each device that is not the CPU, however many pairs lie there: one wait a buffer is what
     makes a model of many small buffers slow.

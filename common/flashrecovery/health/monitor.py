@@ -24,9 +24,7 @@ MAX_ERRORS = 5
 
 
 class Reported:
-    """Remembers which findings of one plugin have been told. A finding is told once, until it is gone. A fatal one is
-    gone at the first look without it, because the next one may hit the replacement. A warning has to stay away for
-    ``quiet_s``, for pressure and temperatures go up and down.
+    """Remembers which findings of one plugin have been told. A finding is told once, until it is gone.
 
     A fatal one is gone at the first look without it: the next may hit the replacement. A warning has to stay away for
     ``quiet_s``, for pressure and temperatures go up and down.

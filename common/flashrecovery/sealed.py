@@ -28,7 +28,7 @@ OWN_KEYS = "flashrecovery-"
 """Metadata whose keys begin so is ours, and part of what a ticket proves."""
 HELLO = "/flashrecovery.v1.Entrance/Hello"
 _NOBODY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
-"""These say nothing about who listens; after any other status to a Hello, it is none of ours."""
+"""These say nothing about the listener; any other status in answer to a Hello comes from a stranger."""
 _NAME_CHARS = 100
 """Characters of a name that a stranger gives itself, in an error's text."""
 
@@ -43,7 +43,7 @@ Parse = Callable[[bytes], Any]
 
 
 def _what(method: str, metadata: Metadata) -> bytes:
-    """What is called: method and our own metadata."""
+    """What a ticket proves of a call: its method and our own metadata."""
     own = [(k, v) for k, v in metadata if k.startswith(OWN_KEYS) and k != TICKET_KEY]
     words = [word for pair in sorted(own) for word in pair]
     return joined(method.encode(), *(w if isinstance(w, bytes) else w.encode() for w in words))
@@ -53,7 +53,7 @@ def _what(method: str, metadata: Metadata) -> bytes:
 
 
 async def greet(channel: grpc.aio.Channel, address: str, caller: Caller, timeout_s: float) -> SealedChannel:
-    """Have who listens at the other end of ``channel`` prove itself.
+    """Have the listener at the other end of ``channel`` prove itself.
 
     Raises:
         StrangerError: it cannot; the message says what is known of it.

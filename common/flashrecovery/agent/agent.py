@@ -121,12 +121,12 @@ class Agent:
 
     @property
     def generation(self) -> int:
-        """The newest one that the controller has named."""
+        """The newest generation that the controller has named."""
         return self._generation
 
     @property
     def in_job(self) -> bool:
-        """Whether a controller has ever given it a rank, or told it who has them."""
+        """Whether a controller has ever given this node a rank, or told it who has them."""
         return bool(self._ranks or self._table.ranks)
 
     def workers(self) -> list[WorkerProcess]:
@@ -134,7 +134,7 @@ class Agent:
         return self._processes.living()
 
     def standbys(self) -> tuple[int, int]:
-        """(ready, starting)"""
+        """The number of standbys: (ready, starting)."""
         return self._pool.counts()
 
     def register(self) -> pb.Register:
@@ -200,7 +200,7 @@ class Agent:
         self._processes.go_on()
 
     def lend(self, until: float) -> None:
-        """The workers may begin to change their state until then (:func:`.lease_clock`; 0.0: whenever)."""
+        """The workers may begin to change their state until ``until`` (:func:`.lease_clock`; 0.0: no limit)."""
         self._processes.lend(until)
 
     def controller_heard(self, heard: bool) -> None:
@@ -231,19 +231,20 @@ class Agent:
             self.handle(one)
 
     def _on_modules(self, command: pb.Command) -> None:
-        """What this spare node's standbys are to import."""
+        """Have this spare node's standbys import these modules."""
         self._pool.size = max(self._pool.size, self._identity.slots)
         self._pool.set_modules(list(command.modules.names))
 
     def _remember(self, saved: pb.CheckpointSaved) -> None:
-        """The newest checkpoint of the job, whichever node has published it. The next controller hears of it."""
+        """Keep the newest checkpoint of the job in mind, whichever node has published it. The next controller hears of
+        it."""
         if saved.version < 0:
             self._checkpoint = None
         elif self._checkpoint is None or saved.version >= self._checkpoint.version:
             self._checkpoint = saved
 
     def _adopt(self, command: pb.Command) -> None:
-        """What concerns this node of a new rank table."""
+        """Take in what of a new rank table concerns this node."""
         self._table = command.rank_table
         self._tasks.start(self._setup_logs.spread(self._table, self._ranks, self._identity.name))
 
@@ -257,7 +258,7 @@ class Agent:
             self._faults.filled(process, replacement=command.replace.detached)
 
     async def _probe(self, message: pb.Probe) -> None:
-        """Look after another node for the controller."""
+        """Ask another node's agent whether it lives, for the controller."""
         seen = await probe(message.address, self._access, message.timeout_s)
         probed = pb.Probed(node=message.node, reachable=seen.reachable, evidence=seen.evidence)
         self._send(pb.AgentMessage(probed=probed))
@@ -326,7 +327,7 @@ class Agent:
             self._send(pb.AgentMessage(done=message.done))
 
     def _counts(self, process: WorkerProcess) -> bool:
-        """Whether its rank is not being filled by another process already."""
+        """Whether what ``process`` says still counts: it has neither died nor failed."""
         return not (process.dead or process.failed)
 
     def _stands(self, process: WorkerProcess, message: pb.FromWorker) -> None:
@@ -419,7 +420,7 @@ class Agent:
 
 
 def _the_sessions_own(_: pb.Command) -> None:
-    """Carried out by :mod:`.session`."""
+    """Nothing is left to do: :mod:`.session` has carried it out."""
 
 
 def _unsent(message: pb.AgentMessage) -> None:

@@ -1,10 +1,11 @@
 """How often an agent that does not hear its controller asks others about it, tries to connect, and sends heartbeats.
 Seconds.
 
-At first twenty times a second: a node that is cut off has to halt in time (:mod:`.lease`), and an election takes two
-seconds. So it goes on for as long as the answers let this node's workers step: what let them may be gone the next
-moment. A node that has halted, or whose controller is dead, has nothing to lose by looking less often, after
-``EAGER_S``, for as long as that lasts; an elector then looks at the beginning of each of its turns, so none is missed.
+At first twenty times a second: a node that is cut off has to halt in time (:mod:`flashrecovery.plan.leases`), and an
+election takes two seconds. So it goes on for as long as the answers let this node's workers step: what let them may be
+gone the next moment. A node that has halted, or whose controller is dead, has nothing to lose by looking less often,
+after ``EAGER_S``, for as long as that lasts; an elector then looks at the beginning of each of its turns, so none is
+missed.
 
 ``IDLE_S`` is less than the time for which a new controller waits for further agents (:mod:`..controller.takeover`).
 """

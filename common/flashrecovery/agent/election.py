@@ -1,9 +1,9 @@
 """Which controller this agent follows, its vote, and its own candidacy when the controller is lost with its node.
 
 Every election has a *term*. An elector votes once a term, never for one that is older than what it has promised, and
-not while it hears a controller itself; after its vote it does not go back to the controller before. So a vote that
-elects nobody leaves an agent without a controller; the one that the others hear has them elect it once more, for a
-newer term, which its own electors grant although they hear it, and without leaving it.
+not while it hears a controller itself; after its vote it does not go back to the controller before. So a vote
+without a majority leaves an agent without a controller; the controller that the others hear then has them elect it
+once more, for a newer term, which its electors grant although they hear it, and without leaving it.
 
 While a change of the electors is not settled, as far as the candidate knows, it needs the votes of more than half of
 the old and of the new ones (:mod:`flashrecovery.plan.quorum`). Votes are kept in memory:

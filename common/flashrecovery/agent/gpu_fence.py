@@ -28,7 +28,7 @@ class Listed(Protocol):
     """A source of the processes on a GPU."""
 
     def on(self, local_rank: int) -> frozenset[int]:
-        """Their pids. May take long."""
+        """The pids of the processes on a GPU. May take long."""
 
 
 class GpuFence:

@@ -20,7 +20,7 @@ AgentLink = Link[pb.Command, pb.AgentMessage]
 
 @dataclass(frozen=True, eq=False)
 class AgentConnection:
-    """One of an agent. ``via``: the node whose agent carries it; "": it comes straight here."""
+    """One connection of an agent. ``via``: the node whose agent carries it; "": the agent comes straight here."""
 
     node: str
     link: AgentLink
@@ -68,7 +68,7 @@ class Connections:
         return True
 
     def is_connected(self, node: str) -> bool:
-        """Whether it is now."""
+        """Whether the node is connected now."""
         return node in self._newest
 
     def connected(self) -> list[str]:
@@ -93,7 +93,7 @@ class Connections:
             link.send(copy)
 
     def post_batches(self, batches: Batches, nodes: int) -> None:
-        """What has been gathered for each agent. ``nodes``: how many the job has."""
+        """Send what has been gathered for each agent. ``nodes``: how many the job has."""
         for node, command in batches.take(nodes):
             self.post(node, command)
 

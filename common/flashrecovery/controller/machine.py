@@ -185,7 +185,7 @@ class Machine:
         self._on_failures([message], now)
 
     def _on_failures(self, messages: Sequence[pb.Failure], now: float) -> None:
-        """What is found at one moment is one recovery."""
+        """Take failures that are found at one moment together, as one recovery."""
         lost = [message for message in messages if self._is_lost(message, now)]
         if lost and self.job.state not in (State.FAILED, State.FINISHED):
             first = lost[0]
@@ -260,7 +260,7 @@ class Machine:
             self._command_failed(record, what, why, now)
 
     def _carried_out(self, records: Sequence[RankRecord], what: Ordered, message: pb.Reply) -> None:
-        """These ranks answer the same."""
+        """``ranks`` have carried out a command, or have failed in it, with the same answer."""
         if what is Ordered.HOLD:
             position = message.position
             held_at = HeldAt(position.settled, position.mutating, position.version)

@@ -112,7 +112,7 @@ class RecoverySteps:
         )
 
     def _join_recovery(self, cause: str, now: float, victims: Sequence[int]) -> None:
-        """These, too, have lost their processes."""
+        """Take further ranks that have lost their processes into the recovery under way."""
         victims = [*victims, *(rank for rank in self._staffing.stranded() if rank not in victims)]
         self._job.outbox.keep(lambda _, rank: rank not in victims)
         of_all = self._job.recovery.victims if self._job.recovery is not None else []
@@ -185,7 +185,7 @@ class RecoverySteps:
             self._job.command_all(told, pb.Command(stop=stop), deadline, Ordered.STOP)
 
     def _decide(self, now: float) -> None:
-        """Everybody is quiet: which version, from whom?"""
+        """All ranks are stopped: decide which version they go to, and from whom they get it."""
         self._job.needs_known = self._job.generation
         try:
             decision = decide(self._job.ranks, self._job.checkpoint)
@@ -311,7 +311,7 @@ class RecoverySteps:
             )
 
     def _recovered(self) -> None:
-        """What counts within one recovery begins again with the next one."""
+        """Set back what is counted within one recovery."""
         self._job.retries, self._job.asked_again = 0, False
         self._job.failures.clear()
         for record in self._job.ranks.values():

@@ -28,8 +28,8 @@ _LOOK_AGAIN_S = 0.5
 
 
 class Relays:
-    """One for the job. ``direct``: how many agents may speak to the controller themselves, ``own``: the node of this
-    process, if it has an agent. Times are CLOCK_MONOTONIC seconds."""
+    """The relays of one job. ``direct``: how many agents may speak to the controller themselves, ``own``: the node of
+    this process, if it has an agent. Times are CLOCK_MONOTONIC seconds."""
 
     def __init__(self, direct: int, own: str = "") -> None:
         self._direct = direct
@@ -38,7 +38,7 @@ class Relays:
         self._look_at = float("-inf")
 
     def is_moving(self, connection: AgentConnection, now: float) -> bool:
-        """Whether it ends because its agent was told to come another way."""
+        """Whether ``connection`` ends because its agent was told to come another way."""
         relay, at = self._told.get(connection.node, ("", float("-inf")))
         return now - at < _MOVING_S and connection.via != relay
 

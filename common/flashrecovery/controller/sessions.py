@@ -49,7 +49,7 @@ class SessionEvents(Protocol):
 
 
 class Sessions:
-    """All of them. ``settings``: the controller's own, by key, which every agent must have alike."""
+    """The sessions of all agents. ``settings``: the controller's own, by key, which every agent must have alike."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class Trunk:
         found.link.attach(lambda command: self._put(line, found, command))
 
     def _put(self, line: int, connection: AgentConnection | None, what: pb.Command | Refusal | None) -> None:
-        """``what`` None: the end of the line."""
+        """Queue ``what`` for the connection on a line; None ends the line."""
         if self._over or (connection is not None and self._lines.get(line) is not connection):
             return  # the link keeps what has to arrive
         self._waiting.append((line, connection, what))

@@ -23,7 +23,7 @@ class StatusBoard:
         self._newest, self._until = pb.JobStatus(), 0.0
 
     def look(self, standbys: tuple[int, int]) -> pb.JobStatus:
-        """``standbys`` as for :func:`job_status`. Not to be changed."""
+        """The status now, which the caller must not change. ``standbys`` as for :func:`job_status`."""
         now = time.monotonic()
         if now >= self._until:
             status = job_status(self._machine, self._liveness, standbys, now, lease_clock())
@@ -36,8 +36,8 @@ class StatusBoard:
 def job_status(
     machine: Machine, liveness: Liveness, standbys: tuple[int, int], now: float, lease_now: float
 ) -> pb.JobStatus:
-    """``standbys``: (ready, starting) of all nodes. ``now``: CLOCK_MONOTONIC seconds, ``lease_now``: those of
-    ``liveness``."""
+    """The status of the whole job. ``standbys``: (ready, starting) of all nodes. ``now``: CLOCK_MONOTONIC seconds,
+    ``lease_now``: those of ``liveness``."""
     ready, starting = standbys
     return pb.JobStatus(
         state=machine.job.state.value,

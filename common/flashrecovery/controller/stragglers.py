@@ -31,7 +31,8 @@ class OwnWork:
 
 
 def usual_of(paces: Collection[OwnWork]) -> float:
-    """The median; of two middle ranks the faster one, so that one of two ranks can be slow. 0 if too few are known."""
+    """The usual own work: the median; of two middle ranks the faster one, so that one of two ranks can be slow. 0 if
+    too few are known."""
     known = [p.own_s for p in paces if p.least_s > 0]
     return statistics.median_low(known) if len(known) > 1 and 2 * len(known) > len(paces) else 0.0
 

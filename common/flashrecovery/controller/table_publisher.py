@@ -21,7 +21,7 @@ log = logging.getLogger("flashrecovery")
 
 
 class TablePublisher:
-    """One for the job."""
+    """Publishes the rank table of one job."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir

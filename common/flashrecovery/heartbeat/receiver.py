@@ -50,7 +50,7 @@ log = logging.getLogger("flashrecovery")
 
 
 class Hearer(Protocol):
-    """What becomes of the heartbeats: the controller."""
+    """What the receiver tells of the heartbeats; the controller is one."""
 
     def hears(self, node: str, now: float, echo: float) -> bool:
         """A sign of life, which brings back the time of an answer, ``echo`` (0.0: of none); False if the node belongs
@@ -71,7 +71,7 @@ class Hearer(Protocol):
 
 @dataclass(slots=True)
 class _Agent:
-    """One connection."""
+    """One agent's connection."""
 
     node: str
     ticket: int

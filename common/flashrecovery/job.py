@@ -173,7 +173,7 @@ class Leadership:
         self.service: ControllerService | None = None
 
     async def begin(self) -> str:
-        """As the job's first one. Returns where it listens."""
+        """Start the controller as the job's first one. Returns where it listens."""
         address = await self._start(self._rendezvous, self._path, Quorum(self._agent.node))
         assert self.service is not None
         for spec in self._config.inject:
@@ -188,10 +188,14 @@ class Leadership:
 
     @asynccontextmanager
     async def looking_elsewhere(self, session: ControllerSession) -> AsyncIterator[None]:
-        """For as long as this agent runs, find the controller that was elected while this node was away, if the job has
-        not begun where it is. A node that is started again while no controller is there, because that is lost and the
-        others have not elected one yet, would wait in vain where it was; that of the lost controller, as the job's
-        first one, for all the others; and who has come to that one, when it has gone to the others."""
+        """For as long as this agent runs, look for the controller that was elected while this node was away, if the job
+        has not begun where the agent is.
+
+        Without that, three kinds of agents would wait in vain where nodes are started again after the controller was
+        lost and before another one is elected: one that waits at the lost controller's address; that of the lost
+        controller's own node, which begins as the job's first one and waits for all the others; and one that has come
+        to that node before it went to the others.
+        """
         looking = asyncio.create_task(self._look_elsewhere(session))
         try:
             yield
@@ -220,7 +224,7 @@ class Leadership:
         return session.stranded
 
     async def elected(self, election: Election, term: int) -> str:
-        """By the electors, for this term. Returns where it listens.
+        """Start a controller that the electors have elected for this term. Returns where it listens.
 
         It writes into the directory of the controller before, unless that one, cut off, still holds it.
         """
@@ -247,7 +251,7 @@ class Leadership:
         return address
 
     async def leave(self) -> None:
-        """What has been served here is over: another node leads."""
+        """Stop what this node serves as a controller: another node leads."""
         if self.service is not None:
             self._leave_on_signals()
         self.service = None

@@ -6,7 +6,8 @@ from typing import Any
 
 
 def reset_backward_hooks(optimizer: Any) -> None:
-    """An interrupted backward leaves its depth behind, and the next one would never run its epilogue."""
+    """Set the backward hooks' state back. An interrupted backward pass leaves its depth behind, and the next one would
+    never run its epilogue."""
     state = optimizer._backward_hook_state
     state.backward_active_depth = 0
     state.remaining_grad_acc_hooks = 0

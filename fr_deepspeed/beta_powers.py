@@ -1,6 +1,6 @@
 """Adam's powers of its betas, where they are kept in C++: DeepSpeed's ``FusedAdam`` on the CPU (``{"type": "Adam"}``).
 
-The op multiplies them on from step to step, in one object of the process, and computes them anew (by ``pow``, which
+The op multiplies them on from step to step, in one object of the process, and computes them again (by ``pow``, which
 rounds otherwise) when step or betas are not the next ones. So a replacement's powers, and its weights, would differ in
 their last bits from its peers'. Here every call is noted; a recovery makes the calls again, on a tensor of one element.
 """
@@ -22,14 +22,15 @@ _INSIGNIFICANT = 2.0**-30
 
 @dataclass(frozen=True)
 class Powers:
-    """What the op has: the powers of ``betas`` that ``pow`` gave at step ``first``, multiplied on up to ``step``."""
+    """What the op keeps: the powers of ``betas`` that ``pow`` gave at step ``first``, multiplied on up to ``step``."""
 
     first: int
     step: int
     betas: Betas
 
     def after(self, step: int, betas: Betas) -> Powers:
-        """The op has been called for ``step``; several times (once a parameter group) is as good as once."""
+        """The powers after a call of the op for ``step``. Several calls for one step (one for each parameter group) are
+        as good as one."""
         if betas != self.betas:
             return Powers(step, step, betas)
         if step in (self.step, self.step + 1):
@@ -43,11 +44,12 @@ class Powers:
 
 
 NEW = Powers(0, 0, (0.0, 0.0))
-"""Of an op that has not been called yet."""
+"""The powers of an op that has not been called yet."""
 
 
 class BetaPowers:
-    """Of the op of one optimizer, the only ``FusedAdam`` (of those with, or those without decoupled decay) there is."""
+    """The powers in the op of one optimizer, which is the only ``FusedAdam`` that there is (of those with, or of those
+    without decoupled decay)."""
 
     def __init__(self, optimizer: Any) -> None:
         self._op = optimizer.multi_tensor_adam
@@ -98,7 +100,7 @@ class BetaPowers:
         return returned
 
     def _forget(self) -> None:
-        """As if it had never been called: other betas than before, and the powers of step 0."""
+        """Set the op back as if it had never been called: with betas unlike any before, and the powers of step 0."""
         self._call(NEW.step, NEW.betas)
 
     def _call(self, step: int, betas: Betas) -> None:
@@ -107,7 +109,7 @@ class BetaPowers:
 
 
 def beta_powers(optimizer: Any) -> BetaPowers | None:
-    """What has to be kept of the engine's basic optimizer besides its state; None for all others."""
+    """The powers of the engine's basic optimizer, if it keeps them in C++; None for all other optimizers."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.adam import FusedAdam
 
@@ -116,5 +118,5 @@ def beta_powers(optimizer: Any) -> BetaPowers | None:
 
 
 def _float(value: float) -> float:
-    """What it is in C++."""
+    """``value`` as C++ computes with it."""
     return ctypes.c_float(value).value

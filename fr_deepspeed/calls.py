@@ -40,7 +40,8 @@ class ProtectedCalls:
             _replace(engine, method)
 
     def train_batch(self, data_iter: Any = None) -> Any:
-        """As the engine's; ``data_iter`` is the same object in every call, as DeepSpeed's documentation has it.
+        """Trains as the engine's own does; ``data_iter`` is the same object in every call, as DeepSpeed's documentation
+        has it.
 
         Raises:
             RegistrationError: no data on a stage that needs it, or another iterator than before.
@@ -49,7 +50,7 @@ class ProtectedCalls:
         return self._call("train_batch", lambda: self._train(data), lambda: self._engine.agg_train_loss)
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """As the engine's. ``data_iter`` may be another one each time.
+        """Evaluates as the engine's own does. ``data_iter`` may be another one each time.
 
         Raises:
             RegistrationError: no data on a stage that needs it.
@@ -77,7 +78,7 @@ class ProtectedCalls:
         return self._call("eval_batch", body, skipped)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """As the engine's; a failure in it is recovered from, and it is saved again."""
+        """Saves as the engine's own does; a failure in it is recovered from, and it is saved again."""
         return self._call("save_checkpoint", lambda: self._save(*args, **kwargs), lambda: True)
 
     def _call(self, kind: str, body: Callable[[], Any], skipped: Callable[[], Any]) -> Any:
@@ -134,7 +135,7 @@ def _replace(engine: Any, method: Callable[..., Any]) -> None:
 class _Taken:
     item: Any
     rng: RngState | None
-    """The random state after it was fetched, if that has drawn from it."""
+    """The random state after the item was fetched, if fetching has drawn from it."""
 
 
 class _Reader:
@@ -145,7 +146,7 @@ class _Reader:
         self._taken: list[_Taken] = []
 
     def read(self) -> Iterator[Any]:
-        """From the first item that the call has taken."""
+        """The items again from the first one that the call has taken, and then new ones."""
         for taken in self._taken[:]:
             if taken.rng is not None:
                 restore_rng(taken.rng.plain())
@@ -159,5 +160,5 @@ class _Reader:
 
 
 def _again(reader: _Reader | DataStream | None) -> Iterator[Any] | None:
-    """What a call begins with: a stream goes back by itself."""
+    """What a call begins to read: a reader starts again, a stream goes back by itself."""
     return reader.read() if isinstance(reader, _Reader) else reader

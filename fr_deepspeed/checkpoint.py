@@ -27,7 +27,7 @@ Copy = Callable[[torch.Tensor], torch.Tensor]
 
 
 class EngineCheckpoint(CheckpointFormat):
-    """Of one engine. ``loaded``: called after a load, which makes new parameter groups."""
+    """The fallback checkpoint of one engine. ``loaded``: called after a load, which makes new parameter groups."""
 
     name = "deepspeed"
 
@@ -62,7 +62,7 @@ class EngineCheckpoint(CheckpointFormat):
 
 
 class _Files:
-    """Stands in the place of DeepSpeed's checkpoint engine: keeps what it is to save.
+    """Takes the place of DeepSpeed's checkpoint engine, and keeps what it is told to save.
 
     Args:
         root: the checkpoint's directory, of which every path that is to be saved is a part.
@@ -84,7 +84,7 @@ class _Files:
         self._files[os.path.relpath(path, self._root)] = state
 
     def write(self, directory: Path) -> None:
-        """All files, durably."""
+        """Write all files, durably."""
         for name, state in self._files.items():
             path = directory / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,10 +125,10 @@ class _Silent:
         return getattr(self._comm, name)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """The others are not waited for."""
+        """Does not wait for the other ranks."""
 
     def all_reduce(self, *args: Any, **kwargs: Any) -> None:
-        """Only the tag is compared between ranks."""
+        """Does nothing: only the tag is compared between ranks, and all have the same one."""
 
 
 @contextmanager

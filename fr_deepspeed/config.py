@@ -18,7 +18,7 @@ _OVERRIDES = ("redundancy", "undo", "verify")
 
 
 class CheckpointBlock(BaseModel):
-    """Where and how often."""
+    """Where fallback checkpoints are kept, and how often they are written."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -4,7 +4,7 @@ The moments of a step, for every stage (the order is deepspeed's)::
 
     forward (each micro-batch)  -> sealed()      the last one comes before the last gradient reduction
     forward of the last one     -> synchronising()    of the first one with a pipeline or unmanaged accumulation
-    norm / overflow all-reduce                   spans the world: nobody passes it before all have sealed
+    norm / overflow all-reduce                   spans the world: no rank passes it before all have sealed
     basic optimizer's pre-hook  -> mutating()    before the first write to a master weight
     parameter all-gather (ZeRO-1, 2, 3)          a death here tears the step: all go back to their pre-step copies
     counters, scheduler, end of `with step:`     the core commits
@@ -57,8 +57,8 @@ _COUNTERS = (
     "_is_gradient_accumulation_boundary",
 )
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-"""Of the engine's config; ``engine.set_train_batch_size`` and ``set_train_micro_batch_size`` change it. (Between
-two calls of a pipeline the script does it in a replacement, too.)"""
+"""Attributes of the engine's config that ``engine.set_train_batch_size`` and ``set_train_micro_batch_size`` change.
+(Between two calls of a pipeline, the script changes them in a replacement, too.)"""
 
 
 class EngineAdapter(TorchAdapter):
@@ -131,7 +131,7 @@ class EngineAdapter(TorchAdapter):
         super().watch(hooks)
 
     def _find_what_loading_makes(self) -> None:
-        """Loading a checkpoint makes new ones."""
+        """Look up parameter groups and setters, which loading a checkpoint makes new."""
         self._param_groups = list(self.basic.param_groups)
         self._setters = Setters(self._setting())
 

@@ -32,7 +32,7 @@ def install(deepspeed: ModuleType) -> None:
 
 
 class _NotAttached:
-    """Stands for ``engine.recovery`` in the class, until the engine has its own."""
+    """Takes the place of ``engine.recovery`` on the class, until an engine has its own."""
 
     def __get__(self, engine: Any, owner: type) -> _NotAttached:
         """Raises RegistrationError if an engine is asked that was never attached."""

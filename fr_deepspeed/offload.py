@@ -51,7 +51,8 @@ def reset_accumulation(zero: Any) -> None:
 
 
 def check_gradients(zero: Any, parameters: Sequence[Any]) -> None:
-    """Before the step of ZeRO-1 and 2. ``parameters``: all of which this rank's partitions hold something.
+    """Check the gradients before the step of ZeRO-1 and 2. ``parameters``: all of which this rank's partitions hold a
+    part.
 
     DeepSpeed steps on the *last* gradient of a parameter that has none now, and a replacement does not have that.
     Raises UnsupportedError with its name.

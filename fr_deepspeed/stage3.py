@@ -67,7 +67,7 @@ class Stage3Adapter(EngineAdapter):
         super()._after_forward(module, inputs, output)
 
     def _expect_gradients(self) -> None:
-        """Before the backward pass of each micro-batch."""
+        """Called before the backward pass of each micro-batch."""
         zero, engine = self.engine.optimizer, self.engine
         if zero._offload_boundary_param_ids is not self._reduced:
             self._reduced = zero._offload_boundary_param_ids = set()
@@ -170,7 +170,8 @@ class Stage3Adapter(EngineAdapter):
         self._drop_second_copies()  # a new engine has some, of its first weights
 
     def _drop_second_copies(self) -> None:
-        """hpZ's, which are made again in the next forward pass. Who has one gathers from it, in another group."""
+        """Drop hpZ's second copies of the partitions, which are made again in the next forward pass. A rank that has
+        one gathers from it, in another group."""
         for parameter in self.inner.parameters():
             parameter.ds_secondary_tensor = None  # type: ignore[attr-defined]
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch.distributed as dist
-
-from flashrecovery.adapter import world_size
 from flashrecovery.errors import UnsupportedError
 from fr_deepspeed import experts, offload
 
@@ -40,6 +37,10 @@ def check(engine: Any) -> None:
 def check_param_groups(engine: Any) -> None:
     """Hyper-parameters are restored from any rank, so all have to have the same number of groups. Stages need not:
     DeepSpeed drops a group of which a stage has no parameter. Raises UnsupportedError."""
+    import torch.distributed as dist
+
+    from flashrecovery.adapter import world_size
+
     if not engine.pipeline_parallelism:
         return
     counts: list[int] = [0] * world_size()

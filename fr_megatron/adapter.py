@@ -171,7 +171,7 @@ class MegatronAdapter(TorchAdapter):
 
 
 def _wrapper_of(chunks: Sequence[Any]) -> Wrapper:
-    """For chunks that :func:`fr_megatron.support.check` allows."""
+    """The wrapper of chunks that :func:`fr_megatron.support.check` allows."""
     from megatron.core.distributed import FullyShardedDataParallel, TorchFullyShardedDataParallel
 
     if isinstance(chunks[0], TorchFullyShardedDataParallel):

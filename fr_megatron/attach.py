@@ -1,4 +1,4 @@
-"""For users of megatron-core with a loop of their own: two lines."""
+"""The call for scripts that use megatron-core with a loop of their own."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Buckets(Wrapper):
 
 
 def bucket_groups(chunks: Sequence[Any], inner_optimizers: Sequence[Any]) -> Iterator[Any]:
-    """All of them; the distributed optimizer has a second set over the same buffers."""
+    """All bucket groups of the chunks; the distributed optimizer has a second set over the same buffers."""
     for chunk in chunks:
         yield from chunk.bucket_groups
         yield from chunk.expert_parallel_bucket_groups
@@ -91,6 +91,7 @@ def reset_buckets(chunks: Sequence[Any], inner_optimizers: Sequence[Any]) -> Non
 
 
 def forget_answers(optimizer: Any) -> None:
-    """Of reductions that core 0.20 makes once, in the first step. A replacement makes them again, so all have to."""
+    """Drop the results of reductions that core 0.20 makes only once, in the first step. A replacement makes these
+    reductions again, so all ranks have to."""
     for each in (optimizer, *members(optimizer)):
         vars(each).pop("_has_grad_norm_group_cache", None)

@@ -43,11 +43,12 @@ METADATA = {
 """What Megatron-LM calls the metadata of a sharded state dict; with it a checkpoint is read again."""
 _COMMON = "common.pt"
 _OWN = "flash_recovery"
-"""In the common part: what a basic optimizer keeps of each parameter."""
+"""The key, in the common part, of what a basic optimizer keeps of each parameter."""
 
 
 class MegatronCheckpoint(CheckpointFormat):
-    """Of the model chunks of this rank (in Megatron's DistributedDataParallel), their optimizer, and a scheduler."""
+    """The fallback checkpoint of this rank's model chunks (in Megatron's DistributedDataParallel), optimizer and
+    scheduler."""
 
     name = "megatron"
 
@@ -198,7 +199,7 @@ def _make_room(own: Stepped, kept: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _boxes(found: Iterable[tuple[Piece, torch.Tensor]]) -> dict[str, Any]:
-    """By key, in the classes by which Megatron shows boxes to torch."""
+    """The pieces by key, in the classes by which Megatron shows them to torch."""
     from megatron.core.dist_checkpointing.strategies.checkpointable import LocalShardsContainer
 
     boxes = defaultdict(list)

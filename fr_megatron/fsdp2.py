@@ -1,7 +1,7 @@
 """``TorchFullyShardedDataParallel``: torch's FSDP2 around the layers of a chunk (``--use-torch-fsdp2``).
 
 Each rank has its rows of every parameter and steps on them, or on an fp32 copy of them; the 16-bit rows are made from
-that. Nobody else has them, so they travel to the neighbour in every step.
+that. No other rank has them, so they travel to the neighbour in every step.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from flashrecovery.adapter import faults
 from fr_megatron.wrapper import FaultPoint, OnMesh
 
 STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
-"""Of ``data_parallel_sharding_strategy``. With ``no_shard``, megatron-core 0.16 skips the gradient reduction of every
-buffer that exists (``all_reduce_gradients``)."""
+"""Supported values of ``data_parallel_sharding_strategy``. With ``no_shard``, megatron-core 0.16 skips the gradient
+reduction of every buffer that exists (``all_reduce_gradients``)."""
 
 
 class MegatronFSDP(OnMesh):
@@ -78,7 +78,8 @@ def _empty() -> Any:
 
 
 def _reset_hooks(fsdp: Any) -> None:
-    """What the hooks of modules and parameters remember from one to the next, as after the construction."""
+    """Set what the hooks of modules and parameters remember from one to the next back to what it is after the
+    construction."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import TrainingState
 
     for module in fsdp.module.modules():

@@ -103,7 +103,7 @@ def weights(chunks: Sequence[Any]) -> Iterator[FixedShard]:
 
 
 def _group(where: Holders) -> list[str]:
-    """What tells columns apart; nothing if there is one."""
+    """The part of a name that tells the groups of replicas apart; nothing if there is only one."""
     return [] if len(where.replicas) == world_size() else [f"group={where.replicas[0]}"]
 
 

@@ -20,7 +20,7 @@ from fr_megatron import trackers
 
 
 class OwnLoop:
-    """Of the model chunks of one script."""
+    """What one script's own loop keeps in Megatron's objects. ``chunks``: its model chunks."""
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         self._chunks = chunks
@@ -28,7 +28,8 @@ class OwnLoop:
         self._sums: dict[str, trackers.Entry] = {}
 
     def capture_common(self) -> dict[str, Any]:
-        """At a step boundary. Timers and losses for the log are only remembered: they are this process's own."""
+        """The state at a step boundary. Timers and losses for the log are only remembered here: they are this process's
+        own."""
         self._sums = trackers.save()
         self._running = frozenset(name for name, timer in self._timers().items() if timer._started)
         return {
@@ -48,7 +49,7 @@ class OwnLoop:
             timer._started = name in self._running
 
     def _timers(self) -> dict[str, Any]:
-        """Those of Megatron's own schedules and of the script, without stand-ins that measure nothing."""
+        """The timers of Megatron's own schedules and of the script, without stand-ins that measure nothing."""
         timers = getattr(getattr(self._chunks[0], "config", None), "timers", None)
         return {name: timer for name, timer in getattr(timers, "_timers", {}).items() if hasattr(timer, "_started")}
 
@@ -64,6 +65,6 @@ def _calculator() -> Any:
 
 
 def _handles(chunk: Any) -> Mapping[Any, Any]:
-    """Of the hooks that gather parameters; none where the wrapper does it in another way."""
+    """The handles of the hooks that gather parameters; none where the wrapper gathers in another way."""
     handles: Mapping[Any, Any] = getattr(chunk, "remove_forward_pre_hook_handles", {})
     return handles

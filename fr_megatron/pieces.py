@@ -69,7 +69,7 @@ class Stepped:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Of the basic optimizer; empty before its first step."""
+        """The basic optimizer's state of the parameter; empty before its first step."""
         found: dict[str, Any] = self.inner.optimizer.state.get(self.main, {})
         return found
 
@@ -87,7 +87,7 @@ def find_stepped(inner_optimizers: Sequence[Any], names: Names) -> list[Stepped]
 
 
 def described(chunks: Sequence[Any], metadata: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """(chunk, what Megatron says about a part of it). Communicates with nobody."""
+    """(chunk, what Megatron says about a part of it), without communication."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 
     return [
@@ -128,8 +128,8 @@ def pieces(parts: Sequence[tuple[Any, Any]], stepped: Sequence[Stepped], *, writ
 
 
 def _writes(leaf: Any, own: Stepped) -> bool:
-    """Megatron's replica is (pipeline, tensor, data parallel). It lets the first data-parallel rank write; we share it
-    out."""
+    """Whether this rank writes ``leaf``. Megatron's replica is (pipeline, tensor, data parallel), and it lets the first
+    data-parallel rank write; here the ranks share the work."""
     replica = leaf.replica_id if isinstance(leaf.replica_id, tuple) else (leaf.replica_id,)
     return not any(replica[:-1]) and own.writer == dist.get_rank()
 

@@ -35,7 +35,7 @@ def pretrain(*args: Any, **kwargs: Any) -> Any:
 
 
 def protect_loop(args: Any) -> None:
-    """Protect Megatron-LM's training loop. ``args``: its parsed flags. Of a second call nothing follows.
+    """Protect Megatron-LM's training loop. ``args``: its parsed flags. A second call changes nothing.
 
     Raises:
         ConfigError: the script was not started by ``flashrecovery run``, or a flag is wrong.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 _DEFAULT = "default-rng"
-"""What Megatron calls the stream that is no tracked one."""
+"""Megatron's name of the default stream, which it does not track."""
 
 
 def capture_tracker() -> dict[str, Any]:

@@ -56,7 +56,7 @@ def load(saved: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _entries() -> dict[str, Entry]:
-    """Megatron's own that are not empty, to be changed in place."""
+    """Megatron's own entries that are not empty, to be changed in place."""
     from megatron.core.transformer.moe import moe_utils
 
     if hasattr(moe_utils, "get_moe_metrics_tracker"):  # core 0.20
@@ -68,7 +68,7 @@ def _entries() -> dict[str, Entry]:
 
 
 def _helper(name: str) -> Entry:
-    """The entry of one of the :data:`_HELPERS`, empty if this Megatron has it not."""
+    """The entry of one of the :data:`_HELPERS`, empty if this version of Megatron does not have it."""
     module, kind = _HELPERS[name]
     try:
         found = getattr(importlib.import_module(module), kind, None)

@@ -26,7 +26,7 @@ FaultPoint = Callable[[Callable[[], None]], None]
 
 
 class Wrapper(ABC):
-    """Of all model chunks of this rank; they are wrapped alike."""
+    """The wrapper of all model chunks of this rank, which are wrapped alike."""
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         self.chunks = chunks
@@ -41,7 +41,7 @@ class Wrapper(ABC):
         """A parameter of the chunks itself."""
 
     def weights(self) -> Iterator[Shard]:
-        """What else is state: not stepped on, and not made from it without communication."""
+        """Shards of what else is state: not stepped on, and not made without communication from what is."""
         return iter(())
 
     def frozen(self) -> Iterator[Shard]:
@@ -56,14 +56,15 @@ class Wrapper(ABC):
 
     @abstractmethod
     def reset(self, inner: Sequence[Any]) -> None:
-        """Back to the state between two steps. ``inner``: Megatron's optimizers. No communication."""
+        """Set everything back to the state between two steps. ``inner``: Megatron's optimizers. No communication."""
 
     def before_reduction(self, callback: Callable[[], None]) -> bool:
-        """Call ``callback`` whenever a part of the gradient reduction is about to begin. False if nobody can tell."""
+        """Call ``callback`` whenever a part of the gradient reduction is about to begin. False if this wrapper cannot
+        tell when."""
         return False
 
     def flags(self) -> Any:
-        """What a script may have switched, equal on all ranks."""
+        """Flags that a script may have switched, equal on all ranks."""
         return None
 
     def set_flags(self, flags: Any) -> None:  # noqa: B027 - optional

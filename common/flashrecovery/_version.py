@@ -1,3 +1,3 @@
-"""The version, for all who must not import the public API."""
+"""The version, for code that must not import the public API."""
 
 __version__ = "0.1.0"

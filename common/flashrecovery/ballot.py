@@ -13,7 +13,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 
 VOTE_S = 0.3
-"""For the electors' answers."""
+"""Seconds that the electors have to answer."""
 
 AskElector = Callable[[Elector, pb.VoteRequest], Awaitable[pb.VoteReply]]
 

@@ -1,4 +1,5 @@
-"""The clock of leases: by it agents, workers, electors and controllers measure how long somebody may go on.
+"""The clock of leases: by it, agents, workers, electors and controllers measure for how long a node may go on, or a
+controller decide, without hearing from the others.
 
 CLOCK_BOOTTIME also counts the time for which a host was suspended. CLOCK_MONOTONIC does not: a virtual machine that was
 paused would find its lease as good as before, although its ranks have been given away meanwhile. So whatever decides

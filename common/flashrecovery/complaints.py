@@ -1,4 +1,4 @@
-"""What strangers do is logged, but they shall not fill the log."""
+"""Log lines that strangers can cause, limited in number, so that they do not fill the log."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 EVERY_S = 60.0
 _KIND_CHARS = 100
 _MOST_KINDS = 100
-"""Any further ones are taken together: what is said may be of a stranger's making."""
+"""Further kinds are counted together, because a stranger could invent any number of them."""
 
 
 class Complaints:
-    """At most one line in ``every_s`` seconds, with the number of those that were left out."""
+    """Logs at most one line in ``every_s`` seconds, with the number of lines that were left out."""
 
     def __init__(
         self, log: logging.Logger, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic
@@ -36,9 +36,9 @@ class Complaints:
 
 
 class Seldom(logging.Filter):
-    """For another library's logger, which says something each time: lets one line of a kind through in ``every_s``
-    seconds, with the number of those that were left out. Of a kind are those with one text, before what is put into
-    it, and one type of exception."""
+    """A filter for another library's logger that repeats itself: it lets one line of a kind through in ``every_s``
+    seconds, with the number of those that were left out. Lines are of one kind if they have the same text (before
+    arguments are put into it) and the same type of exception."""
 
     def __init__(self, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

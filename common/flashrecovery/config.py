@@ -1,6 +1,6 @@
 """Every setting and every timeout that can be set, in one validated place.
 
-``Timeouts`` has the reason for each default beside it. Bounds that nobody needs to set (how often something is looked
+``Timeouts`` has the reason for each default beside it. Bounds that need not be set (how often something is looked
 at, how long one answer may take) stand beside their use, with the reason; docs/configuration.md lists those that show
 in a log. A wrong key or value is a :class:`ConfigError` that names the key, the value and what is allowed, before any
 process starts.
@@ -22,7 +22,7 @@ from flashrecovery.errors import ConfigError
 from flashrecovery.plan import leases
 
 CONTROLLER_PORT = 29400
-"""By default; torchrun's for its rendezvous."""
+"""The default port of the controller, which is also torchrun's for its rendezvous."""
 CONFIG_ENV = "FLASHRECOVERY_CONFIG"
 """Environment variable in which a worker finds its :class:`Settings` as JSON."""
 
@@ -91,7 +91,7 @@ class Timeouts(_Model):
     takeover_s: float = Field(
         10.0,
         gt=0,
-        description="a controller that is started anew waits for the agents of its job, then recovers it",
+        description="a controller that is started again waits for the agents of its job, then recovers it",
     )
     controller_gone_s: float = Field(
         600.0, gt=0, description="training goes on without its controller; an agent ends its workers after this time"
@@ -145,7 +145,7 @@ class ObserveSettings(_Model):
     host: str = Field(
         "127.0.0.1",
         min_length=1,
-        description="address to listen on; whoever reaches it may read everything, without a token",
+        description="address to listen on; everybody who reaches it may read everything, without a token",
     )
     otlp_endpoint: str | None = Field(
         None,
@@ -430,7 +430,7 @@ def _check_leases(limits: Timeouts) -> None:
 
 
 def _check_tls(config: RunConfig) -> None:
-    """Which keys of `tls` go together. Raises ConfigError."""
+    """Checks which keys of `tls` go together. Raises ConfigError."""
     tls = config.tls
     files = {"tls.certificate": tls.certificate, "tls.key": tls.key, "tls.ca": tls.ca}
     missing = [key for key, path in files.items() if path is None]

@@ -9,7 +9,7 @@ The moments of a step, in order, as an adapter reports them through :class:`Step
     begin (core)  forward ...  sealed()  synchronising()  gradient sync  mutating()  optimizer  mutated()  commit (core)
 
 ``sealed`` and ``synchronising`` must come before this rank's *last* contribution to the gradient synchronisation:
-whoever leaves that synchronisation then knows that every rank has sealed, and has its copies. That is the barrier
+a rank that leaves that synchronisation then knows that every rank has sealed, and has its copies. That is the barrier
 before the optimizer step of FlashRecovery section III-E, merged with the synchronisation that training does anyway.
 ``synchronising`` waits for the copies of the version before, which are made beside the step: the later it comes, the
 better they are hidden. With several micro-batches it comes in the last one.

@@ -12,11 +12,12 @@ class ConfigError(FlashRecoveryError):
 
 
 class AuthenticationError(FlashRecoveryError):
-    """Who listens, or calls, has not proven that it knows the job's token, or a message was changed on its way."""
+    """The process that listens, or calls, has not proven that it knows the job's token, or a message was changed on its
+    way."""
 
 
 class StrangerError(AuthenticationError):
-    """Who listens at an address is not the service of this job that was expected there."""
+    """The process that listens at an address is not the service of this job that was expected there."""
 
 
 class RegistrationError(FlashRecoveryError):
@@ -48,7 +49,7 @@ class RegroupError(FlashRecoveryError):
 
 
 class DrainError(FlashRecoveryError):
-    """What was under way in a process has not let go of its tensors, so the process must be replaced."""
+    """Operations of a process have not let go of its tensors in time, so the process must be replaced."""
 
 
 class ProtocolError(FlashRecoveryError):

@@ -16,7 +16,7 @@ class Level(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One look at the environment: what was found, what it means, and what to do about it ("" if nothing)."""
+    """What one check has found, what it means, and what to do about it ("" if nothing)."""
 
     check: str
     level: Level

@@ -1,4 +1,4 @@
-"""What of grpcio is used here although it is private."""
+"""The private parts of grpcio that are used here."""
 
 from __future__ import annotations
 

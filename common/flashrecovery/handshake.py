@@ -1,7 +1,7 @@
 """How two sides show each other that they know the job's token, and seal what they then say. Pure: no I/O, no clock.
 
-The token itself is never sent, nor anything from which it could be taken but by guessing it. Who dials sends a random
-number (:class:`Caller`). Who listens (:class:`Listener`) adds one of its own and answers with a proof: an HMAC-SHA256
+The token itself is never sent, nor anything from which it could be taken but by guessing it. The caller sends a random
+number (:class:`Caller`). The listener (:class:`Listener`) adds one of its own and answers with a proof: an HMAC-SHA256
 over both numbers and its own name. It proves first, so a stranger who listens learns nothing but a random number, and
 its answer is good for this caller and this name only: what one service of the job says cannot be passed off as the word
 of another one.
@@ -30,7 +30,8 @@ _TAG_BYTES = 16
 _NUMBER_BYTES = 8
 _TICKET_BYTES = NONCE_BYTES + _NUMBER_BYTES + _TAG_BYTES
 _ROUNDS = 100_000
-"""Of the key's derivation: who has recorded a proof and guesses the token pays this for each guess."""
+"""Rounds of the key's derivation: an attacker who has recorded a proof and guesses the token pays for them with each
+guess."""
 _BEGIN_S = 30.0
 """A session's calls must begin within this time; they may last for as long as they like."""
 _MOST_SESSIONS = 1 << 16
@@ -46,7 +47,7 @@ def job_key(token: str) -> bytes:
 
 
 class Answer(NamedTuple):
-    """Of a listener to a caller's number. ``name``: who it is."""
+    """A listener's answer to a caller's random number. ``name``: as whom it answers."""
 
     nonce: bytes
     name: str
@@ -72,7 +73,7 @@ class Seal:
         return self._next_tag(body) + body
 
     def open(self, message: bytes) -> bytes:
-        """Its content. Raises AuthenticationError if it is not the other side's next message."""
+        """The content of ``message``. Raises AuthenticationError if it is not the other side's next message."""
         body = message[_TAG_BYTES:]
         if not hmac.compare_digest(self._next_tag(body), message[:_TAG_BYTES]):
             raise AuthenticationError("a message was changed on its way, repeated or left out")
@@ -80,7 +81,7 @@ class Seal:
 
 
 class Seals(NamedTuple):
-    """Of one call, at one of its ends."""
+    """The seals of one call, at one of its ends."""
 
     outgoing: Seal
     incoming: Seal
@@ -141,7 +142,7 @@ class Listener:
         self.name = name
 
     def answer(self, nonce: bytes, now: float) -> Answer:
-        """To a caller's number. Raises AuthenticationError if it is none."""
+        """The answer to a caller's random number. Raises AuthenticationError if ``nonce`` is none."""
         if len(nonce) != NONCE_BYTES:
             raise AuthenticationError(f"a challenge has {NONCE_BYTES} bytes, and not {len(nonce)}")
         self._forget(now)
@@ -179,7 +180,7 @@ class Listener:
 
 
 def joined(*parts: bytes) -> bytes:
-    """As one, so that it can be taken apart in one way only."""
+    """The parts as one byte string, which can be taken apart in one way only."""
     return b"".join(len(p).to_bytes(4, "big") + p for p in parts)
 
 

@@ -31,9 +31,9 @@ from flashrecovery.security import job_token, new_token
 
 LOOPBACK = "127.0.0.1"
 _DISMISS_S = 5.0
-"""For the last word of an ending controller to its agents."""
+"""Seconds that the agents have to take the last message of an ending controller."""
 _ELSEWHERE_S = 1.0
-"""Who waits for a job that may have been begun already looks so often whether another controller has been elected."""
+"""How often (seconds) a node that waits for a running job looks whether another controller was elected."""
 _GATHER_S = 2.0
 """An elected controller's electors, which are on their way to it, count as heard for so long."""
 
@@ -52,7 +52,7 @@ class Rendezvous:
 
 
 def rendezvous_of(config: RunConfig) -> Rendezvous:
-    """From the configuration. Raises ConfigError."""
+    """The rendezvous that the configuration asks for. Raises ConfigError."""
     if config.controller is None:
         return Rendezvous(LOOPBACK, 0, LOOPBACK, Access(new_token()), True)
     host, port = split_address(config.controller, "--controller")
@@ -65,7 +65,7 @@ def rendezvous_of(config: RunConfig) -> Rendezvous:
 
 
 def with_tls(rendezvous: Rendezvous, config: RunConfig, path: Path) -> Rendezvous:
-    """The same, with certificates if these are configured. ``path``: the run directory. Raises ConfigError."""
+    """``rendezvous`` with certificates, if these are configured. ``path``: the run directory. Raises ConfigError."""
     found = (
         tls.made(path / "tls", (rendezvous.here, "localhost"))
         if config.tls.auto
@@ -126,7 +126,7 @@ async def run_job(config: RunConfig, command: list[str], path: Path) -> tuple[in
 
 
 async def run_controller(config: RunConfig, path: Path) -> tuple[int, str]:
-    """Only the controller, to the job's end. Returns as :func:`run_job`."""
+    """Run a stand-alone controller, to the job's end. Returns as :func:`run_job`."""
     rendezvous = with_tls(rendezvous_of(config), config, path)
     with closing(RunDir(path)) as run_dir:
         async with controller(config, rendezvous, run_dir, None, Quorum("")) as (service, _):
@@ -173,7 +173,7 @@ class Leadership:
         self.service: ControllerService | None = None
 
     async def begin(self) -> str:
-        """As the job's first one. Returns where it listens."""
+        """Start the controller as the job's first one. Returns where it listens."""
         address = await self._start(self._rendezvous, self._path, Quorum(self._agent.node))
         assert self.service is not None
         for spec in self._config.inject:
@@ -188,10 +188,14 @@ class Leadership:
 
     @asynccontextmanager
     async def looking_elsewhere(self, session: ControllerSession) -> AsyncIterator[None]:
-        """For as long as this agent runs, find the controller that was elected while this node was away, if the job has
-        not begun where it is. A node that is started again while no controller is there, because that is lost and the
-        others have not elected one yet, would wait in vain where it was; that of the lost controller, as the job's
-        first one, for all the others; and who has come to that one, when it has gone to the others."""
+        """For as long as this agent runs, look for the controller that was elected while this node was away, if the job
+        has not begun where the agent is.
+
+        Without that, three kinds of agents would wait in vain where nodes are started again after the controller was
+        lost and before another one is elected: one that waits at the lost controller's address; that of the lost
+        controller's own node, which begins as the job's first one and waits for all the others; and one that has come
+        to that node before it went to the others.
+        """
         looking = asyncio.create_task(self._look_elsewhere(session))
         try:
             yield
@@ -220,7 +224,7 @@ class Leadership:
         return session.stranded
 
     async def elected(self, election: Election, term: int) -> str:
-        """By the electors, for this term. Returns where it listens.
+        """Start a controller that the electors have elected for this term. Returns where it listens.
 
         It writes into the directory of the controller before, unless that one, cut off, still holds it.
         """
@@ -247,7 +251,7 @@ class Leadership:
         return address
 
     async def leave(self) -> None:
-        """What has been served here is over: another node leads."""
+        """Stop what this node serves as a controller: another node leads."""
         if self.service is not None:
             self._leave_on_signals()
         self.service = None
@@ -304,7 +308,7 @@ async def observed(
 
 
 def _leave(agent: Agent, reason: str) -> None:
-    """This node goes; to the controller it is a lost one."""
+    """End this node's agent; to the controller, the node is lost."""
     task = asyncio.ensure_future(agent.shutdown(reason))
     task.add_done_callback(lambda t: t.exception())
 

@@ -1,4 +1,4 @@
-"""The kinds of things that are told apart by a word: failures, notices, and what the controller asks of ranks.
+"""The words that tell failures, notices, and commands to ranks apart, as enums.
 
 Each word stands once, here; it is also what stands in events, in messages and on the terminal. docs/operations.md
 explains every one.
@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class _Word(str, Enum):
-    """Its text is the word itself, in formatted strings, too."""
+    """An enum whose members print as their value, also in formatted strings."""
 
     def __str__(self) -> str:
         return str(self.value)
@@ -33,9 +33,9 @@ class FailureKind(_Word):
     DEVICE = "device"
     STANDSTILL = "standstill"
     WARNING = "warning"
-    """It lives, but its node is given up on a device plugin's warning."""
+    """The rank lives, but its node is given up on a device plugin's warning."""
     CONTROLLER = "controller"
-    """It was lost while there was no controller."""
+    """The rank was lost while there was no controller."""
 
 
 class Ordered(_Word):
@@ -93,5 +93,5 @@ class NoticeKind(_Word):
 
 
 def failed(asked: Ordered) -> NoticeKind:
-    """Of a rank that could not do what it was asked."""
+    """The kind of failure of a rank that could not do what it was asked."""
     return NoticeKind(f"{asked}_failed")

@@ -22,15 +22,15 @@ from flashrecovery.handshake import Answer, Caller, Listener, Seals, joined
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 CHALLENGE_KEY = "flashrecovery-challenge-bin"
-"""Of a Hello's metadata: the caller's random number."""
+"""The key in a Hello's metadata under which the caller's random number stands."""
 TICKET_KEY = "flashrecovery-ticket-bin"
 OWN_KEYS = "flashrecovery-"
 """Metadata whose keys begin so is ours, and part of what a ticket proves."""
 HELLO = "/flashrecovery.v1.Entrance/Hello"
 _NOBODY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
-"""These say nothing about who listens; after any other status to a Hello, it is none of ours."""
+"""These say nothing about the listener; any other status in answer to a Hello comes from a stranger."""
 _NAME_CHARS = 100
-"""Of the name that a stranger gives itself, in an error's text."""
+"""Characters of a name that a stranger gives itself, in an error's text."""
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
@@ -43,7 +43,7 @@ Parse = Callable[[bytes], Any]
 
 
 def _what(method: str, metadata: Metadata) -> bytes:
-    """What is called: method and our own metadata."""
+    """What a ticket proves of a call: its method and our own metadata."""
     own = [(k, v) for k, v in metadata if k.startswith(OWN_KEYS) and k != TICKET_KEY]
     words = [word for pair in sorted(own) for word in pair]
     return joined(method.encode(), *(w if isinstance(w, bytes) else w.encode() for w in words))
@@ -53,7 +53,7 @@ def _what(method: str, metadata: Metadata) -> bytes:
 
 
 async def greet(channel: grpc.aio.Channel, address: str, caller: Caller, timeout_s: float) -> SealedChannel:
-    """Have who listens at the other end of ``channel`` prove itself.
+    """Have the listener at the other end of ``channel`` prove itself.
 
     Raises:
         StrangerError: it cannot; the message says what is known of it.
@@ -87,8 +87,8 @@ def _none_of_ours(address: str) -> str:
 
 
 class SealedChannel:
-    """For the generated stubs, in place of a ``grpc.aio.Channel``. Made by :func:`greet`. Its calls are to begin soon
-    (see :mod:`.handshake`). A message with a wrong seal raises AuthenticationError."""
+    """Takes the place of a ``grpc.aio.Channel`` for the generated stubs. Made by :func:`greet`. Its calls are to begin
+    soon (see :mod:`.handshake`). A message with a wrong seal raises AuthenticationError."""
 
     def __init__(self, channel: grpc.aio.Channel, caller: Caller) -> None:
         self._channel: Any = channel  # whose messages are bytes
@@ -187,9 +187,10 @@ def _only(raw: bytes | None, seals: Seals) -> bytes:
 
 
 class Doorkeeper(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Answers who comes to the door, and lets in whoever proves itself. An interceptor, for one server.
+    """Answers callers, and lets those in who prove themselves. An interceptor, for one server.
 
-    Of whoever has not proven itself no message is received, only the head of a call, which gRPC limits to 16 KiB.
+    From a caller that has not proven itself no message is received, only the head of a call, which gRPC limits to 16
+    KiB.
     """
 
     def __init__(self, listener: Listener) -> None:

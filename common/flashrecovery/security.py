@@ -1,4 +1,4 @@
-"""Who may speak to controller and agents: whoever knows the job's token.
+"""The job's token, which a process must know to speak to controller and agents.
 
 Both sides of every connection prove that they know it (:mod:`.handshake`), without ever sending it. A job on one node
 makes its own; nodes of one job must be given the same one, by the environment variable or a file, as schedulers pass

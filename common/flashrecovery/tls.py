@@ -43,7 +43,7 @@ class Tls:
         return grpc.ssl_server_credentials([(self.key, self.certificate)])
 
     def context(self) -> ssl.SSLContext:
-        """For a client of Python's own."""
+        """An ``ssl.SSLContext`` for a client that does not use gRPC."""
         return ssl.create_default_context(cadata=self.ca.decode())
 
 
@@ -91,7 +91,7 @@ def _check(tls: Tls, settings: TlsSettings, here: str) -> None:
 
 
 def _no_password() -> str:
-    """Nobody is asked for one at the terminal."""
+    """Answers instead of the terminal, so that no user is asked for a pass phrase."""
     return ""
 
 
@@ -127,7 +127,7 @@ async def stranger(tls: Tls, address: str, timeout_s: float) -> StrangerError | 
 
 def made(folder: Path, names: tuple[str, ...]) -> Tls:
     """A new authority and a certificate for ``names`` (host names or addresses), which are also written to ``folder``;
-    the authority's own key is kept nowhere, so nobody can make another certificate.
+    the authority's own key is kept nowhere, so no other certificate can be made.
 
     Raises:
         ConfigError: the library for it is missing, or ``folder`` cannot be written.

@@ -1,4 +1,4 @@
-"""``torch.cuda`` for a machine without one, as far as megatron calls it."""
+"""``torch.cuda`` for a machine without a GPU, as far as megatron calls it."""
 
 from __future__ import annotations
 

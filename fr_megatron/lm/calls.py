@@ -1,4 +1,4 @@
-"""The replaced functions of ``megatron.training.training``: each what it was, protected."""
+"""The functions that replace those of ``megatron.training.training``: each calls the original one, protected."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ProtectedLoop:
 
     @property
     def _args(self) -> Any:
-        """Those that the loop uses; Megatron parses its flags several times."""
+        """The arguments that the loop uses; Megatron parses its flags several times."""
         from megatron.training.global_vars import get_args
 
         return get_args()
@@ -50,12 +50,12 @@ class ProtectedLoop:
     # -- set-up -----------------------------------------------------------------------------------
 
     def initialize_model_parallel(self, *args: Any, **kwargs: Any) -> Any:
-        """As Megatron's. It makes groups, so arguments that differ between the ranks have to be found before it."""
+        """As Megatron's own. It makes groups, so arguments that differ between the ranks have to be found before it."""
         check_equal("Megatron's arguments", common(self._args))
         return self._original["initialize_model_parallel"](*args, **kwargs)
 
     def setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """As Megatron's; what it returns is protected from then on."""
+        """As Megatron's own; what it returns is protected from then on."""
         from megatron.core.rerun_state_machine import get_rerun_state_machine
         from megatron.training.global_vars import get_timers
 
@@ -129,7 +129,7 @@ class ProtectedLoop:
         return self._whole("barrier", "print_datetime", args, kwargs)
 
     def _whole(self, kind: str, name: str, args: Any, kwargs: Any) -> Any:
-        """A function that returns nothing."""
+        """A protected call of a function that returns nothing."""
         return self._call(kind, lambda: self._original[name](*args, **kwargs), lambda: None)
 
     def post_training_step_callbacks(
@@ -165,7 +165,8 @@ class ProtectedLoop:
         return self._call("exit", body, lambda: False) if due else body()
 
     def disable_forward_pre_hook(self, chunks: Any, optimizer: Any = None, param_sync: bool = True) -> Any:
-        """As Megatron's, which gathers the parameters first. ``optimizer``: of core 0.20, for fp8 parameters only."""
+        """As Megatron's own, which gathers the parameters first. ``optimizer``: of core 0.20, for fp8 parameters
+        only."""
         disable = self._original["disable_forward_pre_hook"]
 
         def body() -> None:
@@ -181,7 +182,7 @@ class ProtectedLoop:
         return self._call("gather", body, without_gathering) if param_sync else without_gathering()
 
     def start_timer(self, timer: Any, barrier: bool) -> None:
-        """``Timer.start``."""
+        """Takes the place of ``Timer.start``."""
         if not barrier:
             self._original["Timer.start"](timer)
             return

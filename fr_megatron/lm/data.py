@@ -37,7 +37,7 @@ class PlacedLoader:
 
 
 class Streamed:
-    """Stands for a loader: whoever iterates gets the stream that rolls back with the step."""
+    """Takes the place of a loader: iterating over it gives the stream that rolls back with the step."""
 
     def __init__(self, loader: Any, recovery: Recovery) -> None:
         self._loader = loader

@@ -109,7 +109,7 @@ def install(arguments: ModuleType) -> None:
 
 
 def require() -> None:
-    """From now on, the flag counts as given, whoever parses."""
+    """From now on the flag counts as given, whichever parser reads the arguments."""
     setattr(importlib.import_module(ARGUMENTS), _REQUIRED, True)
 
 
@@ -150,7 +150,8 @@ def check_hooks() -> None:
 
 
 def difference(hook: ReplacedFunction, release: Bound, found: tuple[str, ...] | None) -> str:
-    """What is not as in ``release``, in words; "" if nothing. ``found``: the parameters, None for no such function."""
+    """In words, how a function differs from that in ``release``; "" if it does not. ``found``: its parameters, None if
+    there is no such function."""
     if found is None:
         return f"{hook.module}.{hook.name} is missing"
     known = hook.known(release)

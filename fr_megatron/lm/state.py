@@ -25,7 +25,8 @@ _RERUN = (
 )
 """Plain attributes of the rerun state machine. Its state is "not running yet" between two calls."""
 _RERUN_LARGEST = ("large_value_counts", "max_values")
-"""Of it, by name of a value: how many it has seen, and the largest, which decides what is "unexpectedly large"."""
+"""Attributes of the rerun state machine by name of a value: how many it has seen, and the largest, which decides what
+is "unexpectedly large"."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class TrainResult:
 
 
 NOTHING = TrainResult({}, False, (False, False, 0, None, None, 0))
-"""Of an iteration that lies behind: nobody looks at it."""
+"""The result of an iteration that the dead process had behind it; the loop does not use it."""
 
 
 class LMLoop:

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from flashrecovery.config import ObserveSettings
-from flashrecovery.controller.history import Recovery
+from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.errors import ConfigError
 from flashrecovery.observe import Observer
 from flashrecovery.observe.server import ObserveServer, serve, url_of
@@ -219,7 +219,7 @@ def test_health(state: str, age_s: float, step_s: float, health: str) -> None:
 
 
 def test_how_far_a_recovery_has_come() -> None:
-    recovery = Recovery(generation=1, failed_at=100.0, detect_s=0.5)
+    recovery = HistoryEntry(generation=1, failed_at=100.0, detect_s=0.5)
     recovery.add_victim(3, "killed", 2)
     recovery.enter(State.QUIESCING, 100.5)
     recovery.enter(State.REPLACING, 101.0)

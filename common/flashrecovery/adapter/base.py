@@ -1,4 +1,5 @@
-"""What the adapters for plain PyTorch have in common: shards, the moments of a step, hyper-parameters, buffers."""
+"""The base of adapters whose state is tensors and torch optimizers: shards, the moments of a step, hyper-parameters,
+buffers."""
 
 from __future__ import annotations
 
@@ -237,8 +238,8 @@ class TorchAdapter(Adapter):
         return {f"buffer {fqn!r}": nbytes for fqn, nbytes in self._buffers.nbytes().items()}
 
     def touch_mark(self) -> Any:
-        """By version counters, which no supported framework moves between the hand-out of a step and its mutation, and
-        by the calls of :meth:`_setting`.
+        """Compared by version counters, which no supported framework moves between the hand-out of a step and its
+        mutation, and by the calls of :meth:`_setting`.
 
         The tensors are looked up again when an optimizer has got or lost state, after :meth:`restore_common`, and now
         and then: that takes much longer than to look at them.

@@ -49,9 +49,10 @@ class _Tracked:
     copy: torch.Tensor | None = None
     """Copy of the current content, made when it last changed."""
     words: tuple[int, torch.Tensor, torch.Tensor] | None = None
-    """Of a small buffer, the address, and views of the live content and of the known one, to compare them by."""
+    """Of a small buffer: its address, and views of its live and its known content as words, by which the two are
+    compared."""
     silent: bool = False
-    """It changes without its version counter."""
+    """Whether the buffer has changed without its version counter."""
     doubtful: bool = False
     """... and perhaps did so in steps before it was found."""
 
@@ -84,7 +85,7 @@ class _Tracked:
         return words
 
     def note(self, live: torch.Tensor | None, versions: tuple[int, int]) -> None:
-        """It has changed."""
+        """The buffer has changed; ``live`` is its content."""
         self.changed = True
         self.copy = None if live is None else live.detach().clone()
         self.looked_at(live, versions)
@@ -246,7 +247,7 @@ class BufferTracker:
 
 
 def all_equal(pairs: Sequence[Pair | None]) -> list[bool]:
-    """Of each pair, whether its two tensors are equal; None counts as different.
+    """For each pair, whether its two tensors are equal; None counts as different.
 
     The host waits once for each device that is not the CPU, however many pairs lie there: one wait a buffer is what
     makes a model of many small buffers slow.
@@ -267,7 +268,8 @@ def all_equal(pairs: Sequence[Pair | None]) -> list[bool]:
 
 
 def equal_on_device(pairs: Sequence[Pair]) -> list[bool]:
-    """The same for tensors on one device: a flag each is computed there, and all flags come to the host at once."""
+    """The same for tensors on one device: one flag for each pair is computed there, and all flags come to the host at
+    once."""
     return cast("list[bool]", torch.stack([(one == other).all() for one, other in pairs]).tolist())
 
 

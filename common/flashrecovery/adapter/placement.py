@@ -91,7 +91,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Where the memory of each one's :func:`local_tensor` lies."""
+    """The address of the memory of each tensor's :func:`local_tensor`."""
     return [(t._local_tensor if isinstance(t, DTensor) else t).data_ptr() for t in tensors]
 
 

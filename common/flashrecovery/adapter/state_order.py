@@ -23,14 +23,15 @@ class StateOrder:
 
     @staticmethod
     def of(optimizer: Optimizer) -> StateOrder:
-        """The same for all that ask, until the optimizer gets other state (``load_state_dict``)."""
+        """The order of this optimizer's state: one object for all callers, until the optimizer gets other state
+        (``load_state_dict``)."""
         order = _ORDERS.get(optimizer)
         if order is None or order._state is not optimizer.state:
             order = _ORDERS[optimizer] = StateOrder(optimizer)
         return order
 
     def place(self, parameter: torch.Tensor) -> int:
-        """Of a parameter that has state."""
+        """The position of a parameter that has state."""
         if parameter not in self._places:
             for found in self._state:
                 if found not in self._places:

@@ -122,12 +122,12 @@ class Agent:
 
     @property
     def generation(self) -> int:
-        """The newest one that the controller has named."""
+        """The newest generation that the controller has named."""
         return self._generation
 
     @property
     def in_job(self) -> bool:
-        """Whether a controller has ever given it a rank, or told it who has them."""
+        """Whether a controller has ever given this node a rank, or told it who has them."""
         return bool(self._ranks or self._table.ranks)
 
     def workers(self) -> list[WorkerProcess]:
@@ -135,11 +135,11 @@ class Agent:
         return self._processes.living()
 
     def standbys(self) -> tuple[int, int]:
-        """(ready, starting)"""
+        """The number of standbys: (ready, starting)."""
         return self._pool.counts()
 
     def register(self) -> pb.Register:
-        """Who this node is now."""
+        """This node's first message on a connection: who it is, and what its workers and pages hold."""
         message = self._identity.register(self._store.port, self._peers.port if self._peers is not None else 0)
         message.generation, message.attempt, message.stride = self._generation, self._attempt, self._table.stride
         message.command.extend(self._command)
@@ -193,15 +193,15 @@ class Agent:
         return neighbours(self._table, self._identity.name)
 
     def halt(self) -> None:
-        """This node is cut off: no process of it may take a step until :meth:`go_on`."""
+        """This node is cut off: none of its processes may take a step until :meth:`go_on`."""
         self._processes.halt()
 
     def go_on(self) -> None:
-        """It belongs to the job after all."""
+        """This node belongs to the job again: its processes may take steps."""
         self._processes.go_on()
 
     def lend(self, until: float) -> None:
-        """The workers may begin to change their state until then (:func:`.lease_clock`; 0.0: whenever)."""
+        """The workers may begin to change their state until ``until`` (:func:`.lease_clock`; 0.0: no limit)."""
         self._processes.lend(until)
 
     def controller_heard(self, heard: bool) -> None:
@@ -232,19 +232,20 @@ class Agent:
             self.handle(one)
 
     def _on_modules(self, command: pb.Command) -> None:
-        """What this spare node's standbys are to import."""
+        """Have this spare node's standbys import these modules."""
         self._pool.size = max(self._pool.size, self._identity.slots)
         self._processes.learn(command.modules)
 
     def _remember(self, saved: pb.CheckpointSaved) -> None:
-        """The newest checkpoint of the job, whichever node has published it. The next controller hears of it."""
+        """Keep the newest checkpoint of the job in mind, whichever node has published it. The next controller hears of
+        it."""
         if saved.version < 0:
             self._checkpoint = None
         elif self._checkpoint is None or saved.version >= self._checkpoint.version:
             self._checkpoint = saved
 
     def _adopt(self, command: pb.Command) -> None:
-        """What concerns this node of a new rank table."""
+        """Take in what of a new rank table concerns this node."""
         self._table = command.rank_table
         self._tasks.start(self._setup_logs.spread(self._table, self._ranks, self._identity.name))
 
@@ -258,18 +259,18 @@ class Agent:
             self._faults.filled(process, replacement=command.replace.detached)
 
     async def _probe(self, message: pb.Probe) -> None:
-        """Look after another node for the controller."""
+        """Ask another node's agent whether it lives, for the controller."""
         seen = await probe(message.address, self._access, message.timeout_s)
         probed = pb.Probed(node=message.node, reachable=seen.reachable, evidence=seen.evidence)
         self._send(pb.AgentMessage(probed=probed))
 
     async def _look(self, message: pb.Look) -> None:
-        """Where do the workers stand? A node that is cut off has no say."""
+        """Report where the workers stand. A node that is cut off does not answer."""
         if not self._processes.halted:
             self._send(pb.AgentMessage(hang_reports=await self._looks.look(message)))
 
     def _relay(self, command: pb.Command) -> None:
-        """To the process that fills the rank."""
+        """Pass ``command`` on to the process that fills its rank."""
         process = self._ranks.get(command.rank)
         if process is not None and not process.dead:
             body = command.WhichOneof("body")
@@ -327,7 +328,7 @@ class Agent:
             self._send(pb.AgentMessage(done=message.done))
 
     def _counts(self, process: WorkerProcess) -> bool:
-        """Whether its rank is not being filled by another process already."""
+        """Whether what ``process`` says still counts: it has neither died nor failed."""
         return not (process.dead or process.failed)
 
     def _stands(self, process: WorkerProcess, message: pb.FromWorker) -> None:
@@ -362,7 +363,7 @@ class Agent:
         if found.signal is None:
             await process.hear_out(LAST_WORDS_S, until_last_words=True)
         if process.dead:
-            return  # its rank is being filled anew, and its page has been given back
+            return  # its rank is being filled again, and its page has been given back
         if process.last_words is not None:
             kind, evidence = FailureKind.EXCEPTION, f"{process.last_words.exception}: {process.last_words.message}"
         else:
@@ -392,7 +393,7 @@ class Agent:
         self._gather.send(message)
 
     def notice(self, rank: int, kind: NoticeKind, text: str) -> None:
-        """For the controller's log."""
+        """Send a notice for the controller's log."""
         self._send(pb.AgentMessage(notice=pb.Notice(rank=rank, kind=kind, text=text)))
 
     # -- periodic ---------------------------------------------------------------------------------
@@ -406,7 +407,7 @@ class Agent:
             self.notice(
                 -1,
                 NoticeKind.STORE_RESTARTED,
-                f"the TCPStore on node {self.node} has died ({died}) and was started anew",
+                f"the TCPStore on node {self.node} has died ({died}) and was started again",
             )
         await self._processes.replenish()
 
@@ -420,7 +421,7 @@ class Agent:
 
 
 def _the_sessions_own(_: pb.Command) -> None:
-    """Carried out by :mod:`.session`."""
+    """Nothing is left to do: :mod:`.session` has carried it out."""
 
 
 def _unsent(message: pb.AgentMessage) -> None:

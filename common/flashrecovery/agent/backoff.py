@@ -1,9 +1,11 @@
-"""How often an agent that does not hear its controller asks others about it, tries to connect, and beats. Seconds.
+"""How often an agent that does not hear its controller asks others about it, tries to connect, and sends heartbeats.
+Seconds.
 
-At first twenty times a second: a node that is cut off has to halt in time (:mod:`.lease`), and an election takes two
-seconds. So it goes on for as long as the answers let this node's workers step: what let them may be gone the next
-moment. A node that has halted, or whose controller is dead, has nothing to lose by looking less often, after
-``EAGER_S``, for as long as that lasts; an elector then looks at the beginning of each of its turns, so none is missed.
+At first twenty times a second: a node that is cut off has to halt in time (:mod:`flashrecovery.plan.leases`), and an
+election takes two seconds. So it goes on for as long as the answers let this node's workers step: what let them may be
+gone the next moment. A node that has halted, or whose controller is dead, has nothing to lose by looking less often,
+after ``EAGER_S``, for as long as that lasts; an elector then looks at the beginning of each of its turns, so none is
+missed.
 
 ``IDLE_S`` is less than the time for which a new controller waits for further agents (:mod:`..controller.takeover`).
 """
@@ -14,7 +16,7 @@ from flashrecovery.config import Timeouts
 from flashrecovery.plan.membership import Standing
 
 AGAIN_S = 0.1
-"""From the end of a connection to the next attempt."""
+"""Seconds from the end of a connection to the next attempt."""
 EAGER_S = 5.0
 """Silence of the controller from which on less is enough."""
 IDLE_S = 1.0
@@ -23,14 +25,16 @@ _SELDOM_S = 2.0
 
 
 def next_question_s(standing: Standing, silent_s: float, turn_in_s: float, limits: Timeouts) -> float:
-    """From one question to the next. ``turn_in_s``: until this elector's next turn begins (inf: it has none)."""
+    """Seconds from one round of questions to the next. ``turn_in_s``: until this elector's next turn begins (inf: it
+    has none)."""
     if standing is Standing.MEMBER or silent_s < EAGER_S:
         return 0.0
     return min(_idle_s(limits), turn_in_s)
 
 
 def next_attempt_s(silent_s: float, limits: Timeouts, *, answered: bool) -> float:
-    """From the end of a connection to the next attempt. ``answered``: the controller has said something in it."""
+    """Seconds from the end of a connection to the next attempt. ``answered``: the controller has said something in
+    it."""
     return AGAIN_S if answered or silent_s < EAGER_S else _idle_s(limits)
 
 

@@ -1,13 +1,13 @@
 """Which controller this agent follows, its vote, and its own candidacy when the controller is lost with its node.
 
 Every election has a *term*. An elector votes once a term, never for one that is older than what it has promised, and
-not while it hears a controller itself; after its vote it does not go back to the controller before. So a vote that
-elects nobody leaves an agent without a controller; the one that the others hear has them elect it once more, for a
-newer term, which its own electors grant although they hear it, and without leaving it.
+not while it hears a controller itself; after its vote it does not go back to the controller before. So a vote
+without a majority leaves an agent without a controller; the controller that the others hear then has them elect it
+once more, for a newer term, which its electors grant although they hear it, and without leaving it.
 
 While a change of the electors is not settled, as far as the candidate knows, it needs the votes of more than half of
 the old and of the new ones (:mod:`flashrecovery.plan.quorum`). Votes are kept in memory:
-an agent that is started anew has another incarnation, and is no elector any more. (Leader election as in Raft, without
+an agent that is started again has another incarnation, and is no elector any more. (Leader election as in Raft, without
 the log: what the next controller must know, all agents tell it when they register.)
 """
 
@@ -27,8 +27,8 @@ TURN_S = 0.5
 """The electors stand one after the other, so long apart: time for an election, and for the others to hear of it."""
 
 AFTER_VOTE_S = 2.0
-"""Who has voted for another one gives it so long to begin, and does not stand itself: a controller loses the followers
-that promise a later term to themselves."""
+"""Seconds that an elector gives the candidate for whom it has voted; it does not stand itself before. A controller
+loses the followers that promise a later term to themselves."""
 
 log = logging.getLogger("flashrecovery")
 
@@ -63,7 +63,7 @@ class Election:
         self._voted_at = self._wanted_at = float("-inf")
 
     def forget(self) -> None:
-        """This agent is new in the job: the controller that it has followed so far has never led it."""
+        """Forget the controller that was followed so far: this agent is new in a job that another one leads."""
         self.term, self.version, self._leader, self.electors, self.before = 0, 0, "", (), ()
 
     def learn(self, message: pb.Electors) -> None:
@@ -85,7 +85,7 @@ class Election:
     def follows(self, term: int, *, known: bool) -> bool:
         """Whether to follow a controller of this term. ``known``: it is the one that has been followed so far.
 
-        Where there are electors, nobody is followed but whom they have elected.
+        Where there are electors, only a controller that they have elected is followed.
         """
         return not self.electors or (term >= self.promised and (term > self.term or (known and term == self.term)))
 
@@ -149,7 +149,7 @@ class Election:
         return after_vote_s + turns - since_s
 
     def _candidates(self) -> list[str]:
-        """Who may stand, as far as this elector knows; nobody if it is none."""
+        """The electors that may stand, as far as this one knows; none if it is no elector itself."""
         return [e.node for e in self.electors if e.node != self._leader] if self.is_elector else []
 
     async def stand(self, ask: AskElector) -> int | None:

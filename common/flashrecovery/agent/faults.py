@@ -18,7 +18,7 @@ _SIGNALS = {"sigkill": signal.SIGKILL, "sigstop": signal.SIGSTOP, "segv": signal
 
 
 class NodeFaults:
-    """By rank, in the order in which they were armed. ``notice`` takes a rank, a kind, a text."""
+    """Armed faults by rank, in the order in which they came. ``notice`` takes a rank, a kind and a text."""
 
     def __init__(self, notice: Callable[[int, NoticeKind, str], None]) -> None:
         self._notice = notice
@@ -26,7 +26,7 @@ class NodeFaults:
         self._at_replace: set[int] = set()
 
     def deliver(self, command: pb.Command, process: WorkerProcess | None) -> None:
-        """A fault for the rank that ``process`` fills (None: nobody does now)."""
+        """A fault for the rank that ``process`` fills (None: no process does now)."""
         if command.fault.phase == REPLACING:
             self._at_replace.add(command.rank)
         elif command.fault.phase:

@@ -25,7 +25,7 @@ def singly(command: pb.Command) -> Iterator[pb.Command]:
 
 
 def alike(replies: Iterable[pb.Reply]) -> list[pb.Reply]:
-    """The same answers, those that differ in the rank only said once."""
+    """The same answers in fewer messages: those that differ in the rank only become one."""
     said: dict[bytes, pb.Reply] = {}
     for reply in replies:
         bare = pb.Reply()
@@ -38,7 +38,7 @@ def alike(replies: Iterable[pb.Reply]) -> list[pb.Reply]:
 
 
 class Gather:
-    """Between the agent and ``send``."""
+    """Stands between the agent and ``send``: holds answers for a moment, so that they can go out together."""
 
     def __init__(self, send: Callable[[pb.AgentMessage], None]) -> None:
         self._send = send
@@ -56,7 +56,7 @@ class Gather:
         self._within_s = within_s
 
     def send(self, message: pb.AgentMessage) -> None:
-        """Now, or with the other answers."""
+        """Send ``message`` now, or together with the other answers."""
         key = (message.reply.serial, message.reply.rank)
         if message.WhichOneof("body") != "reply" or key not in self._expected:
             self.flush()
@@ -70,7 +70,7 @@ class Gather:
             self._timer = asyncio.get_running_loop().call_later(self._within_s, self.flush)
 
     def flush(self) -> None:
-        """Wait no longer."""
+        """Send what is held, without waiting any longer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

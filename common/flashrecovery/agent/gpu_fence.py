@@ -1,4 +1,5 @@
-"""When a killed process has given back its GPU's memory: a replacement that comes earlier meets a full GPU.
+"""Waits until a killed process has given back its GPU's memory: a replacement that comes earlier would find the GPU
+full.
 
 That its own memory is gone says nothing of it (``procfs.Statm``): the kernel frees a process's memory first, closes its
 files then, the driver's among them, and only at last lets its parent hear of its end. Processes that it has forked may
@@ -19,19 +20,20 @@ from flashrecovery.agent.procfs import session_members
 from flashrecovery.health.gpu_processes import GpuProcesses
 
 DRIVER = Path("/dev/nvidiactl")
-"""There if processes may use GPUs."""
+"""NVIDIA's control device; it exists if processes may use GPUs."""
 _LOOK_S = 0.005
 
 
 class Listed(Protocol):
-    """Who knows the processes on a GPU."""
+    """A source of the processes on a GPU."""
 
     def on(self, local_rank: int) -> frozenset[int]:
-        """Their pids. May take long."""
+        """The pids of the processes on a GPU. May take long."""
 
 
 class GpuFence:
-    """Of one node. ``find``: who knows the processes on its GPUs, None if nobody does; called in a thread."""
+    """Makes sure that a dead process is gone from the GPUs of one node. ``find``: where the processes on the GPUs are
+    listed, None if nowhere; called in a thread."""
 
     def __init__(self, find: Callable[[], Listed | None]) -> None:
         self._find = find

@@ -11,7 +11,7 @@ from flashrecovery.plan.leases import NODE_PROBE, works_for_s
 
 
 class Hearing:
-    """Of one agent. It begins as if the controller had just been heard.
+    """What one agent knows of when it was heard. It begins as if the controller had just answered.
 
     Attributes:
         heard_at: when the newest heartbeat was sent that a controller has answered.
@@ -76,7 +76,7 @@ class Hearing:
         return now
 
     def lent_until(self) -> float:
-        """Until when the workers may begin to change their state, whatever becomes of this agent."""
+        """The time until which the workers may begin to change their state, whatever becomes of this agent."""
         # After a standstill it takes an answer: that another controller is followed now is none.
         known_at = self._vouched_at if self.stood_still else max(self.heard_at, self._vouched_at)
         return max(known_at + works_for_s(self._limits.node_silence_s), self.excused_until)

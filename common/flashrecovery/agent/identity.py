@@ -21,7 +21,7 @@ class Identity:
         host: address under which the other nodes reach it.
         slots: ranks that it can hold.
         domain: failure domain; "" for the node alone.
-        incarnation: changes when the agent starts anew, or has been fenced.
+        incarnation: changes when the agent starts again, or has been fenced.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Identity:
 
     @staticmethod
     def of(config: RunConfig, host: str) -> Identity:
-        """From the configuration. ``host``: this node's address."""
+        """The identity of the node that the configuration describes. ``host``: this node's address."""
         return Identity(
             name=config.node_name or socket.gethostname(),
             host=host,

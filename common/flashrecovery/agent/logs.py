@@ -10,7 +10,8 @@ from typing import BinaryIO
 
 _PERIOD_S = 0.2
 _LAST_LOOKS = 5
-"""At a log whose process has been replaced; what it had written before it was killed may still come."""
+"""How often a log is still read after its process was replaced: what the process wrote before it was killed may come
+late."""
 
 
 @dataclass
@@ -34,7 +35,8 @@ class LogTail:
         self._task: asyncio.Task[None] | None = None
 
     def follow(self, path: Path, label: str) -> None:
-        """From now on; the file that had the same label so far ends."""
+        """Print what is written to ``path`` from now on. A file that had the same label so far is not followed any
+        more."""
         if path in self._files:
             return
         for followed in self._files.values():

@@ -51,7 +51,7 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
             await self._server.stop(0.1)
 
     async def Probe(self, request: pb.ProbeRequest, context: Context) -> pb.ProbeReply:
-        """This agent lives; and if it hears the controller, it passes on that who asks does, too."""
+        """Answers that this agent lives; and if it hears the controller, tells it that the asking node lives, too."""
         reply = pb.ProbeReply()
         if request.node and self.vouch is not None:
             reply.vouched = await self.vouch(Asking(request.node, request.incarnation), request.wait_s)

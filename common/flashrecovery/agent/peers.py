@@ -1,4 +1,4 @@
-"""The agents among themselves: a second opinion on who is silent, and set-up logs kept for another node.
+"""What agents ask of each other: whether a silent node lives, and to keep set-up logs for another node.
 
 What a rank's set-up collectives had returned (:mod:`flashrecovery.groups.setup_log`) lies in its page, in the memory of
 its agent. If the whole node is lost, a replacement elsewhere needs it all the same; so each rank's log is also kept by
@@ -28,7 +28,8 @@ _FETCH_S = 30.0
 _VOUCH = 0.6
 """Part of the time for an answer in which the controller has to answer; then it comes in time also if it has not."""
 CONTROLLER_KEY = "flashrecovery-controller"
-"""Of the metadata with which an agent comes to a relay: the incarnation of the controller that it follows."""
+"""In the metadata with which an agent comes to a relay, the key of the incarnation of the controller that it
+follows."""
 UNREACHED = (grpc.aio.AioRpcError, AuthenticationError)
 """What is raised where the agent that is called does not answer, or somebody else does, or changes what it says."""
 NOT_HANDED_OVER = (*UNREACHED, ProtocolError)
@@ -97,7 +98,7 @@ async def fetch_from(peer: str, access: Access, rank: int) -> bytes:
 
 
 def said_by(error: BaseException) -> str:
-    """In a few words."""
+    """An error of gRPC in a few words."""
     return error.code().name.lower() if isinstance(error, grpc.aio.AioRpcError) else str(error)
 
 

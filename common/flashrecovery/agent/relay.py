@@ -29,7 +29,7 @@ log = logging.getLogger("flashrecovery")
 
 
 class Relay:
-    """Of the agent on ``node``. It knows no controller until it follows one."""
+    """The relay of the agent on ``node``: it carries other agents' sessions to the controller, once it follows one."""
 
     def __init__(self, node: str, access: Access) -> None:
         self._node = node
@@ -38,7 +38,7 @@ class Relay:
         self._stream: _Stream | None = None
 
     def follow(self, address: str, incarnation: str) -> None:
-        """That is this agent's controller now (HOST:PORT). Sessions with another one end."""
+        """From now on the controller at ``address`` (HOST:PORT) is this agent's. Sessions with another one end."""
         if self._controller != (address, incarnation):
             self.close()
             self._controller = (address, incarnation)
@@ -64,7 +64,7 @@ class Relay:
             stream.end(line)
 
     def close(self) -> None:
-        """Carry nobody any more."""
+        """Carry no sessions any more."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -98,7 +98,7 @@ class _Stream:
         return line, queue
 
     def put(self, frame: pb.UpFrame) -> None:
-        """For the controller."""
+        """Send ``frame`` to the controller with the next message."""
         self._frames.append(frame)
         self._wake.set()
 

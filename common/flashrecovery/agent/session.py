@@ -45,7 +45,8 @@ ATTEMPT_S = 1.0
 _BUSY_S = 5.0
 """A controller whose port accepts but that says nothing is busy: thousands of new connections would not help it."""
 _NAME_TAKEN_S = 3.0
-"""Whose name is taken for so long is not the same agent, started anew before its old connection has ended."""
+"""An agent whose name is taken for so long is refused: the name belongs to another agent, and not to its own connection
+from before it was started again."""
 _TELL_S = 0.1
 """Pace of telling the workers whether a controller is heard."""
 
@@ -115,7 +116,7 @@ class ControllerSession:
 
     @property
     def stranded(self) -> bool:
-        """Whether this agent waits for a controller, and nobody that it knows could name another one: the job has not
+        """Whether this agent waits for a controller, and knows no agent that could name another one: the job has not
         begun where it is."""
         if not self._joined:
             return True
@@ -137,7 +138,8 @@ class ControllerSession:
             self._link.send_now_or_never(message)
 
     async def run(self) -> str | None:
-        """Until the agent has finished; returns its reason (None: the job has ended well).
+        """Follow the controllers of the job until the agent has finished; returns its reason (None: the job has ended
+        well).
 
         Raises:
             ConfigError: no controller was found, or it refuses this node.
@@ -160,7 +162,7 @@ class ControllerSession:
             await asyncio.wait(ending)
 
     def _must_not_fail(self, task: asyncio.Task[None]) -> None:
-        """A node that nobody watches would not halt when it is cut off; so it ends."""
+        """A node whose watch has failed would not halt when it is cut off; so the agent ends."""
         error = None if task.cancelled() else task.exception()
         if error is not None and not self._agent.finished.done():
             self._agent.finished.set_exception(error)
@@ -238,7 +240,8 @@ class ControllerSession:
             await self._talk(stub.Session())
 
     async def _converse_through(self, relay: str) -> None:
-        """The same by way of the agent at ``relay``, for this connection only: if it ends, the next one is straight."""
+        """Talk to the controller by way of the agent at ``relay``, in this connection only: the next one is straight
+        again."""
         async with self._access.dial(relay, agent_at(relay), ATTEMPT_S) as channel:
             known = ((CONTROLLER_KEY, self._controller),)
             await self._talk(rpc.PeerStub(channel).Relay(metadata=known))
@@ -257,7 +260,7 @@ class ControllerSession:
                 speaking.result()
 
     async def _speak(self, call: SealedCall) -> None:
-        """This agent's messages, for as long as the connection holds."""
+        """Send this agent's messages, for as long as the connection holds."""
         try:
             register = self._agent.register()
             await call.write(pb.AgentMessage(register=register, sent_at=lease_clock()))
@@ -320,8 +323,9 @@ class ControllerSession:
             self._link.send_now_or_never(pb.AgentMessage())
 
     def _heard_suspended(self, command: pb.Command) -> None:
-        """It is there, but decides nothing until it knows that its electors have heard it. One that brings its time
-        back to it votes for nobody else for a while; not where somebody else waits for the vote."""
+        """The controller is there, but decides nothing until it knows that its electors have heard it. An elector that
+        answers votes for no other candidate for a while, so it answers only where no other candidate waits for its
+        vote."""
         if self._election.is_elector and not self._election.is_wanted():
             self._link.accept(command)
             self._hearing.came()
@@ -407,16 +411,17 @@ class ControllerSession:
             await asyncio.sleep(_TELL_S)
 
     def _turn_in_s(self) -> float:
-        """Until this node may stand for election the next time."""
+        """Seconds until this node may stand for election the next time."""
         return float("inf") if self._lost_at is None else self._election.turn_in(time.monotonic() - self._lost_at)
 
     def _drop_connection(self) -> None:
-        """For a new one. What is still on its way in this one may be older than the controller's verdict."""
+        """End the connection, so that a new one is made. What is still on its way in this one may be older than the
+        controller's verdict."""
         if self._attempt is not None:
             self._attempt.cancel()
 
     async def _ask(self) -> None:
-        """Where does this node stand, and whom does it follow?"""
+        """Find out where this node stands, and whom it follows."""
         asked_at = self._hearing.look_at_clock()
         wait_s = LEASE_PROBE * self._limits.node_probe_s
         host, port = split_address(self._address, "--controller")
@@ -490,8 +495,8 @@ class ControllerSession:
             self._follow(term, await self._lead(self._election, term))
 
     def join(self, address: str) -> bool:
-        """The job runs already, under the controller at ``address``; where this agent began, nobody leads it. Whether
-        it has not come from there already."""
+        """The job runs already, under the controller at ``address``; where this agent began, there is none. Returns
+        whether that is news."""
         if address == self._address:
             return False
         self._election.forget()

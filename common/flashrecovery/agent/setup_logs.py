@@ -15,7 +15,7 @@ log = logging.getLogger("flashrecovery")
 
 
 class SetupLogs:
-    """Which log has been given to whom."""
+    """Remembers which set-up log was given to which node."""
 
     def __init__(self, access: Access) -> None:
         self._access = access

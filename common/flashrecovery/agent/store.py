@@ -2,7 +2,7 @@
 
 No rank hosts it, so no rank's death takes it away; each generation works under its own prefix. The agent binds and
 listens itself and hands the socket over: the port is known, and reserved, before the store's process is up. It keeps
-the socket, too, so that a store that has died is started anew at the same address. What was in it is gone, which only
+the socket, too, so that a store that has died is started again at the same address. What was in it is gone, which only
 those miss who were just meeting there: they fail, and meet again in the next generation.
 """
 
@@ -58,7 +58,7 @@ class StoreServer:
         return self._popen.pid
 
     def revive(self) -> str:
-        """Start the process anew if it has died; returns how it did, else nothing."""
+        """Start the process again if it has died; returns how it did, else nothing."""
         code = self._popen.poll()
         if code is None:
             return ""

@@ -1,7 +1,8 @@
 """Process that hosts the TCPStore (see :mod:`flashrecovery.agent.store`); dies with its agent.
 
-It also forgets what nobody can ask for any more. Every generation's groups meet under a prefix of their own, and gloo
-leaves the addresses of all ranks there, n^2 bytes a group. Who attaches in a generation has given up the one before.
+It also forgets keys that no rank can ask for any more. Every generation's groups meet under a prefix of their own, and
+gloo leaves the addresses of all ranks there, n^2 bytes a group. A rank that attaches in a generation has given up the
+one before.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _GENERATION = re.compile(r"fr/gen(\d+)/")
 
 
 class Keys(Protocol):
-    """What a TCPStore can do besides."""
+    """What a TCPStore can do besides what every store can."""
 
     def num_keys(self) -> int:
         """How many there are."""

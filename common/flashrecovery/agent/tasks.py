@@ -1,4 +1,4 @@
-"""What the agent does beside its event loop's callbacks: tasks of which none fails unnoticed."""
+"""The agent's background tasks. None fails unnoticed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Tasks:
         self._running: set[asyncio.Task[None]] = set()
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """In the background, to its end or to :meth:`cancel`."""
+        """Run ``coroutine`` in the background, to its end or to :meth:`cancel`."""
         task = asyncio.create_task(coroutine)
         self._running.add(task)
         task.add_done_callback(self._done)

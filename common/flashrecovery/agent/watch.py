@@ -66,7 +66,7 @@ class DeathWatch:
             self._loop.call_soon_threadsafe(self._dead, watched, time.monotonic())
 
     def _dead(self, watched: _Watched, since: float | None) -> None:
-        """On the loop; the second witness finds nothing left to do."""
+        """Runs on the loop. A death has two witnesses; for the second one there is nothing left to do."""
         if self._watched.pop(watched.pid, None) is None:
             return
         self._forget(watched)
@@ -78,6 +78,6 @@ class DeathWatch:
         os.close(watched.pidfd)
 
     def close(self) -> None:
-        """Nobody is called back any more. Threads end with their process, or after at most a second."""
+        """No callback is made any more. Threads end with their process, or after at most a second."""
         while self._watched:
             self._forget(self._watched.popitem()[1])

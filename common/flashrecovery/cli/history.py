@@ -10,7 +10,7 @@ from flashrecovery import events as ev
 from flashrecovery.observe.incident import Incident, Incidents
 
 PHASES = ("detect", "quiesce", "replace", "fallback", "regroup", "restore", "verify", "redo")
-"""In the order in which they happen; together they are a recovery's ``total_s``."""
+"""A recovery's phases in the order in which they happen; together they are its ``total_s``."""
 
 BOUNDS: dict[str, str] = {
     "detect": "the poll of /proc (5 ms) and pidfd for a dead process; the hang threshold "

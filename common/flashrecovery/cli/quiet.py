@@ -1,4 +1,5 @@
-"""What strangers do shall not fill the log (:mod:`flashrecovery.complaints`), nor what gRPC's C++ part says of it."""
+"""Keeps gRPC's C++ part from filling the log with what strangers send (:mod:`flashrecovery.complaints` does so for
+Python's)."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ _VERBOSITY = "GRPC_VERBOSITY"
 
 
 def import_grpc() -> None:
-    """For the first time in this process. gRPC's core writes a line to stderr for each malformed header, past every
-    logger; it looks at the environment when it is imported. Training processes, which inherit that, may use it, too."""
+    """Import grpc for the first time in this process, silenced. gRPC's core writes a line to stderr for each malformed
+    header, past every logger; it reads its setting when it is imported. The environment is put back afterwards:
+    training processes inherit it, and may use gRPC themselves."""
     if _VERBOSITY in os.environ:
         return
     os.environ[_VERBOSITY] = "NONE"

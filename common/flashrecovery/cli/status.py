@@ -157,7 +157,7 @@ def _watch(look: Callable[[], JobView]) -> None:
 
 
 def look_at(files: RunFiles) -> JobView:
-    """From the live controller of the run directory if it answers, else from what is on disk.
+    """Ask the live controller of the run directory; if it does not answer, read what is on disk.
 
     Raises:
         ConfigError: this is no run directory.

@@ -25,7 +25,7 @@ _YOUNG_OBJECTS = 200_000
 
 
 class Actions:
-    """For one controller. ``record`` writes an event down."""
+    """The actions of one controller. ``record`` writes an event down."""
 
     def __init__(
         self,
@@ -101,11 +101,11 @@ class Actions:
         return self._machine.job.state in (State.FINISHED, State.FAILED)
 
     def last_word(self) -> pb.Command:
-        """To an agent, when the job has ended."""
+        """The last command to an agent, when the job has ended."""
         return pb.Command(rank=AGENT, shutdown=pb.Shutdown(reason=self._machine.job.failure_reason))
 
     async def dismissed(self, timeout_s: float) -> None:
-        """The job is over: wait until every agent knows, also one that is just connecting anew: it would wait for a
+        """The job is over: wait until every agent knows, also one that is just connecting again: it would wait for a
         controller for a long time."""
         await self._agents.settled(self._absent, timeout_s)
 

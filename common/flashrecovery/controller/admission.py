@@ -1,4 +1,4 @@
-"""Who may join the job, and what is odd about who does. Pure."""
+"""Which nodes may join the job, and in what a node that joins differs from the others. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refusal(
     this name, ``there``: its agent is connected and heard. ``only``: the node of a job that has no other one."""
     name = message.node
     if known is not None and known.alive and there and known.incarnation != message.incarnation:
-        # It has not been started anew: two hosts have one host name, or two agents are tried on one host.
+        # It has not been started again: two hosts have one host name, or two agents are tried on one host.
         text = f"another agent, at {known.host}, is node {name} already; give each one a --node-name of its own"
         return Refusal(grpc.StatusCode.ALREADY_EXISTS, text)
     differs = _other_settings(message.settings, settings) if message.settings else ""
@@ -51,14 +51,14 @@ def refusal(
 
 
 def _other_settings(theirs: Mapping[str, str], mine: Mapping[str, str]) -> str:
-    """In what a node's settings differ from the controller's; empty: in nothing."""
+    """In words, the settings in which a node differs from the controller; "" if in none."""
     keys = [key for key in mine if theirs.get(key) != mine[key]] + [key for key in theirs if key not in mine]
     return ", ".join(f"{key} = {theirs.get(key)} (here {mine.get(key)})" for key in keys)
 
 
 def other_command(node: str, command: Sequence[str], first: str, firsts: Sequence[str]) -> str:
-    """In which words ``node`` was told to run something else than the ``first`` one; empty: in none. Mostly a mistake
-    (a flag on some nodes only), which would show as ranks that wait for each other for ever."""
+    """In words, how ``node``'s command differs from the ``first`` node's; "" if it does not. A difference is mostly a
+    mistake (a flag on some nodes only), which would show as ranks that wait for each other for ever."""
     mine, theirs = Counter(command), Counter(firsts)
     alone = {node: list((mine - theirs).elements()), first: list((theirs - mine).elements())}
     if not any(alone.values()):

@@ -32,7 +32,7 @@ class Batches:
         self._of.setdefault(node, []).append(command)
 
     def take(self, nodes: int) -> list[tuple[str, pb.Command]]:
-        """(agent, what to send it), and begin anew. ``nodes``: how many the job has."""
+        """(agent, what to send it), and begin again. ``nodes``: how many the job has."""
         found = [(node, _one(commands, gather_s(nodes))) for node, commands in self._of.items()]
         self._of = {}
         return found

@@ -13,7 +13,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
 class Checkpoints:
-    """For one job. ``now``: CLOCK_MONOTONIC seconds."""
+    """The checkpoints of one job. ``now``: CLOCK_MONOTONIC seconds."""
 
     def __init__(self, settings: CheckpointSettings) -> None:
         self._failures_per_day = settings.failures_per_day

@@ -20,7 +20,7 @@ AgentLink = Link[pb.Command, pb.AgentMessage]
 
 @dataclass(frozen=True, eq=False)
 class AgentConnection:
-    """One of an agent. ``via``: the node whose agent carries it; "": it comes straight here."""
+    """One connection of an agent. ``via``: the node whose agent carries it; "": the agent comes straight here."""
 
     node: str
     link: AgentLink
@@ -28,7 +28,7 @@ class AgentConnection:
 
 
 class Connections:
-    """By name of the node."""
+    """The agents' connections and links, by name of the node."""
 
     def __init__(self) -> None:
         self.links: dict[str, AgentLink] = {}
@@ -49,7 +49,7 @@ class Connections:
     # -- who is connected -------------------------------------------------------------------------
 
     def open(self, connection: AgentConnection) -> None:
-        """It takes the place of the node's one before."""
+        """``connection`` is the node's present one from now on."""
         self._newest[connection.node] = connection
         self._cut_off.discard(connection.node)
 
@@ -58,8 +58,8 @@ class Connections:
         return self._newest.get(connection.node) is connection
 
     def ended(self, connection: AgentConnection, *, blameless: bool = False) -> bool:
-        """This one has ended; ``blameless``: not because of its agent, which is to come again. Returns whether its node
-        is not connected any more."""
+        """``connection`` has ended; ``blameless``: not because of its agent, which is to connect again. Returns whether
+        its node is not connected any more."""
         if not self.is_newest(connection):
             return False
         del self._newest[connection.node]
@@ -68,7 +68,7 @@ class Connections:
         return True
 
     def is_connected(self, node: str) -> bool:
-        """Whether it is now."""
+        """Whether the node is connected now."""
         return node in self._newest
 
     def connected(self) -> list[str]:
@@ -82,7 +82,7 @@ class Connections:
     # -- sending ----------------------------------------------------------------------------------
 
     def post(self, node: str | None, command: pb.Command) -> None:
-        """To one agent, or to all (None); for certain."""
+        """Send ``command`` to one agent, or to all (None). It arrives also if a connection breaks."""
         if node is not None:
             if node:  # a rank that waits for a node has nobody to be told
                 self.links[node].send(command)
@@ -93,12 +93,12 @@ class Connections:
             link.send(copy)
 
     def post_batches(self, batches: Batches, nodes: int) -> None:
-        """What has been gathered for each agent. ``nodes``: how many the job has."""
+        """Send what has been gathered for each agent. ``nodes``: how many the job has."""
         for node, command in batches.take(nodes):
             self.post(node, command)
 
     def end(self, node: str) -> None:
-        """Its connection ends when what is queued has been handed over."""
+        """End the node's connection when what is queued has been handed over."""
         self._cut_off.discard(node)
         self.links[node].close()
 

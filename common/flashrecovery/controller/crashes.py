@@ -37,7 +37,7 @@ _BY_ITSELF = frozenset(
 
 
 class Cause(str, Enum):
-    """Where a failure comes from. A broken device counts as the rank's own: its next process gets the same one."""
+    """Whose fault a failure is. A broken device counts as the rank's own: its next process gets the same device."""
 
     OWN = "own"
     OUTSIDE = "outside"
@@ -56,7 +56,7 @@ def option_of(cause: Cause) -> str:
 
 
 def limit_of(cause: Cause, config: RunConfig) -> int:
-    """So often, and the job ends."""
+    """The number of failures of this cause at which the job ends."""
     return config.max_failures_per_step if cause is Cause.OWN else config.max_kills_per_step
 
 
@@ -68,7 +68,8 @@ class Crashes:
     _on_the_way: Counter[Cause] = field(default_factory=Counter)
 
     def count(self, cause: Cause, step: int | None) -> int:
-        """One more; returns how many there are of this kind. ``step`` None: of a replacement before its first step."""
+        """Count one more failure; returns how many there are of this kind. ``step`` None: of a replacement before its
+        first step."""
         if step is None:
             self._on_the_way[cause] += 1
             return self._on_the_way[cause]

@@ -1,4 +1,5 @@
-"""Faults that are asked for: on the command line for the beginning, or while the job runs. Which ones can be."""
+"""Fault drills: faults of the command line, for the beginning, and of ``flashrecovery inject``; and which faults there
+can be."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
 class Drills:
-    """For a job of ``world`` ranks."""
+    """The faults that were asked for in a job of ``world`` ranks."""
 
     def __init__(self, world: int) -> None:
         self._world = world

@@ -21,7 +21,7 @@ from flashrecovery.plan.quorum import Quorum
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _RENEWAL_S = 0.5
-"""From one attempt to get a newer term to the next."""
+"""Seconds from one attempt to get a newer term to the next."""
 
 
 class ElectorSet:
@@ -47,7 +47,7 @@ class ElectorSet:
 
     @property
     def voters(self) -> tuple[Elector, ...]:
-        """Who has to know that a change of the electors is settled."""
+        """The electors that have to know of a change of the electors before it is settled."""
         return self._quorum.voters
 
     def echoed(self, node: str, sent_at: float) -> None:
@@ -58,7 +58,7 @@ class ElectorSet:
             self._echoed[life] = max(self._echoed.get(life, 0.0), sent_at)
 
     def may_decide(self, now: float) -> bool:
-        """Whether nobody else can have been elected meanwhile."""
+        """Whether no other controller can have been elected meanwhile."""
         return self._heard(now, self._decides_s)
 
     def suspended(self, now: float) -> bool:
@@ -81,8 +81,8 @@ class ElectorSet:
         return True
 
     async def renew(self, promised: int, ask: AskElector) -> bool:
-        """Have the electors vote for this controller, for a term that nobody can have been elected for: newer than
-        ``promised``. Whether they have.
+        """Have the electors vote for this controller, for a term in which no other one can have been elected: newer
+        than ``promised``. Whether they have.
 
         Some may have granted the last attempt, which was not enough, and grant nothing more for its term: so each
         attempt is for a newer one than any elector has named.
@@ -125,7 +125,7 @@ class ElectorSet:
         return pb.Command(generation=self._job.generation, rank=AGENT, electors=message)
 
     def notice(self, *, suspended: bool) -> ev.Notice:
-        """For the log."""
+        """The notice for the log that the controller has lost, or has again, more than half of its electors."""
         text = "are not heard: nothing is decided here, and the workers are halted" if suspended else "are heard again"
         kind = NoticeKind.QUORUM_LOST if suspended else NoticeKind.QUORUM_HELD
         return ev.Notice(generation=self._job.generation, kind=kind, text=f"more than half of the electors {text}")
@@ -135,7 +135,7 @@ class ElectorSet:
         return node is not None and node.incarnation == elector.incarnation and node.alive
 
     def _gone(self, elector: Elector) -> bool:
-        """Whether its node has come with an agent that was started anew."""
+        """Whether its node has come with an agent that was started again."""
         node = self._job.nodes.get(elector.node)
         return node is not None and node.incarnation != elector.incarnation
 

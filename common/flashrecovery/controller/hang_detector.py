@@ -20,7 +20,8 @@ _PACE_S = 0.25
 _ON_THE_WAY_S = 0.5
 """An agent's answer may take this long besides the time that it has for asking."""
 _LONGEST_PAUSE_S = 30.0
-"""Where nobody can be accused, the next look comes later and later."""
+"""The longest pause, in seconds, between two looks at a standstill for which no rank can be accused; pauses grow up to
+this."""
 
 _Key = tuple[VerdictKind, frozenset[tuple[int, int]]]
 
@@ -62,7 +63,7 @@ class HangDetector:
         return False
 
     def forget(self) -> None:
-        """Nobody stands still any more, or the job is not in its loop."""
+        """No rank stands still any more, or the job is not in its loop."""
         self._look, self._last, self._pause_s, self._told = None, None, _PACE_S, ""
 
     def begin(self, nodes: Iterable[str], now: float) -> int:

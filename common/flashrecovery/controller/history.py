@@ -22,7 +22,8 @@ PHASE_OF = {
 
 @dataclass
 class HistoryEntry:
-    """Times are CLOCK_MONOTONIC seconds, durations seconds. A further failure on the way adds to the same recovery."""
+    """What is known of one recovery. Times are CLOCK_MONOTONIC seconds, durations seconds. A further failure on the way
+    adds to the same recovery."""
 
     generation: int
     failed_at: float

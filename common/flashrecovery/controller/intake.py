@@ -20,7 +20,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
 class Intake:
-    """For one controller. ``record`` writes an event down."""
+    """The intake of one controller. ``record`` writes an event down."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Intake:
         return sum(r for r, _ in self._standbys.values()), sum(s for _, s in self._standbys.values())
 
     def forget(self, node: str) -> None:
-        """It is lost, and so are its standbys."""
+        """The node is lost, and so are its standbys."""
         self._standbys.pop(node, None)
 
     def tell_modules(self, node: str) -> None:

@@ -128,7 +128,7 @@ class JobState:
         self.command(AGENT, pb.Command(shutdown=shutdown))
 
     def keeper_of_copies(self, rank: int) -> RankRecord:
-        """Who holds this rank's neighbour copies."""
+        """The rank that holds this rank's neighbour copies."""
         return self.ranks[(rank + self.stride) % len(self.ranks)]
 
     def saved(self) -> pb.Command:
@@ -144,7 +144,7 @@ class JobState:
         self.outbox.send(None if rank == AGENT else self.ranks[rank].home, command, deadline, what)
 
     def command_all(self, records: Iterable[RankRecord], command: pb.Command, deadline: float, what: Ordered) -> None:
-        """The same to all of these ranks."""
+        """Send the same command to all of these ranks."""
         homes = [record.home for record in self.ranks.values()]
         if homes != self._homes:
             self._homes, self._ranks_of = homes, {}

@@ -66,7 +66,7 @@ class Machine:
                 self._staffing.fence(known, "it was declared dead, and its ranks were given away")
             return
         if known is not None and known.alive:
-            self.on_node_lost(known.name, "its agent has ended and was started anew", 0.0, now)
+            self.on_node_lost(known.name, "its agent has ended and was started again", 0.0, now)
         node = self.job.nodes[message.node] = NodeRecord.of(message)
         node.suspect = message.suspect or (known.suspect if known is not None else "")
         self.job.emit(
@@ -185,7 +185,7 @@ class Machine:
         self._on_failures([message], now)
 
     def _on_failures(self, messages: Sequence[pb.Failure], now: float) -> None:
-        """What is found at one moment is one recovery."""
+        """Take failures that are found at one moment together, as one recovery."""
         lost = [message for message in messages if self._is_lost(message, now)]
         if lost and self.job.state not in (State.FAILED, State.FINISHED):
             first = lost[0]
@@ -193,7 +193,7 @@ class Machine:
             self._steps.recover([m.rank for m in lost], kind, failed_at, first.detect_s, now)
 
     def _is_lost(self, message: pb.Failure, now: float) -> bool:
-        """Note a failure; returns whether the rank is to be filled anew for that."""
+        """Note a failure; returns whether the rank is to be filled again for that."""
         record = self.job.ranks[message.rank]
         if self.job.state in (State.FAILED, State.FINISHED) or record.pid != message.pid or record.place is Place.EMPTY:
             return False
@@ -260,7 +260,7 @@ class Machine:
             self._command_failed(record, what, why, now)
 
     def _carried_out(self, records: Sequence[RankRecord], what: Ordered, message: pb.Reply) -> None:
-        """These ranks answer the same."""
+        """``ranks`` have carried out a command, or have failed in it, with the same answer."""
         if what is Ordered.HOLD:
             position = message.position
             held_at = HeldAt(position.settled, position.mutating, position.version)
@@ -413,7 +413,7 @@ class Machine:
         )
 
     def _all_again(self, why: str, now: float) -> None:
-        """Nobody is to blame: no rank is replaced, but all groups are formed anew, and the step runs again."""
+        """No rank is to blame: none is replaced, but all groups are formed again, and the step runs again."""
         self.job.last_failure, step = why, max(r.committed for r in self.job.ranks.values())
         self.job.stuck_at = {step: self.job.stuck_at.get(step, 0) + 1}
         if self.job.stuck_at[step] >= self.job.config.max_failures_per_step:

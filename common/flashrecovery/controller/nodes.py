@@ -13,10 +13,10 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
 class NodeState(str, Enum):
-    """Where a node stands."""
+    """What a node is to the job."""
 
     WAITING = "waiting"
-    """It has come; the job has not started yet."""
+    """The node has come; the job has not started yet."""
     ACTIVE = "active"
     SPARE = "spare"
     LOST = "lost"
@@ -24,7 +24,7 @@ class NodeState(str, Enum):
 
 @dataclass
 class NodeRecord:
-    """One agent. ``node_rank`` is -1 while it has no ranks of its own."""
+    """What is known of one agent. ``node_rank`` is -1 while it has no ranks of its own."""
 
     name: str
     host: str
@@ -88,7 +88,7 @@ def launch_order(nodes: Iterable[NodeRecord], nnodes: int, nproc: int) -> list[N
 
 
 def rooms(nodes: Iterable[NodeRecord], taken: Iterable[str]) -> list[Room]:
-    """What is free. ``taken``: the node of each rank that has one."""
+    """The room that each node has left. ``taken``: the node of each rank that has one."""
     used = Counter(taken)
     return [
         Room(n.name, n.domain, n.slots - used[n.name], n.state is NodeState.SPARE, bool(n.suspect))

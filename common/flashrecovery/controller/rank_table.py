@@ -24,7 +24,7 @@ class RankTable:
 
 
 def row(entry: pb.RankEntry) -> dict[str, Any]:
-    """Of ``ranktable.json``."""
+    """The entry as it stands in ``ranktable.json``."""
     return {
         "rank": entry.rank,
         "host": entry.host,

@@ -28,7 +28,7 @@ class Place(str, Enum):
 
 
 THROUGH = frozenset({Place.DONE, Place.RELEASED, Place.FINISHED})
-"""Of a process that has taken its last step."""
+"""Places of a process that has taken its last step."""
 
 
 def capsule_name(rank: int) -> str:
@@ -128,7 +128,8 @@ class RankRecord:
         self.kept = -1
 
     def entry(self, peer: str) -> pb.RankEntry:
-        """Its entry in the rank table, the same object for as long as it says the same. ``peer``: its node's agent."""
+        """The rank's entry in the rank table, the same object for as long as it says the same. ``peer``: its node's
+        agent."""
         says = (self.host, self.pid, self.node, self.joined_generation, peer)
         if says != self._entry_says:
             self._entry_says = says
@@ -151,7 +152,7 @@ class RankRecord:
         self.take_inventory(-1, message.held)
 
     def heard(self, health: pb.RankHealth, now: float) -> None:
-        """By a heartbeat, which says everything but what follows from the generation."""
+        """A heartbeat has come, which says everything but what follows from the generation."""
         self.tag, self.step_s = health.tag, health.step_s
         self.progress_age_s, self.heard_at = health.progress_age_s, now
         self.own_s, self.own_least_s = health.own_s, health.own_least_s
@@ -197,13 +198,14 @@ class RankRecord:
         return found + self._pages()
 
     def live_at(self, version: int, shards: Set[str]) -> list[Holding]:
-        """Of these shards, those that are live at this version."""
+        """Those of ``shards`` that the rank's tensors hold at ``version``."""
         if self.live != version or shards.isdisjoint(self.needs):
             return []
         return [Holding(self.rank, n, version, Kind.LIVE, self.needs[n]) for n in shards & self.needs.keys()]
 
     def copies_at(self, version: int, shards: Set[str]) -> Iterator[Holding]:
-        """Of these shards, what is kept at this version besides. In a large job most ranks have none or one."""
+        """Those of ``shards`` that the rank keeps at ``version`` besides its tensors. In a large job most ranks have
+        none or one."""
         for held in self._said:
             if held.version == version and not shards.isdisjoint(self._names(held)):
                 yield from (h for h in self._expand(held) if h.shard in shards)

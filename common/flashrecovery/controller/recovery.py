@@ -112,7 +112,7 @@ class RecoverySteps:
         )
 
     def _join_recovery(self, cause: str, now: float, victims: Sequence[int]) -> None:
-        """These, too, have lost their processes."""
+        """Take further ranks that have lost their processes into the recovery under way."""
         victims = [*victims, *(rank for rank in self._staffing.stranded() if rank not in victims)]
         self._job.outbox.keep(lambda _, rank: rank not in victims)
         of_all = self._job.recovery.victims if self._job.recovery is not None else []
@@ -120,7 +120,7 @@ class RecoverySteps:
         self._replace(victims, now)
 
     def _replace(self, victims: Sequence[int], now: float) -> None:
-        """Fill these ranks anew, and go on if there is somebody to go on from."""
+        """Fill these ranks again, and go on if there is somebody to go on from."""
         for victim in victims:
             if self._job.ranks[victim].home:
                 self._job.ranks[victim].vacate()
@@ -161,9 +161,9 @@ class RecoverySteps:
     def _stop_survivors(self, now: float) -> None:
         """Once every survivor is held: first those that may finish their step stop, then the others.
 
-        Whoever has reached a version has synchronised its gradients with all others, so these can reach it, too (unless
-        the dead rank still had to send them something; where that matters, a barrier comes before the mutation). The
-        others wait meanwhile, because closing their connections could cut off what they had sent.
+        A rank that has reached a version has synchronised its gradients with all others, so these can reach it, too
+        (unless the dead rank still had to send them something; where that matters, a barrier comes before the
+        mutation). The others wait meanwhile, because closing their connections could cut off what they had sent.
         """
         if self._job.outbox.waits_for(Ordered.HOLD) or self._job.outbox.waits_for(Ordered.STOP):
             return
@@ -185,7 +185,7 @@ class RecoverySteps:
             self._job.command_all(told, pb.Command(stop=stop), deadline, Ordered.STOP)
 
     def _decide(self, now: float) -> None:
-        """Everybody is quiet: which version, from whom?"""
+        """All ranks are stopped: decide which version they go to, and from whom they get it."""
         self._job.needs_known = self._job.generation
         try:
             decision = decide(self._job.ranks, self._job.checkpoint)
@@ -230,8 +230,8 @@ class RecoverySteps:
                 self._job.notice(NoticeKind.BELOW_CUT_SHORT, text, rank=record.rank)
 
     def _restore_idle(self, regrouped_by: float) -> None:
-        """Whoever has nothing to transfer goes on from its own state as soon as it has regrouped: mostly all ranks but
-        a few, which saves a message to each of them and its answer."""
+        """A rank that has nothing to transfer goes on from its own state as soon as it has regrouped: mostly all ranks
+        but a few, which saves a message to each of them and its answer."""
         assert self._job.round is not None
         busy, limit = self._job.round.busy, self._job.config.timeouts.restore_s
         idle = [self._job.ranks[rank] for rank in self._job.round.ranks if rank not in busy]
@@ -311,7 +311,7 @@ class RecoverySteps:
             )
 
     def _recovered(self) -> None:
-        """What counts within one recovery begins anew with the next one."""
+        """Set back what is counted within one recovery."""
         self._job.retries, self._job.asked_again = 0, False
         self._job.failures.clear()
         for record in self._job.ranks.values():

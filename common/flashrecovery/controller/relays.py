@@ -17,18 +17,19 @@ from flashrecovery.controller.connections import AgentConnection
 from flashrecovery.controller.nodes import NodeRecord
 
 _AGAIN_S = 60.0
-"""Who has not been able to go through a relay, or has lost it, is not told again before this time."""
+"""An agent that could not go through a relay, or has lost it, is not told to again for so many seconds."""
 _MOVING_S = 2.0
-"""From the word to the new connection, while the end of the old one means nothing."""
+"""Seconds that a moving agent has from being told to its new connection; meanwhile the end of the old one means
+nothing."""
 _AT_ONCE = 50
 """Agents that are told at one moment."""
 _LOOK_AGAIN_S = 0.5
-"""When there is nobody to be told now."""
+"""Seconds to the next look when no agent is to be told now."""
 
 
 class Relays:
-    """One for the job. ``direct``: how many agents may speak to the controller themselves, ``own``: the node of this
-    process, if it has an agent. Times are CLOCK_MONOTONIC seconds."""
+    """The relays of one job. ``direct``: how many agents may speak to the controller themselves, ``own``: the node of
+    this process, if it has an agent. Times are CLOCK_MONOTONIC seconds."""
 
     def __init__(self, direct: int, own: str = "") -> None:
         self._direct = direct
@@ -37,7 +38,7 @@ class Relays:
         self._look_at = float("-inf")
 
     def is_moving(self, connection: AgentConnection, now: float) -> bool:
-        """Whether it ends because its agent was told to come another way."""
+        """Whether ``connection`` ends because its agent was told to come another way."""
         relay, at = self._told.get(connection.node, ("", float("-inf")))
         return now - at < _MOVING_S and connection.via != relay
 
@@ -74,8 +75,8 @@ class Relays:
         return found
 
     def _stay(self, straight: Iterable[str], carried: Mapping[str, int], nodes: Mapping[str, NodeRecord]) -> list[str]:
-        """Who goes on speaking for itself: this process's own agent, those that carry others, and then, so that a relay
-        is near everybody, the first of each failure domain, the second of each, and so on."""
+        """The agents that go on speaking for themselves: this process's own, those that carry others, and then, so that
+        every agent has a relay nearby, the first of each failure domain, the second of each, and so on."""
         of_domain: Counter[str] = Counter()
         places: list[tuple[bool, bool, int, int, str]] = []
         for node in straight:

@@ -84,7 +84,8 @@ class RestoreRound:
         return wrong
 
     def retry(self, wrong: list[tuple[str, int]]) -> RestoreRound:
-        """The same version again, for the wrong shards only, from other sources. Raises if one has none left."""
+        """The round for the same version once more, for the wrong shards only, from other sources. Raises if one has
+        none left."""
         excluded = self.excluded | frozenset(wrong)
         shards = {shard for shard, _ in wrong}
         dests = {(t.dest, t.shard) for t in self.plan.transfers if t.shard in shards}
@@ -108,7 +109,8 @@ class Decision:
 
 
 def decide(records: Mapping[int, RankRecord], checkpoint: tuple[int, str] | None) -> Decision:
-    """Which version, from whom? Raises JobFailedError if neither a cut nor a checkpoint exists."""
+    """Which version all ranks go to, and from whom they get it. Raises JobFailedError if neither a cut nor a checkpoint
+    exists."""
     forgotten = _forget_early(records.values())
     cut = _plain_cut(records) or _any_cut(records)
     if isinstance(cut, NoCut):
@@ -139,8 +141,8 @@ def _forget_early(records: Collection[RankRecord]) -> str:
 
 
 def _sources(records: Iterable[RankRecord], version: int, lacking: Mapping[str, int]) -> Iterator[Holding]:
-    """Who has what is ``lacking``, a number of ranks by shard, at this version. Where thousands hold the same, no more
-    of them are written down than can make a difference."""
+    """The ranks that have what is ``lacking`` (a number of ranks by shard) at this version. Where thousands hold the
+    same, no more of them are written down than can make a difference."""
     wanted = {shard: 2 * ranks + _SPARE_SOURCES for shard, ranks in lacking.items()}
     of_any, short = lacking.keys(), set(lacking)
     for record in records:

@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 
 _TICK_S = 0.05
 _GRACE_S = 1.0
-"""For the connections to end by themselves."""
+"""Seconds that the connections have to end by themselves."""
 _HEALTH_S = 1.0
-"""How often the ranks' health is wanted, for whoever looks."""
+"""How often the ranks' health is wanted, for status and metrics."""
 _HEALTH_SELDOM_S = 5.0
-"""In a recovery of a job of more than so many nodes, where the controller has enough to do:"""
+"""The same in a recovery of a job of more than :data:`_MANY_NODES` nodes, where the controller has enough to do."""
 _MANY_NODES = 100
 
 log = logging.getLogger("flashrecovery")
@@ -110,7 +110,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         )
 
     def take_over(self, why: str) -> None:
-        """This controller is not the job's first one, which has been lost."""
+        """Begin as the successor of a controller that has been lost."""
         self._record(ev.Notice(generation=0, kind=NoticeKind.CONTROLLER_ELECTED, text=why))
         self.machine.takeover.inherit(time.monotonic())
 
@@ -273,7 +273,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._own_heartbeats.tick(now, self.machine.takeover.gathering)
 
     def _look_for_the_silent(self, lease_now: float, now: float) -> None:
-        """Who is lost?"""
+        """Act on nodes that are not heard: have others asked, or declare a node dead."""
         for found in self._liveness.check(lease_now):
             if isinstance(found, Ask):
                 probe = pb.Probe(

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 _REGISTER_S = 10.0
 """A connection that has not said who it is by then is closed."""
 _FRAMES = 200
-"""In one message of a relay's stream, so that none becomes too large."""
+"""The most frames in one message of a relay's stream, so that none becomes too large."""
 
 
 class SessionEvents(Protocol):
-    """Who the agents speak to: the controller's service."""
+    """What the sessions tell the controller's service."""
 
     def greet(self, connection: AgentConnection) -> pb.Command:
         """The first word on a new connection of a node that belongs to the job."""
@@ -49,7 +49,7 @@ class SessionEvents(Protocol):
 
 
 class Sessions:
-    """All of them. ``settings``: the controller's own, by key, which every agent must have alike."""
+    """The sessions of all agents. ``settings``: the controller's own, by key, which every agent must have alike."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class Sessions:
             trunk.end()
 
     def cut(self, relay: str) -> None:
-        """This node carries nobody any more: it is lost, or has another stream."""
+        """The node is lost, or has another stream: those that it has carried are not connected any more."""
         trunk = self._trunks.pop(relay, None)
         if trunk is not None:
             trunk.end()
@@ -190,7 +190,7 @@ class Sessions:
         self._listener.deliver(message, node)
 
     def close(self, connection: AgentConnection, *, blameless: bool = False) -> None:
-        """It has ended; ``blameless``: not because of its agent, which is to be heard from elsewhere."""
+        """``connection`` has ended; ``blameless``: not because of its agent, which comes another way."""
         node = connection.node
         ended = self._agents.ended(connection, blameless=blameless)
         if ended and not blameless and not self._relays.is_moving(connection, time.monotonic()):
@@ -235,7 +235,7 @@ class Trunk:
         found.link.attach(lambda command: self._put(line, found, command))
 
     def _put(self, line: int, connection: AgentConnection | None, what: pb.Command | Refusal | None) -> None:
-        """``what`` None: the end of the line."""
+        """Queue ``what`` for the connection on a line; None ends the line."""
         if self._over or (connection is not None and self._lines.get(line) is not connection):
             return  # the link keeps what has to arrive
         self._waiting.append((line, connection, what))
@@ -264,7 +264,7 @@ class Trunk:
             self._sessions.close(connection)
 
     def end(self) -> None:
-        """Nobody is carried any more; whom it has carried comes another way."""
+        """No session is carried any more; the agents that it has carried connect in another way."""
         self._over = True
         self._wake.set()
         lines, self._lines = self._lines, {}

@@ -19,7 +19,7 @@ HOW_TO_PROTECT = (
     "timeouts.startup_s"
 )
 _SAID = 3
-"""Of so many nodes it is said that they run something else; the others mostly do so, too."""
+"""The number of nodes that are named if they run something else; where there are more, most of them do."""
 
 
 class Starting:

@@ -14,8 +14,8 @@ _CHEAP_S = 0.005
 
 
 class StatusBoard:
-    """For whoever asks. In a very large job everybody gets the same one for so long that all the looking takes a tenth
-    of a core at most."""
+    """Answers requests for the job's status. In a very large job, requests that come close together get the same
+    answer, so that answering takes a tenth of a core at most."""
 
     def __init__(self, machine: Machine, liveness: Liveness, run_dir: str) -> None:
         self._machine, self._liveness, self._run_dir = machine, liveness, run_dir
@@ -23,7 +23,7 @@ class StatusBoard:
         self._newest, self._until = pb.JobStatus(), 0.0
 
     def look(self, standbys: tuple[int, int]) -> pb.JobStatus:
-        """``standbys`` as for :func:`job_status`. Not to be changed."""
+        """The status now, which the caller must not change. ``standbys`` as for :func:`job_status`."""
         now = time.monotonic()
         if now >= self._until:
             status = job_status(self._machine, self._liveness, standbys, now, lease_clock())
@@ -36,8 +36,8 @@ class StatusBoard:
 def job_status(
     machine: Machine, liveness: Liveness, standbys: tuple[int, int], now: float, lease_now: float
 ) -> pb.JobStatus:
-    """``standbys``: (ready, starting) of all nodes. ``now``: CLOCK_MONOTONIC seconds, ``lease_now``: those of
-    ``liveness``."""
+    """The status of the whole job. ``standbys``: (ready, starting) of all nodes. ``now``: CLOCK_MONOTONIC seconds,
+    ``lease_now``: those of ``liveness``."""
     ready, starting = standbys
     return pb.JobStatus(
         state=machine.job.state.value,

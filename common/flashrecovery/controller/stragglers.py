@@ -1,4 +1,4 @@
-"""Slow ranks. Nothing is done about them but to say so.
+"""Slow ranks: they are reported, and nothing else is done about them.
 
 Ranks that synchronise take equally long for a step; a slow one has more work of its own in it, and the others more
 waiting. A rank is slow if each of its last steps (the worker reports their least) had ``FACTOR`` times the median of
@@ -31,7 +31,8 @@ class OwnWork:
 
 
 def usual_of(paces: Collection[OwnWork]) -> float:
-    """The median; of two middle ranks the faster one, so that one of two ranks can be slow. 0 if too few are known."""
+    """The usual own work: the median; of two middle ranks the faster one, so that one of two ranks can be slow. 0 if
+    too few are known."""
     known = [p.own_s for p in paces if p.least_s > 0]
     return statistics.median_low(known) if len(known) > 1 and 2 * len(known) > len(paces) else 0.0
 
@@ -49,7 +50,7 @@ class Stragglers:
         self._next_at = 0.0
 
     def forget(self) -> None:
-        """The job is not in its loop; its steps are counted anew."""
+        """The job is not in its loop; its steps are counted from zero again."""
         self.slow = frozenset()
 
     def due(self, now: float) -> bool:

@@ -21,7 +21,7 @@ log = logging.getLogger("flashrecovery")
 
 
 class TablePublisher:
-    """One for the job."""
+    """Publishes the rank table of one job."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
@@ -54,7 +54,7 @@ class TablePublisher:
             log.error("the rank table of generation %d cannot be written: %s", action.generation, e)
 
     def _rows_of(self, entries: Sequence[pb.RankEntry]) -> list[dict[str, Any]]:
-        """Made anew only for entries that are not in the file yet: this thread's work holds up the controller's."""
+        """Made again only for entries that are not in the file yet: this thread's work holds up the controller's."""
         before = self._rows if len(self._rows) == len(entries) else [(None, {})] * len(entries)
         pairs = zip(entries, before, strict=True)
         self._rows = [(entry, known if entry is of else row(entry)) for entry, (of, known) in pairs]

@@ -161,7 +161,8 @@ class TakeOver:
         self._steps.enter("controller", now, missing)
 
     def _settle_found(self, now: float) -> None:
-        """Give the ranks that nobody has come with a node. Who has died meanwhile is filled again where it was."""
+        """Give a node to the ranks with which no agent has come. A rank that has died meanwhile is filled where it
+        was."""
         homeless = self._staffing.homeless()
         if homeless:
             self._staffing.settle(homeless, now)

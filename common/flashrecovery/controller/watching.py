@@ -25,7 +25,8 @@ class HangWatch:
         self._lookout.answered(node, message)
 
     def find_hung(self, now: float) -> Verdict | None:
-        """Who or what hangs. Asks the agents if ranks stand still."""
+        """The verdict on ranks that hang, None if there is none now. Asks the agents for reports if ranks stand
+        still."""
         if self._job.state is not State.RUNNING:
             self._lookout.forget()
             return None

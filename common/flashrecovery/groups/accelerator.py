@@ -29,7 +29,7 @@ class Accelerator(Protocol):
         device fails."""
 
     def free_bytes(self) -> int:
-        """Of the current device's memory, what neither this process nor another one has taken from the driver."""
+        """Bytes of the current device's memory that neither this process nor another one has taken from the driver."""
 
     def empty_cache(self) -> None:
         """Give what is free in torch's allocator back to the driver."""

@@ -1,4 +1,4 @@
-"""Connects groups on a thread of its own, so that whoever waits for it can be told to stop.
+"""Connects groups on a thread of its own, so that the thread that waits for them can be told to stop.
 
 Connecting blocks until every peer takes part; a peer that dies meanwhile would block it until a time-out.
 """
@@ -67,7 +67,8 @@ class Builder(threading.Thread):
         STATE.changed.set()
 
     def wait(self, epoch: int) -> None:
-        """Until it has finished, the deadline has passed, or ``STATE.abandonments`` is no longer ``epoch``."""
+        """Wait until the thread has finished, the deadline has passed, or ``STATE.abandonments`` is no longer
+        ``epoch``."""
         while not self.finished and STATE.abandonments == epoch and time.monotonic() < self._deadline:
             STATE.changed.wait(timeout=_LOOK_S)
             STATE.changed.clear()

@@ -1,6 +1,6 @@
 """Interrupting communication, and exchanging what is inside the groups.
 
-The order in a recovery: :func:`abandon` (control thread; frees whoever is blocked), the training thread unwinds,
+The order in a recovery: :func:`abandon` (control thread; frees blocked threads), the training thread unwinds,
 :func:`drain` (nothing can touch a tensor any more), :func:`detach_all` (local stand-ins, so that half-finished
 framework state can be reset), :func:`attach` (connected again, under a new generation).
 """

@@ -95,7 +95,7 @@ def loaded() -> Any | None:
 
 
 def load(extension: Extension) -> ModuleType:
-    """The extension, compiled first if needed; each call loads it anew. Raises BuildError."""
+    """The extension, compiled first if needed; each call loads it again. Raises BuildError."""
     return _load(build(extension=extension), extension.module)
 
 

@@ -12,8 +12,8 @@ _LOOPBACK = "127.0.0.1"
 
 
 def own_address(native: Any) -> str:
-    """Of the first interface in ``GLOO_SOCKET_IFNAME`` (agents set it), else the host name's if that is this host's,
-    else the loopback address: enough for one node.
+    """The address at which this rank listens: of the first interface in ``GLOO_SOCKET_IFNAME`` (agents set it), else
+    the host name's if that is this host's, else the loopback address, which is enough for one node.
 
     Raises OSError if that interface has no address.
     """

@@ -7,7 +7,7 @@ from flashrecovery.groups.native_build import native
 
 
 class PacedNetwork:
-    """Of this process; one copy at a time.
+    """The network side of this process's copies, one copy at a time.
 
     Attributes:
         first_tag: messages with this tag and with greater ones are held back.
@@ -25,9 +25,9 @@ class PacedNetwork:
         self._native.pace_begin(nbytes, window_s, rate)
 
     def hurry(self) -> None:
-        """It is needed now: nothing is held back."""
+        """The copy is needed now: nothing is held back."""
         self._native.pace_hurry()
 
     def held_s(self) -> float:
-        """For how many seconds the last copy has been held back; the sum over its streams."""
+        """Seconds for which the last copy has been held back; the sum over its streams."""
         return float(self._native.pace_held_s())

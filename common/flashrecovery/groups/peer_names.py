@@ -21,14 +21,14 @@ from flashrecovery.groups.torch_private import TCPStore
 log = logging.getLogger("flashrecovery")
 
 _NSCOUNT = 16
-"""Where glibc's ``struct __res_state`` has the number of name servers, as <resolv.h> says: after two ints, an unsigned
-long, on 64-bit machines."""
+"""The offset of the number of name servers in glibc's ``struct __res_state``, as <resolv.h> says: after two ints and an
+unsigned long, on 64-bit machines."""
 _MOST_SERVERS = 3
 _LIMIT = timedelta(seconds=5)
 
 
 def stop_asking() -> None:
-    """From now on, torch logs addresses in place of names in this process. Takes milliseconds."""
+    """From now on, torch logs addresses in place of names in this process. The call takes milliseconds."""
     with without_names():
         try:
             TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_LIMIT)

@@ -29,7 +29,8 @@ _SWITCH = "Switch it off, or recovery."
 
 
 def refuse(operations: Callable[[], int]) -> None:
-    """From now on, in this process; to be called once. ``operations``: how many the script has made so far."""
+    """Refuse unsupported communication in this process from now on; to be called once. ``operations``: how many the
+    script has made so far."""
     if dist.is_available():
         _symmetric_memory(torch._C._distributed_c10d._SymmetricMemory)
     import_hooks.install(

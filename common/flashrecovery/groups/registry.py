@@ -325,8 +325,9 @@ def _connect(module: Any, request: GroupRequest, store: Store) -> Inners:
 
 
 def _place(module: Any, request: GroupRequest, store: Store) -> Callable[[], Store]:
-    """Where a new group connects: under the default group's ``store``, or if there are several on its own server. After
-    a recovery where the other groups are, for the default group's store may have been lost."""
+    """The store and the address by which a new group connects: under the default group's ``store``, or, if there are
+    several servers, on its own one. After a recovery it is where the other groups are, for the default group's store
+    may have been lost."""
     with STATE.lock:
         if STATE.spread is None:
             STATE.spread = start_stores(module, STATE.world)
@@ -348,7 +349,7 @@ def _created(request: GroupRequest, pg: Any) -> None:
 
 
 def _wrap_store(store: Store) -> Store:
-    """The same store, with waits that can be given up, and under a prefix of this start of the script."""
+    """``store`` with waits that can be given up, under a prefix of this start of the script."""
     if any(store is known for known in STATE.stores):
         return store
     # The store outlives a start from the first line; torch 2.13 itself does not keep the attempts' keys apart.

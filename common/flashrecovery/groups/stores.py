@@ -26,7 +26,7 @@ _PROBE = ["flashrecovery/there?"]
 
 
 class StoreSource(Protocol):
-    """Where stores come from."""
+    """Where groups get their stores from."""
 
     @property
     def servers(self) -> int:
@@ -52,7 +52,7 @@ class OneStore:
 
 @dataclass
 class _Clients:
-    """This process's connections, by server."""
+    """This process's connections to TCPStores, by server."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     made: dict[Address, Store] = field(default_factory=dict)

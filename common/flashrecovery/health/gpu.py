@@ -26,7 +26,7 @@ class TemperatureLimits:
 
 @dataclass(frozen=True)
 class NvLink:
-    """One NVLink: is it up, how often was it trained anew, how many CRC errors and replays has it had?"""
+    """One NVLink: is it up, how often was it trained again, how many CRC errors and replays has it had?"""
 
     number: int
     up: bool
@@ -56,7 +56,7 @@ class GpuReading:
 
 @dataclass(frozen=True)
 class Gpu:
-    """Which GPU: the local rank that uses it, NVML's index of it, and its UUID ("" if it was lost before it said)."""
+    """One GPU: the local rank that uses it, NVML's index of it, and its UUID ("" if it was lost before it said)."""
 
     device: int
     index: int
@@ -132,7 +132,7 @@ def _links(start: GpuReading, before: GpuReading, now: GpuReading) -> Iterator[_
         recoveries = _increase(last[link.number].recoveries, link.recoveries)
         if recoveries:
             code = f"nvlink_{link.number}_recovery"
-            yield Severity.WARNING, code, f"{name} had to be trained anew", f"{recoveries} time(s)"
+            yield Severity.WARNING, code, f"{name} had to be trained again", f"{recoveries} time(s)"
         errors = _increase(last[link.number].errors, link.errors)
         if errors >= LINK_ERRORS:
             code = f"nvlink_{link.number}_errors"
@@ -140,7 +140,7 @@ def _links(start: GpuReading, before: GpuReading, now: GpuReading) -> Iterator[_
 
 
 def _increase(before: int | None, now: int | None) -> int:
-    """0 also if one of them is not known, or if the counter has begun anew."""
+    """0 also if one of them is not known, or if the counter has begun again."""
     return max(0, now - before) if before is not None and now is not None else 0
 
 

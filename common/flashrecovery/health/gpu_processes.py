@@ -14,7 +14,7 @@ from flashrecovery.health.nvidia import open_nvml, uuid_of
 
 
 class GpuProcesses:
-    """Of the GPUs that local ranks use."""
+    """The processes on the GPUs that local ranks use."""
 
     def __init__(self, nvml: Any, indices: list[int]) -> None:
         self._nvml = nvml

@@ -55,7 +55,8 @@ class HostPlugin:
         )
 
     def _oom_kills(self) -> list[tuple[str, int]]:
-        """Of the machine, and of the control group of this process (version 2, and the memory controller of 1)."""
+        """Processes that the kernel has killed for want of memory: on the machine, and in this process's control group
+        (version 2, and the memory controller of version 1)."""
         files = [("vmstat", self._proc / "vmstat")]
         for line in _text(self._proc / "self" / "cgroup").splitlines():
             _, controllers, group = line.split(":", 2)

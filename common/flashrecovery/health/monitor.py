@@ -24,7 +24,7 @@ MAX_ERRORS = 5
 
 
 class Reported:
-    """Which findings of one plugin have been told. A finding is told once, until it is gone.
+    """Remembers which findings of one plugin have been told. A finding is told once, until it is gone.
 
     A fatal one is gone at the first look without it: the next may hit the replacement. A warning has to stay away for
     ``quiet_s``, for pressure and temperatures go up and down.
@@ -35,7 +35,7 @@ class Reported:
         self._seen: dict[tuple[object, ...], float] = {}
 
     def fresh(self, findings: Sequence[HealthFinding], now: float) -> list[HealthFinding]:
-        """Those of ``findings`` (all that there are at ``now``, seconds) that have to be told."""
+        """The findings that have to be told, of all that there are at ``now`` (seconds)."""
         present = {f.key: f for f in findings}
         new = [f for key, f in present.items() if key not in self._seen]
         away = {key: seen for key, seen in self._seen.items() if key not in present}

@@ -44,13 +44,13 @@ _COMPLAIN_S = 60.0
 _ON_ITS_WAY_S = 2.0
 """A heartbeat of a connection that has ended is not worth a word for so long."""
 _GRACE = 1.6
-"""In heartbeat periods: an agent that was heard within this time is heard by datagram."""
+"""In heartbeat periods: an agent counts as heard by datagram if one came within this time."""
 
 log = logging.getLogger("flashrecovery")
 
 
 class Hearer(Protocol):
-    """What becomes of the heartbeats: the controller."""
+    """What the receiver tells of the heartbeats; the controller is one."""
 
     def hears(self, node: str, now: float, echo: float) -> bool:
         """A sign of life, which brings back the time of an answer, ``echo`` (0.0: of none); False if the node belongs
@@ -71,7 +71,7 @@ class Hearer(Protocol):
 
 @dataclass(slots=True)
 class _Agent:
-    """One connection."""
+    """One agent's connection."""
 
     node: str
     ticket: int
@@ -132,7 +132,7 @@ class HeartbeatReceiver:
         return pb.ControllerHeartbeat(port=self._port, ticket=ticket, salt=salt)
 
     def forget(self, node: str) -> None:
-        """Its connection has ended, and with it the invitation."""
+        """The node's connection has ended, and with it the invitation."""
         agent = self._by_node.pop(node, None)
         if agent is None:
             return
@@ -148,7 +148,7 @@ class HeartbeatReceiver:
         return agent is not None and agent.answered and now - agent.heard_at < _GRACE * self.period_s
 
     def look(self) -> None:
-        """Take what has arrived. Called when there is something, and in between by whoever keeps the loop busy."""
+        """Take what has arrived. Called when there is something, and in between by code that keeps the loop busy."""
         if self._socket is None:
             return
         receive = self._socket.recvfrom

@@ -41,7 +41,7 @@ _THROUGH_S = 0.2
 _STUCK_S = 5.0
 """Datagrams get through, but the stream does not move: it is dead without a word, and a new one is needed."""
 _STUCK_CARRIED_S = 1.0
-"""The same where another agent carries it, and there is a better way."""
+"""The same for a stream that another agent carries: there a direct one is the better way."""
 _BUSY_S = 0.5
 """Between two answers, of which no more than this counts: the controller itself has been busy."""
 _REMEMBERED = 64
@@ -50,8 +50,8 @@ log = logging.getLogger("flashrecovery")
 
 
 class HeartbeatSender(asyncio.DatagramProtocol):
-    """For one agent. ``heard``: called with the time (:func:`.lease_clock`) at which the controller lived for certain;
-    ``stuck``: when the stream needs to be made anew."""
+    """Sends one agent's heartbeats. ``heard``: called with the time (:func:`.lease_clock`) at which the controller
+    lived for certain; ``stuck``: called when the stream has to be replaced by a new one."""
 
     def __init__(self, token: str, heard: Callable[[float], None], stuck: Callable[[], None]) -> None:
         self._token = token

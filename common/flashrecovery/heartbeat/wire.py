@@ -111,7 +111,8 @@ class DatagramSeal:
 
 
 def ticket_of(datagram: bytes) -> int | None:
-    """Which connection it says it is of; None if it cannot be a datagram of ours. Nothing has been checked yet."""
+    """The connection to which a datagram says it belongs; None if it cannot be a datagram of ours. Nothing is checked
+    yet."""
     if not _SHORTEST <= len(datagram) <= LIMIT or not datagram.startswith(MAGIC):
         return None
     ticket: int = _TICKET.unpack_from(datagram)[0]

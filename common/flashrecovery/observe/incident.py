@@ -1,4 +1,5 @@
-"""One fold of the job's events: what belongs to one recovery. Report, metrics, page and traces are made of it.
+"""Finds what of the job's events belongs to one recovery, in one place: report, metrics, page and traces are made from
+it.
 
 An *incident* begins with the first failure and ends with the recovery, or with the job. Failures before the first step
 are answered by a new start of all ranks, not by a recovery, so they begin none. A further failure in the middle of a
@@ -29,7 +30,7 @@ class Incident:
 
     @property
     def finished(self) -> ev.RecoveryFinished | None:
-        """Its end, if that is a recovery."""
+        """The recovery's end event, None if it has not ended."""
         return self.end if isinstance(self.end, ev.RecoveryFinished) else None
 
     @property
@@ -76,12 +77,12 @@ class Incident:
 
     @property
     def resume_step(self) -> int:
-        """From which step it goes on; -1: it does not, or not yet."""
+        """The step at which the job goes on; -1: it does not, or not yet."""
         return self.finished.resume_step if self.finished is not None else -1
 
     @property
     def bytes(self) -> int:
-        """That were transferred."""
+        """Bytes that were transferred."""
         return self.finished.bytes if self.finished is not None else 0
 
     def _starts(self) -> Iterator[ev.RecoveryStarted]:

@@ -7,7 +7,7 @@ import json
 
 _MESSAGE_BYTES = ("grpc.max_receive_message_length", 256 << 20)
 _ANSWER_BYTES = 4096
-"""Of who listens, as long as it has not proven who it is."""
+"""The largest message that is taken from a listener that has not proven itself yet."""
 _HELLO = {"name": [{"service": "flashrecovery.v1.Entrance"}], "maxResponseMessageBytes": _ANSWER_BYTES}
 
 # Agents and controller are inside the cluster; an http_proxy is for the world outside.

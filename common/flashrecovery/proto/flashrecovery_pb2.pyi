@@ -102,7 +102,7 @@ class AgentMessage(_message.Message):
     age_base: _builtins.float
     """sender's CLOCK_MONOTONIC seconds when it was sent: times in the body count from it"""
     sent_at: _builtins.float
-    """Who receives something knows how old it is at the most only if it carries an echo of the receiver's own clock:
+    """A receiver knows how old a message is at most only if the message carries an echo of the receiver's own clock:
     sender's CLOCK_MONOTONIC seconds when it went out, opaque to the receiver
     """
     echo: _builtins.float
@@ -241,7 +241,7 @@ class Register(_message.Message):
     """of its Peer service"""
     incarnation: _builtins.str
     generation: _builtins.int
-    """For a controller that does not know the job yet, because it has been started anew:"""
+    """For a controller that does not know the job yet, because it has been started while the job runs:"""
     attempt: _builtins.int
     stride: _builtins.int
     suspect: _builtins.str
@@ -617,7 +617,7 @@ Global___HangReport: _TypeAlias = HangReport  # noqa: Y015
 
 @_typing.final
 class Operation(_message.Message):
-    """peer: global rank; -1: a collective; -2: nobody can say. number, certain: see groups.OpInfo."""
+    """peer: global rank; -1: a collective; -2: not known. number, certain: see groups.OpInfo."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -854,7 +854,7 @@ Global___Failure: _TypeAlias = Failure  # noqa: Y015
 
 @_typing.final
 class Exited(_message.Message):
-    """With code 0."""
+    """The process has ended with code 0."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1733,7 +1733,7 @@ Global___ControllerHeartbeat: _TypeAlias = ControllerHeartbeat  # noqa: Y015
 
 @_typing.final
 class Electors(_message.Message):
-    """Who elects the next controller when this one is lost with its node; none: nobody does."""
+    """The electors of the next controller, if this one is lost with its node; none: there is no election."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1823,7 +1823,7 @@ Global___Probe: _TypeAlias = Probe  # noqa: Y015
 
 @_typing.final
 class Fence(_message.Message):
-    """This node was declared dead and its ranks were given away: end its workers, then register anew."""
+    """This node was declared dead and its ranks were given away: end its workers, then register again."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class EntranceStub:
-    """Of controllers and agents alike: who listens proves that it knows the job's token, before it is asked anything else.
-    Every other call carries a ticket, and its messages are sealed (flashrecovery/handshake.py, sealed.py). The challenge is
-    no message but metadata (flashrecovery-challenge-bin), so that of whoever calls no message has to be received.
+    """Served by controllers and agents alike: the listener proves that it knows the job's token, before it is asked anything
+    else. Every other call carries a ticket, and its messages are sealed (flashrecovery/handshake.py, sealed.py). The
+    challenge travels as metadata (flashrecovery-challenge-bin), so that no message of an unknown caller has to be received.
     """
 
     def __init__(self, channel):
@@ -45,9 +45,9 @@ class EntranceStub:
 
 
 class EntranceServicer:
-    """Of controllers and agents alike: who listens proves that it knows the job's token, before it is asked anything else.
-    Every other call carries a ticket, and its messages are sealed (flashrecovery/handshake.py, sealed.py). The challenge is
-    no message but metadata (flashrecovery-challenge-bin), so that of whoever calls no message has to be received.
+    """Served by controllers and agents alike: the listener proves that it knows the job's token, before it is asked anything
+    else. Every other call carries a ticket, and its messages are sealed (flashrecovery/handshake.py, sealed.py). The
+    challenge travels as metadata (flashrecovery-challenge-bin), so that no message of an unknown caller has to be received.
     """
 
     def Hello(self, request, context):
@@ -73,9 +73,9 @@ def add_EntranceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Entrance:
-    """Of controllers and agents alike: who listens proves that it knows the job's token, before it is asked anything else.
-    Every other call carries a ticket, and its messages are sealed (flashrecovery/handshake.py, sealed.py). The challenge is
-    no message but metadata (flashrecovery-challenge-bin), so that of whoever calls no message has to be received.
+    """Served by controllers and agents alike: the listener proves that it knows the job's token, before it is asked anything
+    else. Every other call carries a ticket, and its messages are sealed (flashrecovery/handshake.py, sealed.py). The
+    challenge travels as metadata (flashrecovery-challenge-bin), so that no message of an unknown caller has to be received.
     """
 
     @staticmethod

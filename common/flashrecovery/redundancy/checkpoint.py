@@ -1,11 +1,11 @@
 """The last resort: everything on disk, seldom, asynchronously, with torch.distributed.checkpoint (DCP).
 
-Saving needs no collective, so a failure in the middle cannot hang it and it cannot hang a recovery. Some
-place announces a version (see :mod:`.interval`); every rank that commits it copies its part to host memory
+Saving needs no collective, so a failure in the middle cannot hang it and it cannot hang a recovery. Some place
+announces a version (see :mod:`flashrecovery.plan.interval`); every rank that commits it copies its part to host memory
 (``k0``, the only time training is held up) and writes it in the background as a DCP checkpoint of its own,
-``.pending-<version>.<generation>/ part-<rank>/``. Whoever finds all parts durable joins their metadata,
-renames the directory to ``step-<version>`` and points ``latest`` at it; both are atomic, so a half-written
-checkpoint is never found. Only the newest ``keep`` stay.
+``.pending-<version>.<generation>/ part-<rank>/``. The rank that finds all parts durable joins their metadata, renames
+the directory to ``step-<version>`` and points ``latest`` at it; both are atomic, so a half-written checkpoint is never
+found. Only the newest ``keep`` stay.
 
 The published directory is one ordinary DCP checkpoint. Keys: ``rank<r>/<shard>/<tensor>`` for what only rank
 r holds, ``shared/<shard>/<tensor>`` for replicated shards, written once by one of their holders (spread over
@@ -110,7 +110,7 @@ class CheckpointFallback:
 
     def announce(self, version: int) -> None:
         """Take a checkpoint when ``version`` is committed. Any thread. Too late is harmless: see
-        :mod:`.interval`.
+        :mod:`flashrecovery.plan.interval`.
         """
         self._announced = version
 
@@ -290,8 +290,8 @@ def load(
 
 
 def other_layout(path: Path, form: CheckpointFormat) -> str:
-    """In words, the layout of the ranks that wrote a checkpoint, if it is another one than ``form`` has now and can
-    load; else "". The same on all ranks. Raises RestoreError if it cannot be read."""
+    """In words, the layout of the ranks that wrote a checkpoint, if ``form`` has another one now and can load it; else
+    "". It is the same on all ranks. Raises RestoreError if it cannot be read."""
     mine = form.layout()
     if not mine:
         return ""

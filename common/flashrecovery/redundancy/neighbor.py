@@ -5,7 +5,7 @@ there sent to the neighbour, while the next forward pass runs; at the same time 
 arrive. Both sides keep two versions, so that a copy that is cut off halfway is never the only one.
 
 Why every rank may go on when its *own* exchange is complete: ``wait`` comes before this rank's last
-contribution to the gradient synchronisation. Whoever leaves that synchronisation knows that every rank has
+contribution to the gradient synchronisation. A rank that leaves that synchronisation knows that every rank has
 passed ``wait``, hence that all copies of version i have arrived, before anybody changes its state to i+1.
 Until then version i-1 is still held everywhere: by its owner (undo) and by the neighbour (other slot).
 
@@ -361,7 +361,7 @@ class NeighbourCopies:
         return [self._send(part, self._tag(i)) for i, part in enumerate(_parts(buffer))]
 
     def _tag(self, part: int) -> int:
-        """Of a message that holds tensors."""
+        """The tag of a message that holds tensors."""
         return _TAG if self._pacing is None else self._pacing.first_tag + part % STREAMS
 
     def _send(self, tensor: torch.Tensor, tag: int = _TAG) -> dist.Work | None:

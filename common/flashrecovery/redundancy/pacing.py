@@ -1,4 +1,4 @@
-"""What this rank's copies have shown of the time and the network that they have.
+"""How much time and network this rank's copies have, as the last copies have shown.
 
 :mod:`flashrecovery.plan.pacing` decides what follows from it.
 """
@@ -23,14 +23,15 @@ class Network(Protocol):
         """A copy begins, which nobody needs for ``window_s`` seconds; ``rate`` in bytes a second, 0 if not known."""
 
     def hurry(self) -> None:
-        """It is needed now."""
+        """The copy is needed now."""
 
     def held_s(self) -> float:
-        """For how many seconds the last copy has been held back; the sum over its streams."""
+        """Seconds for which the last copy has been held back; the sum over its streams."""
 
 
 class Pacing:
-    """Of one rank. ``committed`` and ``needed`` belong to the training thread, ``sending`` to the one that copies."""
+    """Decides how fast one rank's copies go. ``committed`` and ``needed`` belong to the training thread, ``sending`` to
+    the one that copies."""
 
     def __init__(self, network: Network, clock: Callable[[], float] = time.monotonic) -> None:
         self.first_tag = network.first_tag

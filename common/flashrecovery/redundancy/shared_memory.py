@@ -1,8 +1,8 @@
 """Host memory that another process of the same host can map, and that outlives the process that made it.
 
 A memfd has no name, so nothing can be left behind; another process opens it through ``/proc/<pid>/fd`` while its maker
-lives, and keeps it from then on. The first bytes say which version the content is, so that whoever maps the memory of
-a dead process knows whether that had begun to overwrite it.
+lives, and keeps it from then on. The first bytes say which version the content is, so that a process that maps the
+memory of a dead process knows whether that had begun to overwrite it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class SharedMemory:
 
     @property
     def version(self) -> int:
-        """Of the content; -1 while it is being overwritten."""
+        """The version of the content; -1 while it is being overwritten."""
         return self._word[0]
 
     @version.setter

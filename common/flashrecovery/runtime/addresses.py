@@ -54,7 +54,7 @@ def is_free(address: str, port: int) -> bool:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This host's address on the way to ``host``. Sends nothing. Raises ConfigError if there is no way."""
+    """This host's own address in the direction of ``host``. Sends nothing. Raises ConfigError if there is no way."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

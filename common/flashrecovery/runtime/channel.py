@@ -1,7 +1,7 @@
 """The worker's end of its connection to the agent: length-prefixed protobuf messages on an inherited socket pair.
 
 No gRPC here: a training process forks (data loaders), and gRPC's threads do not survive a fork. The socket pair has
-no name and no address, so nobody else can connect to it; when the agent dies, ``receive`` returns None.
+no name and no address, so no other process can connect to it; when the agent dies, ``receive`` returns None.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Notice the death of a process at once, without looking: a robust mutex in its page, held for life by its main thread.
+"""Notice the death of a process at once, without polling: a robust mutex in its page, held for life by its main thread.
 
-When a thread ends, however it ends, the kernel hands its robust mutexes to whoever waits for them, *before* it frees
-the process's memory. A big killed process stays visible to pidfd and to its sockets for 50 ms to 2 s after that moment.
-(``exit_mm_release`` comes before ``mmput`` in the kernel's ``do_exit``; "robust futexes" in its documentation.)
+When a thread ends, however it ends, the kernel hands its robust mutexes to the threads that wait for them, *before* it
+frees the process's memory. A big killed process stays visible to pidfd and to its sockets for 50 ms to 2 s after that
+moment. (``exit_mm_release`` comes before ``mmput`` in the kernel's ``do_exit``; "robust futexes" in its documentation.)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import time
 
 LIFELINE_OFFSET = 2048
-"""Where the mutex lies in the page's header."""
+"""The offset of the mutex in the page's header."""
 _HEADER = 4096
 _PROCESS_SHARED = _ROBUST = 1  # PTHREAD_PROCESS_SHARED, PTHREAD_MUTEX_ROBUST
 
@@ -34,7 +34,7 @@ class Lifeline:
         self._mutex = ctypes.c_void_p(ctypes.addressof(self._anchor))
 
     def make(self) -> None:
-        """In a new page, before anyone uses it."""
+        """Make the mutex in a new page, before any process uses it."""
         attributes = ctypes.create_string_buffer(64)  # pthread_mutexattr_t has 4 bytes on glibc
         _check(_libc.pthread_mutexattr_init(attributes))
         _check(_libc.pthread_mutexattr_setpshared(attributes, _PROCESS_SHARED))

@@ -44,7 +44,7 @@ class Link(Generic[Out, In]):
         self._put: Callable[[Out | None], None] = _nowhere
 
     def send(self, message: Out) -> None:
-        """For certain, in order."""
+        """Send ``message`` so that it arrives for certain, in order."""
         self._sent += 1
         message.sequence = self._sent
         self._unacknowledged.append(message)
@@ -112,4 +112,4 @@ class Link(Generic[Out, In]):
 
 
 def _nowhere(message: object) -> None:
-    """There has been no connection yet: what is to arrive for certain waits."""
+    """Takes messages while there has been no connection yet; those that are to arrive for certain wait in the link."""

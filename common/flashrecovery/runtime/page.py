@@ -5,7 +5,7 @@ state costs a few aligned 8-byte stores per step; no system call, no lock, nothi
 death the agent still has the page, and with it the dead rank's capsule: the rank-only state that no peer holds.
 
 Three capsules are kept. A rank in the backward pass of step i has published version i+1, while a slower rank may still
-be waiting for the last gradients of step i-1: whoever dies, the others may need version i-1, i or i+1 of it.
+be waiting for the last gradients of step i-1: whichever rank dies, the others may need version i-1, i or i+1 of it.
 
 A capsule is written to slot ``version % 3``: first the slot is invalidated, then data, length and digest are stored,
 then the version. A worker killed in between leaves a slot that does not verify, never a wrong one.
@@ -140,8 +140,8 @@ class Page:
     # -- lease ------------------------------------------------------------------------------------
 
     def lend(self, until: float) -> None:
-        """By the agent: no change of state may begin after this time (:func:`.lease_clock`; 0.0: whenever). It is
-        the worker that looks, so it holds also while the agent stands still."""
+        """Called by the agent: no change of state may begin after ``until`` (:func:`.lease_clock`; 0.0: no limit). The
+        worker itself looks at it, so it holds also while the agent stands still."""
         self._words[_LEASE_NS] = int(until * 1e9)
 
     @property
@@ -238,7 +238,7 @@ class Page:
         return sorted(v for v in stored if v >= 0 and self.read_capsule(v) is not None)
 
     def early_capsules(self) -> list[int]:
-        """Those of :meth:`capsule_versions` that are not final."""
+        """The versions among :meth:`capsule_versions` that are not final."""
         return [v for v in self.capsule_versions() if not self._words[_SLOT_WORDS[v % VERSIONS_KEPT] + 3]]
 
     # -- set-up log -------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ class CheckpointFormat(ABC):
     def capture(
         self, directory: Path, tag: str, copy: Callable[[torch.Tensor], torch.Tensor]
     ) -> Callable[[Path], None]:
-        """This rank's part of the live state, at a step boundary, without communication.
+        """Copies this rank's part of the live state, at a step boundary, without communication.
 
         Args:
             directory, tag: the checkpoint will be found in ``directory/tag``.

@@ -1,8 +1,8 @@
 """The end of a capsule: what this rank's shared objects were like when the capsule's version was complete.
 
-A capsule is sealed before its step is over, and mostly counts as it is: then only these bytes are written anew when the
-version is complete. A replacement is given its peers' objects; the witness of the dead rank says whether they are the
-ones that it had.
+A capsule is sealed before its step is over, and mostly counts as it is: then only these bytes are written again when
+the version is complete. A replacement is given its peers' objects; the witness of the dead rank says whether they are
+the ones that it had.
 """
 
 from __future__ import annotations

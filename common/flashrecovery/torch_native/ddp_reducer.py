@@ -149,7 +149,7 @@ def _adopt_layout(ddp: DistributedDataParallel, layout: BucketLayout, gradients:
 
 
 class _LocalGroup(dist.ProcessGroup):
-    """A group of this rank alone, known to nobody: what the Reducer reduces stays as it is."""
+    """A group of this rank alone, unknown to torch: what the Reducer reduces stays as it is."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]

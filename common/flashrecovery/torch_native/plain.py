@@ -1,5 +1,5 @@
 """A module without a data-parallel wrapper: the script synchronises gradients itself, or there is one rank; and modules
-that nobody trains, such as an average of the weights."""
+that are not trained, such as an average of the weights."""
 
 from __future__ import annotations
 

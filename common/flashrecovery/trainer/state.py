@@ -34,7 +34,7 @@ class StepResults:
         self.losses[index:] = [loss]
 
     def rewind(self, count: int, device: torch.device) -> None:
-        """The loop goes over the ``count`` micro-batches now. A skipped step has none: nobody looks at its losses."""
+        """The loop goes over the ``count`` micro-batches now. A skipped step has none: its losses are not used."""
         if len(self.losses) != count:
             self.losses = [torch.zeros((), device=device) for _ in range(count)]
             self.operations = [0.0] * count
@@ -103,7 +103,7 @@ class TrainerLoop:
     # -- parts ------------------------------------------------------------------------------------
 
     def _encoded_history(self, history: list[dict[str, Any]]) -> bytes:
-        """It only grows, and is long: encoded again when it has grown."""
+        """The log's history as bytes. It is long and only grows, so it is encoded again only when it has grown."""
         if self._history is None or self._history[:2] != (id(history), len(history)):
             self._history = (id(history), len(history), codec.dumps(history))
         return self._history[2]

@@ -48,7 +48,7 @@ class Counters:
         self._accelerator = accelerator
 
     def state_dict(self) -> dict[str, Any]:
-        """At a step's end. Raises RegistrationError in the middle of an accumulation."""
+        """The state at a step's end. Raises RegistrationError in the middle of an accumulation."""
         accelerator = self._accelerator
         if not accelerator.gradient_state.sync_gradients:
             raise RegistrationError(
@@ -82,7 +82,7 @@ def mark(loader: Any) -> tuple[bool, int]:
 
 
 def set_mark(loader: Any, value: tuple[bool, int]) -> None:
-    """Tell it again."""
+    """Tell the Accelerator again what a loader has told it about a batch."""
     loader.end_of_dataloader, loader.remainder = value
 
 
@@ -114,7 +114,8 @@ class PreparedLoader:
         self._agree()
 
     def _agree(self) -> None:
-        """Once what the shard does at the beginning of each epoch: afterwards the order goes on equally everywhere."""
+        """Do once, on all ranks, what the shard does at the beginning of each epoch: afterwards the order goes on
+        equally."""
         kinds = [str(getattr(kind, "value", kind)) for kind in self.shard.rng_types or ()]
         if [k for k in kinds if k != "generator"]:
             raise DataSourceError(

@@ -50,7 +50,7 @@ def check_equal(what: str, values: Mapping[str, Any], *, among: str = "") -> Non
 
 
 def differences(everybody: list[tuple[str, dict[str, str]]]) -> list[str]:
-    """In words, one a name. ``everybody``: each rank's ``among`` and texts by name."""
+    """In words, what differs, a line for each name. ``everybody``: each rank's ``among`` and texts by name."""
     found = []
     for among in dict.fromkeys(among for among, _ in everybody):
         members = {rank: texts for rank, (theirs, texts) in enumerate(everybody) if theirs == among}

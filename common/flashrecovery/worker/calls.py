@@ -39,16 +39,17 @@ class LoopState(Protocol):
     """State of the script's own loop that calls read and change."""
 
     def save(self) -> Any:
-        """A copy of it, as a call begins. It stays in this process."""
+        """A copy of the state as a call begins. It stays in this process."""
 
     def load(self, saved: Any) -> None:
         """Go back to what :meth:`save` gave, before a call that is made again."""
 
     def restored(self, saved: Any) -> None:
-        """In a replacement: what :meth:`save` gave in the dead process, at the version that it goes on from."""
+        """Called in a replacement with what :meth:`save` gave in the dead process, at the version from which it goes
+        on."""
 
     def resume(self) -> None:
-        """In a replacement: the last skipped call returns; adopt what :meth:`restored` has brought."""
+        """Called in a replacement when the last skipped call returns: adopt what :meth:`restored` has brought."""
 
 
 class LoopAdapter(Adapter):
@@ -64,7 +65,7 @@ class LoopAdapter(Adapter):
         self._hooks = hooks
 
     def sealed(self) -> None:
-        """What :meth:`LoopState.save` gives is what the loop has at the end of this call."""
+        """Called at the end of a call, when what :meth:`LoopState.save` gives is what the loop has."""
         assert self._hooks is not None
         self._hooks.sealed()
 
@@ -94,7 +95,7 @@ class _Call:
 
 
 class Calls:
-    """The calls of one process, in order. ``session``: of ``flashrecovery run``."""
+    """The calls of one process, in order. ``session``: the one of ``flashrecovery run``."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -7,7 +7,8 @@ from flashrecovery import groups
 
 
 class CollectiveWatch:
-    """Counts from certain moments of a step on. Each method is called at the moment that it is named after."""
+    """Counts collectives from certain moments of a step on. Each method is called at the moment after which it is
+    named."""
 
     def __init__(self) -> None:
         self._failures = self._raised = self._operations = self._stand_ins = 0
@@ -27,7 +28,7 @@ class CollectiveWatch:
 
     @property
     def failed(self) -> bool:
-        """One of this step has failed, or may have been aborted on the device: who has not waited there is not told."""
+        """A collective of this step has failed, or may have been aborted on the device: only who waits learns that."""
         return groups.failure_count() != self._failures or self.given_up
 
     @property
@@ -37,20 +38,20 @@ class CollectiveWatch:
 
     @property
     def raised(self) -> bool:
-        """One of this step has failed, and has said so to the script."""
+        """A collective of this step has failed, and has raised its error in the script."""
         return groups.raised_count() != self._raised
 
     @property
     def quiet(self) -> bool:
-        """There were none since the mutation began."""
+        """No collective was started since the mutation began."""
         return groups.operation_count() == self._operations
 
     @property
     def abandoned(self) -> bool:
-        """All that were under way have been given up since the mutation began."""
+        """The collectives under way have been given up since the mutation began."""
         return groups.abandonment_count() != self._abandonments
 
     @property
     def stood_in_for(self) -> bool:
-        """A stand-in has answered one since the commit."""
+        """A stand-in has answered a collective since the commit."""
         return groups.stand_in_count() != self._stand_ins

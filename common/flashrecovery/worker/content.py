@@ -40,7 +40,7 @@ _CODE = (
     weakref.ReferenceType,
     nn.Module,
 )
-"""Not content: what a batch may refer to, but nobody takes for its data."""
+"""Not content: what a batch may refer to, but does not count as its data."""
 _DEEPEST = 64
 """Containers in one another; whatever is below counts as one object."""
 
@@ -67,7 +67,7 @@ class Content:
         return Content(reader.digest.hexdigest(), tuple(reader.marks), reader.opaque)
 
     def still_in(self, batch: Any) -> bool:
-        """Whether ``batch`` contains the same as then. False also if that cannot be told."""
+        """Whether ``batch`` contains the same as it did then. False also if that cannot be told."""
         now = Content.of(batch)
         if self.opaque or self.digest != now.digest or len(self.marks) != len(now.marks):
             return False
@@ -185,7 +185,7 @@ class _Reader:
         self.digest.update(view if view.contiguous else view.tobytes())
 
     def _other(self, value: Any) -> None:
-        """An object of which only this process can say whether it has changed, and that by its pickled form."""
+        """Read an object of which only this process can say whether it has changed, by its pickled form."""
         self._say(type(value).__qualname__)
         try:
             self.marks.append(xxhash.xxh3_128_digest(pickle.dumps(value)))

@@ -129,7 +129,7 @@ class Control:
             time.sleep(0.001)
 
     def _interrupt_modules(self) -> None:
-        """Also stop a forward pass that computes without communicating, at its next module."""
+        """Makes a stop also reach a forward pass that computes without communicating, at its next module."""
 
         def interrupt(module: torch.nn.Module, args: Any) -> None:
             if threading.current_thread() is self._training_thread:

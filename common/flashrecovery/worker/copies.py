@@ -30,11 +30,12 @@ from flashrecovery.worker.registry import Registry
 
 NEIGHBOUR_GROUP = "flashrecovery-neighbour"
 _CLOSE_S = 60.0
-"""At the end of the job, for the checkpoint part that is being written."""
+"""Seconds that the job's end waits for the checkpoint part that is being written."""
 
 
 class Copies:
-    """Made when the set of shards is fixed, on every rank at the same place (it may make a process group)."""
+    """The copies of one worker. Made when the set of shards is fixed, on every rank at the same place (it may make a
+    process group)."""
 
     def __init__(
         self,
@@ -86,8 +87,9 @@ class Copies:
             )
 
     def _keep_for_neighbour(self, registry: Registry, unique: bool, on_kept: Callable[[int], None]) -> None:
-        """What a lost node takes with it: shards without a replica, and the capsules of its ranks. The agent keeps
-        capsules, too, so among ranks of one node whose shards all have replicas nothing is to be done."""
+        """Have the neighbour keep what a lost node would take with it: shards without a replica, and capsules of its
+        ranks. The agent keeps capsules, too, so among the ranks of one node, whose shards all have replicas,
+        nothing is to be done."""
         stride, nodes = placement()
         if not unique and nodes == 1:
             return
@@ -107,7 +109,7 @@ class Copies:
         )
 
     def describe(self) -> str:
-        """What protects what, what it costs, what it survives."""
+        """In words: what is protected by which copies, what that costs, and which losses it survives."""
         if self._capsules_only:
             return (
                 "replicas: every shard lives on several ranks; each rank's own state (random numbers, data position) "
@@ -144,7 +146,8 @@ class Copies:
         return self._own_copies
 
     def send_capsule(self, version: int, *, sealed: bool) -> None:
-        """Before the mutation that makes ``version``, on every rank; returns when this rank's exchange is complete.
+        """Send this rank's capsule before the mutation that makes ``version``, on every rank; returns when its exchange
+        is complete.
 
         Where survivors keep no copy of the version before, whoever dies in the mutation is brought to the *new*
         version: its capsule must have left it by then. Not ``sealed``: it is not known yet, and nothing is kept of it.
@@ -214,9 +217,9 @@ class Copies:
             self._undo.reset(version)
 
     def load_checkpoint(self, path: str, version: int) -> str:
-        """Everything of this rank from a checkpoint. Returns the layout of the ranks that wrote it if that is another
-        one: then this rank's own state is that of the script's start. Raises RestoreError if it is damaged or of
-        another job."""
+        """Load everything of this rank from a checkpoint. Returns the layout of the ranks that wrote it if that is
+        another one: then this rank's own state is that of the script's start. Raises RestoreError if it is damaged or
+        of another job."""
         registry, form = self._registry, self._registry.checkpoint_format()
         other = "" if form is None else checkpoint.other_layout(Path(path), form)
         if other:
@@ -240,7 +243,7 @@ class Copies:
 
     @property
     def _own_copy(self) -> UndoCopy | None:
-        """This rank's own pre-step copy; neighbour copies include one."""
+        """Makes this rank's own pre-step copy; neighbour copies include one."""
         return self._neighbour.undo if self._own_copies and self._neighbour is not None else self._undo
 
     @property
@@ -254,7 +257,7 @@ class Copies:
         return self._own_copy is not None
 
     def inventory(self) -> list[pb.Held]:
-        """What is held whole."""
+        """What this rank holds whole."""
         held = []
         undo = self._own_copy
         if undo is not None:

@@ -2,7 +2,7 @@
 
 A survivor keeps the batches of the last few versions and hands them out again; its source is not touched. A
 replacement starts with a fresh source and goes forward to where the dead rank was: a stateful source is loaded with
-its state of one step before (its *anchor*), any other is begun anew in the random state of that epoch's beginning;
+its state of one step before (its *anchor*), any other is begun again in the random state of that epoch's beginning;
 from there batches are skipped. That it gives the same samples is checked, by the digest of the last batch that the
 dead rank had fetched.
 """
@@ -33,7 +33,7 @@ it draws in the fetch of an earlier one."""
 
 
 class DataPosition(NamedTuple):
-    """Where a stream stands: the epoch, the batches fetched in it, the batches fetched in all."""
+    """The position of a stream: the epoch, the batches fetched in it, the batches fetched in all."""
 
     epoch: int
     batch: int
@@ -47,11 +47,11 @@ class _Cursor:
     position: DataPosition
     epoch_start: dict[str, Any] = field(default_factory=dict)
     digest: str = ""
-    """Of the batch that led here; "" at the very beginning."""
+    """The digest of the batch that led here; "" at the very beginning."""
     rng_before: tuple[dict[str, Any] | None, ...] = ()
     """Random states before the last fetches of the epoch, if fetching has drawn from them."""
     anchor: tuple[int, dict[str, Any]] | None = None
-    """Of a stateful source: its state after that many batches (fewer than ``position.batch``) of the epoch."""
+    """For a stateful source: its state after that many batches (fewer than ``position.batch``) of the epoch."""
 
     def plain(self) -> dict[str, Any]:
         return {
@@ -124,7 +124,7 @@ class DataStream:
 
     @property
     def can_be_read_again(self) -> bool:
-        """Whether the source can be begun anew."""
+        """Whether the source can be begun again."""
         return not self._source.one_shot
 
     @property
@@ -246,7 +246,7 @@ class DataStream:
 
         Raises:
             DataSourceError: the version is too old; or the step has modified a batch in place and the source cannot be
-                begun anew.
+                begun again.
         """
         if version not in self._marks:
             raise DataSourceError(f"the data stream cannot go back to version {version}, only to {sorted(self._marks)}")
@@ -280,7 +280,7 @@ class DataStream:
 
         Raises:
             DataSourceError: the source ends earlier, or gives other samples than it did; or it has been read already,
-                and cannot be begun anew.
+                and cannot be begun again.
         """
         cursor = _Cursor.of(state)
         if self._source.one_shot and self.position.total and cursor.anchor is None:

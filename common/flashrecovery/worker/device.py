@@ -30,30 +30,33 @@ class DeviceClock:
 
     @property
     def runs_behind(self) -> bool:
-        """The host does not wait for what it starts: a collective may be aborted and nobody is told."""
+        """Whether the host runs ahead of the device: then a collective may be aborted without an error in the
+        script."""
         return accelerator().in_use()
 
     def before_mutation(self) -> None:
-        """Everything queued so far, the gradient synchronisation included, has happened."""
+        """Waits until everything queued so far has happened, the gradient synchronisation included."""
         if self.runs_behind:
             with self._waiting():
                 accelerator().synchronize_stream()
 
     def before_commit(self) -> None:
-        """Everything queued so far, on whatever stream, has happened: what was communicated after the mutation, too."""
+        """Waits until everything queued so far, on whatever stream, has happened: what was communicated after the
+        mutation, too."""
         if self.runs_behind:
             with self._waiting():
                 accelerator().synchronize()
 
     @property
     def blocked_s(self) -> float:
-        """For how many seconds the training thread has been waiting for the device here; 0 if it is not."""
+        """Seconds for which the training thread has been waiting for the device here; 0 if it is not."""
         since = self._waits_since
         return 0.0 if since is None else time.monotonic() - since
 
     def settle(self, deadline_s: float) -> None:
-        """Everything queued on the device has happened; called when a stopped step has unwound and its collectives have
-        been aborted. Raises DrainError after ``deadline_s`` seconds: something on the device waits for ever."""
+        """Waits until everything queued on the device has happened; called when a stopped step has unwound and its
+        collectives have been aborted. Raises DrainError after ``deadline_s`` seconds: something on the device waits for
+        ever."""
         if not self.runs_behind:
             return
         device = accelerator().current()
@@ -74,8 +77,8 @@ class DeviceClock:
             raise DrainError(f"the device cannot go on: {failures[0]}") from failures[0]
 
     def make_room(self) -> None:
-        """What torch has free but keeps for itself goes back to the device if little is left there: the buffers of new
-        communicators are not taken from torch's."""
+        """If little memory is left on the device, give back what torch has free but keeps for itself: the buffers of
+        new communicators are not taken from torch's."""
         if self.runs_behind and accelerator().free_bytes() < ENOUGH_FREE_BYTES:
             gc.collect()  # what only cycles hold (an exception and its frames)
             accelerator().empty_cache()

@@ -1,7 +1,7 @@
 """NCCL's asynchronous errors: a connection that has broken, without any process having died.
 
-gloo raises such an error in whoever communicates. NCCL lets the kernel wait on the device, and tells only who asks
-(ProcessGroupNCCL::getError); torch's own watchdog, which asks, would end the process. So a thread asks, and if the
+gloo raises such an error in the thread that communicates. NCCL lets the kernel wait on the device, and tells only who
+asks (ProcessGroupNCCL::getError); torch's own watchdog, which asks, would end the process. So a thread asks, and if the
 controller says nothing either for the time in which it would have noticed a death, gives up all communication. From
 there on it is as with gloo: the training thread raises, and the process is replaced if it still hears of no stop.
 """
@@ -18,7 +18,7 @@ _PERIOD_S = 0.5
 
 
 class ErrorWatch:
-    """Of one worker.
+    """Watches for errors that NCCL reports, in one worker.
 
     Args:
         patience_s: how long a stop is waited for (``timeouts.peer_error_wait_s``).
@@ -33,7 +33,7 @@ class ErrorWatch:
         self._seen_at: float | None = None
 
     def start(self) -> None:
-        """Without NCCL groups there is nothing to ask."""
+        """Start asking, if there are NCCL groups."""
         if any(g.request.kind == "nccl" and g.size > 1 for g in groups.groups()):
             self._thread.start()
 

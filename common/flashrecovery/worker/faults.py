@@ -34,12 +34,12 @@ class Faults:
         self._notify = notify
 
     def arm(self, fault: pb.Fault) -> None:
-        """From the control thread."""
+        """Arm ``fault``; called by the control thread."""
         with self._lock:
             self._armed.append(fault)
 
     def take(self, phase: str, step: int) -> pb.Fault | None:
-        """The fault that is due at ``phase`` of ``step``, disarmed."""
+        """The fault that is due at ``phase`` of ``step``; it is disarmed."""
         if not self._armed:
             return None
         with self._lock:
@@ -58,7 +58,7 @@ class Faults:
         return fault.fault
 
     def begin_step(self, step: int, adapters: Sequence[Adapter]) -> None:
-        """Hand the faults whose phase only a framework can find to its adapter."""
+        """Hand the faults of this step to the adapter, if only the framework can find their phase."""
         if not self._armed:
             return
         for adapter in adapters:

@@ -21,7 +21,7 @@ from flashrecovery.worker.overhead import Overhead
 from flashrecovery.worker.pace import Pace
 
 _LOOK_S = 0.01
-"""Pace of the look whether the lease of the page goes on; everything else wakes who waits."""
+"""How often a waiting thread looks whether the lease of the page goes on; all else wakes it."""
 
 
 class Gate:
@@ -83,7 +83,7 @@ class Gate:
 
     @contextmanager
     def in_barrier(self) -> Iterator[None]:
-        """This rank waits in the barrier before its mutation."""
+        """Within this block the training thread waits in the barrier before its mutation."""
         self._in_barrier = True
         try:
             yield
@@ -129,7 +129,8 @@ class Gate:
         return self._outside or (self._stepping and not self.in_block)
 
     def check(self) -> None:
-        """Raises StepInterrupted if the step has been stopped; not outside of its body, where nobody would catch it."""
+        """Raises StepInterrupted if the step has been stopped; not outside of its body, where no ``with step:`` would
+        catch it."""
         if self.in_block and self._void():
             raise StepInterrupted
 
@@ -204,13 +205,13 @@ class Gate:
             return self.finishing
 
     def give_up(self) -> None:
-        """No more waiting for this rank to finish its step."""
+        """Do not wait any longer for this rank to finish its step."""
         with self.lock:
             self._finish_to = -1
 
     @property
     def finishing(self) -> bool:
-        """The step may go on to its commit."""
+        """Whether the step may go on to its commit."""
         return self._stepping and (self._mutating or self.version < self._finish_to)
 
     @property
@@ -225,7 +226,8 @@ class Gate:
 
     @property
     def waits_in_barrier(self) -> bool:
-        """For a rank that may finish its step: the barrier has served its purpose, somebody has passed it."""
+        """Whether the training thread waits in that barrier. A rank that may finish its step need not wait any longer:
+        another rank has passed the barrier."""
         return self._in_barrier
 
     @property

@@ -3,8 +3,8 @@
 A capsule is sealed when the forward pass ends, long before the step is over. A step that changes a rank's own state
 after that (it draws random numbers, fetches data, updates a buffer) is *late*. Before the mutation, sealing once more
 and waiting for all ranks makes up for it. After it (in the block or below it) nothing can: the step must be undone if a
-rank dies in it, so every rank keeps its own pre-step copy from then on: which step will be the next late one, nobody
-knows, and a guess that fails loses the job.
+rank dies in it, so every rank keeps its own pre-step copy from then on: it is not known which
+step will be the next late one, and a wrong guess would lose the job.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Habits:
         return news
 
     def hear(self, reason: int) -> None:
-        """What a peer has learned: the step that was late there, or one of the reasons above."""
+        """Take in what a peer has learned: the step that was late there, or one of the reasons above."""
         if reason == IN_ALL_STEPS:
             self.undo = True
         elif reason == UNTIL_RESEALED:

@@ -10,7 +10,7 @@ from flashrecovery import groups
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _FRAMES = 8
-"""Of the stack, the innermost."""
+"""The innermost frames of the stack that are reported."""
 
 
 def hang_report(rank: int, training_thread: threading.Thread) -> pb.HangReport:

@@ -17,8 +17,8 @@ ENTRY_POINTS = "flashrecovery.import_hooks"
 
 
 def install_adapter_hooks() -> None:
-    """Those of the framework adapters. In a standby before it imports anything: a module that has taken a function by
-    its name from a framework keeps the one that was there."""
+    """Install the framework adapters' import hooks. A standby does it before it imports anything: a module that has
+    taken a function by its name from a framework keeps the function that was there."""
     install({entry.name: entry.load() for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)})
 
 

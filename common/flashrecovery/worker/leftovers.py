@@ -30,7 +30,8 @@ _DEPTH = 3
 
 _MAY_GO_ON = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _OWN_REFERENCES = 3
-"""To the copy of a frame's variables: the frame's, ours, and that of who counts them."""
+"""References to the copy of a frame's variables that do not count: the frame's, ours, and that of the function that
+counts."""
 
 _saved_names: dict[type, tuple[str, ...]] = {}
 """The attributes of each kind of node that hold saved tensors; to list them takes longer than all the rest."""
@@ -58,7 +59,7 @@ def release(error: BaseException, since: int) -> int:
 
 
 def _frames(error: BaseException) -> Iterator[FrameType]:
-    """Those that ``error``, and all that led to it, has passed through."""
+    """The frames through which ``error``, and every error that led to it, has passed."""
     todo, seen = [error], set[int]()
     while todo:
         one = todo.pop()
@@ -82,7 +83,7 @@ def _cleared(frame: FrameType) -> bool:
 
 
 def _tensors_of(frame: FrameType) -> list[torch.Tensor]:
-    """In the variables of a frame that is still needed."""
+    """The tensors in the variables of a frame that is still needed."""
     variables = frame.f_locals
     found = list(_tensors(list(variables.values()), _DEPTH))
     if (

@@ -4,8 +4,8 @@
 script has changed below it. So :meth:`Loop.settle` comes before each hand-out, and there a version is complete.
 
 A step is ``settle``, ``begin`` .. ``end``. When it is stopped, wherever the training thread is, that unwinds to
-``end``, and :mod:`.recover` carries out the controller's commands until the next ``resume``. Then the script runs on to
-the next hand-out, which takes back what it does on the way (:mod:`.void_run`).
+``end``, and :mod:`.recoverer` carries out the controller's commands until the next ``resume``. Then the script runs on
+to the next hand-out, which takes back what it does on the way (:mod:`.void_run`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logging.getLogger("flashrecovery")
 
 
 class Loop:
-    """Of one worker, from its first step on.
+    """The loop of one worker, from its first step on.
 
     Args:
         own_calls: the script's loop makes calls (:mod:`.calls`); nothing of it lies between two steps.
@@ -99,7 +99,7 @@ class Loop:
         self._step.begin()
 
     def end(self, error: BaseException | None) -> bool:
-        """Commit, or recover. Returns True if ``error`` was only the sign of a stop."""
+        """Commit, or recover. Returns True if ``error`` was only the consequence of a stop."""
         try:
             return self._end(error)
         finally:
@@ -134,7 +134,8 @@ class Loop:
         return True
 
     def _commit(self) -> None:
-        """What belongs to the new version may still change until it is handed out; see :meth:`settle`."""
+        """Commit the step. What belongs to the new version may still change until it is handed out; see
+        :meth:`settle`."""
         self._step.commit(outside=not self._own_calls)
         self._unsettled = self._committed = True
         self._published = False
@@ -162,16 +163,16 @@ class Loop:
                 return True
 
     def _agree_at_the_end(self) -> bool:
-        """After the last step. False if another rank has failed meanwhile."""
+        """Compare the ranks after the last step. False if another rank has failed meanwhile."""
         if not self._own_calls:
             self._proving.after_the_last_step(self._gate.version)
         return not self._gate.stopped
 
     def settle(self) -> None:
-        """Before the hand-out of a step: now its version is complete.
+        """Called before the hand-out of a step, by which its version becomes complete.
 
-        Plain state is captured here, and what nobody else holds is sent from here. If a collective of the script has
-        been answered by a stand-in since the commit, what it has led to is nobody's version.
+        Plain state is captured here, and what no other rank holds is sent from here. If a collective of the script has
+        been answered by a stand-in since the commit, what it has led to belongs to no version.
         """
         if self._void_run is not None:
             self._take_back(self._void_run)
@@ -239,7 +240,8 @@ class Loop:
             atexit.register(self._close)
 
     def _left_in_void_run(self) -> None:
-        """What has led the script to leave is nobody's result; its peers do the step again. So will a replacement."""
+        """Whatever has led the script to leave in a void attempt does not count: its peers do the step again, and so
+        will a replacement of this rank."""
         text = "the script left its loop below the block of a step that is done again; the process is replaced"
         print(f"flashrecovery: {text}", file=sys.stderr, flush=True)
         words = pb.LastWords(exception="flashrecovery.errors.StepInterrupted", message=text)
@@ -250,8 +252,8 @@ class Loop:
         self.copies.close()
 
     def _tell_modules(self) -> None:
-        """What a standby should import, all that this process has loaded by the end of its first step, and in which
-        environment: what the script has changed of it."""
+        """Tell the agent what a zygote or a standby should import: all that this process has loaded by the end of its
+        first step, and which variables of the environment its script has changed."""
         self._told_modules = True
         watch = self._worker.connection.environment_watch
         watch.stop()
@@ -277,8 +279,8 @@ class Loop:
 
     @property
     def can_go_back_anywhere(self) -> bool:
-        """Whether also to a version at which this process has never been: its data can be read again, and no call of
-        the script is skipped here that would have to be made then."""
+        """Whether this rank can also go to a version at which this process has never been: its data can be read again,
+        and the script makes no calls that would have to be made then and are skipped here."""
         return not self._own_calls and all(stream.can_be_read_again for stream in self._registry.streams)
 
     def seal_start(self) -> None:
@@ -303,7 +305,7 @@ class Loop:
         self._proving.resumed(self._gate.version, self._gate.generation)
 
     def _take_back(self, void_run: VoidRun) -> None:
-        """The script has run on to the next hand-out after a void attempt; nothing of that counts."""
+        """Take back what the script has done from the end of a void attempt to the next hand-out."""
         self._void_run = None
         for adapter in self._registry.adapters:
             adapter.reset()
@@ -313,7 +315,7 @@ class Loop:
 
 
 class _Capsules:
-    """In this process, and in the page that outlives it."""
+    """Where capsules are kept: in this process, and in the page that outlives it."""
 
     def __init__(self, registry: Registry, gate: Gate) -> None:
         self._registry = registry

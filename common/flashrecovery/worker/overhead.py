@@ -17,7 +17,8 @@ from flashrecovery.contract import StepHooks
 
 
 class Overhead:
-    """Of one worker: ``with overhead:`` whatever is ours. All times are nanoseconds."""
+    """Measures what recovery takes of a step in one worker: ``with overhead:`` stands around all that is ours. All
+    times are nanoseconds."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -54,7 +55,7 @@ class Overhead:
         return self._mean_ns
 
     def restart(self) -> None:
-        """After a recovery, which is no part of a step."""
+        """Start measuring again after a recovery, which is no part of a step."""
         self._since, self._spent, self._mean_ns = time.monotonic_ns(), 0, 0
 
 

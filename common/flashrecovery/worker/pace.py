@@ -14,7 +14,7 @@ STEPS = 10
 
 
 class Pace:
-    """Of one worker. All times are nanoseconds."""
+    """Measures the own work of one worker. All times are nanoseconds."""
 
     def __init__(self) -> None:
         self._last: tuple[int, int] | None = None
@@ -37,5 +37,5 @@ class Pace:
 
     @property
     def least_ns(self) -> int:
-        """Of the last steps; 0 while there are too few."""
+        """The least own work of the last steps; 0 while there are too few."""
         return min(self._newest) if len(self._newest) == STEPS else 0

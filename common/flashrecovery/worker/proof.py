@@ -28,7 +28,7 @@ _AT_LEAST_EVERY = 64
 _HEAD = struct.Struct("<???16s")
 _DIGEST = 16
 _LOOKED_AT_BYTES = 1 << 20
-"""Of a rank's replicated tensors, where a part is enough; about 0.2 ms of a core."""
+"""Bytes of a rank's replicated tensors that are looked at, where a part is enough; about 0.2 ms of a core."""
 _SETTINGS = "hyper-parameters and other settings of model"
 _ADVICE = (
     "Something that is not registered decides what a step does: a plain variable of the script (a counter, a best "
@@ -115,7 +115,7 @@ def _whole(shards: Sequence[Shard]) -> dict[str, str]:
 
 
 def _part(shards: Sequence[Shard]) -> dict[str, str]:
-    """Of the first elements of each tensor."""
+    """A digest of the first elements of each tensor."""
     tensors = {shard.name: list(shard.tensors().values()) for shard in shards}
     each = _LOOKED_AT_BYTES // max(sum(map(len, tensors.values())), 1)
     return {name: shard_digest([_beginning(t, each) for t in found]) for name, found in tensors.items()}

@@ -8,7 +8,7 @@ from flashrecovery.worker.stops import Stops
 
 
 class Proving:
-    """Of one rank.
+    """Decides when one rank proves that it agrees with its peers.
 
     Args:
         tensors: whether tensors are compared, too (``verify``).
@@ -44,7 +44,7 @@ class Proving:
             self._show_equal(version, self._since)
 
     def _show_equal(self, version: int, since: int | None = None) -> None:
-        """If another rank dies meanwhile, the next recovery asks."""
+        """Show that the ranks agree. If another rank dies meanwhile, it is done after the next recovery."""
         try:
             proof.show_equal(self._registry, version, tensors=self._tensors, since=since)
         except RuntimeError as e:

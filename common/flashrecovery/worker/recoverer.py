@@ -31,7 +31,7 @@ log = logging.getLogger("flashrecovery")
 
 
 class Restorable(Protocol):
-    """What a recovery asks of the loop."""
+    """What the recoverer needs of the loop."""
 
     copies: Copies
     sealing: Sealing[Drawn]
@@ -108,7 +108,8 @@ class Recoverer:
             pass
 
     def wait_for_release(self) -> bool:
-        """All steps are done here. True: so they are everywhere. False: a recovery has taken place meanwhile."""
+        """Called when all steps are done here. True: all ranks have taken theirs. False: a recovery has taken place
+        meanwhile."""
         self.tell_done()
         while True:
             command = self._next_command()
@@ -121,14 +122,14 @@ class Recoverer:
         return self._worker.control.inbox.get()
 
     def tell_done(self) -> None:
-        """This rank takes no more steps."""
+        """Tell the controller that this rank takes no more steps."""
         worker = self._worker
         worker.gate.leave_step(done=True)
         done = pb.Done(rank=worker.rank, generation=worker.gate.generation, version=worker.gate.version)
         worker.send(pb.FromWorker(done=done))
 
     def _carry_out(self, command: pb.Command) -> bool:
-        """True after a resume."""
+        """Carry out one command. Returns True after a resume."""
         worker = self._worker
         if worker.gate.outdated(command.generation):
             return False
@@ -162,7 +163,7 @@ class Recoverer:
     # -- the commands -----------------------------------------------------------------------------
 
     def _stop(self, command: pb.Command, reply: pb.Reply) -> None:
-        """Everything that was under way has let go; this is what the rank holds."""
+        """Let go of everything that is under way, and report what this rank holds."""
         worker = self._worker
         worker.faults.hit("recovery:quiescing", worker.gate.version)
         self._loop.copies.stop()
@@ -184,7 +185,8 @@ class Recoverer:
         self._told = (command.generation, needs)
 
     def _reset(self) -> None:
-        """After the report, while the controller waits for others: drop what is half-finished, and what it takes up."""
+        """Drop what is half-finished, and the memory that it takes up; after the report, while the controller waits for
+        others."""
         self._loop.let_go()
         for adapter in self._worker.registry.adapters:
             adapter.reset()
@@ -219,7 +221,7 @@ class Recoverer:
         worker.faults.hit("recovery:verifying", worker.gate.version)
 
     def _take_local(self, restore: pb.Restore, version: int) -> None:
-        """What this rank, or its page, holds itself at ``version``."""
+        """Put back what this rank itself, or its page, holds at ``version``."""
         worker = self._worker
         for name in restore.local:
             shard = worker.registry.shards[name]
@@ -234,7 +236,7 @@ class Recoverer:
                 self._loop.copies.restore_undo(shard, version)
 
     def _transfer(self, restore: pb.Restore, version: int, reply: pb.Reply, corrupt: bool) -> bool:
-        """This rank's part of the transfers. False if something has arrived that is not what was sent."""
+        """Do this rank's part of the transfers. False if something has arrived that is not what was sent."""
         worker = self._worker
         outgoing: dict[int, list[ShardSource]] = {}
         incoming: dict[int, list[str]] = {}
@@ -269,7 +271,7 @@ class Recoverer:
         return not wrong
 
     def _to_corrupt(self, incoming: Mapping[int, list[str]]) -> frozenset[str]:
-        """For fault injection: one shard of plain bytes and one of tensors, always the same ones."""
+        """What fault injection damages: one shard of plain bytes and one of tensors, always the same ones."""
         shards = self._worker.registry.shards
         names = sorted(n for names in incoming.values() for n in names)
         plain = [n for n in names if isinstance(shards[n], ObjectShard)]
@@ -312,7 +314,7 @@ class Recoverer:
         return needs
 
     def _held(self) -> list[pb.Held]:
-        """What this rank holds besides its live state."""
+        """What this rank holds besides its live state, for the report."""
         worker = self._worker
         held = []
         for shard in (worker.registry.common, worker.registry.capsule):
@@ -333,8 +335,9 @@ class Recoverer:
         return held + self._loop.copies.inventory()
 
     def _in_page(self) -> list[int]:
-        """Versions whose capsule this process has from the one before it, and only in its page: all, before it has come
-        into the loop; then those from before that, for as long as others hold them."""
+        """Versions whose capsule stands only in this process's page, where the process before it has left it: all of
+        them before this process has come into the loop; later those from before that, for as long as others hold
+        them."""
         worker = self._worker
         page, capsule = worker.connection.page, worker.registry.capsule
         if worker.connection.detached:

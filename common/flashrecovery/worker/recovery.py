@@ -99,7 +99,7 @@ class Recovery:
             self._session.registry.register(model, optimizers, objects, _names(per_rank, objects))
 
     def register_adapter(self, adapter: Adapter, **objects: Any) -> None:
-        """For frameworks: protect what ``adapter`` describes."""
+        """Protect what ``adapter`` describes; for frameworks that bring an adapter."""
         self._registered.append(adapter)
         if self._session is not None:
             self._session.registry.register_adapter(adapter, objects)
@@ -145,8 +145,9 @@ class Recovery:
         return self._calls is not None and self._calls.running
 
     def call(self, kind: str, body: Callable[[], T], *, skipped: Callable[[], T], loop: LoopState | None = None) -> T:
-        """For frameworks in which a step is one call: ``body()``, protected; see :mod:`flashrecovery.worker.calls`.
-        Where ``steps()`` is used, inside another call, and without recovery, it is just called."""
+        """Make one protected call of ``body()``, for frameworks in which a step is one call; see
+        :mod:`flashrecovery.worker.calls`. Where ``steps()`` is used, inside another call, and without recovery, it is
+        just called."""
         if self._session is None or self._looped or self.in_call:
             return body()
         if self._calls is None:

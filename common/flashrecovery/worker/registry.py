@@ -31,7 +31,8 @@ AdapterFactory = Callable[[torch.nn.Module, Sequence[Optimizer]], Adapter]
 ModuleAdapterFactory = Callable[[torch.nn.Module], Adapter]
 
 Drawn = tuple[RngState, list[DataPosition], list[Any], dict[str, bytes]]
-"""Where the random number streams and the data streams stand, the adapters' marks, and this rank's own objects."""
+"""What a step may have moved on this rank: the random number streams, the data streams, the adapters' marks, and this
+rank's own objects."""
 
 _DIGESTS_KEPT = 3
 _SHOWN = 5
@@ -90,7 +91,7 @@ class Registry:
         self._add_objects(objects, per_rank)
 
     def register_adapter(self, adapter: Adapter, objects: dict[str, Any], per_rank: Collection[str] = ()) -> None:
-        """For frameworks that bring their own adapter."""
+        """Protect what a framework's own adapter describes."""
         self._check_objects(objects)
         self.adapters.append(adapter)
         self._add_objects(objects, per_rank)

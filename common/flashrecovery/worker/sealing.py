@@ -27,19 +27,19 @@ class Capsules(Protocol[Mark]):
         """Capture this rank's own state as that of ``version``."""
 
     def finish(self, version: int) -> None:
-        """What was written early for ``version`` is what it is."""
+        """What was written early for ``version`` is final."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What a complete step has shown; see :meth:`.habits.Habits.learn`."""
+    """What a complete step has shown of the script; see :meth:`.habits.Habits.learn`."""
 
     late: bool
     changed: bool
 
 
 class Sealing(Generic[Mark]):
-    """Of one rank. Each method is called at the moment of a step that it is named after.
+    """Seals one rank's own state. Each method is called at the moment of a step after which it is named.
 
     Attributes:
         late: of each recent version, whether its capsule was another one in the end than it had been early.
@@ -55,14 +55,14 @@ class Sealing(Generic[Mark]):
         self._at_end: Mark | None = None
 
     def start(self) -> None:
-        """Version 0 is what the script has set up."""
+        """Seal version 0: what the script has set up."""
         self._write(0, self._capsules.drawn(), early=False)
 
     def step_begins(self) -> None:
         self._written = self._at_seal = self._at_mutation = None
 
     def forward_ends(self, version: int, *, recheck: bool = False) -> None:
-        """``version``: that comes of the step. ``recheck``: no forward pass has ended since the last call."""
+        """Seal early. ``version``: which the step makes. ``recheck``: no forward pass has ended since the last call."""
         now = self._capsules.drawn()
         if recheck and now == self._at_seal:
             return
@@ -79,7 +79,8 @@ class Sealing(Generic[Mark]):
         return sealed
 
     def more_belongs(self, version: int, *, sealed: bool) -> None:
-        """Between the two: more has turned out to belong to the capsule. ``sealed``: of :meth:`mutation_begins`."""
+        """Called between the two: more has turned out to belong to the capsule. ``sealed``: what
+        :meth:`mutation_begins` returned."""
         unchanged = self._at_seal == self._at_mutation
         now = self._at_mutation = self._capsules.drawn()
         if unchanged:
@@ -96,7 +97,8 @@ class Sealing(Generic[Mark]):
         return Shown(late=now != self._at_mutation, changed=self._at_mutation != self._at_seal)
 
     def complete(self, version: int) -> None:
-        """After :meth:`shown`, and when the common state of ``version`` has been captured: its last capsule."""
+        """Called after :meth:`shown`, when the common state of ``version`` has been captured: writes the last
+        capsule."""
         assert self._at_end is not None
         if self._written == self._at_end:
             self._capsules.finish(version)

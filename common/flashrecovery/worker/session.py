@@ -19,7 +19,8 @@ from flashrecovery.worker.worker import Connection, Worker
 
 
 class Session:
-    """Of one process. :meth:`open` makes the loop, once. For the arguments see :class:`.worker.Worker`."""
+    """The set-up of one worker process. :meth:`open` makes the loop, once. For the arguments see
+    :class:`.worker.Worker`."""
 
     def __init__(
         self,
@@ -51,11 +52,12 @@ class Session:
         self.registry.streams.append(stream)
 
     def at_script_end(self, callback: Callable[[], None]) -> None:
-        """Call it when the script has come to its end, not when it fails."""
+        """Call ``function`` when the script has come to its end, but not when it fails."""
         self._worker.connection.at_script_end.append(callback)
 
     def open(self, num_steps: int | None) -> Loop:
-        """The first step is asked for: say what there is, and wait for the word to begin.
+        """Called when the script asks for its first step: tell the controller what there is, and wait until the loop
+        may begin.
 
         Args:
             num_steps: None where the script's end is the end of the steps.
@@ -84,7 +86,7 @@ class Session:
         return self._loop
 
     def _at_data(self) -> None:
-        """A batch is asked for."""
+        """Called when the script asks for a batch."""
         self.gate.check()
         self.gate.page.beat()
         self._worker.faults.hit("data", self.gate.version)
@@ -92,7 +94,7 @@ class Session:
     # -- checkpoints ------------------------------------------------------------------------------
 
     def _announce_checkpoint(self, version: int) -> None:
-        """From the control thread."""
+        """Called by the control thread with a version that is to be saved."""
         if self._loop is not None and self._loop.copies.checkpoint is not None:
             self._loop.copies.checkpoint.announce(version)
 

@@ -1,4 +1,4 @@
-"""What must be so before the first step, and is refused with words otherwise."""
+"""What must hold before the first step; everything else is refused with an error that says what to do."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from flashrecovery.worker.overhead import Overhead
 
 
 class Protected(Protocol):
-    """What a step asks of the loop."""
+    """What a step needs of the loop."""
 
     @property
     def overhead(self) -> Overhead:
@@ -22,7 +22,7 @@ class Protected(Protocol):
         """The body of a step begins."""
 
     def end(self, error: BaseException | None) -> bool:
-        """It is over. Returns True if ``error`` was only the sign of a stop."""
+        """The body of a step is over. Returns True if ``error`` was only the consequence of a stop."""
 
 
 class Step:

@@ -13,7 +13,7 @@ _LONGEST_PAUSE_S = 0.1
 
 
 class Stops:
-    """Of one worker.
+    """Distinguishes errors that follow from a stop from the script's own, in one worker.
 
     Args:
         patience_s: how long a stop is waited for (``timeouts.peer_error_wait_s``).

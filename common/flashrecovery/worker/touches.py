@@ -15,7 +15,7 @@ COMPARED_BYTES = 4 << 30
 
 
 class Touches:
-    """Of one rank, since the last :meth:`begin`."""
+    """Watches one rank's tensors, from the last :meth:`begin` on."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -26,7 +26,7 @@ class Touches:
         self._marks = self._look()
 
     def seen(self) -> bool:
-        """Whether the tensors have been changed since."""
+        """Whether the tensors have been changed since :meth:`begin`."""
         return self._marks != self._look()
 
     def _look(self) -> list[Any]:

@@ -76,7 +76,7 @@ class Transaction(StepHooks):
     # -- StepHooks --------------------------------------------------------------------------------
 
     def sealed(self, *, recheck: bool = False) -> None:
-        """Forward is over: publish the capsule of version i+1."""
+        """The forward pass is over: publish the capsule of version i+1."""
         if not self._gate.in_block:
             return  # the script calls its model between two steps
         self._gate.check()
@@ -140,8 +140,9 @@ class Transaction(StepHooks):
         copies.before_mutation(version, touched=touched)
 
     def _compare_habits(self) -> bool:
-        """A barrier, too. Whether something belongs to the capsule only from now on, the same on all ranks: objects
-        that are each rank's own, buffers that change unseen."""
+        """Compare what the ranks have learned of their steps, which is a barrier, too. Returns whether something
+        belongs to the capsule only from now on (objects that are each rank's own, buffers that change unseen); the same
+        on all ranks."""
         known = self._habits.silent
         try:
             with self._gate.in_barrier():
@@ -160,8 +161,8 @@ class Transaction(StepHooks):
         return bool(differing or silent)
 
     def _seal_more(self, version: int, sealed: bool) -> None:
-        """More has just turned out to belong to the capsule. What this step has sealed does not have it yet, so it is
-        sealed once more, on every rank before any of them changes its state."""
+        """Seal once more, because more has just turned out to belong to the capsule. Every rank does so before any of
+        them changes its state."""
         self._sealing.more_belongs(version, sealed=sealed)
         if self._copies.capsules_only:
             self._copies.send_capsule(version, sealed=sealed)
@@ -183,7 +184,7 @@ class Transaction(StepHooks):
         return registry.world_size > 1 and (apart or not all(a.sync_spans_world() for a in registry.adapters))
 
     def _barrier(self) -> None:
-        """Nobody passes it before all have come. If a peer dies in it and another rank has passed it, so may this one.
+        """A barrier of all ranks. If a peer dies in it and another rank has passed it, this one may pass it, too.
 
         Raises what says that the step is void.
         """
@@ -245,11 +246,11 @@ class Transaction(StepHooks):
         self._gate.check()
 
     def _unheard(self, how: str) -> Exception:
-        """Nobody has said stop, and the step's body has raised nothing."""
+        """The error for a void step of which no stop has come, and whose body has raised none."""
         if self._collectives.given_up:  # by this process itself; on a device nobody else is told
             return dist.DistBackendError(groups.last_abandonment())
         return JobFailedError(f"a collective failed in step {self._gate.version} {how}")
 
     def tell_undo(self, why: str, reason: int) -> None:
-        """``reason``: what the peers are to hear, see :meth:`.habits.Habits.hear`."""
+        """Tell that own pre-step copies are kept from now on. ``reason``: what peers hear (:meth:`.Habits.hear`)."""
         self._worker.notice(NoticeKind.UNDO_ENABLED, f"{why}; an own pre-step copy is kept from now on", step=reason)

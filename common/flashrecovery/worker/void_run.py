@@ -53,7 +53,7 @@ class VoidRun:
             )
 
     def end(self) -> None:
-        """The groups answer again."""
+        """From now on the groups answer again."""
         groups.stand_in(False)
 
     def _tensors(self) -> list[torch.Tensor]:

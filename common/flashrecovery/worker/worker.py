@@ -1,4 +1,4 @@
-"""This process as a worker of the job: what there is of it from its start to its end."""
+"""The parts of a worker process that live from its start to its end: connection, registry, gate, faults."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from flashrecovery.worker.registry import AdapterFactory, ModuleAdapterFactory, 
 
 
 class Connection:
-    """What the bootstrap has set up before the script runs. ``at_script_end``: it calls these when the script has ended
-    well."""
+    """What the bootstrap has set up before the script runs. ``at_script_end``: functions that are called when the
+    script has ended well."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Connection:
 
 
 class Worker:
-    """One per process.
+    """The worker of this process.
 
     Args:
         adapter_for: for a registered model and its optimizers.
@@ -77,15 +77,15 @@ class Worker:
         self.control.start()
 
     def send(self, message: pb.FromWorker) -> None:
-        """To the agent."""
+        """Send ``message`` to the agent."""
         self.connection.channel.send(message)
 
     def notice(self, kind: NoticeKind, text: str, fault: pb.Fault | None = None, *, step: int = -1) -> None:
-        """Something that belongs into the events."""
+        """Send a notice, which becomes one of the job's events."""
         self.send(pb.FromWorker(notice=pb.Notice(rank=self.rank, kind=kind, text=text, fault=fault, step=step)))
 
     def tell_own(self, names: list[str]) -> None:
-        """Registered objects have turned out to be each rank's own."""
+        """Tell that registered objects have turned out to be each rank's own."""
         if names and self.rank == 0:
             self.notice(
                 NoticeKind.OWN_OBJECTS, f"{names} are not equal on all ranks; each rank's own is protected from now on"

@@ -139,6 +139,24 @@ def _fails_in_a_section(collective: bool) -> RankFunction:
     return body
 
 
+def test_an_abort_waits_for_the_end_of_a_section() -> None:
+    """Its end launches what it holds, on communicators that the abort frees."""
+
+    def body(rank: int, size: int, store: Any) -> None:
+        _start(rank, size, store)
+        _sum(rank, size)
+        manager = dist.distributed_c10d._coalescing_manager(dist.group.WORLD, async_ops=True)
+        with pytest.raises(dist.DistBackendError, match="a drill"), manager:
+            dist.isend(torch.ones(3), 1 - rank)
+            groups.abandon("a drill")
+            time.sleep(0.5)
+            dist.irecv(torch.ones(3), 1 - rank)
+        _again(store, 1)
+        _sum(rank, size)
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("collective", [True, False], ids=["collectives", "sends"])
 def test_a_failure_within_a_section_ends_it(collective: bool) -> None:
     run_ranks(2, _fails_in_a_section(collective))
@@ -247,6 +265,40 @@ def test_an_abort_waits_for_who_is_launching() -> None:
             control.join()
             _again(store, generation)
         _sum(rank, size)  # rank 0 has the communicators' addresses, and must not end before all are connected
+
+    run_ranks(2, body)
+
+
+# -- row 17: in a replacement no group comes before the default group -----------------------------
+
+
+def test_a_replacements_groups_of_one_rank_come_after_the_default_group() -> None:
+    def body(rank: int, size: int, store: Any) -> None:
+        survives = rank == 0
+        groups.set_detached(not survives)
+        module, made = _start(rank, size, store)
+        alone = [dist.new_group([r]) for r in range(size)][rank]
+        dist.all_reduce(t := torch.full((2,), 3.0), group=alone)
+        dist.barrier(group=alone)
+        assert t.tolist() == [3.0, 3.0]
+        if survives:
+            groups.abandon("a drill")
+            assert groups.drain(5.0).quiet
+            groups.detach_all()
+        else:
+            assert not made and module.global_rank() == -1
+        groups.attach(store, 1, 20.0)
+        assert module.global_rank() == rank, "torch would choose another rank's GPU"
+        dist.all_reduce(t := torch.full((2,), 5.0), group=alone)
+        dist.barrier(group=alone)
+        assert t.tolist() == [5.0, 5.0] and not [g.name for g in groups.groups() if g.detached]
+        before = len(made)
+        groups.abandon("another drill")
+        _again(store, 2)
+        assert len(made) == before + 1, "what nobody can break stays"
+        dist.all_reduce(t := torch.full((2,), 7.0), group=alone)
+        assert t.tolist() == [7.0, 7.0]
+        _sum(rank, size)
 
     run_ranks(2, body)
 

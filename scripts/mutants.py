@@ -55,11 +55,12 @@ def mutated(mutant: Mutant) -> str:
 
 class Trial:
     """A copy of the tree in which mutants are tried, one after the other. ``env``: for the tests, beside this
-    process's."""
+    process's. Raises RuntimeError if they would not import the copy."""
 
     def __init__(self, folder: Path, env: Mapping[str, str] | None = None) -> None:
-        self.folder = folder
-        self._env = dict(env or {})
+        self.folder = folder = folder.resolve()
+        path = f"{folder / 'common'}{os.pathsep}{folder}"
+        self._env = {**os.environ, **(env or {}), "PYTHONPATH": path}
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
         for part in PARTS:
             source, target = ROOT / part, folder / part
@@ -68,6 +69,14 @@ class Trial:
             else:
                 folder.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, target)
+        self._check_import()
+
+    def _check_import(self) -> None:
+        code = "import flashrecovery; print(flashrecovery.__file__)"
+        command = [sys.executable, "-c", code]
+        found = subprocess.run(command, cwd=self.folder, env=self._env, capture_output=True, text=True, check=True)
+        if not Path(found.stdout.strip()).is_relative_to(self.folder):
+            raise RuntimeError(f"the tests in {self.folder} import {found.stdout.strip()}")
 
     def run(self, mutant: Mutant | None, tests: Sequence[str], limit_s: float) -> str:
         """Which test has killed it: the first that has failed, ``SURVIVED``, ``TOO_LONG``, or what begins with
@@ -85,11 +94,10 @@ class Trial:
 
     def _status(self, tests: Sequence[str], out: Path, limit_s: float) -> int | None:
         """pytest's, None if it has taken too long."""
-        env = {**os.environ, **self._env, "PYTHONPATH": f"{self.folder / 'common'}{os.pathsep}{self.folder}"}
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", *tests]
         with open(out, "w") as file:
             process = subprocess.Popen(
-                command, cwd=self.folder, env=env, stdout=file, stderr=file, start_new_session=True
+                command, cwd=self.folder, env=self._env, stdout=file, stderr=file, start_new_session=True
             )
             try:
                 return process.wait(limit_s)

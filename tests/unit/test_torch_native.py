@@ -371,6 +371,20 @@ def test_moments_of_a_step() -> None:
     assert recorder.moments == [*forward, "mutating", *forward, "mutating", "mutating", "mutated"]
 
 
+def test_of_several_micro_batches_only_the_last_one_synchronises(one_rank: None) -> None:
+    """The copies of a version are waited for before that, and not after the first forward pass."""
+    model = DistributedDataParallel(Net())
+    adapter = adapter_for(model, [SGD(model.parameters(), lr=0.1)])
+    recorder = Recorder()
+    adapter.watch(recorder)
+    with model.no_sync():
+        model(torch.randn(2, 3)).sum().backward()
+    assert recorder.moments == ["sealed", "sealed"]
+    recorder.moments.clear()
+    model(torch.randn(2, 3)).sum().backward()
+    assert recorder.moments == ["sealed", "synchronising", "sealed"]
+
+
 def test_an_interrupt_leaves_the_parameters_alone() -> None:
     model = Net()
     optimizer = Adam(model.parameters())

@@ -157,7 +157,9 @@ def attach(store: Store | Servers, generation: int, deadline_s: float) -> Attach
     parts = [
         Part(g.request, partial(stores.of, g.request), _timeout(module, g), device)
         if g.size > 1
-        else Part(g.request, HashStore, _timeout(module, g))  # as when it was made: nobody else can be in its first call
+        else Part(
+            g.request, HashStore, _timeout(module, g)
+        )  # as when it was made: nobody else can be in its first call
         for g in todo
     ]
     builder = Builder(module, parts, began + deadline_s)

@@ -54,10 +54,16 @@ def mutated(mutant: Mutant) -> str:
 
 
 class Trial:
-    """A copy of the tree in which mutants are tried, one after the other. ``env``: for the tests, beside this
-    process's. Raises RuntimeError if they would not import the copy."""
+    """A copy of the tree in which mutants are tried, one after the other.
 
-    def __init__(self, folder: Path, env: Mapping[str, str] | None = None) -> None:
+    Args:
+        env: for the tests, beside this process's.
+        build: a command that compiles the C++, so that no time limit of a test has to be long enough for that.
+
+    Raises RuntimeError if the tests would not import the copy, or the C++ does not compile.
+    """
+
+    def __init__(self, folder: Path, env: Mapping[str, str] | None = None, build: Sequence[str] = ()) -> None:
         self.folder = folder = folder.resolve()
         path = f"{folder / 'common'}{os.pathsep}{folder}"
         self._env = {**os.environ, **(env or {}), "PYTHONPATH": path}
@@ -70,6 +76,9 @@ class Trial:
                 folder.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, target)
         self._check_import()
+        self._build = build
+        if problem := self._built():
+            raise RuntimeError(problem)
 
     def _check_import(self) -> None:
         code = "import flashrecovery; print(flashrecovery.__file__)"
@@ -77,6 +86,13 @@ class Trial:
         found = subprocess.run(command, cwd=self.folder, env=self._env, capture_output=True, text=True, check=True)
         if not Path(found.stdout.strip()).is_relative_to(self.folder):
             raise RuntimeError(f"the tests in {self.folder} import {found.stdout.strip()}")
+
+    def _built(self) -> str:
+        """Why not; "" if it has been."""
+        if not self._build:
+            return ""
+        done = subprocess.run(self._build, cwd=self.folder, env=self._env, capture_output=True, text=True)
+        return done.stderr.strip()[-500:] or f"exit status {done.returncode}" if done.returncode else ""
 
     def run(self, mutant: Mutant | None, tests: Sequence[str], limit_s: float) -> str:
         """Which test has killed it: the first that has failed, ``SURVIVED``, ``TOO_LONG``, or what begins with
@@ -86,6 +102,8 @@ class Trial:
         if mutant is not None:
             (self.folder / mutant.file).write_text(mutated(mutant))
         try:
+            if mutant is not None and not mutant.file.endswith(".py") and (problem := self._built()):
+                return f"{INVALID}{problem.splitlines()[-1]}"
             status = self._status(tests, out, limit_s)
         finally:
             if mutant is not None:
@@ -115,6 +133,8 @@ def verdict(status: int, text: str, where: Path) -> str:
     if status == _NONE_RAN or broken is not None:
         return f"{INVALID}{(broken or 'no test was run')[:120]}"
     failed = [line for line in text.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if failed and failed[0].startswith("ERROR") and "from pytest-timeout" in text:
+        return f"{INVALID}the time was up before the test had begun"
     return failed[0][:150] if failed else f"exit status {status}, see {where}"
 
 

@@ -477,7 +477,7 @@ ROWS = (
                 REDUCER,
                 "    ddp.reducer = ddp.logger = None  # type: ignore[assignment]\n",
                 "",
-                *_unit("torch_native", "test_a_reducer_is_renewed_without_a_second_set_of_gradients"),
+                *_unit("torch_native", "test_the_old_reducers_buckets_are_free_before_the_new_ones_are_made"),
             ),
             _out(
                 "14-gradients-keep-the-old-buckets",
@@ -683,11 +683,16 @@ ROWS = (
 MUTANTS = tuple(mutant for row in ROWS for mutant, _ in row.mutants)
 TESTS = {mutant.name: tests for row in ROWS for mutant, tests in row.mutants}
 UNCHANGED = "unchanged"
+BUILD = (
+    sys.executable,
+    "-c",
+    "from flashrecovery import groups; from tests.support import fake_nccl; groups.build(); fake_nccl.build()",
+)
 
 
 def _trial(folder: Path, number: int) -> Trial:
     """In a cache of its own: every mutant of the C++ is another extension."""
-    return Trial(folder / f"copy{number}", {"FLASHRECOVERY_CACHE": str(folder.resolve() / "cache")})
+    return Trial(folder / f"copy{number}", {"FLASHRECOVERY_CACHE": str(folder.resolve() / "cache")}, BUILD)
 
 
 def _unchanged(folder: Path, limit_s: float) -> int:

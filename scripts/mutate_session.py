@@ -177,7 +177,7 @@ MUTANTS = (
         "outside-not-watched",
         LOOP,
         "        if not self._own_calls:\n            self._outside.watch(True)",
-        "            pass",
+        "        pass",
     ),
     Mutant("late-never-learnt", HABITS, "if late and not self.late:", "if False:"),
     Mutant("undo-never-learnt", HABITS, "if not quiet and not self.undo:", "if False:"),

@@ -154,14 +154,7 @@ def attach(store: Store | Servers, generation: int, deadline_s: float) -> Attach
         STATE.attaching = stores
         STATE.changed.clear()
     device = accelerator().current()  # on this thread: the one that connects has no device of its own
-    parts = [
-        Part(g.request, partial(stores.of, g.request), _timeout(module, g), device)
-        if g.size > 1
-        else Part(
-            g.request, HashStore, _timeout(module, g)
-        )  # as when it was made: nobody else can be in its first call
-        for g in todo
-    ]
+    parts = [_part(module, g, stores, device) for g in todo]
     builder = Builder(module, parts, began + deadline_s)
     try:
         builder.start()
@@ -187,6 +180,14 @@ def attach(store: Store | Servers, generation: int, deadline_s: float) -> Attach
     module.log_stop_replay()
     slowest = max(builder.seconds.items(), key=lambda item: item[1], default=("", 0.0))
     return AttachReport(generation, len(todo), time.monotonic() - began, *slowest)
+
+
+def _part(module: Any, group: ManagedGroup, stores: StoresInUse, device: Any) -> Part:
+    """``device``: the one that this process uses. A group of one rank is connected by its first operation, which waits
+    for nobody."""
+    if group.size == 1:
+        return Part(group.request, HashStore, _timeout(module, group))
+    return Part(group.request, partial(stores.of, group.request), _timeout(module, group), device)
 
 
 def _put_all_inside(

@@ -568,6 +568,13 @@ ROWS = (
                 "    todo = [g for g in groups() if g.size > 1]\n",
                 f"{FAKE}::test_a_replacements_groups_of_one_rank_come_after_the_default_group",
             ),
+            _out(
+                "17-they-answer-from-the-set-up-log",
+                NATIVE,
+                "inner == local_ && getSize() > 1) {",
+                "inner == local_) {",
+                f"{FAKE}::test_a_replacements_groups_of_one_rank_answer_with_its_own_data",
+            ),
         ),
         without="which GPU torch then chooses",
     ),

@@ -91,6 +91,10 @@ class Gpu:
         )
         return [sys.executable, "-c", code]
 
+    def generator(self) -> torch.Generator:
+        """The one that is used where none is named."""
+        return torch.cuda.default_generators[torch.cuda.current_device()]
+
     def is_pinned(self, memory: torch.Tensor) -> bool:
         return bool(memory.is_pinned())
 
@@ -171,6 +175,7 @@ def device_tag(gpu: Gpu) -> Found:
 
 def random_numbers(gpu: Gpu) -> Found:
     """The GPU's stream comes back, and whoever keeps its generator goes on with it."""
+    kept = gpu.generator()
     torch.randn(3, device=gpu.device)
     state = RngState.now().plain()
     first = torch.randn(1000, device=gpu.device)
@@ -178,6 +183,8 @@ def random_numbers(gpu: Gpu) -> Found:
     assert not torch.equal(first, second)
     restore_rng(state)
     assert torch.equal(torch.randn(1000, device=gpu.device), first), "other numbers after a restore"
+    restore_rng(state)
+    assert torch.equal(torch.randn(1000, device=gpu.device, generator=kept), first), "it is another generator"
     drawn = RngState.now().plain()
     assert drawn != state, "what the GPU has drawn is not seen"
     return {"streams": len(state["cuda"])}

@@ -102,6 +102,9 @@ class StandIn(Gpu):
         code = f"{first}print(flush=True)\nimport sys\nsys.stdin.readline()\n{then}print(flush=True)\nsys.stdin.read()"
         return [sys.executable, "-c", code]
 
+    def generator(self) -> torch.Generator:
+        return torch.default_generator
+
     def is_pinned(self, memory: torch.Tensor) -> bool:
         return memory.data_ptr() in self.pinned
 
@@ -157,6 +160,8 @@ def test_the_device_tag(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_random_numbers(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_parts.random_numbers(gpu) == {"streams": 0}
+    monkeypatch.setattr(gpu, "generator", torch.Generator)
+    fails(gpu_parts.random_numbers, gpu, "it is another generator")
     monkeypatch.setattr(gpu_parts, "restore_rng", lambda state: None)
     fails(gpu_parts.random_numbers, gpu, "other numbers after a restore")
 

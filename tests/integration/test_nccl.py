@@ -114,6 +114,36 @@ def test_a_replacement_gets_what_synchronous_set_up_collectives_gave(tmp_path: P
     run_ranks(1, replacement)
 
 
+def test_a_replacements_groups_of_one_rank_answer_with_its_own_data(tmp_path: Path) -> None:
+    """As those of gloo do: an object that was too large for the log is no matter there."""
+    log = tmp_path / "log"
+
+    def set_up(value: float) -> float:
+        alone = [dist.new_group([r]) for r in range(2)][RECORDED_ON]
+        dist.broadcast(t := torch.tensor([value]), RECORDED_ON, group=alone)
+        dist.broadcast(everywhere := torch.tensor([value]), RECORDED_ON)
+        assert everywhere.item() == 3.0
+        return float(t.item())
+
+    def original(rank: int, size: int, store: Any) -> None:
+        _start(rank, size, store, recorded=True)
+        if rank == RECORDED_ON:
+            assert set_up(3.0) == 3.0
+            log.write_bytes(groups.take_setup_log())
+        else:
+            [dist.new_group([r]) for r in range(2)]
+            dist.broadcast(torch.zeros(1), RECORDED_ON)
+
+    def replacement(rank: int, size: int, store: Any) -> None:
+        groups.set_detached(True)
+        groups.replay_setup_log(log.read_bytes())
+        _start(RECORDED_ON, 2, dist.HashStore())
+        assert set_up(4.0) == 4.0
+
+    run_ranks(2, original)
+    run_ranks(1, replacement)
+
+
 # -- row 2: no section stays open -----------------------------------------------------------------
 
 

@@ -10,19 +10,11 @@ below ``--folder`` and ends with exit status 1 if a mutant has survived. docs/te
 from __future__ import annotations
 
 import argparse
-import os
-import queue
-import shutil
-import signal
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from mutants import ROOT, Mutant, Trial, chosen, run
+
 SESSION, LOOP, STEP, SEALING, HABITS, TOUCHES, PROVING, COLLECTIVES, STOPS, START, RECOVER = (
     f"common/flashrecovery/worker/{name}.py"
     for name in (
@@ -62,18 +54,6 @@ QUICK = (
     f"{LAUNCHER}::test_a_survivor_whose_collective_fails_before_it_hears_why_is_not_lost",
 )
 ALL = (*LOOPS, LAUNCHER, "tests/integration/test_torch_native_recovery.py")
-PARTS = ("common", "tests", "fr_deepspeed", "fr_megatron", "examples", "patches", "docs", "pyproject.toml")
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One way to break ``file``: ``new`` instead of ``old``, which stands there exactly once."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-
 
 MUTANTS = (
     # -- a version is complete when it is handed out ------------------------------------------------
@@ -197,7 +177,7 @@ MUTANTS = (
         "outside-not-watched",
         LOOP,
         "        if not self._own_calls:\n            self._outside.watch(True)",
-        "            pass",
+        "        pass",
     ),
     Mutant("late-never-learnt", HABITS, "if late and not self.late:", "if False:"),
     Mutant("undo-never-learnt", HABITS, "if not quiet and not self.undo:", "if False:"),
@@ -284,53 +264,6 @@ MUTANTS = (
 )
 
 
-class Trial:
-    """A copy of the tree in which mutants are tried, one after the other."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        for part in PARTS:
-            source, target = ROOT / part, folder / part
-            if source.is_dir():
-                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
-            else:
-                folder.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(source, target)
-
-    def run(self, mutant: Mutant, tests: Sequence[str], limit_s: float) -> str:
-        """Which test has killed it: "survived", "too long" or the first failed test."""
-        path = self.folder / mutant.file
-        path.write_text(mutated(mutant))
-        out = self.folder.parent / f"{mutant.name}.log"
-        env = {**os.environ, "PYTHONPATH": f"{self.folder / 'common'}{os.pathsep}{self.folder}"}
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", *tests]
-        try:
-            with open(out, "w") as file:
-                process = subprocess.Popen(
-                    command, cwd=self.folder, env=env, stdout=file, stderr=file, start_new_session=True
-                )
-                try:
-                    status = process.wait(limit_s)
-                except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, signal.SIGTERM)
-                    process.wait()
-                    return "too long"
-        finally:
-            path.write_text((ROOT / mutant.file).read_text())
-        if status == 0:
-            return "survived"
-        failed = [line for line in out.read_text().splitlines() if line.startswith(("FAILED", "ERROR"))]
-        return failed[0][:150] if failed else f"exit status {status}, see {out}"
-
-
-def mutated(mutant: Mutant) -> str:
-    """The file's text with the mutant in it. Raises ValueError if the code is no longer what the mutant changes."""
-    text = (ROOT / mutant.file).read_text()
-    if text.count(mutant.old) != 1:
-        raise ValueError(f"{mutant.name}: {text.count(mutant.old)} times in {mutant.file}: {mutant.old!r}")
-    return text.replace(mutant.old, mutant.new)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME")
@@ -340,34 +273,14 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=900, help="seconds for one mutant")
     parser.add_argument("--minutes", type=float, help="begin no other mutant after so long")
     args = parser.parse_args()
-    chosen = [m for m in MUTANTS if not args.names or any(name in m.name for name in args.names)]
-    for mutant in MUTANTS:
-        mutated(mutant)
-    waiting: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
-    for mutant in chosen:
-        waiting.put(mutant)
-    began = time.monotonic()
-    survivors: list[str] = []
-
-    def work(number: int) -> None:
-        trial = Trial(args.folder / f"copy{number}")
-        while args.minutes is None or time.monotonic() - began < 60 * args.minutes:
-            try:
-                mutant = waiting.get_nowait()
-            except queue.Empty:
-                return
-            start = time.monotonic()
-            outcome = trial.run(mutant, ALL if args.all_tests else QUICK, args.limit)
-            print(f"{mutant.name:32} {time.monotonic() - start:5.0f} s  {outcome}", flush=True)
-            if outcome == "survived":
-                survivors.append(mutant.name)
-
-    threads = [threading.Thread(target=work, args=(n,), name=f"mutants-{n}") for n in range(args.jobs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    print(f"{len(chosen) - waiting.qsize()} of {len(chosen)} were run; survivors: {survivors or 'none'}")
+    survivors = run(
+        chosen(MUTANTS, args.names),
+        lambda mutant: ALL if args.all_tests else QUICK,
+        lambda number: Trial(args.folder / f"copy{number}"),
+        jobs=args.jobs,
+        limit_s=args.limit,
+        minutes=args.minutes,
+    )
     return 1 if survivors else 0
 
 

@@ -1,7 +1,8 @@
 """``make gpu-check``: kill ranks in every phase of a step on NVIDIA GPUs, and compare the end bit for bit.
 
-For each layout one undisturbed job and one with a SIGKILL in every phase of a step, with deterministic kernels. The
-report (``report.md``, ``report.json``) is meant to be attached to an issue. With fewer GPUs than ranks, all ranks share
+First what one GPU can show of recovery's parts (:mod:`tests.gpu_parts`). Then for each layout one undisturbed job and
+one with a SIGKILL in every phase of a step, with deterministic kernels. The report (``report.md``, ``report.json``) is
+meant to be attached to an issue. With fewer GPUs than ranks, all ranks share
 the first one; without any, ``--cpu`` runs the same over gloo, which tests this program and nothing of CUDA.
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from flashrecovery.config import PHASES
+from tests.gpu_parts import PARTS, PartResult, run_part
 from tests.support import megatron as mg
 from tests.support.faults import in_every_phase
 from tests.support.jobs import DDP, FSDP, GPT, HSDP, ROOT, SMALL, Job, Layout, check_clean, run_job
@@ -115,9 +117,15 @@ def machine() -> dict[str, Any]:
     return found
 
 
-def markdown(results: list[Result], where: dict[str, Any]) -> str:
+def markdown(results: list[Result], where: dict[str, Any], parts: list[PartResult]) -> str:
     """The report."""
     lines = ["# GPU check", "", *(f"* {name}: {value}" for name, value in where.items()), ""]
+    if parts:
+        lines += ["| part, on one GPU | measured | as it should be |", "|---|---|---|"]
+        for part in parts:
+            measured = ", ".join(f"{name} {value:.4g}" for name, value in part.found.items())
+            lines.append(f"| {part.name} | {measured or '-'} | {'no: ' + part.problem if part.problem else 'yes'} |")
+        lines.append("")
     lines += ["Medians of the recoveries, in seconds.", ""]
     head = ["layout", "ranks", "kills", "recoveries", "total", "worst", *PHASE_NAMES, "same bits"]
     lines += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -134,6 +142,7 @@ def markdown(results: list[Result], where: dict[str, Any]) -> str:
 def main() -> int:
     flags = argparse.ArgumentParser(prog="python -m tests.gpu_check", description=__doc__.splitlines()[0])
     flags.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=list(LAYOUTS), help="all by default")
+    flags.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="all by default; not with --cpu")
     flags.add_argument("--out", type=Path, default=Path("runs") / f"gpu-check-{time.strftime('%Y%m%d-%H%M%S')}")
     flags.add_argument("--minutes", type=float, default=28.0, help="no layout is begun after so long")
     flags.add_argument("--cpu", action="store_true", help="over gloo, to try this program")
@@ -144,6 +153,17 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=False)
     where, results = machine(), []
     until = time.monotonic() + 60 * args.minutes
+    parts: list[PartResult] = []
+
+    def write() -> None:
+        (args.out / "report.md").write_text(markdown(results, where, parts))
+        found = {"machine": where, "parts": [asdict(p) for p in parts], "results": [asdict(r) for r in results]}
+        (args.out / "report.json").write_text(json.dumps(found))
+
+    for name in args.parts if gpus else []:
+        parts.append(run_part(name))
+        print(f"{name}: {parts[-1].problem or parts[-1].found}", flush=True)
+        write()
     for name in args.layouts:
         layout = LAYOUTS[name]
         package = NEEDS.get(layout.script)
@@ -157,10 +177,9 @@ def main() -> int:
         results.append(result)
         verdict = "; ".join(result.found) or f"{result.recoveries} recoveries, the same bits"
         print(f"{name}: {verdict} ({result.seconds:.0f} s)", flush=True)
-        (args.out / "report.md").write_text(markdown(results, where))
-        (args.out / "report.json").write_text(json.dumps({"machine": where, "results": [asdict(r) for r in results]}))
+        write()
     print(f"{args.out}/report.md")
-    return 1 if not results or any(r.found for r in results) else 0
+    return 1 if not (results or parts) or any(r.found for r in results) or any(p.problem for p in parts) else 0
 
 
 def installed(package: str) -> bool:

@@ -114,6 +114,36 @@ def test_a_replacement_gets_what_synchronous_set_up_collectives_gave(tmp_path: P
     run_ranks(1, replacement)
 
 
+def test_a_replacements_groups_of_one_rank_answer_with_its_own_data(tmp_path: Path) -> None:
+    """As those of gloo do: an object that was too large for the log is no matter there."""
+    log = tmp_path / "log"
+
+    def set_up(value: float) -> float:
+        alone = [dist.new_group([r]) for r in range(2)][RECORDED_ON]
+        dist.broadcast(t := torch.tensor([value]), RECORDED_ON, group=alone)
+        dist.broadcast(everywhere := torch.tensor([value]), RECORDED_ON)
+        assert everywhere.item() == 3.0
+        return float(t.item())
+
+    def original(rank: int, size: int, store: Any) -> None:
+        _start(rank, size, store, recorded=True)
+        if rank == RECORDED_ON:
+            assert set_up(3.0) == 3.0
+            log.write_bytes(groups.take_setup_log())
+        else:
+            [dist.new_group([r]) for r in range(2)]
+            dist.broadcast(torch.zeros(1), RECORDED_ON)
+
+    def replacement(rank: int, size: int, store: Any) -> None:
+        groups.set_detached(True)
+        groups.replay_setup_log(log.read_bytes())
+        _start(RECORDED_ON, 2, dist.HashStore())
+        assert set_up(4.0) == 4.0
+
+    run_ranks(2, original)
+    run_ranks(1, replacement)
+
+
 # -- row 2: no section stays open -----------------------------------------------------------------
 
 
@@ -137,6 +167,24 @@ def _fails_in_a_section(collective: bool) -> RankFunction:
         _sum(rank, size)
 
     return body
+
+
+def test_an_abort_waits_for_the_end_of_a_section() -> None:
+    """Its end launches what it holds, on communicators that the abort frees."""
+
+    def body(rank: int, size: int, store: Any) -> None:
+        _start(rank, size, store)
+        _sum(rank, size)
+        manager = dist.distributed_c10d._coalescing_manager(dist.group.WORLD, async_ops=True)
+        with pytest.raises(dist.DistBackendError, match="a drill"), manager:
+            dist.isend(torch.ones(3), 1 - rank)
+            groups.abandon("a drill")
+            time.sleep(0.5)
+            dist.irecv(torch.ones(3), 1 - rank)
+        _again(store, 1)
+        _sum(rank, size)
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("collective", [True, False], ids=["collectives", "sends"])
@@ -247,6 +295,40 @@ def test_an_abort_waits_for_who_is_launching() -> None:
             control.join()
             _again(store, generation)
         _sum(rank, size)  # rank 0 has the communicators' addresses, and must not end before all are connected
+
+    run_ranks(2, body)
+
+
+# -- row 17: in a replacement no group comes before the default group -----------------------------
+
+
+def test_a_replacements_groups_of_one_rank_come_after_the_default_group() -> None:
+    def body(rank: int, size: int, store: Any) -> None:
+        survives = rank == 0
+        groups.set_detached(not survives)
+        module, made = _start(rank, size, store)
+        alone = [dist.new_group([r]) for r in range(size)][rank]
+        dist.all_reduce(t := torch.full((2,), 3.0), group=alone)
+        dist.barrier(group=alone)
+        assert t.tolist() == [3.0, 3.0]
+        if survives:
+            groups.abandon("a drill")
+            assert groups.drain(5.0).quiet
+            groups.detach_all()
+        else:
+            assert not made and module.global_rank() == -1
+        groups.attach(store, 1, 20.0)
+        assert module.global_rank() == rank, "torch would choose another rank's GPU"
+        dist.all_reduce(t := torch.full((2,), 5.0), group=alone)
+        dist.barrier(group=alone)
+        assert t.tolist() == [5.0, 5.0] and not [g.name for g in groups.groups() if g.detached]
+        before = len(made)
+        groups.abandon("another drill")
+        _again(store, 2)
+        assert len(made) == before + 1, "what nobody can break stays"
+        dist.all_reduce(t := torch.full((2,), 7.0), group=alone)
+        assert t.tolist() == [7.0, 7.0]
+        _sum(rank, size)
 
     run_ranks(2, body)
 

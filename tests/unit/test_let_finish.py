@@ -7,10 +7,12 @@ import itertools
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from flashrecovery import groups
+from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.worker.control import Control
 
 GRACE_S, BLOCKED_S = 2.0, 0.1
@@ -71,3 +73,29 @@ def test_on_a_cpu_an_optimizer_that_makes_no_operation_is_waited_for(operations:
 def test_on_a_cpu_one_that_is_in_an_operation_is_not(operations: SimpleNamespace) -> None:
     operations.waiting = SimpleNamespace(since=time.monotonic())
     assert BLOCKED_S <= waited_s(runs_behind=False) < GRACE_S / 2
+
+
+@pytest.mark.parametrize("waits_in_barrier", [False, True])
+def test_communication_is_given_up_when_it_has_finished(
+    waits_in_barrier: bool, operations: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it still sends, others may need; but nobody lets it through a barrier in which the dead rank is missing."""
+    operations.counts = itertools.count()
+    began = time.monotonic()
+    finishing_when_given_up: list[bool] = []
+
+    class Gate(MagicMock):
+        @property
+        def finishing(self) -> bool:
+            return time.monotonic() < began + 0.3
+
+    gate: Any = Gate()
+    gate.stale.return_value, gate.stop.return_value = False, True
+    gate.waits_in_barrier, gate.outside, gate.between, gate.above = waits_in_barrier, False, False, False
+    gate.step_s = 0.0
+    device, limits = SimpleNamespace(runs_behind=True, blocked_s=0.0), SimpleNamespace(mutation_blocked_s=BLOCKED_S)
+    monkeypatch.setattr(groups, "abandon", lambda reason: finishing_when_given_up.append(gate.finishing))
+    control: Any = Control(MagicMock(), gate, limits, device, *[MagicMock()] * 3)  # type: ignore[arg-type]
+    control._stop(pb.Command(generation=1, stop=pb.Stop(finish_to=3, mutation_grace_s=GRACE_S)))
+    assert finishing_when_given_up == ([True, False] if waits_in_barrier else [False])
+    control.resumed()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from unittest.mock import MagicMock
+
 import pytest
+import torch
 
 from flashrecovery.plan import pacing
+from flashrecovery.redundancy import neighbor
+from flashrecovery.redundancy.neighbor import NeighbourCopies
 from flashrecovery.redundancy.pacing import Pacing
 
 
@@ -87,3 +92,14 @@ def test_a_copy_that_breaks_off_teaches_nothing() -> None:
     rank.pacing.needed()
     rank.step(copy_s=1, held_s=0, needed_after_s=20)
     assert rank.network.begun[-1][2] == 0
+
+
+def test_the_tensors_of_a_copy_go_over_several_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tag has a connection of its own; one alone does not fill a fast network."""
+    monkeypatch.setattr(neighbor, "_MESSAGE_BYTES", 16)
+    group = MagicMock()
+    copies = NeighbourCopies(group, 0, 2, [], network=Network())
+    copies._send_tensors(torch.zeros(16 * 6, dtype=torch.uint8))
+    tags = [call.args[2] for call in group.send.call_args_list]
+    assert tags == [7, 8, 9, 10, 7, 8] == [copies._tag(i) for i in range(6)]
+    copies.close()

@@ -27,6 +27,12 @@ def _text(name: str) -> str:
     return (ROOT / name).read_text()
 
 
+def _is_test(name: str) -> bool:
+    """A file, or a function in it."""
+    file, _, function = name.partition("::")
+    return (ROOT / file).exists() and (not function or f"def {function}(" in _text(file))
+
+
 def _tracked(*patterns: str) -> list[str]:
     """Files that git knows, by their paths in the repository."""
     command = ["git", "ls-files", *patterns]
@@ -38,7 +44,11 @@ def _script(name: str):  # type: ignore[no-untyped-def]
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look there
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(ROOT / "scripts"))  # as if it were run
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
     return module
 
 
@@ -88,12 +98,48 @@ def test_the_files_that_the_architecture_names_are_there() -> None:
 def test_what_the_mutation_runs_name_is_there() -> None:
     """Each place that is broken by hand stands exactly once where it is said to be; each pattern finds something."""
     by_hand = _script("mutate_session")
-    assert [m.name for m in by_hand.MUTANTS if _text(m.file).count(m.old) != 1] == []
+    assert by_hand.chosen(by_hand.MUTANTS, []) == [*by_hand.MUTANTS]
     for tests in (by_hand.LOOPS, by_hand.QUICK, by_hand.ALL):
-        assert [name for name in tests if not (ROOT / name.split("::")[0]).exists()] == []
+        assert [name for name in tests if not _is_test(name)] == []
     for only, patterns in _script("mutate").TARGETS.values():
         assert [p for p in only if not list((ROOT / "common").glob(p))] == []
         assert [p for p in patterns if not list((ROOT / "tests" / "unit").glob(p))] == []
+
+
+def test_each_mend_for_nccl_is_taken_out_or_it_is_said_why_not() -> None:
+    nccl = _script("mutate_nccl")
+    assert nccl.chosen(nccl.MUTANTS, []) == [*nccl.MUTANTS]
+    assert [row.number for row in nccl.ROWS] == list(range(1, 22))
+    assert [row.number for row in nccl.ROWS if not row.mutants and not row.without] == []
+    named = {test for tests in nccl.TESTS.values() for test in tests if not test.startswith("--")}
+    assert [test for test in sorted(named) if not _is_test(test)] == []
+    assert all(
+        tests and m.name in _text("docs/testing.md") for m, tests in ((m, nccl.TESTS[m.name]) for m in nccl.MUTANTS)
+    )
+
+
+def test_a_mutant_that_proves_nothing_is_not_taken_for_noticed(tmp_path: Path) -> None:
+    mutants = _script("mutants")
+
+    def of(status: int, text: str) -> str:
+        outcome = mutants.verdict(status, text, tmp_path)
+        return "noticed" if mutants.noticed(outcome) else outcome
+
+    assert of(0, "3 passed") == "survived"
+    assert of(1, "E   AssertionError\nFAILED tests/unit/test_x.py::test_y - AssertionError") == "noticed"
+    assert of(-6, "Fatal Python error: Aborted") == "noticed"
+    broken = "flashrecovery.errors.BuildError: compiling the backend failed; install a compiler"
+    assert of(1, f"E   {broken}\nERROR tests/x.py").startswith("proves nothing: E   flashrecovery")
+    late = "Failed: Timeout (>180.0s) from pytest-timeout.\nERROR tests/x.py::test_y"
+    assert of(1, late).startswith("proves nothing: the time was up")
+    assert of(1, late.replace("ERROR", "FAILED")) == "noticed"
+    assert of(5, "1 deselected") == "proves nothing: no test was run"
+    assert of(4, "ERROR: not found: tests/x.py::test_gone").startswith("proves nothing")
+    for old in ("no such text", "import"):  # not there, and there more than once
+        with pytest.raises(ValueError, match=r"times in scripts/mutants\.py"):
+            mutants.mutated(mutants.Mutant("m", "scripts/mutants.py", old, ""))
+    with pytest.raises(ValueError, match="m: "):
+        mutants.mutated(mutants.Mutant("m", "scripts/mutants.py", "def noticed(outcome", "def noticed(("))
 
 
 def test_operators_find_every_kind_explained() -> None:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
+from flashrecovery.agent.gpu_fence import GpuFence
+from flashrecovery.agent.process import WorkerProcess
+from flashrecovery.agent.process_manager import ProcessManager
 from flashrecovery.agent.standby import StandbyPool
-from flashrecovery.config import load_run_config
+from flashrecovery.agent.tasks import Tasks
+from flashrecovery.config import RunConfig, load_run_config
 from flashrecovery.errors import ConfigError
+from flashrecovery.events import RunDir
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime.environment import STANDBY_DEVICE_ENV
+from flashrecovery.worker import bootstrap, warm
 
 IMPORTS = """
 import sys, sysconfig
@@ -90,3 +100,48 @@ def test_as_many_standbys_as_gpus() -> None:
     with pytest.raises(ConfigError, match=r"standby = 1, allowed: 2 \(nproc_per_node\)"):
         load_run_config(None, {"nproc_per_node": 2, "standby": 1, "standby_device": True})
     assert load_run_config(None, {"nproc_per_node": 2, "standby": 2, "standby_device": True}).standby_device
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, []), ("2", [2])])
+def test_a_standby_uses_the_gpu_that_it_is_given_and_none_without(
+    given: str | None, used: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(STANDBY_DEVICE_ENV, raising=False)
+    if given is not None:
+        monkeypatch.setenv(STANDBY_DEVICE_ENV, given)
+    seen: list[int] = []
+    monkeypatch.setattr(warm, "warm_kernels", lambda: None)
+    monkeypatch.setattr(warm, "make_context", seen.append)
+    bootstrap._warm_kernels()
+    assert seen == used
+
+
+def test_a_context_is_made_on_the_gpu_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: calls.append(device))
+    warm.make_context(3)
+    assert calls == [3, "cuda"]
+
+
+@pytest.mark.parametrize(("for_each", "places"), [(False, [None, None]), (True, ["0", "1"])])
+def test_the_agent_tells_each_standby_which_gpu(
+    for_each: bool, places: list[str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str | None] = []
+
+    def spawn(command: list[str], env: dict[str, str], log: Path, *, standby: bool) -> Any:
+        given.append(env.get(STANDBY_DEVICE_ENV))
+        return Process(None)
+
+    async def body() -> None:
+        config = RunConfig(nproc_per_node=2, standby=2, standby_device=for_each, start_method="spawn")
+        tasks, fence = Tasks(lambda error: None), GpuFence(lambda: None)
+        manager = ProcessManager(MagicMock(), config, [], RunDir(tmp_path), dict, MagicMock(), tasks, fence)
+        manager.pool.set_modules(pb.Modules())
+        for _ in range(2):
+            manager.pool.start_one()
+
+    monkeypatch.setattr(WorkerProcess, "spawn", spawn)
+    asyncio.run(body())
+    assert given == places

@@ -371,6 +371,20 @@ def test_moments_of_a_step() -> None:
     assert recorder.moments == [*forward, "mutating", *forward, "mutating", "mutating", "mutated"]
 
 
+def test_of_several_micro_batches_only_the_last_one_synchronises(one_rank: None) -> None:
+    """The copies of a version are waited for before that, and not after the first forward pass."""
+    model = DistributedDataParallel(Net())
+    adapter = adapter_for(model, [SGD(model.parameters(), lr=0.1)])
+    recorder = Recorder()
+    adapter.watch(recorder)
+    with model.no_sync():
+        model(torch.randn(2, 3)).sum().backward()
+    assert recorder.moments == ["sealed", "sealed"]
+    recorder.moments.clear()
+    model(torch.randn(2, 3)).sum().backward()
+    assert recorder.moments == ["sealed", "synchronising", "sealed"]
+
+
 def test_an_interrupt_leaves_the_parameters_alone() -> None:
     model = Net()
     optimizer = Adam(model.parameters())
@@ -429,14 +443,15 @@ def test_watching_is_cheap(one_rank: None) -> None:
 def _peak_growth_bytes(action: Callable[[], object]) -> int:
     """By how much the process grew, at most, while ``action`` ran."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    status = Path("/proc/self/status")
-
-    def of(name: str) -> int:
-        return next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if line.startswith(name))
-
-    before = of("VmRSS")
+    before = _of_status("VmRSS")
     action()
-    return of("VmHWM") - before
+    return _of_status("VmHWM") - before
+
+
+def _of_status(name: str) -> int:
+    """Bytes of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
 
 
 @pytest.mark.parametrize("views", [True, False])
@@ -452,6 +467,29 @@ def test_a_reducer_is_renewed_without_a_second_set_of_gradients(one_rank: None, 
     assert _peak_growth_bytes(lambda: ddp_reducer.read_layout(model)) < gradients / 4
     assert _peak_growth_bytes(lambda: ddp_reducer.renew(model, layout)) < gradients / 4
     assert ddp_reducer.read_layout(model) == layout
+
+
+def test_the_old_reducers_buckets_are_free_before_the_new_ones_are_made(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the new one are not written before a backward pass, so that only their addresses show them here."""
+    model = DistributedDataParallel(nn.Linear(4096, 4096), gradient_as_bucket_view=False)
+    gradients = 4 * 4096 * 4096
+    for _ in range(2):
+        model(torch.randn(2, 4096)).sum().backward()
+    layout = ddp_reducer.read_layout(model)
+    sizes: list[int] = []
+    make = model._ddp_init_helper
+
+    def watched(*arguments: Any, **more: Any) -> Any:
+        sizes.append(_of_status("VmSize"))
+        return make(*arguments, **more)
+
+    monkeypatch.setattr(model, "_ddp_init_helper", watched)
+    before = _of_status("VmSize")
+    ddp_reducer.renew(model, layout)
+    (while_made,) = sizes
+    assert while_made < before - 1.5 * gradients, "the gradients, and the buckets beside them"
 
 
 # -- changes before the optimizer -------------------------------------------------------------------

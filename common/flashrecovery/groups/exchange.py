@@ -22,7 +22,7 @@ from flashrecovery.groups.inner import Inners
 from flashrecovery.groups.registry import ManagedGroup, groups
 from flashrecovery.groups.state import STATE
 from flashrecovery.groups.stores import OneStore, Servers, StoresInUse, stop_all
-from flashrecovery.groups.torch_private import Store
+from flashrecovery.groups.torch_private import HashStore, Store
 
 _POLL_S = 0.0005  # between looks at what is still draining
 _EXIT_S = 2.0  # at the end of the process, for closing old connections in an orderly way
@@ -141,7 +141,7 @@ def attach(store: Store | Servers, generation: int, deadline_s: float) -> Attach
     :class:`~flashrecovery.errors.RegroupError`, and the groups keep what they had inside.
     """
     began = time.monotonic()
-    todo = [g for g in groups() if g.size > 1]
+    todo = [g for g in groups() if g.size > 1 or g.detached]
     module = native_build.loaded()
     if module is None:
         return AttachReport(generation, 0, 0.0)
@@ -154,7 +154,7 @@ def attach(store: Store | Servers, generation: int, deadline_s: float) -> Attach
         STATE.attaching = stores
         STATE.changed.clear()
     device = accelerator().current()  # on this thread: the one that connects has no device of its own
-    parts = [Part(g.request, partial(stores.of, g.request), _timeout(module, g), device) for g in todo]
+    parts = [_part(module, g, stores, device) for g in todo]
     builder = Builder(module, parts, began + deadline_s)
     try:
         builder.start()
@@ -180,6 +180,14 @@ def attach(store: Store | Servers, generation: int, deadline_s: float) -> Attach
     module.log_stop_replay()
     slowest = max(builder.seconds.items(), key=lambda item: item[1], default=("", 0.0))
     return AttachReport(generation, len(todo), time.monotonic() - began, *slowest)
+
+
+def _part(module: Any, group: ManagedGroup, stores: StoresInUse, device: Any) -> Part:
+    """``device``: the one that this process uses. A group of one rank is connected by its first operation, which waits
+    for nobody."""
+    if group.size == 1:
+        return Part(group.request, HashStore, _timeout(module, group))
+    return Part(group.request, partial(stores.of, group.request), _timeout(module, group), device)
 
 
 def _put_all_inside(
@@ -211,7 +219,7 @@ def _put_inside(module: Any, group: ManagedGroup, inners: Inners | None) -> None
     outer = group.outer()
     if outer is None:
         return
-    if group.size == 1:
+    if group.size == 1 and inners is None:
         module.revive(outer)  # no peer can break it
     elif inners is None:
         module.exchange(outer, [], [])

@@ -300,7 +300,10 @@ def _create(request: GroupRequest, store: Store) -> Any:
     STATE.world = max(STATE.world, request.size)  # the default group is the first one
     STATE.made[request.name] += 1
     outer = module.create(request.rank, request.size, request.name, request.kind, request.timeout, request.sparse)
-    if request.size == 1 or not STATE.detached:
+    # What stands alone has nobody to wait for. But torch takes the rank in the first NCCL backend of a process for that
+    # of the process, by which it chooses a GPU (ProcessGroupNCCL::globalRank), and in a replacement the groups of one
+    # rank would come first. So they come when the others do, after the default group.
+    if not STATE.detached or (request.size == 1 and request.kind != "nccl"):
         inners = _connect(module, request, store)
         module.exchange(outer, inners.backends, inners.devices)
     return outer

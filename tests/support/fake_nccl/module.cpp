@@ -107,7 +107,16 @@ struct Device {
 
 class FakeNccl final : public Backend {
  public:
-  FakeNccl(int rank, int size, Connect connect) : Backend(rank, size), connect_(std::move(connect)) {}
+  FakeNccl(int rank, int size, Connect connect) : Backend(rank, size), connect_(std::move(connect)) { globalRank(rank); }
+
+  // The process's rank, as every backend takes it: that of the first one (ProcessGroupNCCL::globalRank, called in its
+  // constructor). -1 without any.
+  static int globalRank(int ofNew = -1) {
+    static std::atomic<int> first{-1};
+    int none = -1;
+    if (ofNew >= 0) first.compare_exchange_strong(none, ofNew);
+    return first;
+  }
 
   const std::string getBackendName() const override { return "nccl"; }
   bool supportsCoalescing() const override { return true; }
@@ -348,6 +357,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("break_network", [] {
     for (const auto& communicator : Device::instance().all()) communicator->breakNetwork();
   });
+  m.def("global_rank", [] { return FakeNccl::globalRank(); });
   m.def("group_depth", [] { return Group::mine().depth; });
   m.def("synchronize", [] { Device::instance().synchronize(); }, NoGil());
 }

@@ -1,0 +1,743 @@
+"""Take each mend for NCCL out again, one at a time, and say which of them no test notices.
+
+    scripts/mutate_nccl.py [NAME...]    names of mutants, or parts of them, e.g. "04-" (default: all)
+
+A reading of NCCL's and torch's sources has found 21 things that the first run on GPUs would break (docs/testing.md has
+the table). What mends each of them is taken out here, in a copy of the tree, and the tests that are named must fail.
+They need no GPU: what has to do with NCCL itself runs with the fake of it. ``unchanged`` runs all of them without a
+mutant. C++ is compiled into a cache of its own; a mutant of it takes about a minute. Ends with exit status 1 if a
+mutant has survived.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from mutants import ROOT, SURVIVED, Mutant, Trial, chosen, run
+
+CORE = "common/flashrecovery"
+NATIVE = f"{CORE}/groups/native/backend_base.h"
+EXCHANGE, INNER, TORCH, REGISTRY, REFUSALS = (
+    f"{CORE}/groups/{name}.py" for name in ("exchange", "inner", "torch_private", "registry", "refusals")
+)
+DEVICE, STEP, LOOP, CONTROL, RECOVER, ERRORS, COPIES, LEFT, AHEAD, BOOT, WARM = (
+    f"{CORE}/worker/{name}.py"
+    for name in (
+        "device",
+        "transaction",
+        "loop",
+        "control",
+        "recoverer",
+        "error_watch",
+        "copies",
+        "leftovers",
+        "ahead",
+        "bootstrap",
+        "warm",
+    )
+)
+FENCE, PROCESSES, STANDBY = (f"{CORE}/agent/{name}.py" for name in ("gpu_fence", "process_manager", "standby"))
+ENV, ENVIRONMENT, CHECKS = (f"{CORE}/{name}.py" for name in ("runtime/nccl_env", "runtime/environment", "cli/checks"))
+FLAT, NEIGHBOUR = f"{CORE}/redundancy/flat.py", f"{CORE}/redundancy/neighbor.py"
+PACE, BUFFERS, ADAPTER = f"{CORE}/groups/native/pace.h", f"{CORE}/adapter/buffers.py", f"{CORE}/adapter/base.py"
+REDUCER, ORDER = f"{CORE}/torch_native/ddp_reducer.py", f"{CORE}/controller/recovery.py"
+MEGATRON = "fr_megatron/support.py"
+
+FAKE = "tests/integration/test_nccl.py"
+
+
+def _unit(name: str, *tests: str) -> tuple[str, ...]:
+    """All tests of a file, or only those."""
+    file = f"tests/unit/test_{name}.py"
+    return tuple(f"{file}::{test}" for test in tests) or (file,)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One of the 21. ``without``: what of it no mutant takes out, and why."""
+
+    number: int
+    what: str
+    mutants: tuple[tuple[Mutant, tuple[str, ...]], ...] = ()
+    without: str = ""
+
+
+def _out(name: str, file: str, old: str, new: str, *tests: str) -> tuple[Mutant, tuple[str, ...]]:
+    """A mutant, and the tests of which one must fail."""
+    return Mutant(name, file, old, new), tests
+
+
+ROWS = (
+    Row(
+        1,
+        "an operation without a Work is recorded for a replacement",
+        (
+            _out(
+                "01-null-work-is-not-recorded",
+                NATIVE,
+                "      if (!launchedLater) record->succeed();\n",
+                "",
+                f"{FAKE}::test_a_replacement_gets_what_synchronous_set_up_collectives_gave",
+            ),
+            _out(
+                "01-not-at-a-sections-end",
+                NATIVE,
+                "        for (const auto& part : launched) part->succeed();\n",
+                "",
+                f"{FAKE}::test_a_replacement_gets_what_synchronous_set_up_collectives_gave",
+            ),
+            _out(
+                "01-before-a-sections-end",
+                NATIVE,
+                "if (!launchedLater) record->succeed();",
+                "record->succeed();",
+                f"{FAKE}::test_a_replacement_gets_what_synchronous_set_up_collectives_gave",
+            ),
+        ),
+    ),
+    Row(
+        2,
+        "a section that a failure leaves is ended, before the abort",
+        (
+            _out(
+                "02-section-stays-open",
+                NATIVE,
+                "      if (section_.openHere()) section_.end();\n      throw;",
+                "      throw;",
+                f"{FAKE}::test_a_failure_within_a_section_ends_it",
+            ),
+            _out(
+                "02-another-threads-is-not-reported",
+                EXCHANGE,
+                "for name, outer in named if module.close_section(outer))",
+                "for name, outer in named if module.close_section(outer) and False)",
+                f"{FAKE}::test_a_section_that_another_thread_leaves_open_is_reported",
+            ),
+            _out(
+                "02-abort-within-a-section",
+                NATIVE,
+                "if (!section_.awaitClosed(kSectionWait) || !inside_",
+                "if (!inside_",
+                f"{FAKE}::test_an_abort_waits_for_the_end_of_a_section",
+            ),
+        ),
+    ),
+    Row(
+        3,
+        "the tag follows the device",
+        (
+            _out(
+                "03-commit-does-not-wait",
+                STEP,
+                "                gate.overhead.aside(self._worker.device.before_commit)\n",
+                "                pass\n",
+                *_unit("step_on_device"),
+            ),
+            _out(
+                "03-waits-for-one-stream-only",
+                DEVICE,
+                "                accelerator().synchronize()\n",
+                "                accelerator().synchronize_stream()\n",
+                f"{FAKE}::test_a_commit_waits_for_what_the_device_has_not_done",
+            ),
+            _out(
+                "03-mutation-does-not-wait",
+                STEP,
+                "        self._gate.overhead.aside(self._worker.device.before_mutation)\n",
+                "",
+                *_unit("step_on_device"),
+            ),
+            _out(
+                "03-aborted-is-not-torn",
+                STEP,
+                "if not self._collectives.raised and not cut_short:",
+                "if not self._collectives.raised:",
+                *_unit("step_on_device"),
+            ),
+        ),
+    ),
+    Row(
+        4,
+        "communicators are made in attach, on the process's device",
+        (
+            _out(
+                "04-only-where-the-script-named-a-device",
+                INNER,
+                "timeout, request.device_id or device_in_use)",
+                "timeout, request.device_id)",
+                f"{FAKE}::test_attach_connects_groups_that_nobody_has_used_yet",
+            ),
+            _out(
+                "04-attach-knows-no-device",
+                EXCHANGE,
+                "device = accelerator().current()",
+                "device = None",
+                f"{FAKE}::test_attach_connects_groups_that_nobody_has_used_yet",
+            ),
+            _out(
+                "04-the-backend-is-not-connected",
+                TORCH,
+                "            backend.eager_connect_single_device(device)\n",
+                "            pass\n",
+                *_unit("nccl_backend"),
+            ),
+            _out(
+                "04-on-the-threads-own-device",
+                TORCH,
+                "        with torch.cuda.device(device):  # this may be a helper thread\n",
+                "        if True:\n",
+                *_unit("nccl_backend"),
+            ),
+        ),
+        without="how long NCCL needs for it on GPUs",
+    ),
+    Row(
+        5,
+        "torch's watchdog does not sleep",
+        (
+            _out("05-default-of-the-watchdog", ENV, '    _DUMP_WAIT: "1",\n', "", *_unit("nccl_env")),
+            _out(
+                "05-doctor-does-not-look",
+                ENV,
+                "if waits is None or not waits.isdigit() or int(waits) > _MAX_DUMP_WAIT_MS:",
+                "if False:",
+                *_unit("nccl_env"),
+            ),
+            _out(
+                "05-launcher-does-not-set-it",
+                ENVIRONMENT,
+                "    env |= {name: os.environ.get(name, value) for name, value in LAUNCH_DEFAULTS.items()}\n",
+                "",
+                *_unit("nccl_env"),
+            ),
+        ),
+    ),
+    Row(
+        6,
+        "an abort waits for whoever is within a launch, and not for ever",
+        (
+            _out(
+                "06-abort-during-a-launch",
+                NATIVE,
+                "if (!section_.awaitClosed(kSectionWait) || !inside_.awaitNobody(kLaunchWait)) return;",
+                "if (!section_.awaitClosed(kSectionWait)) return;",
+                f"{FAKE}::test_an_abort_waits_for_who_is_launching",
+            ),
+            _out(
+                "06-launch-is-not-counted",
+                NATIVE,
+                "    std::optional<Inside> here(std::in_place, inside_);  // before",
+                "    std::optional<Inside> here;  // before",
+                f"{FAKE}::test_an_abort_waits_for_who_is_launching",
+            ),
+            _out(
+                "06-what-hangs-is-aborted-all-the-same",
+                NATIVE,
+                "|| !inside_.awaitNobody(kLaunchWait)) return;",
+                "|| (inside_.awaitNobody(kLaunchWait), false)) return;",
+                f"{FAKE}::test_a_communicator_that_hangs_in_its_creation_is_not_aborted_under_its_creator",
+            ),
+            _out(
+                "06-what-hangs-is-not-reported",
+                EXCHANGE,
+                "        if not (operations or buffers or stuck or sections):",
+                "        if not (operations or buffers or sections):",
+                f"{FAKE}::test_a_communicator_that_hangs_in_its_creation_is_not_aborted_under_its_creator",
+            ),
+        ),
+    ),
+    Row(
+        7,
+        "a rank is filled again when its GPU's memory is free",
+        (
+            _out(
+                "07-its-children-do-not-count",
+                FENCE,
+                "        if session_members(process.pid):\n            return True\n",
+                "",
+                *_unit("gpu_fence"),
+            ),
+            _out(
+                "07-nvml-is-not-asked",
+                FENCE,
+                "return self._listed is not None and process",
+                "return False and process",
+                *_unit("gpu_fence"),
+            ),
+            _out(
+                "07-nobody-waits",
+                PROCESSES,
+                "            while not await self._gpu_fence.released(old, self._config.timeouts.fence_s):",
+                "            while False:",
+                *_unit("gpu_fence"),
+            ),
+        ),
+    ),
+    Row(
+        8,
+        "CUDA graphs with collectives are refused",
+        (
+            _out(
+                "08-graph-is-not-refused", REFUSALS, "        if captured:\n", "        if False:\n", *_unit("refusals")
+            ),
+            _out(
+                "08-graphs-are-not-watched",
+                REFUSALS,
+                "    kind.capture_begin, kind.capture_end = capture_begin, capture_end\n",
+                "",
+                *_unit("refusals"),
+            ),
+            _out(
+                "08-megatrons-settings",
+                MEGATRON,
+                '    if implementation not in (None, "none"):',
+                "    if False:",
+                *_unit("megatron_support"),
+            ),
+        ),
+        without="that generators are set in place: without graphs nobody keeps one",
+    ),
+    Row(
+        9,
+        "what communicates past the groups, or keeps a history, is refused by name",
+        (
+            _out(
+                "09-symmetric-memory",
+                REFUSALS,
+                "        setattr(kind, name, staticmethod(refused))\n",
+                "        pass\n",
+                *_unit("refusals"),
+            ),
+            _out("09-deepep", REFUSALS, "    kind.__init__ = _never(", "    _never(", *_unit("refusals")),
+            _out(
+                "09-userbuffers",
+                REFUSALS,
+                "    module.initialize_ub = _never(",
+                "    _never(",
+                *_unit("refusals"),
+            ),
+            _out(
+                "09-delayed-scaling",
+                REFUSALS,
+                "    manager.add_fp8_tensors_to_global_buffer = staticmethod(checked)\n",
+                "",
+                *_unit("refusals"),
+            ),
+            _out(
+                "09-megatrons-fp8",
+                MEGATRON,
+                'in ("delayed", "custom"):',
+                'in ("custom",):',
+                *_unit("megatron_support"),
+            ),
+            _out(
+                "09-megatrons-deepep",
+                MEGATRON,
+                'if getattr(config, "moe_enable_deepep", False) or',
+                "if",
+                *_unit("megatron_support"),
+            ),
+            _out(
+                "09-megatrons-userbuffers",
+                MEGATRON,
+                '    if getattr(config, "tp_comm_overlap", False):',
+                "    if False:",
+                *_unit("megatron_support"),
+            ),
+        ),
+    ),
+    Row(
+        10,
+        "who may finish is waited for, then all abort; what waits for a dead peer is not",
+        (
+            _out(
+                "10-all-stop-at-once",
+                ORDER,
+                "        chosen = behind or held\n",
+                "        chosen = held\n",
+                *_unit("machine", "test_ranks_that_are_behind_finish_first"),
+            ),
+            _out(
+                "10-finisher-is-not-waited-for",
+                CONTROL,
+                "            self._let_finish(command.stop.mutation_grace_s)\n",
+                "            pass\n",
+                *_unit("let_finish"),
+            ),
+            _out(
+                "10-host-tells-of-the-device",
+                CONTROL,
+                "            if self._device.runs_behind:\n",
+                "            if False:\n",
+                *_unit("let_finish"),
+            ),
+            _out(
+                "10-a-wait-for-the-device-does-not-count",
+                CONTROL,
+                "if self._device.blocked_s > longest_s or now - moved > longest_s:",
+                "if now - moved > longest_s:",
+                *_unit("let_finish"),
+            ),
+        ),
+        without="whether a kernel on another GPU touches buffers that a peer has freed (nccl#863) needs several GPUs",
+    ),
+    Row(
+        11,
+        "neighbour copies: shared and page-locked, waited for late, over several streams",
+        (
+            _out(
+                "11-pinned-is-not-shared",
+                FLAT,
+                "            if (share or pin) and layout.nbytes > 0:",
+                "            if share and not pin and layout.nbytes > 0:",
+                *_unit("shared_memory"),
+            ),
+            _out(
+                "11-shared-is-not-pinned",
+                FLAT,
+                "                    pinned.pin(self.shared, self.buffer)\n",
+                "                    pass\n",
+                *_unit("shared_memory"),
+            ),
+            _out(
+                "11-waits-after-the-first-forward",
+                STEP,
+                "        self._hook_fired = True\n",
+                "        self._hook_fired = True\n        self.synchronising()\n",
+                *_unit("copies_in_time"),
+            ),
+            _out(
+                "11-every-micro-batch-counts-as-the-last",
+                ADAPTER,
+                "        if self._synchronises():\n",
+                "        if True:\n",
+                *_unit("torch_native", "test_of_several_micro_batches_only_the_last_one_synchronises"),
+            ),
+            _out("11-one-stream", NEIGHBOUR, "STREAMS = 4\n", "STREAMS = 1\n", *_unit("pacing")),
+            _out(
+                "11-copies-are-not-held-back",
+                PACE,
+                "    if (hurries() || !Traffic::instance().underWay()) return;\n",
+                "    return;\n",
+                "tests/integration/test_pacing.py::test_a_copy_waits_for_the_end_of_a_collective",
+            ),
+        ),
+    ),
+    Row(
+        12,
+        "an own pre-step copy is begun at the hand-out",
+        (
+            _out(
+                "12-copied-before-the-mutation",
+                COPIES,
+                "            self._undo.start(version)\n",
+                "            pass\n",
+                *_unit("own_copies"),
+            ),
+        ),
+        without="a loss that is reduced after the optimizer still makes every rank keep such a copy (docs/megatron.md)",
+    ),
+    Row(
+        13,
+        "buffers on a device are compared there, the host waits once",
+        (
+            _out(
+                "13-a-wait-for-each-buffer",
+                BUFFERS,
+                "torch.stack([(one == other).all() for one, other in pairs]).tolist())",
+                "[torch.equal(one, other) for one, other in pairs])",
+                *_unit("silent_buffers"),
+            ),
+            _out(
+                "13-a-call-for-each-buffer",
+                BUFFERS,
+                "    equal = all_equal([item.to_compare(live) for item, live, _ in unmoved])\n",
+                "    equal = [all_equal([item.to_compare(live)])[0] for item, live, _ in unmoved]\n",
+                *_unit("silent_buffers"),
+            ),
+        ),
+    ),
+    Row(
+        14,
+        "what a step that was cut short has taken is free before it is done again",
+        (
+            _out(
+                "14-layout-takes-all-gradients",
+                REDUCER,
+                '            return torch.empty_like(args[0], device="meta")\n',
+                "            return torch.zeros_like(args[0])\n",
+                *_unit("torch_native", "test_a_reducer_is_renewed_without_a_second_set_of_gradients"),
+            ),
+            _out(
+                "14-two-reducers-at-once",
+                REDUCER,
+                "    ddp.reducer = ddp.logger = None  # type: ignore[assignment]\n",
+                "",
+                *_unit("torch_native", "test_the_old_reducers_buckets_are_free_before_the_new_ones_are_made"),
+            ),
+            _out(
+                "14-gradients-keep-the-old-buckets",
+                REDUCER,
+                "        _drop_gradients(reducer_parameters(ddp))  # they may be views",
+                "        pass  # they may be views",
+                *_unit("torch_native", "test_a_reducer_is_renewed_without_a_second_set_of_gradients"),
+            ),
+            _out(
+                "14-frames-keep-activations",
+                LEFT,
+                "        frame.clear()\n",
+                "        return True\n",
+                *_unit("leftovers"),
+            ),
+            _out(
+                "14-graphs-keep-activations",
+                LEFT,
+                "    return sum(_empty(node) for node in _nodes(roots, since))\n",
+                "    return 0\n",
+                *_unit("leftovers"),
+            ),
+            _out(
+                "14-nothing-is-let-go",
+                RECOVER,
+                "        self._loop.let_go()\n",
+                "",
+                *_unit("recoverer_stop"),
+            ),
+            _out(
+                "14-torchs-cache-stays",
+                RECOVER,
+                "        self._worker.device.make_room()\n",
+                "",
+                *_unit("recoverer_stop"),
+            ),
+        ),
+    ),
+    Row(
+        15,
+        "restore over NCCL, digests on the device",
+        without="in work; nothing of it can be taken out yet",
+    ),
+    Row(
+        16,
+        "drain first, then the device, for a bounded time",
+        (
+            _out(
+                "16-the-device-before-the-drain",
+                RECOVER,
+                "        report = groups.drain(drain_s)\n        worker.device.settle(drain_s)  # after",
+                "        worker.device.settle(drain_s)\n        report = groups.drain(drain_s)\n        # after",
+                *_unit("recoverer_stop"),
+            ),
+            _out(
+                "16-waits-for-ever",
+                DEVICE,
+                "        waiter.join(deadline_s)\n",
+                "        waiter.join()\n",
+                "--timeout=20",
+                *_unit("device"),
+            ),
+            _out(
+                "16-a-busy-device-is-quiet",
+                DEVICE,
+                "        if waiter.is_alive():\n",
+                "        if False:\n",
+                *_unit("device"),
+            ),
+            _out("16-its-error-is-lost", DEVICE, "        if failures:\n", "        if False:\n", *_unit("device")),
+        ),
+    ),
+    Row(
+        17,
+        "in a replacement groups of one rank come after the default group",
+        (
+            _out(
+                "17-groups-of-one-rank-come-first",
+                REGISTRY,
+                '    if not STATE.detached or (request.size == 1 and request.kind != "nccl"):\n',
+                "    if not STATE.detached or request.size == 1:\n",
+                f"{FAKE}::test_a_replacements_groups_of_one_rank_come_after_the_default_group",
+            ),
+            _out(
+                "17-they-never-come",
+                EXCHANGE,
+                "    todo = [g for g in groups() if g.size > 1 or g.detached]\n",
+                "    todo = [g for g in groups() if g.size > 1]\n",
+                f"{FAKE}::test_a_replacements_groups_of_one_rank_come_after_the_default_group",
+            ),
+            _out(
+                "17-they-answer-from-the-set-up-log",
+                NATIVE,
+                "inner == local_ && getSize() > 1) {",
+                "inner == local_) {",
+                f"{FAKE}::test_a_replacements_groups_of_one_rank_answer_with_its_own_data",
+            ),
+        ),
+        without="which GPU torch then chooses",
+    ),
+    Row(
+        18,
+        "NCCL's asynchronous errors are asked for",
+        (
+            _out(
+                "18-nothing-is-reported",
+                NATIVE,
+                'if (inner.backend->getBackendName() == "nccl" && inner.backend->getError()',
+                "if (false && inner.backend->getError()",
+                f"{FAKE}::test_a_rank_that_waits_for_a_dead_peer_is_freed_by_the_abort_alone",
+            ),
+            _out(
+                "18-nothing-comes-of-it",
+                ERRORS,
+                "            groups.abandon(f",
+                "            str(f",
+                *_unit("error_watch"),
+            ),
+            _out(
+                "18-nobody-asks",
+                LOOP,
+                "        ErrorWatch(self._gate, self._worker.settings.timeouts.peer_error_wait_s).start()\n",
+                "",
+                "tests/conformance/test_nccl.py::test_connections_break_and_nobody_has_died",
+            ),
+        ),
+    ),
+    Row(
+        19,
+        "an abort needs no Python",
+        (
+            _out(
+                "19-abort-holds-the-interpreter",
+                NATIVE,
+                "std::thread([here = self()] { here->abortInners(); }).detach();",
+                "std::thread([here = self()] {\n"
+                "      auto state = PyGILState_Ensure();\n"
+                "      here->abortInners();\n"
+                "      PyGILState_Release(state);\n"
+                "    }).detach();",
+                f"{FAKE}::test_an_abort_waits_for_the_end_of_a_section",
+            ),
+            _out(
+                "19-abort-blocks-its-caller",
+                NATIVE,
+                "std::thread([here = self()] { here->abortInners(); }).detach();",
+                "abortInners();",
+                f"{FAKE}::test_an_abort_waits_for_the_end_of_a_section",
+            ),
+        ),
+    ),
+    Row(
+        20,
+        "what decides the order of sums is named, and left alone",
+        (
+            _out(
+                "20-a-variable-is-not-named",
+                ENV,
+                '_ORDERS_OF_SUMS = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE")',
+                '_ORDERS_OF_SUMS = ("NCCL_ALGO", "NCCL_PROTO")',
+                *_unit("nccl_env"),
+            ),
+            _out(
+                "20-the-launcher-sets-one",
+                ENV,
+                '    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",\n',
+                '    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",\n    "NCCL_NVLS_ENABLE": "0",\n',
+                *_unit("nccl_env"),
+            ),
+            _out("20-doctor-is-silent", CHECKS, "    if free:\n", "    if False:\n", *_unit("doctor")),
+        ),
+        without="whether the sums are equal on other nodes with these variables needs GPUs",
+    ),
+    Row(
+        21,
+        "a standby uses a GPU only where it is told, and that one",
+        (
+            _out(
+                "21-an-import-takes-gpu-0",
+                AHEAD,
+                "            cuda._lazy_init = refuse  # type: ignore[attr-defined]\n",
+                "",
+                *_unit("standby_device"),
+            ),
+            _out(
+                "21-fills-another-gpus-rank",
+                STANDBY,
+                "if not process.dead and self._places[process] in (None, local_rank):",
+                "if not process.dead:",
+                *_unit("standby_device"),
+            ),
+            _out(
+                "21-is-not-told-which",
+                PROCESSES,
+                "        at_once = {} if device is None else {STANDBY_DEVICE_ENV: str(device)}\n",
+                "        at_once: dict[str, str] = {}\n",
+                *_unit("standby_device"),
+            ),
+            _out(
+                "21-makes-no-context",
+                BOOT,
+                "        make_context(int(device))\n",
+                "        pass\n",
+                *_unit("standby_device"),
+            ),
+            _out("21-makes-it-on-gpu-0", WARM, "    torch.cuda.set_device(device)\n", "", *_unit("standby_device")),
+        ),
+    ),
+)
+MUTANTS = tuple(mutant for row in ROWS for mutant, _ in row.mutants)
+TESTS = {mutant.name: tests for row in ROWS for mutant, tests in row.mutants}
+UNCHANGED = "unchanged"
+BUILD = (
+    sys.executable,
+    "-c",
+    "from flashrecovery import groups; from tests.support import fake_nccl; groups.build(); fake_nccl.build()",
+)
+
+
+def _trial(folder: Path, number: int) -> Trial:
+    """In a cache of its own: every mutant of the C++ is another extension."""
+    return Trial(folder / f"copy{number}", {"FLASHRECOVERY_CACHE": str(folder.resolve() / "cache")}, BUILD)
+
+
+def _unchanged(folder: Path, limit_s: float) -> int:
+    """All tests, without a mutant: they must pass."""
+    tests = sorted({test for tests in TESTS.values() for test in tests if not test.startswith("--")})
+    began = time.monotonic()
+    outcome = _trial(folder, 0).run(None, tests, limit_s)
+    passed = outcome == SURVIVED
+    print(f"{UNCHANGED:32} {time.monotonic() - began:5.0f} s  {'all tests pass' if passed else outcome}", flush=True)
+    return 0 if passed else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "mutants" / "nccl")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for one mutant")
+    parser.add_argument("--minutes", type=float, help="begin no other mutant after so long")
+    args = parser.parse_args()
+    names = [name for name in args.names if name != UNCHANGED]
+    failed = 0
+    if len(names) < len(args.names) or not names:
+        failed = _unchanged(args.folder, 3 * args.limit)
+    if len(names) < len(args.names) and not names:
+        return failed
+    for row in ROWS:
+        if not names and row.without:
+            print(f"row {row.number}: {row.without}")
+    survivors = run(
+        chosen(MUTANTS, names),
+        lambda mutant: TESTS[mutant.name],
+        lambda number: _trial(args.folder, number),
+        jobs=1,
+        limit_s=args.limit,
+        minutes=args.minutes,
+    )
+    return 1 if survivors or failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

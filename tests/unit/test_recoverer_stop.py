@@ -1,0 +1,99 @@
+"""What a stop does on a rank that has a device, and in which order."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from flashrecovery import groups
+from flashrecovery.errors import DrainError
+from flashrecovery.groups import DrainReport
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.worker.device import DeviceClock
+from flashrecovery.worker.recoverer import Recoverer
+
+DRAIN_S = 0.2
+
+
+class Device:
+    """It waits for a dead peer until the communicators have been aborted."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+        self.emptied = 0
+
+    def in_use(self) -> bool:
+        return True
+
+    def current(self) -> None:
+        return None
+
+    def synchronize(self, device: object = None) -> None:
+        self.aborted.wait(10)
+
+    def free_bytes(self) -> int:
+        return 0
+
+    def empty_cache(self) -> None:
+        self.emptied += 1
+
+
+class Stopped:
+    """A rank that is told to stop, and its answer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, quiet: bool = True) -> None:
+        self.device, self.order = Device(), list[str]()
+        accelerator: Any = self.device
+        monkeypatch.setattr("flashrecovery.worker.device.accelerator", lambda: accelerator)
+
+        def drain(deadline_s: float) -> DrainReport:
+            assert deadline_s == DRAIN_S
+            self.order.append("drained")
+            if quiet:
+                self.device.aborted.set()
+            return DrainReport(quiet, 0.0, stuck_aborts=() if quiet else ("0",))
+
+        monkeypatch.setattr(groups, "drain", drain)
+        monkeypatch.setattr(groups, "detach_all", lambda: self.order.append("detached"))
+        self.worker, loop, adapter = MagicMock(), MagicMock(), MagicMock()
+        worker = self.worker
+        worker.rank, worker.device = 0, DeviceClock()
+        worker.settings.timeouts.drain_s = DRAIN_S
+        worker.gate.live, worker.gate.version, loop.touched = 3, 3, False
+        worker.gate.outdated.return_value = False
+        worker.registry.shards, worker.registry.adapters = {}, [adapter]
+        worker.registry.common.versions.return_value = worker.registry.capsule.versions.return_value = []
+        worker.connection.page.capsule_versions.return_value = []
+        worker.connection.page.early_capsules.return_value = []
+        loop.sealing.late, loop.copies.inventory.return_value = {}, []
+        worker.send.side_effect = self._hear
+        loop.let_go.side_effect = lambda: self.order.append("let go")
+        adapter.reset.side_effect = lambda: self.order.append("reset")
+        self.reply = pb.Reply()
+        Recoverer(worker, loop)._carry_out(pb.Command(serial=1, generation=1, stop=pb.Stop()))
+        self.device.aborted.set()
+
+    def _hear(self, message: pb.FromWorker) -> None:
+        self.reply = message.reply
+        self.order.append("answered")
+
+
+def test_first_all_operations_let_go_then_the_device_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = Stopped(monkeypatch)
+    assert not stopped.reply.error and stopped.reply.live_version == 3
+    assert stopped.order[:2] == ["drained", "detached"]
+
+
+def test_memory_is_made_free_after_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller waits for the answer, and others take as long."""
+    stopped = Stopped(monkeypatch)
+    assert stopped.order == ["drained", "detached", "answered", "let go", "reset"]
+    assert stopped.device.emptied == 1, "the new communicators' buffers are not taken from torch's cache"
+
+
+def test_a_device_that_is_not_aborted_is_waited_for_no_longer_than_the_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = Stopped(monkeypatch, quiet=False)
+    assert stopped.reply.error_type == DrainError.__name__ and not stopped.reply.fatal

@@ -321,9 +321,15 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         if saved.found:
             return
         self._checkpoints.saved(saved)
-        generation = self.machine.job.generation
         self._record(
-            ev.CheckpointSaved(generation=generation, version=saved.version, path=saved.path, seconds=saved.seconds)
+            ev.CheckpointSaved(
+                generation=self.machine.job.generation,
+                version=saved.version,
+                path=saved.path,
+                seconds=saved.seconds,
+                k0_s=saved.k0_s,
+                step_s=self.machine.job.step_s,
+            )
         )
 
     def _on_standby(self, message: pb.AgentMessage, node: str, _: float) -> None:

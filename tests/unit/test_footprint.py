@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from flashrecovery.cli.plan import plan
 from flashrecovery.errors import ConfigError
 from flashrecovery.plan.footprint import Footprint, JobShape, Sharding, footprint, step_s
+from flashrecovery.plan.guards import Protection
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "redundancy.md"
 JOB = JobShape(parameters=70e9, gpus=64, sharding=Sharding.OPTIMIZER, step_s=10.0, tensor_parallel=8)
@@ -65,11 +66,63 @@ def test_the_command_says_the_same() -> None:
     arguments = ["--parameters", "70e9", "--gpus", "64", "--tensor-parallel", "8", "--step-s", "10"]
     said = json.loads(CliRunner().invoke(plan, [*arguments, "--json"], catch_exceptions=False).output)
     cost = footprint(JOB)
-    assert said == {**dataclasses.asdict(cost), "copy_s": cost.copy_s, "hidden": False, "step_s": 10.0}
+    plain = {**dataclasses.asdict(cost), "copy_s": cost.copy_s, "hidden": False, "step_s": 10.0}
+    assert {name: said[name] for name in plain} == plain
     shown = CliRunner().invoke(plan, arguments, catch_exceptions=False).output
     assert "97.8 GiB" in shown and "8.00 s of a step of 10.0 s" in shown
     with pytest.raises(ConfigError, match="60 GPUs"):
         CliRunner().invoke(plan, ["--parameters", "7e9", "--gpus", "60"], catch_exceptions=False)
+
+
+def test_parity_keeps_less_and_sends_as_much() -> None:
+    """Of W bytes of unique state on a node: parity 1 keeps W/(n-1) and sends W, parity 2 keeps 2W/(n-2) and sends
+    2W."""
+    neighbour, unique = footprint(JOB), 8 * footprint(JOB).unique_bytes
+    for protection, kept, sent in (
+        (Protection.PARITY_1, unique / 7, unique),
+        (Protection.PARITY_2, unique / 3, 2 * unique),
+    ):
+        cost = footprint(JOB, protection, 8)
+        assert cost.node_memory_bytes == pytest.approx(8 * 2 * cost.own_bytes + 2 * kept)
+        assert cost.node_network_bytes == sent and cost.node_memory_bytes < neighbour.node_memory_bytes
+        assert cost.restore_s == neighbour.restore_s and cost.own_bytes == neighbour.own_bytes
+        with pytest.raises(
+            ValueError, match=f"groups of {protection.parity} nodes: {protection.parity + 1} nodes or more"
+        ):
+            footprint(JOB, protection, protection.parity)
+    pair = footprint(JOB, Protection.PARITY_1, 2)
+    assert pair == neighbour, "parity over two nodes is a copy on each other"
+    nothing = footprint(JOB, Protection.CHECKPOINT)
+    assert nothing.node_memory_bytes == nothing.node_network_bytes == nothing.copy_s == 0 and nothing.hidden
+    alone = footprint(dataclasses.replace(JOB, gpus=8), Protection.PARITY_1, 8)
+    assert alone.node_network_bytes == 0, "one node sends nothing"
+
+
+def test_experts_are_divided_and_count_as_unique_where_they_have_no_replica() -> None:
+    dense = JobShape(10e9, 64, Sharding.OPTIMIZER, 1.0)
+    experts = dataclasses.replace(dense, expert_parallel=8, expert_parameters=8e9)
+    assert footprint(experts).unique_bytes == footprint(dense).unique_bytes
+    assert footprint(experts).own_bytes == footprint(dense).unique_bytes + 2 * (2e9 + 1e9)
+    replicated = dataclasses.replace(experts, sharding=Sharding.REPLICATED)
+    assert footprint(replicated).unique_bytes == 0
+    single = dataclasses.replace(replicated, expert_parallel=64)
+    assert footprint(single).unique_bytes == 12 * 8e9 / 64
+    assert footprint(single).own_bytes == 14 * (2e9 + 8e9 / 64), "then all that a rank has is kept"
+    with pytest.raises(ValueError, match=r"expert parallel size = 7: a divisor of the data-parallel ranks \(64\)"):
+        dataclasses.replace(experts, expert_parallel=7)
+    with pytest.raises(ValueError, match="expert parameters = 2e"):
+        dataclasses.replace(experts, expert_parameters=2e10)
+
+
+def test_how_many_nodes_hold_shards_of_one_kind() -> None:
+    def span(gpus: int, tensor: int, pipeline: int) -> int:
+        shape = JobShape(7e9, gpus, Sharding.OPTIMIZER, 1.0, tensor_parallel=tensor, pipeline_parallel=pipeline)
+        return shape.span
+
+    assert span(64, 1, 1) == span(64, 8, 1) == 8
+    assert span(4096, 8, 16) == 32, "a stage's nodes"
+    assert span(64, 4, 2) == 4, "two data-parallel ranks on each node of a stage"
+    assert span(16, 1, 4) == 1, "a stage's data-parallel ranks share a node"
 
 
 # -- the table in the documentation -------------------------------------------------------------------

@@ -16,7 +16,7 @@ _COMMANDS = {
     "status": "What a job is doing.",
     "inject": "Inject a fault into a running job.",
     "report": "Every recovery of a job, phase by phase.",
-    "plan": "What the copies of a job's state will cost.",
+    "plan": "What copies cost, what a job survives, what a day loses.",
     "doctor": "What of the environment helps or hinders.",
 }
 

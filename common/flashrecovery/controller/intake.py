@@ -137,9 +137,15 @@ class Intake:
         if saved.found:
             return
         self._checkpoints.saved(saved)
-        generation = self._machine.job.generation
         self._record(
-            ev.CheckpointSaved(generation=generation, version=saved.version, path=saved.path, seconds=saved.seconds)
+            ev.CheckpointSaved(
+                generation=self._machine.job.generation,
+                version=saved.version,
+                path=saved.path,
+                seconds=saved.seconds,
+                k0_s=saved.k0_s,
+                step_s=self._machine.job.step_s,
+            )
         )
 
     def _on_standby(self, message: pb.AgentMessage, node: str, _: float) -> None:

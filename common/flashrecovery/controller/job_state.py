@@ -106,6 +106,11 @@ class JobState:
         """Whether every rank is in one of these places."""
         return sum(self.places[p] for p in places) == len(self.ranks)
 
+    @property
+    def step_s(self) -> float:
+        """What a step takes, on the slowest rank; 0: not known."""
+        return max(record.step_s for record in self.ranks.values())
+
     def to(self, state: State, now: float | None = None) -> None:
         check_transition(self.state, state)
         if self.recovery is not None and now is not None:

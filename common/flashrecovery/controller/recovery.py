@@ -307,7 +307,12 @@ class RecoverySteps:
         if self._job.all_in(Place.FINISHED):
             self._job.to(State.FINISHED)
             self._job.emit(
-                ev.JobFinished(generation=self._job.generation, exit_code=0, seconds=now - self._job.started_at)
+                ev.JobFinished(
+                    generation=self._job.generation,
+                    exit_code=0,
+                    seconds=now - self._job.started_at,
+                    step_s=self._job.step_s,
+                )
             )
 
     def _recovered(self) -> None:

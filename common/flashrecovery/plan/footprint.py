@@ -1,15 +1,31 @@
 """What the copies of a job's state cost, computed before it runs: host memory, network, and whether that is hidden.
 
-A rank's state is cut by the layout. What no other rank holds (*unique*) goes to a neighbour's host memory in each step;
+A rank's state is cut by the layout. What no other rank holds (*unique*) goes to other nodes' host memory in each step;
 the last two versions of all that the rank has (*own*) stay in its own host memory. The copy is hidden if it is complete
 when the last micro-batch's gradients are about to be synchronised: so there is time for it as long as training computes
 without them, less what training's own messages take of the network.
+
+With W bytes of unique state on a node, in groups of n nodes, what other nodes keep and what is sent in a step are
+
+    ==========  =====================  ======  ==========================================================
+    protection  kept on a node         sent
+    ==========  =====================  ======  ==========================================================
+    neighbour   W                      W       each node has one other node's whole copy
+    parity 1    W / (n - 1)            W       RAIM5: n - 1 units of a node, each into another node's parity
+    parity 2    2 W / (n - 2)          2 W     n - 2 units, each into two parities
+    ==========  =====================  ======  ==========================================================
+
+of one version; two are kept. REFT (section 4.2) encodes without any traffic because there every node of a group holds
+the same tensors; shards of ZeRO or FSDP differ, so they have to be sent.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
+
+from flashrecovery.plan.guards import Protection
 
 OPTIMIZER_BYTES = 12
 """A parameter: fp32 master weight and Adam's two moments."""
@@ -37,6 +53,8 @@ class JobShape:
         parameters: of the model.
         gpus: in the job; gpus_per_node of them on each node.
         tensor_parallel, pipeline_parallel: sizes; the rest is data-parallel.
+        expert_parallel: over so many data-parallel ranks each layer's experts are divided.
+        expert_parameters: those of the parameters that are in experts.
         step_s: seconds a step takes.
         window: part of a step in which copies can be made: until the last micro-batch's gradients are synchronised.
         pcie_bytes_s: from one GPU to host memory, bytes a second.
@@ -53,6 +71,8 @@ class JobShape:
     window: float = 0.8
     pcie_bytes_s: float = 50e9
     network_bytes_s: float = 12.5e9
+    expert_parallel: int = 1
+    expert_parameters: float = 0.0
 
     def __post_init__(self) -> None:
         """Raises ValueError, which names the value and what is allowed."""
@@ -62,13 +82,14 @@ class JobShape:
             "gpus": self.gpus,
             "tensor parallel size": self.tensor_parallel,
             "pipeline parallel size": self.pipeline_parallel,
+            "expert parallel size": self.expert_parallel,
             "GPUs per node": self.gpus_per_node,
             "step time": self.step_s,
             "PCIe bandwidth": self.pcie_bytes_s,
             "network bandwidth": self.network_bytes_s,
         }
         for name, value in positive.items():
-            if not value > 0:
+            if not 0 < value < math.inf:
                 raise ValueError(f"{name} = {value:g}: more than 0 is allowed")
         if not 0 < self.window <= 1:
             raise ValueError(f"window = {self.window:g}: more than 0 and at most 1 is allowed, a part of the step")
@@ -78,10 +99,26 @@ class JobShape:
             )
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             raise ValueError(f"{self.gpus} GPUs: a multiple of the GPUs per node ({self.gpus_per_node}) is allowed")
+        if self.data_parallel % self.expert_parallel:
+            raise ValueError(
+                f"expert parallel size = {self.expert_parallel}: a divisor of the data-parallel ranks "
+                f"({self.data_parallel}) is allowed"
+            )
+        if not 0 <= self.expert_parameters <= self.parameters:
+            raise ValueError(
+                f"expert parameters = {self.expert_parameters:g}: 0 to the number of parameters ({self.parameters:g}) "
+                "is allowed"
+            )
 
     @property
     def data_parallel(self) -> int:
         return self.gpus // (self.tensor_parallel * self.pipeline_parallel)
+
+    @property
+    def span(self) -> int:
+        """So many nodes after each other hold shards of one kind: all, or those of one pipeline stage. Ranks are
+        counted as Megatron and DeepSpeed do: a tensor-parallel group first, then data-parallel ranks, then stages."""
+        return max(1, min(self.nodes // self.pipeline_parallel, self.data_parallel))
 
     @property
     def nodes(self) -> int:
@@ -90,7 +127,7 @@ class JobShape:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Of neighbour copies. Bytes and seconds are those of one step where nothing else is said.
+    """Of one protection. Bytes and seconds are those of one step where nothing else is said.
 
     Attributes:
         unique_bytes: of a GPU's state no other rank holds.
@@ -99,7 +136,8 @@ class Footprint:
         node_network_bytes: what a node sends; 0 if there is one node.
         to_host_s, network_s: what the two parts of a copy take.
         window_s: what there is for them.
-        restore_s: what a lost rank's shards take from its neighbour.
+        restore_s: what a lost rank's shards take from where they are kept; decoding sends them once, combined on the
+            way.
     """
 
     unique_bytes: int
@@ -122,32 +160,47 @@ class Footprint:
         return self.copy_s <= self.window_s
 
 
-def footprint(job: JobShape) -> Footprint:
-    """The copies of ``job``; without unique state there are none, and a replica is what a lost rank gets."""
-    model_part = job.parameters / (job.tensor_parallel * job.pipeline_parallel)
-    weights, optimizer = WEIGHT_BYTES * model_part, OPTIMIZER_BYTES * model_part
+def footprint(job: JobShape, protection: Protection = Protection.NEIGHBOUR, group: int = 0) -> Footprint:
+    """The copies of ``job``. Without unique state there are none, and a replica is what a lost rank gets. ``group``:
+    nodes of the smallest group with parity.
+
+    Raises ValueError if there is no parity over so few nodes.
+    """
+    model_part = job.tensor_parallel * job.pipeline_parallel
+    dense, experts = job.parameters - job.expert_parameters, job.expert_parameters
+    held = (dense + experts / job.expert_parallel) / model_part  # parameters that a GPU computes with
     local = min(job.gpus_per_node, job.gpus)
-    if job.sharding is Sharding.REPLICATED and job.data_parallel > 1:
-        unique = own = 0.0
-        lost = weights + optimizer
-    elif job.sharding is Sharding.FULL:
-        unique = own = lost = optimizer / job.data_parallel
+    if job.sharding is Sharding.REPLICATED:
+        unique = OPTIMIZER_BYTES * (dense / model_part if job.data_parallel == 1 else 0.0)
+        if job.data_parallel == job.expert_parallel:  # each expert is on one rank only
+            unique += OPTIMIZER_BYTES * experts / job.expert_parallel / model_part
+        lost = (OPTIMIZER_BYTES + WEIGHT_BYTES) * held
+        own = lost if unique else 0.0  # then all that a rank has is kept, so that it can go a step back
     else:
-        unique = optimizer / job.data_parallel
-        own = lost = unique + weights
-    apart = job.nodes > 1
-    # On one node the neighbour reads the owner's memory, and nothing is sent.
-    memory = local * VERSIONS * (own + (unique if apart else 0.0))
-    sent = local * unique if apart else 0.0
+        # Experts are divided by expert parallelism and then over the ranks that are left: in all, over as many as the
+        # rest.
+        unique = OPTIMIZER_BYTES * job.parameters / model_part / job.data_parallel
+        own = lost = unique + (0.0 if job.sharding is Sharding.FULL else WEIGHT_BYTES * held)
+    if protection in (Protection.CHECKPOINT, Protection.REPLICA):
+        kept = sent = own = 0.0
+    else:
+        kept, sent = unique, unique
+    parity = protection.parity
+    if parity:
+        if group <= parity:
+            raise ValueError(f"parity {parity} over groups of {group} nodes: {parity + 1} nodes or more are allowed")
+        kept, sent = parity * unique / (group - parity), parity * unique
+    if job.nodes == 1:  # the neighbour reads the owner's memory, and nothing is sent
+        kept = sent = 0.0
     return Footprint(
         unique_bytes=round(unique),
         own_bytes=round(own),
-        node_memory_bytes=round(memory),
-        node_network_bytes=round(sent),
+        node_memory_bytes=round(local * VERSIONS * (own + kept)),
+        node_network_bytes=round(local * sent),
         to_host_s=own / job.pcie_bytes_s,
-        network_s=sent / job.network_bytes_s,
+        network_s=local * sent / job.network_bytes_s,
         window_s=job.window * job.step_s,
-        restore_s=lost / job.pcie_bytes_s + (lost / job.network_bytes_s if apart else 0.0),
+        restore_s=lost / job.pcie_bytes_s + (lost / job.network_bytes_s if job.nodes > 1 else 0.0),
     )
 
 

@@ -91,7 +91,8 @@ class RecoveryFinished(Event):
 
     ``sources``: transfers by source rank. ``survivors_given``: ranks that were given state although they live: the
     failure has kept them from completing a step that others have completed. ``bytes``: bytes of state that went over
-    the wire. ``phases``: seconds by name. ``reason``: why the job went on from ``resume_step``.
+    the wire; ``device_bytes``: how many of them from device to device, the others through host memory and
+    TCP. ``phases``: seconds by name. ``reason``: why the job went on from ``resume_step``.
     """
 
     event: Literal["recovery_finished"] = "recovery_finished"
@@ -100,6 +101,7 @@ class RecoveryFinished(Event):
     sources: dict[str, int] = Field(default_factory=dict)
     survivors_given: list[int] = Field(default_factory=list)
     bytes: int = 0
+    device_bytes: int = 0
     phases: dict[str, float] = Field(default_factory=dict)
     total_s: float = 0.0
     cause: str = ""

@@ -83,6 +83,19 @@ def test_connections_break_and_nobody_has_died(tmp_path: Path, reference: Callab
     assert failures, job.explain()
 
 
+def test_a_replica_is_restored_from_device_to_device(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
+    """All but what lies in host memory: the capsule and common state. A bit that is damaged on this way is found."""
+    inject = ["rank=1,fault=sigkill,at=backward,step=3", "rank=1,fault=corrupt,at=recovery:restoring"]
+    inject += ["rank=2,fault=sigkill,at=optimizer,step=9"]
+    job = _run(tmp_path / "run", DDP, inject=inject, standby=1)
+    check_same(job, reference(DDP))
+    recoveries = job.of("recovery_finished")
+    assert len(recoveries) == 2, job.explain()
+    for recovery in recoveries:
+        assert 0 < recovery["bytes"] - recovery["device_bytes"] < 0.1 * recovery["bytes"], recovery
+    assert job.notices("digest_mismatch"), job.explain()
+
+
 def _kill_at_random_moments(job: RunningJob, kills: int, at_once: int) -> None:
     """``at_once``: so many before a recovery is over; with more than one, they also strike in recoveries."""
     chance = random.Random(SEED)

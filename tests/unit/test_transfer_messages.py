@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flashrecovery.state.digest import sha256_tensors, shard_digest, tensor_digest
 from flashrecovery.state.spec import ShardSpec, TensorSpec, decode_spec, encode_spec
-from flashrecovery.worker.transfer import DIRECT_BYTES, PACK_BYTES, _messages
+from flashrecovery.worker.messages import DIRECT_BYTES, PACK_BYTES, messages
 
 sizes = st.one_of(
     st.integers(0, 4096),
@@ -18,9 +18,9 @@ sizes = st.one_of(
 
 @given(st.lists(sizes, max_size=80))
 def test_messages_cover_every_byte_once_and_stay_small(nbytes: list[int]) -> None:
-    messages = list(_messages([TensorSpec((n,), torch.uint8) for n in nbytes]))
+    cut = list(messages([TensorSpec((n,), torch.uint8) for n in nbytes]))
     covered: dict[int, int] = {}
-    for message in messages:
+    for message in cut:
         assert 0 < message.nbytes <= PACK_BYTES
         assert message.nbytes == sum(p.nbytes for p in message.pieces)
         for piece in message.pieces:
@@ -30,7 +30,7 @@ def test_messages_cover_every_byte_once_and_stay_small(nbytes: list[int]) -> Non
 
 
 def test_small_tensors_share_one_message() -> None:
-    assert len(list(_messages([TensorSpec((100,), torch.float32)] * 1000))) == 1
+    assert len(list(messages([TensorSpec((100,), torch.float32)] * 1000))) == 1
 
 
 def test_a_spec_survives_encoding() -> None:

@@ -36,6 +36,7 @@ class HistoryEntry:
     sources: dict[str, int] = field(default_factory=dict)
     given: set[int] = field(default_factory=set)
     bytes_on_wire: int = 0
+    bytes_on_device: int = 0
     total_s: float = 0.0
     _open: tuple[str, float] | None = None
 
@@ -60,6 +61,7 @@ class HistoryEntry:
 
     def add_round(self, done: RestoreRound) -> None:
         self.bytes_on_wire += done.bytes_received()
+        self.bytes_on_device += done.bytes_on_device()
         for transfer in done.plan.transfers:
             key = str(transfer.source)
             self.sources[key] = self.sources.get(key, 0) + 1
@@ -77,6 +79,7 @@ class HistoryEntry:
             sources=dict(self.sources),
             survivors_given=sorted(self.given.difference(self.victims)),
             bytes=self.bytes_on_wire,
+            device_bytes=self.bytes_on_device,
             phases=dict(self.phases),
             total_s=self.total_s,
             cause=self.cause,

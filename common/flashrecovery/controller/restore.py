@@ -73,6 +73,10 @@ class RestoreRound:
     def bytes_received(self) -> int:
         return sum(r.bytes_received for r in self.reports.values())
 
+    def bytes_on_device(self) -> int:
+        """Of them, those that went from device to device."""
+        return sum(r.bytes_on_device for r in self.reports.values())
+
     def mismatches(self) -> list[tuple[str, int]]:
         """(shard, source) of every transfer whose digest at the destination is not the source's."""
         wrong, silent = [], pb.Reply()

@@ -7,6 +7,7 @@ stand-in inside (:func:`detach_all`), and connects again under a new generation 
 user's script from the top with detached groups and attaches at the same point. See ``docs/groups.md``.
 """
 
+from flashrecovery.groups.device_group import DeviceGroup, device_group
 from flashrecovery.groups.exchange import AttachReport, DrainReport, abandon, attach, detach_all, drain
 from flashrecovery.groups.failures import is_communication_error
 from flashrecovery.groups.native_build import build
@@ -43,6 +44,7 @@ __all__ = [
     "EVERYBODY",
     "UNKNOWN",
     "AttachReport",
+    "DeviceGroup",
     "DrainReport",
     "GroupProgress",
     "ManagedGroup",
@@ -56,6 +58,7 @@ __all__ = [
     "control_group",
     "create_control_group",
     "detach_all",
+    "device_group",
     "drain",
     "failure_count",
     "groups",

@@ -7,9 +7,27 @@ use, and nothing of this costs anything.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
+
+
+class Mark(Protocol):
+    """A place in a stream."""
+
+    def done(self) -> bool:
+        """Whether the device has come so far; does not wait. RuntimeError: the device fails."""
+
+
+class Stream(Protocol):
+    """One that runs beside all others."""
+
+    def current(self) -> AbstractContextManager[object]:
+        """What the calling thread starts within it is queued on this stream."""
+
+    def mark(self) -> Mark:
+        """Behind everything that has been queued on it."""
 
 
 class Accelerator(Protocol):
@@ -28,11 +46,43 @@ class Accelerator(Protocol):
         """Wait until everything on all streams of ``device`` (default: the current one) has happened. RuntimeError: the
         device fails."""
 
+    def holds(self, tensor: torch.Tensor, device: torch.device) -> bool:
+        """Whether ``tensor`` lies in the memory of ``device``."""
+
+    def stream(self, device: torch.device) -> Stream:
+        """A new one."""
+
+    def mark(self, device: torch.device) -> Mark:
+        """Behind everything that is queued on the calling thread's current stream of ``device``."""
+
     def free_bytes(self) -> int:
         """Bytes of the current device's memory that neither this process nor another one has taken from the driver."""
 
     def empty_cache(self) -> None:
         """Give what is free in torch's allocator back to the driver."""
+
+
+class CudaStream:
+    """One of CUDA's, by way of torch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def current(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+    def mark(self) -> Mark:
+        return CudaMark(self._stream.record_event())
+
+
+class CudaMark:
+    """An event."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def done(self) -> bool:
+        return bool(self._event.query())
 
 
 class Cuda:
@@ -49,6 +99,15 @@ class Cuda:
 
     def synchronize(self, device: torch.device | None = None) -> None:
         torch.cuda.synchronize(device)
+
+    def holds(self, tensor: torch.Tensor, device: torch.device) -> bool:
+        return tensor.device == device
+
+    def stream(self, device: torch.device) -> Stream:
+        return CudaStream(device)
+
+    def mark(self, device: torch.device) -> Mark:
+        return CudaMark(torch.cuda.current_stream(device).record_event())
 
     def free_bytes(self) -> int:
         free, _total = torch.cuda.mem_get_info()

@@ -10,6 +10,7 @@ Tested with the versions in :data:`TESTED_TORCH`. What is used, and why:
   that ``dist.get_backend`` and everything that asks it sees the backend the user named.
 * ``Backend.backend_capability`` of the plug-in is set to the devices of the group that is being made.
 * ``ProcessGroupGloo._Options`` has no public constructor; its devices are replaced by ours.
+* ``ProcessGroup._start_coalescing`` and ``_end_coalescing``, as ``batch_isend_irecv`` calls them.
 * ``formatSockAddr`` of its sockets asks for no more names once it has failed (:mod:`.peer_names`).
 * ``native/gloo_abi.h`` declares gloo's transport interface (see there).
 """
@@ -229,6 +230,30 @@ def named_group(name: str) -> dist.ProcessGroup:
 
 def backend_of(pg: Any, device: str) -> Any:
     return pg._get_backend(torch.device(device))
+
+
+def send_and_receive(
+    pg: Any,
+    device: torch.device,
+    sends: Sequence[tuple[torch.Tensor, int]],
+    receives: Sequence[tuple[torch.Tensor, int]],
+) -> Any | None:
+    """Start messages to and from ranks of the group (tensor, rank), all in one section, so that none waits for another.
+
+    Returns the Work of the section, or None where the backend gives none: then they are on the current stream.
+    """
+    pg._start_coalescing(device)
+    try:
+        for tensor, peer in sends:
+            pg.send([tensor], peer, 0)
+        for tensor, peer in receives:
+            pg.recv([tensor], peer, 0)
+    except dist.DistError:
+        raise  # our backend has ended the section
+    except BaseException:
+        pg._end_coalescing(device)
+        raise
+    return pg._end_coalescing(device)
 
 
 def clear_coalescing() -> None:

@@ -1187,6 +1187,7 @@ class Reply(_message.Message):
     RECEIVED_DIGESTS_FIELD_NUMBER: _builtins.int
     SENT_DIGESTS_FIELD_NUMBER: _builtins.int
     BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
+    BYTES_ON_DEVICE_FIELD_NUMBER: _builtins.int
     NEEDS_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
     FATAL_FIELD_NUMBER: _builtins.int
@@ -1202,6 +1203,8 @@ class Reply(_message.Message):
     live_version: _builtins.int
     """-1: torn or empty"""
     bytes_received: _builtins.int
+    bytes_on_device: _builtins.int
+    """how many of them have come from device to device"""
     fatal: _builtins.bool
     """trying again cannot help: the job ends with this error"""
     outside: _builtins.bool
@@ -1241,6 +1244,7 @@ class Reply(_message.Message):
         received_digests: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         sent_digests: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         bytes_received: _builtins.int = ...,
+        bytes_on_device: _builtins.int = ...,
         needs: _abc.Iterable[Global___ShardNeed] | None = ...,
         position: Global___Position | None = ...,
         fatal: _builtins.bool = ...,
@@ -1250,7 +1254,7 @@ class Reply(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_received", b"bytes_received", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "late", b"late", "live_version", b"live_version", "needs", b"needs", "outside", b"outside", "position", b"position", "rank", b"rank", "received_digests", b"received_digests", "sent_digests", b"sent_digests", "serial", b"serial"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_on_device", b"bytes_on_device", "bytes_received", b"bytes_received", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "late", b"late", "live_version", b"live_version", "needs", b"needs", "outside", b"outside", "position", b"position", "rank", b"rank", "received_digests", b"received_digests", "sent_digests", b"sent_digests", "serial", b"serial"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

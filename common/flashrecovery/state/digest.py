@@ -1,20 +1,23 @@
 """Digests of tensors and shards: xxh3-128 to compare copies, SHA-256 for digests that people compare.
 
-A digest covers the *values in index order*, so a transposed view and its contiguous copy agree. Bytes on a
-device are read through the host in pieces, because a digest that proves a transfer must look at what really
-lies on the device.
+A digest covers the *values in index order*, so a transposed view and its contiguous copy agree, and looks at what
+really lies on a device. Two that are compared are made in the same way: either all bytes are read, those on a device
+through the host in pieces; or of tensors that lie on a device on both sides their fingerprints are taken, which are
+computed there (:mod:`.fingerprint`), and of the others all bytes. The host could compute fingerprints as well, but
+xxh3 is many times faster there.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 import xxhash
 
+from flashrecovery.state.fingerprint import Fingerprints
 from flashrecovery.state.spec import ShardSpec, encode_spec
 
 _PIECE = 32 << 20
@@ -31,9 +34,37 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return _digest_of(xxhash.xxh3_128(), [tensor])
 
 
-def shard_digest(tensors: Iterable[torch.Tensor], spec: ShardSpec | None = None) -> str:
-    """xxh3-128 of a shard's tensors in the given order; with ``spec`` also of its structure and values. Hex."""
-    return _digest_of(xxhash.xxh3_128(encode_spec(spec) if spec is not None else b""), tensors)
+def shard_digest(
+    tensors: Iterable[torch.Tensor], spec: ShardSpec | None = None, known: Mapping[int, bytes] | None = None
+) -> str:
+    """xxh3-128 of a shard's tensors in the given order; with ``spec`` also of its structure and values. Hex.
+
+    ``known``: fingerprints that are taken in place of the bytes, by the tensors' places.
+    """
+    hasher = xxhash.xxh3_128(encode_spec(spec) if spec is not None else b"")
+    for place, tensor in enumerate(tensors):
+        if known and place in known:
+            hasher.update(known[place])
+        else:
+            _update(hasher, tensor)
+    return hasher.hexdigest()
+
+
+def shard_digests(
+    shards: Mapping[str, tuple[Sequence[torch.Tensor], ShardSpec | None]], on_device: Callable[[torch.Tensor], bool]
+) -> dict[str, str]:
+    """The digests of several shards, with one wait for the device. Of tensors of which ``on_device`` is true (on all
+    ranks whose digests are compared) the fingerprints are taken, see :func:`shard_digest`."""
+    prints = Fingerprints()
+    numbers = {
+        name: {place: prints.add(t) for place, t in enumerate(tensors) if on_device(t)}
+        for name, (tensors, _) in shards.items()
+    }
+    found = prints.results()
+    return {
+        name: shard_digest(tensors, spec, {place: found[number] for place, number in numbers[name].items()})
+        for name, (tensors, spec) in shards.items()
+    }
 
 
 def sha256_tensors(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -258,6 +258,7 @@ class Recoverer:
                 outgoing,
                 incoming,
                 worker.registry.shards,
+                device=groups.device_group(),
                 corrupt=self._to_corrupt(incoming) if corrupt else frozenset(),
             )
         wrong = report.mismatched if worker.settings.verify else []
@@ -265,7 +266,7 @@ class Recoverer:
             shard = worker.registry.shards[name]
             if isinstance(shard, ObjectShard):
                 shard.adopt(version)
-        reply.bytes_received = report.bytes_received
+        reply.bytes_received, reply.bytes_on_device = report.bytes_received, report.bytes_on_device
         reply.sent_digests.update(report.sent_digests)
         reply.received_digests.update(report.received_digests)
         return not wrong

@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from flashrecovery.groups import accelerator, native_build, torch_private
+from flashrecovery.groups.accelerator import Mark
 from flashrecovery.groups.torch_private import GroupRequest, PrefixStore, Store, TCPStore
 
 _EXTENSION = native_build.Extension(
@@ -54,6 +57,25 @@ BACKEND = "cpu:nccl"
 """The backend's name for ``init_process_group``: the host's tensors play the device's."""
 
 
+class FakeStream:
+    """A stream of a thread's own, which the host does not play: see ``Stream`` in module.cpp."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._stream = module.Stream()
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        outer = self._module.set_stream(self._stream)
+        try:
+            yield
+        finally:
+            self._module.set_stream(outer)
+
+    def mark(self) -> Mark:
+        return cast(Mark, self._stream.mark())
+
+
 class FakeDevice:
     """The host plays the current stream; the communicators' streams run beside it."""
 
@@ -72,6 +94,17 @@ class FakeDevice:
     def synchronize(self, device: torch.device | None = None) -> None:
         """All streams."""
         self._module.synchronize()
+
+    def holds(self, tensor: torch.Tensor, device: torch.device) -> bool:
+        """What was made of bytes, or maps memory, plays the host's: capsules, and the copies that processes share."""
+        return tensor.untyped_storage().resizable()
+
+    def stream(self, device: torch.device) -> FakeStream:
+        return FakeStream(self._module)
+
+    def mark(self, device: torch.device) -> Mark:
+        """The host is the stream: it has come so far."""
+        return cast(Mark, self._module.Stream().mark())
 
     def free_bytes(self) -> int:
         return 0

@@ -32,6 +32,38 @@ struct Group {
   }
 };
 
+// A stream that a thread has made for itself. The host does not play this one: waiting for a Work there makes the stream
+// wait, and the host goes on. What the thread computes meanwhile is computed at once all the same, so it has to ask
+// (`done`) before it touches what a message reads or writes; whoever does not is seen by what then arrives.
+class Stream {
+ public:
+  void follow(const LaunchPtr& launch) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    behind_.push_back(launch);
+  }
+  // What it has been told to wait for so far; an event recorded on it.
+  std::vector<LaunchPtr> behind() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    std::erase_if(behind_, [](const auto& launch) { return launch->done(); });
+    return behind_;
+  }
+  static std::shared_ptr<Stream>& current() {
+    static thread_local std::shared_ptr<Stream> stream;
+    return stream;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<LaunchPtr> behind_;
+};
+
+struct Event {
+  std::vector<LaunchPtr> behind;
+  bool done() const {
+    return std::all_of(behind.begin(), behind.end(), [](const auto& launch) { return launch->done(); });
+  }
+};
+
 // The Work of ProcessGroupNCCL orders streams (WorkNCCL::synchronizeStream); it never throws because of an abort. The
 // host plays the current stream here, so waiting for its turn is waiting.
 class FakeWork final : public c10d::Work {
@@ -51,7 +83,11 @@ class FakeWork final : public c10d::Work {
     return true;
   }
   void synchronize() override {
-    if (launch_) launch_->wait();
+    if (!launch_) return;
+    if (const auto& stream = Stream::current())
+      stream->follow(launch_);
+    else
+      launch_->wait();
   }
   void blockCurrentStream() override { synchronize(); }
   void abort() override {}
@@ -345,6 +381,13 @@ Connect unlocked(py::function connect) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace fake_nccl;
   using NoGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<Event>(m, "Event").def("done", &Event::done);
+  py::class_<Stream, std::shared_ptr<Stream>>(m, "Stream")
+      .def(py::init<>())
+      .def("mark", [](Stream& stream) { return Event{stream.behind()}; });
+  m.def("set_stream", [](std::shared_ptr<Stream> stream) {
+    return std::exchange(Stream::current(), std::move(stream));
+  });
   m.def("backend", [](int rank, int size, py::function connect) -> BackendPtr {
     return c10::make_intrusive<FakeNccl>(rank, size, unlocked(std::move(connect)));
   });

@@ -34,6 +34,13 @@ struct OutsideHook {
   static inline std::function<void(const std::string&, const char*)> call;
 };
 
+// Whether this thread carries out operations of the recovery on groups of the script: they are none of the script's, so
+// nobody counts them, and no stand-in answers them.
+inline bool& recoveryHere() {
+  static thread_local bool on = false;
+  return on;
+}
+
 // Operations that were answered by a stand-in, over the life of the process.
 inline std::atomic<uint64_t>& standInCount() {
   static std::atomic<uint64_t> count{0};
@@ -176,8 +183,8 @@ class ManagedBase : public Backend {
   bool supportsCoalescing() const override { return kind_ == "nccl"; }
   bool supportsTimeEstimation() const override { return false; }
   void startCoalescing() override {
-    if (standingIn_) return;
-    progress_.startBatch();
+    if (standsIn()) return;
+    if (!recoveryHere()) progress_.startBatch();
     Inside here(inside_);
     const BackendPtr inner = get(accelerator());
     inner->startCoalescing();
@@ -222,7 +229,7 @@ class ManagedBase : public Backend {
     if (abandoned_) {
       const std::string reason = reason_;
       lock.unlock();
-      if (!own_) ++failureCount(), ++raisedCount();
+      if (!own()) ++failureCount(), ++raisedCount();
       throwAbandoned(reason);
     }
     for (const auto& inner : inners_)
@@ -232,10 +239,10 @@ class ManagedBase : public Backend {
 
   template <typename Outputs, typename Call>
   WorkPtr run(OpType type, const char* name, c10::DeviceType device, Outputs&& outputs, Call&& call, int peer = -1) {
-    if (OperationHook::set) OperationHook::call(group_, name);
-    if (OutsideHook::watched && !own_) OutsideHook::call(group_, name);
+    if (OperationHook::set && !recoveryHere()) OperationHook::call(group_, name);
+    if (OutsideHook::watched && !own()) OutsideHook::call(group_, name);
     const bool endsSection = type == OpType::COALESCED && section_.openHere();
-    if (standingIn_ && !endsSection) {
+    if (standsIn() && !endsSection) {
       ++standInCount();
       return call(*local_);
     }
@@ -255,7 +262,7 @@ class ManagedBase : public Backend {
     const uint64_t seq = seq_++;
     const Ordinal ordinal = next(type, peer);
     ++started_;
-    if (!own_) ++operationCount();
+    if (!own()) ++operationCount();
     auto& log = SetupLog::instance();
     if (log.replaying() && inner == local_ && getSize() > 1) {  // what stands alone has only its own data in any case
       const Tensors filled = outputs();
@@ -269,10 +276,10 @@ class ManagedBase : public Backend {
       if (log.recording()) remember(seq, name, outputs());
       return work;
     }
-    auto record = std::make_shared<OpRecord>(seq, name, ordinal, hasFuture(type), !own_);
+    auto record = std::make_shared<OpRecord>(seq, name, ordinal, hasFuture(type), !own());
     if (record->tracked) record->underway.begin();
-    if (!own_ && sends(type)) record->traffic.begin();
-    if (log.recording()) {
+    if (!own() && sends(type)) record->traffic.begin();
+    if (log.recording() && !recoveryHere()) {
       const Tensors kept = outputs();
       if (!kept.empty())
         record->setOnSuccess([this_ = self(), seq, name, kept] { this_->remember(seq, name, kept); });
@@ -286,6 +293,7 @@ class ManagedBase : public Backend {
   }
 
   Ordinal next(OpType type, int peer) {
+    if (recoveryHere()) return {Ordinal::UNKNOWN, 0};
     switch (type) {
       case OpType::SEND:
         return progress_.send(peer);
@@ -336,7 +344,7 @@ class ManagedBase : public Backend {
     const bool launchedLater = section_.keep(record);
     if (!work) {  // a synchronous operation of NCCL: it is ordered on the current stream, and there is nothing to wait for
       record->settle();
-      if (!own_) Traffic::instance().followStream(accelerator());
+      if (!own()) Traffic::instance().followStream(accelerator());
       if (!launchedLater) record->succeed();
       return work;
     }
@@ -380,6 +388,9 @@ class ManagedBase : public Backend {
 
   // Whether it puts something on the network. A receive waits for what another rank sends, perhaps for long.
   static bool sends(OpType type) { return type != OpType::RECV && type != OpType::RECVANYSOURCE; }
+
+  bool own() const { return own_ || recoveryHere(); }
+  bool standsIn() const { return standingIn_ && !recoveryHere(); }
 
   void enlist(const std::shared_ptr<OpRecord>& record) {
     std::unique_lock<std::mutex> lock(mutex_);

@@ -83,6 +83,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return c10::make_intrusive<ManagedBackend>(rank, size, std::move(group), std::move(kind), timeout, own);
   });
   m.def("stand_in", [](const BackendPtr& outer, bool on) { managed(outer).standIn(on); });
+  m.def("recovery_here", [](bool on) { recoveryHere() = on; });
   m.def("stand_ins", [] { return standInCount().load(); });
   m.def("set_outside_hook", &setOutsideHook);
   m.def("watch_outside", [](bool on) { OutsideHook::watched = on && OutsideHook::call; });

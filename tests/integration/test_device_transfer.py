@@ -1,5 +1,5 @@
-"""Shards that travel from device to device, with the fake of NCCL: its messages run beside the host, an abort leaves NaN
-in what is under way, and nobody is told of a dead peer."""
+"""Shards that travel from device to device, with the fake of NCCL: its messages run beside the host, an abort leaves
+NaN in what is under way, and a dead peer is not reported."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ W = 64 * 1000 * 9 * 8 * 7
 
 @pytest.mark.parametrize("members", [3, 4, 8, 9, 10])
 def test_bytes_of_a_step(members: int) -> None:
-    """Without headers: W with parity 1. With parity 2 it is 2 W directly, W (n - 1) / (n - 2) relayed, and Q's overhang."""
+    """Without headers: W with parity 1; with parity 2 directly 2 W, relayed W (n - 1) / (n - 2) and Q's overhang."""
     one = ParityLayout((W,) * members)
     traffic = encode_traffic(one)
     units = {one.unit(s, m)[1] for m in range(members) for s in one.data_stripes(m)}

@@ -88,7 +88,7 @@ def test_reasons_in_words() -> None:
     (three,) = form_groups(*shards([4, 2, 1])).uncovered
     assert (
         three.reason
-        == "parity 1 of 'zero' needs 1 ranks on other failure domains for each of the 4 on node0; there are 3"
+        == "parity 1 of 'zero' needs 1 rank on other failure domains for each of the 4 on node0; there are 3"
     )
     for arguments in ({"parity": 0}, {"parity": 3}, {"parity": 2, "max_size": 2}):
         with pytest.raises(ValueError, match=r"parity = |max_size = "):
@@ -227,7 +227,7 @@ W = 64 * 1000 * 9 * 8 * 7
 
 @pytest.mark.parametrize("members", [3, 4, 8, 9, 10])
 def test_bytes_of_a_step(members: int) -> None:
-    """Without headers: W with parity 1; with parity 2, 2 W directly and W (n - 1) / (n - 2) relayed, and Q's overhang."""
+    """Without headers: W with parity 1; with parity 2 it is 2 W directly, W (n - 1) / (n - 2) and overhang relayed."""
     one = ParityLayout((W,) * members)
     traffic = encode_traffic(one)
     units = {one.unit(s, m)[1] for m in range(members) for s in one.data_stripes(m)}

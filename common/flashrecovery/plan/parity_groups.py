@@ -191,6 +191,6 @@ def _reason(kind: str, members: Sequence[Member], by_domain: dict[str, list[Memb
         )
     rest = len(members) - len(by_domain[fullest])
     return (
-        f"parity {parity} of {kind!r} needs {parity} ranks on other failure domains for each of the "
-        f"{len(by_domain[fullest])} on {fullest}; there are {rest}"
+        f"parity {parity} of {kind!r} needs {parity} rank{'s' * (parity > 1)} on other failure domains for each of "
+        f"the {len(by_domain[fullest])} on {fullest}; there are {rest}"
     )

@@ -6,7 +6,16 @@ import random
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from flashrecovery.plan.parity import DecodePlan, DecodeTask, Held, ParityLayout, Part, Route, Source, decode_plan
+from flashrecovery.plan.parity import (
+    DecodePlan,
+    DecodeTask,
+    Held,
+    ParityLayout,
+    Route,
+    StripePart,
+    StripeSource,
+    decode_plan,
+)
 from flashrecovery.redundancy.parity import (
     NO_BASE,
     Frame,
@@ -19,7 +28,7 @@ from flashrecovery.redundancy.parity import (
 )
 
 
-def naive_parity(layout: ParityLayout, stripe: int, part: Part, contents: Sequence[bytes]) -> bytes:
+def naive_parity(layout: ParityLayout, stripe: int, part: StripePart, contents: Sequence[bytes]) -> bytes:
     """All buckets of a stripe's parity, one after another without gaps, by big integers and the definition alone."""
     n, m, size = len(contents), layout.parity, layout.bucket
     members = [(stripe + m + c) % n for c in range(n - m)]
@@ -35,7 +44,7 @@ def naive_parity(layout: ParityLayout, stripe: int, part: Part, contents: Sequen
         total = length = 0
         for column, unit in enumerate(units):
             piece = unit[start : start + size]
-            shift = 64 * column if part is Part.Q and piece else 0
+            shift = 64 * column if part is StripePart.Q and piece else 0
             total ^= int.from_bytes(piece, "little") << (8 * shift)
             length = max(length, shift + len(piece))
         found += total.to_bytes(length, "little")
@@ -106,7 +115,7 @@ class ParityGroup:
             assert onward.member == target and onward.kind in (Kind.SUM, Kind.DONE)
             self.deliver(onward)
 
-    def parity(self, stripe: int, part: Part, version: int) -> bytes:
+    def parity(self, stripe: int, part: StripePart, version: int) -> bytes:
         store = self.members[self.layout.holder(stripe, part)].stores[stripe, part]
         return b"".join(store.bucket(version, b) for b in range(self.layout.buckets(stripe)))
 
@@ -133,10 +142,10 @@ class ParityGroup:
     def recover(self, plan: DecodePlan) -> dict[int, bytes]:
         """The lost members' bytes, by the plan and from what the others have; counts what travels, and compares."""
         contents = {m: bytearray(self.layout.sizes[m]) for m in plan.lost}
-        parities: dict[tuple[int, Part, int], bytes] = {}
+        parities: dict[tuple[int, StripePart, int], bytes] = {}
         sent: Counter[int] = Counter()
         received: Counter[int] = Counter()
-        done: set[tuple[Source, int, int]] = set()
+        done: set[tuple[StripeSource, int, int]] = set()
         for task in (*plan.data, *plan.parity):
             assert task.at not in plan.lost or not any(s.member not in plan.lost for s in task.sources)
             gathered = delivered = 0
@@ -158,19 +167,19 @@ class ParityGroup:
         task: DecodeTask,
         bucket: int,
         contents: Mapping[int, bytearray],
-        parities: dict[tuple[int, Part, int], bytes],
+        parities: dict[tuple[int, StripePart, int], bytes],
         sent: Counter[int],
         received: Counter[int],
-        done: set[tuple[Source, int, int]],
+        done: set[tuple[StripeSource, int, int]],
     ) -> tuple[int, int]:
         layout, stripe = self.layout, task.stripe
         columns: dict[int, bytes] = {}
-        parity: dict[Part, memoryview] = {}
+        parity: dict[StripePart, memoryview] = {}
         known: dict[int, bytes] = {}
         gathered = delivered = 0
         for source in task.sources:
-            assert source.member not in plan.lost or source.part is not Part.DATA
-            if source.part is Part.DATA:
+            assert source.member not in plan.lost or source.part is not StripePart.DATA
+            if source.part is StripePart.DATA:
                 assert layout.column(stripe, source.member) == source.column
                 offset, length = layout.data_bucket(stripe, bucket, source.member)
                 columns[source.column] = self.contents[plan.version][source.member][offset : offset + length]
@@ -190,7 +199,7 @@ class ParityGroup:
         for result in task.results:
             assert (result, stripe, bucket) not in done, "twice"
             done.add((result, stripe, bucket))
-            if result.part is Part.DATA:
+            if result.part is StripePart.DATA:
                 offset, length = layout.data_bucket(stripe, bucket, result.member)
                 data: bytes = bytes(found[result.column]) if length else b""
                 assert len(data) == length

@@ -18,12 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flashrecovery.errors import ProtocolError, RestoreError
-from flashrecovery.plan.parity import DecodePlan, ParityLayout, Part, Route, decode_plan, encode_traffic
+from flashrecovery.plan.parity import DecodePlan, ParityLayout, Route, StripePart, decode_plan, encode_traffic
 from flashrecovery.redundancy import parity as module
 from flashrecovery.redundancy.parity import (
     NO_BASE,
     Frame,
-    Kind,
+    FrameKind,
     ParityMember,
     ParityStore,
     decode_bucket,
@@ -90,8 +90,8 @@ def test_every_pair_of_every_size(members: int) -> None:
 
 
 @pytest.mark.parametrize("lost", [(0,), (3,), (0, 1), (2, 3), (0, 3), (1, 3)])
-@pytest.mark.parametrize("avoided", list(Part)[:2])
-def test_either_parity_stands_in_for_the_other(lost: tuple[int, ...], avoided: Part) -> None:
+@pytest.mark.parametrize("avoided", list(StripePart)[:2])
+def test_either_parity_stands_in_for_the_other(lost: tuple[int, ...], avoided: StripePart) -> None:
     """One member and one kind of parity are lost: decoded by the other one, or refused where two members are."""
     layout = ParityLayout((900, 500, 600, 700, 901), 2, 128)
     group = ParityGroup(layout)
@@ -151,14 +151,14 @@ def test_a_version_that_lacks_a_delta_does_not_become_clean() -> None:
     for missing in range(4):
         group = _small()
         queues = group.begin(3, group.changed(2, group.places()), 2)
-        dropped = next(f for f in queues[missing] if f.kind is Kind.DELTA)
+        dropped = next(f for f in queues[missing] if f.kind is FrameKind.DELTA)
         for frame in [f for q in queues for f in q if f is not dropped]:
-            if frame.kind is Kind.DONE and (frame.member, frame.stripe) == (dropped.member, dropped.stripe):
+            if frame.kind is FrameKind.DONE and (frame.member, frame.stripe) == (dropped.member, dropped.stripe):
                 with pytest.raises(ProtocolError, match="arrived"):
                     group.deliver(frame)
             else:
                 group.deliver(frame)
-        store = group.members[dropped.stripe].stores[dropped.stripe, Part.P]
+        store = group.members[dropped.stripe].stores[dropped.stripe, StripePart.P]
         assert store.clean() == [2] and not store.complete
         with pytest.raises(ProtocolError, match="lacks deltas of columns"):
             store.flip()
@@ -168,12 +168,12 @@ def test_a_version_encoded_whole_needs_every_bucket() -> None:
     group = ParityGroup(ParityLayout((200, 200), 1, 64))
     queues = group.begin(1, group.random_contents())
     for frame in queues[1]:
-        if frame.kind is Kind.DELTA and frame.bucket != 1:
+        if frame.kind is FrameKind.DELTA and frame.bucket != 1:
             group.deliver(frame)
     done = queues[1][-1]._replace(bucket=3)
     with pytest.raises(ProtocolError, match="did not send bucket 1"):
         group.deliver(done)
-    assert group.members[0].stores[0, Part.P].clean() == []
+    assert group.members[0].stores[0, StripePart.P].clean() == []
 
 
 @pytest.mark.parametrize("parity", [1, 2])
@@ -181,18 +181,18 @@ def test_what_comes_twice_or_from_the_wrong_one_is_refused_and_changes_nothing(p
     group = _small(parity)
     queues = group.begin(3, group.changed(2, group.places()), 2)
     frame = queues[1][0]
-    holder = group.members[group.layout.holder(frame.stripe, Part.P)]
+    holder = group.members[group.layout.holder(frame.stripe, StripePart.P)]
     group.deliver(frame)
     wrong = {
         "again": frame,
         "another base": frame._replace(base=1, bucket=1),
         "another version": frame._replace(version=4),
-        "not a column": frame._replace(member=group.layout.holder(frame.stripe, Part.P)),
+        "not a column": frame._replace(member=group.layout.holder(frame.stripe, StripePart.P)),
         "no such member": frame._replace(member=9),
         "too long": frame._replace(bucket=1, payload=bytes(65)),
         "too short": frame._replace(bucket=1, payload=bytes(63)),
         "no such bucket": frame._replace(bucket=99, payload=b""),
-        "a sum": frame._replace(kind=Kind.SUM, bucket=1),
+        "a sum": frame._replace(kind=FrameKind.SUM, bucket=1),
         "not here": frame._replace(stripe=(frame.stripe + 1) % 4),
     }
     for what, bad in wrong.items():
@@ -205,7 +205,7 @@ def test_what_comes_twice_or_from_the_wrong_one_is_refused_and_changes_nothing(p
 
 
 def test_begin_only_goes_on_from_the_newest_clean_version() -> None:
-    store = _small().members[0].stores[0, Part.P]
+    store = _small().members[0].stores[0, StripePart.P]
     for version, base in ((3, 1), (2, 2), (1, NO_BASE), (3, 7), (2, NO_BASE)):
         with pytest.raises(ProtocolError, match="newest clean version is 2"):
             store.begin(version, base)
@@ -223,7 +223,7 @@ def test_after_a_recovery_newer_versions_are_forgotten_and_made_again() -> None:
     group.check(2)
     group.begin(3, group.changed(2, group.places()), 2)
     group.members[1].drop_after(2)  # in the middle of the next one
-    assert group.members[1].stores[1, Part.P].dirty is None
+    assert group.members[1].stores[1, StripePart.P].dirty is None
     for member in group.members.values():
         member.drop_after(2)
     group.encode(3, group.changed(2, group.places()[::3]), 2)
@@ -262,7 +262,7 @@ def test_relayed_sums_wait_for_nobody_that_has_passed() -> None:
 
 
 def test_a_changed_frame_is_refused() -> None:
-    frame = Frame(Kind.DELTA, Part.Q, 7, 6, 1, 2, 3, bytes(range(16)), b"payload")
+    frame = Frame(FrameKind.DELTA, StripePart.Q, 7, 6, 1, 2, 3, bytes(range(16)), b"payload")
     assert Frame.parse(frame.header(), frame.payload) == frame
     for byte in range(len(frame.header())):
         header = bytearray(frame.header())
@@ -278,17 +278,17 @@ def test_each_flipped_byte_of_a_store_is_noticed() -> None:
     """Whatever is flipped: what is read afterwards is right, or it is refused."""
     layout = ParityLayout((200, 190, 130), 1, 64)
     group = ParityGroup(layout)
-    memory = bytearray(ParityStore.nbytes(layout, 0, Part.P))
-    group.members[0] = ParityMember(layout, 0, {(0, Part.P): memory})
+    memory = bytearray(ParityStore.nbytes(layout, 0, StripePart.P))
+    group.members[0] = ParityMember(layout, 0, {(0, StripePart.P): memory})
     group.encode(1, group.random_contents())
     group.encode(2, group.changed(1, group.places()[::2]), 1)
-    right = {v: naive_parity(layout, 0, Part.P, group.contents[v]) for v in (1, 2)}
+    right = {v: naive_parity(layout, 0, StripePart.P, group.contents[v]) for v in (1, 2)}
     noticed = 0
     for byte in range(len(memory)):
         copy = bytearray(memory)
         copy[byte] ^= 0x10
         try:
-            store = ParityStore(layout, 0, Part.P, copy)
+            store = ParityStore(layout, 0, StripePart.P, copy)
             for version in store.clean():
                 for bucket in range(layout.buckets(0)):
                     content = store.bucket(version, bucket)
@@ -308,7 +308,7 @@ def test_a_wrong_source_does_not_come_out_as_data(lost: tuple[int, ...]) -> None
     group.encode(2, group.changed(1, group.places()), 1)
     stripe, bucket = 3, 0
     now, before = ({c: _column(group, v, stripe, bucket, c) for c in range(3)} for v in (2, 1))
-    store = group.members[stripe].stores[stripe, Part.P]
+    store = group.members[stripe].stores[stripe, StripePart.P]
     known = {c: store.data_digest(2, bucket, c) for c in range(3)}
     missing = [layout.column(stripe, m) for m in lost]
     given = {c: now[c] for c in range(3) if c not in missing}
@@ -344,24 +344,24 @@ def test_without_digests_what_is_too_long_is_still_noticed() -> None:
     column = layout.column(stripe, 1)
     other = 1 - column
     data = {other: _column(group, 1, stripe, 0, other)}
-    right = group.parity(stripe, Part.Q, 1)
-    assert decode_bucket(layout, stripe, 0, data, {Part.Q: right})[column] == group.contents[1][1]
+    right = group.parity(stripe, StripePart.Q, 1)
+    assert decode_bucket(layout, stripe, 0, data, {StripePart.Q: right})[column] == group.contents[1][1]
     with pytest.raises(RestoreError, match=r"longer than it was|begins too early"):
-        decode_bucket(layout, stripe, 0, data, {Part.Q: right[-1:] + right[:-1]})
+        decode_bucket(layout, stripe, 0, data, {StripePart.Q: right[-1:] + right[:-1]})
 
 
 def test_memory_of_something_else_is_not_taken() -> None:
     layout = ParityLayout((200, 190, 130), 1, 64)
-    memory = bytearray(ParityStore.nbytes(layout, 0, Part.P) + 100)
-    ParityStore(layout, 0, Part.P, memory)
-    ParityStore(layout, 0, Part.P, memory)
+    memory = bytearray(ParityStore.nbytes(layout, 0, StripePart.P) + 100)
+    ParityStore(layout, 0, StripePart.P, memory)
+    ParityStore(layout, 0, StripePart.P, memory)
     for other in (ParityLayout((200, 190, 129), 1, 64), ParityLayout((201, 190, 130), 1, 64)):
         with pytest.raises(RestoreError, match="does not hold"):
-            ParityStore(other, 0, Part.P, memory)
+            ParityStore(other, 0, StripePart.P, memory)
     with pytest.raises(RestoreError, match="does not hold"):
-        ParityStore(layout, 1, Part.P, memory)
+        ParityStore(layout, 1, StripePart.P, memory)
     with pytest.raises(ValueError, match="at least"):
-        ParityStore(layout, 0, Part.P, bytearray(10))
+        ParityStore(layout, 0, StripePart.P, bytearray(10))
 
 
 # -- torn ----------------------------------------------------------------------------------------
@@ -403,8 +403,8 @@ def test_torn_at_every_step(base: int, torn: str, monkeypatch: pytest.MonkeyPatc
         group = ParityGroup(layout)
         group.encode(1, group.random_contents())
         group.encode(2, group.changed(1, group.places()[::2]), 1)
-        memory = bytearray(ParityStore.nbytes(layout, 0, Part.P))
-        memory[:] = group.members[0].stores[0, Part.P]._memory
+        memory = bytearray(ParityStore.nbytes(layout, 0, StripePart.P))
+        memory[:] = group.members[0].stores[0, StripePart.P]._memory
 
         class Store(ParityStore):
             """Dies after ``at`` parts of a record."""
@@ -420,7 +420,7 @@ def test_torn_at_every_step(base: int, torn: str, monkeypatch: pytest.MonkeyPatc
 
         arithmetic = Torn(at) if torn == "arithmetic" else xor()
         monkeypatch.setattr(module, "ParityStore", Store if torn == "record" else ParityStore)
-        group.members[0] = ParityMember(layout, 0, {(0, Part.P): memory}, arithmetic=arithmetic)
+        group.members[0] = ParityMember(layout, 0, {(0, StripePart.P): memory}, arithmetic=arithmetic)
         monkeypatch.undo()
         contents = group.changed(2, group.places()[1::2])
         try:
@@ -428,11 +428,11 @@ def test_torn_at_every_step(base: int, torn: str, monkeypatch: pytest.MonkeyPatc
             finished += 1
         except Killed:
             pass
-        found = ParityStore(layout, 0, Part.P, memory)
+        found = ParityStore(layout, 0, StripePart.P, memory)
         assert found.clean() == ([2, 3] if finished else [2])
         for version in found.clean():
             content = b"".join(found.bucket(version, b) for b in range(layout.buckets(0)))
-            assert content == naive_parity(layout, 0, Part.P, group.contents[version])
+            assert content == naive_parity(layout, 0, StripePart.P, group.contents[version])
         if finished > 3:
             assert at >= 5, "so many places it has been torn at"
             return
@@ -441,11 +441,11 @@ def test_torn_at_every_step(base: int, torn: str, monkeypatch: pytest.MonkeyPatc
 
 CHILD = """
 import mmap, random, sys
-from flashrecovery.plan.parity import ParityLayout, Part
+from flashrecovery.plan.parity import ParityLayout, StripePart
 from flashrecovery.redundancy.parity import ParityMember, NO_BASE, deltas
 fd, start, seed = map(int, sys.argv[1:])
 layout = ParityLayout((300_000, 290_001, 250_000), 1, 4096)
-place = 0, Part.P
+place = 0, StripePart.P
 memory = mmap.mmap(fd, ParityMember.places(layout, 0)[place])
 member = ParityMember(layout, 0, {place: memory})
 rng = random.Random(seed)
@@ -469,14 +469,14 @@ while True:
 def _expected(layout: ParityLayout, version: int) -> bytes:
     contents = [b""] + [random.Random(f"{m} {version // 2}").randbytes(layout.sizes[m]) for m in (1, 2)]
     contents[0] = bytes(layout.sizes[0])
-    return naive_parity(layout, 0, Part.P, contents)
+    return naive_parity(layout, 0, StripePart.P, contents)
 
 
 def test_sigkill_leaves_the_last_clean_version() -> None:
     """A real process that updates parity in a memfd as fast as it can is killed at any moment, again and again; the
     next one goes on from what it left."""
     layout = ParityLayout((300_000, 290_001, 250_000), 1, 4096)
-    nbytes = ParityMember.places(layout, 0)[0, Part.P]
+    nbytes = ParityMember.places(layout, 0)[0, StripePart.P]
     fd = os.memfd_create("flashrecovery-parity-test", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, nbytes)
@@ -496,7 +496,7 @@ def test_sigkill_leaves_the_last_clean_version() -> None:
             versions = _clean(layout, fd, nbytes)
             assert versions and versions[-1] >= newest, "nothing that was clean is lost"
             with mmap.mmap(fd, nbytes) as memory:
-                store = ParityStore(layout, 0, Part.P, memory)
+                store = ParityStore(layout, 0, StripePart.P, memory)
                 for version in store.clean():
                     content = b"".join(bytes(store.bucket(version, b)) for b in range(layout.buckets(0)))
                     assert content == _expected(layout, version)
@@ -510,7 +510,7 @@ def test_sigkill_leaves_the_last_clean_version() -> None:
 
 def _clean(layout: ParityLayout, fd: int, nbytes: int) -> list[int]:
     with mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ) as memory:
-        return ParityStore(layout, 0, Part.P, bytearray(memory)).clean()
+        return ParityStore(layout, 0, StripePart.P, bytearray(memory)).clean()
 
 
 def test_it_imports_no_torch() -> None:

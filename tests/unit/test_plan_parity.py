@@ -16,14 +16,14 @@ from flashrecovery.plan.parity import (
     DecodePlan,
     Held,
     ParityLayout,
-    Part,
     Route,
+    StripePart,
     Undecodable,
     decode_plan,
     encode_traffic,
     newest_decodable,
 )
-from flashrecovery.plan.parity_groups import Group, Grouping, UniqueShard, form_groups, regroup
+from flashrecovery.plan.parity_groups import Grouping, ShardingGroup, UniqueShard, form_groups, regroup
 
 
 def shards(counts: list[int], kind: str = "zero", nbytes: int = 1000) -> tuple[list[UniqueShard], list[str]]:
@@ -88,7 +88,7 @@ def test_reasons_in_words() -> None:
     (three,) = form_groups(*shards([4, 2, 1])).uncovered
     assert (
         three.reason
-        == "parity 1 of 'zero' needs 1 ranks on other failure domains for each of the 4 on node0; there are 3"
+        == "parity 1 of 'zero' needs 1 rank on other failure domains for each of the 4 on node0; there are 3"
     )
     for arguments in ({"parity": 0}, {"parity": 3}, {"parity": 2, "max_size": 2}):
         with pytest.raises(ValueError, match=r"parity = |max_size = "):
@@ -165,7 +165,7 @@ def test_raid5_of_four() -> None:
     """REFT's figure 7: each node holds one parity, and units of the three other stripes."""
     layout = ParityLayout((300, 300, 300, 300))
     table = [[layout.part(stripe, member) for member in range(4)] for stripe in range(4)]
-    assert table == [[Part.P if m == s else Part.DATA for m in range(4)] for s in range(4)]
+    assert table == [[StripePart.P if m == s else StripePart.DATA for m in range(4)] for s in range(4)]
     assert [[layout.column(0, m) for m in (1, 2, 3)], [layout.column(2, m) for m in (3, 0, 1)]] == [[0, 1, 2]] * 2
     assert [layout.data_stripes(m) for m in range(4)] == [[1, 2, 3], [2, 3, 0], [3, 0, 1], [0, 1, 2]]
     assert [layout.memory(m) for m in range(4)] == [128] * 4  # 300 / 3, in whole rows
@@ -173,7 +173,7 @@ def test_raid5_of_four() -> None:
 
 def test_two_parities_of_four() -> None:
     layout = ParityLayout((6400,) * 4, 2, 640)
-    p, q, d = Part
+    p, q, d = StripePart
     assert [[layout.part(s, m) for m in range(4)] for s in range(4)] == [
         [p, q, d, d],
         [d, p, q, d],
@@ -195,12 +195,12 @@ def test_each_byte_is_in_one_unit_and_each_member_holds_its_share(data: st.DataO
         holders = [layout.holder(stripe, part) for part in layout.parts()]
         assert sorted(members + holders) == list(range(n))
         assert [layout.column(stripe, m) for m in members] == list(range(layout.columns))
-        assert [layout.part(stripe, m) for m in (*members, *holders)] == [Part.DATA] * len(members) + list(
+        assert [layout.part(stripe, m) for m in (*members, *holders)] == [StripePart.DATA] * len(members) + list(
             layout.parts()
         )
     for member, size in enumerate(sizes):
         stripes = layout.data_stripes(member)
-        assert len(set(stripes)) == layout.columns and all(layout.part(s, member) is Part.DATA for s in stripes)
+        assert len(set(stripes)) == layout.columns and all(layout.part(s, member) is StripePart.DATA for s in stripes)
         ranges = [layout.data_bucket(s, b, member) for s in stripes for b in range(layout.buckets(s))]
         covered = [i for start, length in ranges for i in range(start, start + length)]
         assert sorted(covered) == list(range(size))
@@ -227,7 +227,7 @@ W = 64 * 1000 * 9 * 8 * 7
 
 @pytest.mark.parametrize("members", [3, 4, 8, 9, 10])
 def test_bytes_of_a_step(members: int) -> None:
-    """Without headers: W with parity 1; with parity 2 directly 2 W, relayed W (n - 1) / (n - 2) and Q's overhang."""
+    """Without headers: W with parity 1; with parity 2 it is 2 W directly, W (n - 1) / (n - 2) and overhang relayed."""
     one = ParityLayout((W,) * members)
     traffic = encode_traffic(one)
     units = {one.unit(s, m)[1] for m in range(members) for s in one.data_stripes(m)}
@@ -353,5 +353,5 @@ def test_nothing_lost_means_nothing_to_do() -> None:
 
 def test_a_group_knows_its_layout() -> None:
     (group,) = form_groups(*shards([1, 1, 1])).groups
-    assert isinstance(group, Group)
+    assert isinstance(group, ShardingGroup)
     assert ParityLayout(tuple(m.nbytes for m in group.members), group.parity).columns == 2

@@ -21,6 +21,7 @@ SEEN_AS = {"flashrecovery.runtime.link.Numbered": ("AgentMessage", "Command")}
 
 READ_AS_A_WHOLE = {
     "flashrecovery.cli.history": {"FailureRecord", "RecoveryRecord"},  # JSON of `flashrecovery report`
+    "flashrecovery.cli.measured": {"Measured"},  # JSON of `flashrecovery plan --run`
     "flashrecovery.cli.status": {"JobView", "RecoveryView"},  # JSON of `flashrecovery status`
     "flashrecovery.observe.facts": {"FailureFacts", "PastRecovery", "RecoveryFacts", "WorkerFacts"},  # JSON of the page
     "flashrecovery.plan.footprint": {"Footprint"},  # JSON of `flashrecovery plan`
@@ -30,6 +31,13 @@ READ_AS_A_WHOLE = {
 FOR_CALLERS = {
     "flashrecovery.groups.exchange": {"AttachReport"},  # docs/groups.md: a library of its own
     "flashrecovery.groups.registry": {"OpInfo.sequence"},
+    "flashrecovery.plan.parity": {
+        "DecodePlan",
+        "DecodeTask",
+        "Traffic.frames",
+        "Undecodable.reason",
+    },  # no job uses it yet
+    "flashrecovery.plan.parity_groups": {"Grouping", "Uncovered"},  # the same
     "flashrecovery.plan.types": {"LocalRestore", "NoCut", "RestorePlan", "Transfer"},  # what tests hold a decision to
     "flashrecovery.worker.transfer": {"TransferReport.bytes_sent"},
     "flashrecovery.controller.records": {"RankRecord.tally"},  # its tally is the job's own count of places

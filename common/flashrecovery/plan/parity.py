@@ -49,7 +49,7 @@ DIGEST_BYTES = 16
 CHUNK = 8 << 20
 
 
-class Part(str, Enum):
+class StripePart(str, Enum):
     """What of a stripe a member has."""
 
     P = "P"
@@ -102,17 +102,17 @@ class ParityLayout:
 
     # -- who has what -----------------------------------------------------------------------------
 
-    def holder(self, stripe: int, part: Part) -> int:
+    def holder(self, stripe: int, part: StripePart) -> int:
         """The member that holds P or Q of a stripe."""
-        return (stripe + (part is Part.Q)) % self.members
+        return (stripe + (part is StripePart.Q)) % self.members
 
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[StripePart, ...]:
         """The parities of a stripe."""
-        return (Part.P, Part.Q)[: self.parity]
+        return (StripePart.P, StripePart.Q)[: self.parity]
 
-    def part(self, stripe: int, member: int) -> Part:
+    def part(self, stripe: int, member: int) -> StripePart:
         """What of the stripe a member has."""
-        return next((part for part in self.parts() if self.holder(stripe, part) == member), Part.DATA)
+        return next((part for part in self.parts() if self.holder(stripe, part) == member), StripePart.DATA)
 
     def column(self, stripe: int, member: int) -> int:
         """Its number among the stripe's data; for members that hold no parity of it."""
@@ -150,23 +150,23 @@ class ParityLayout:
     def data_length(self, stripe: int, bucket: int, column: int) -> int:
         return self.data_bucket(stripe, bucket, self.member(stripe, column))[1]
 
-    def shift(self, part: Part, column: int) -> int:
+    def shift(self, part: StripePart, column: int) -> int:
         """Bytes by which a column is moved in this parity."""
-        return column * ROW if part is Part.Q else 0
+        return column * ROW if part is StripePart.Q else 0
 
-    def parity_length(self, stripe: int, part: Part, bucket: int) -> int:
+    def parity_length(self, stripe: int, part: StripePart, bucket: int) -> int:
         """Of a bucket of parity."""
         lengths = [self.data_length(stripe, bucket, column) for column in range(self.columns)]
         return max(self.shift(part, column) + length if length else 0 for column, length in enumerate(lengths))
 
-    def parity_offsets(self, stripe: int, part: Part) -> list[int]:
+    def parity_offsets(self, stripe: int, part: StripePart) -> list[int]:
         """Where each bucket begins if they lie one after another, each on a row, and where the last one ends."""
         offsets = [0]
         for bucket in range(self.buckets(stripe)):
             offsets.append(-(-(offsets[-1] + self.parity_length(stripe, part, bucket)) // ROW) * ROW)
         return offsets
 
-    def parity_bytes(self, stripe: int, part: Part) -> int:
+    def parity_bytes(self, stripe: int, part: StripePart) -> int:
         """Of one version."""
         return self.parity_offsets(stripe, part)[-1]
 
@@ -229,8 +229,8 @@ def encode_traffic(layout: ParityLayout, changed: Changed | None = None, route: 
         frames += HEADER_BYTES + extra
 
     for stripe in range(layout.members):
-        p = layout.holder(stripe, Part.P)
-        direct = layout.parts() if route is Route.DIRECT else (Part.P,)
+        p = layout.holder(stripe, StripePart.P)
+        direct = layout.parts() if route is Route.DIRECT else (StripePart.P,)
         for bucket in range(layout.buckets(stripe)):
             summed = []
             for column in range(layout.columns):
@@ -240,13 +240,13 @@ def encode_traffic(layout: ParityLayout, changed: Changed | None = None, route: 
                     for part in direct:
                         send(member, layout.holder(stripe, part), length)
             if route is Route.RELAY and layout.parity == 2 and summed:
-                length = max(layout.shift(Part.Q, c) + layout.data_length(stripe, bucket, c) for c in summed)
-                send(p, layout.holder(stripe, Part.Q), length, DIGEST_BYTES * layout.columns)
+                length = max(layout.shift(StripePart.Q, c) + layout.data_length(stripe, bucket, c) for c in summed)
+                send(p, layout.holder(stripe, StripePart.Q), length, DIGEST_BYTES * layout.columns)
         for column in range(layout.columns):
             for part in direct:
                 send(layout.member(stripe, column), layout.holder(stripe, part), 0)
         if route is Route.RELAY and layout.parity == 2:
-            send(p, layout.holder(stripe, Part.Q), 0)
+            send(p, layout.holder(stripe, StripePart.Q), 0)
     return Traffic(tuple(sent), tuple(received), frames)
 
 
@@ -263,15 +263,15 @@ class Held:
     """
 
     data: frozenset[int]
-    parity: Mapping[tuple[int, Part], frozenset[int]] = field(default_factory=dict)
+    parity: Mapping[tuple[int, StripePart], frozenset[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class StripeSource:
     """One column or parity of a stripe, and the member that has it."""
 
     member: int
-    part: Part
+    part: StripePart
     column: int = -1
 
 
@@ -289,8 +289,8 @@ class DecodeTask:
     stripe: int
     buckets: tuple[int, int]
     at: int
-    sources: tuple[Source, ...]
-    results: tuple[Source, ...]
+    sources: tuple[StripeSource, ...]
+    results: tuple[StripeSource, ...]
     gathered: int
     delivered: int
 
@@ -333,7 +333,7 @@ def decode_plan(
     layout: ParityLayout,
     held: Mapping[int, Held],
     version: int,
-    avoid: Collection[tuple[int, Part]] = (),
+    avoid: Collection[tuple[int, StripePart]] = (),
     chunk: int = CHUNK,
 ) -> DecodePlan | Undecodable:
     """Bring all members to ``version``. Members that ``held`` lacks are lost, and so are the shards of those that do
@@ -352,7 +352,7 @@ def decode_plan(
     parity: list[DecodeTask] = []
     problems: list[str] = []
     for stripe in range(layout.members):
-        missing = [m for m in lost if layout.part(stripe, m) is Part.DATA and layout.unit(stripe, m)[1]]
+        missing = [m for m in lost if layout.part(stripe, m) is StripePart.DATA and layout.unit(stripe, m)[1]]
         usable = [part for part in layout.parts() if planner.usable(stripe, part)]
         unmade = [part for part in layout.parts() if part not in usable]
         if len(missing) > len(usable):
@@ -386,7 +386,7 @@ class _Planner:
         layout: ParityLayout,
         held: Mapping[int, Held],
         version: int,
-        avoid: frozenset[tuple[int, Part]],
+        avoid: frozenset[tuple[int, StripePart]],
         chunk: int,
         lost: Sequence[int],
     ) -> None:
@@ -396,7 +396,7 @@ class _Planner:
         self.sent, self.received = [0] * layout.members, [0] * layout.members
         self.largest = 0
 
-    def usable(self, stripe: int, part: Part) -> bool:
+    def usable(self, stripe: int, part: StripePart) -> bool:
         """Whether this parity is clean at the version."""
         known = self._held.get(self._layout.holder(stripe, part))
         return (
@@ -405,7 +405,7 @@ class _Planner:
             and (stripe, part) not in self._avoid
         )
 
-    def problem(self, stripe: int, missing: Sequence[int], usable: Sequence[Part]) -> str:
+    def problem(self, stripe: int, missing: Sequence[int], usable: Sequence[StripePart]) -> str:
         have = ", ".join(f"{part.value} of member {self._layout.holder(stripe, part)}" for part in usable) or "none"
         lacking = [
             f"{part.value} of member {self._layout.holder(stripe, part)} ({self._state(stripe, part)})"
@@ -417,7 +417,7 @@ class _Planner:
             f"{have} is clean" + (f", not {', '.join(lacking)}" if lacking else "")
         )
 
-    def _state(self, stripe: int, part: Part) -> str:
+    def _state(self, stripe: int, part: StripePart) -> str:
         known = self._held.get(self._layout.holder(stripe, part))
         if known is None:
             return "lost"
@@ -427,15 +427,15 @@ class _Planner:
         return f"clean at {', '.join(map(str, clean))}" if clean else "clean at no version"
 
     def tasks(
-        self, stripe: int, missing: Sequence[int], parities: Sequence[Part], unmade: Sequence[Part]
+        self, stripe: int, missing: Sequence[int], parities: Sequence[StripePart], unmade: Sequence[StripePart]
     ) -> list[DecodeTask]:
         """Of one stripe: the missing data by these parities, and the parities that are to be made again."""
         layout = self._layout
-        columns = [Source(layout.member(stripe, c), Part.DATA, c) for c in range(layout.columns)]
+        columns = [StripeSource(layout.member(stripe, c), StripePart.DATA, c) for c in range(layout.columns)]
         sources = [s for s in columns if s.member not in self._lost]
-        sources += [Source(layout.holder(stripe, part), part) for part in parities]
+        sources += [StripeSource(layout.holder(stripe, part), part) for part in parities]
         results = [s for s in columns if s.member in missing]
-        results += [Source(layout.holder(stripe, part), part) for part in unmade]
+        results += [StripeSource(layout.holder(stripe, part), part) for part in unmade]
         count = layout.buckets(stripe)
         found = []
         for first in range(0, count, self._step):
@@ -446,7 +446,7 @@ class _Planner:
         return found
 
     def _task(
-        self, stripe: int, buckets: tuple[int, int], sources: Iterable[Source], results: Iterable[Source]
+        self, stripe: int, buckets: tuple[int, int], sources: Iterable[StripeSource], results: Iterable[StripeSource]
     ) -> DecodeTask | None:
         """None if nothing comes out of these buckets: a short member's are empty at its end."""
         size = {s: self._bytes(stripe, buckets, s) for s in (*sources, *results)}
@@ -467,14 +467,18 @@ class _Planner:
         return DecodeTask(stripe, buckets, at, sources, results, gathered, delivered)
 
     def _busy_with(
-        self, at: int, sources: Iterable[Source], results: Iterable[Source], size: Mapping[Source, int]
+        self,
+        at: int,
+        sources: Iterable[StripeSource],
+        results: Iterable[StripeSource],
+        size: Mapping[StripeSource, int],
     ) -> tuple[int, int]:
         """The busier direction of ``at`` if it gathers, and both together."""
         received = self.received[at] + sum(size[s] for s in sources if s.member != at)
         sent = self.sent[at] + sum(size[s] for s in results if s.member != at)
         return max(received, sent), received + sent
 
-    def _bytes(self, stripe: int, buckets: tuple[int, int], source: Source) -> int:
-        if source.part is Part.DATA:
+    def _bytes(self, stripe: int, buckets: tuple[int, int], source: StripeSource) -> int:
+        if source.part is StripePart.DATA:
             return sum(self._layout.data_length(stripe, b, source.column) for b in range(*buckets))
         return sum(self._layout.parity_length(stripe, source.part, b) for b in range(*buckets))

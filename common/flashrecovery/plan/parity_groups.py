@@ -57,7 +57,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ShardingGroup:
     """Ranks that protect each other; ``members`` by rank, all on different domains. ``parity`` of them may be lost."""
 
     kind: str
@@ -82,9 +82,9 @@ class Uncovered:
 class Grouping:
     """Groups by kind and rank. ``kept``: those that :func:`regroup` left as they were, parity and all."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[ShardingGroup, ...]
     uncovered: tuple[Uncovered, ...] = ()
-    kept: frozenset[Group] = frozenset()
+    kept: frozenset[ShardingGroup] = frozenset()
 
 
 def form_groups(shards: Iterable[UniqueShard], domains: Sequence[str], parity: int = 1, max_size: int = 8) -> Grouping:
@@ -103,7 +103,11 @@ def form_groups(shards: Iterable[UniqueShard], domains: Sequence[str], parity: i
 
 
 def regroup(
-    old: Iterable[Group], shards: Iterable[UniqueShard], domains: Sequence[str], parity: int = 1, max_size: int = 8
+    old: Iterable[ShardingGroup],
+    shards: Iterable[UniqueShard],
+    domains: Sequence[str],
+    parity: int = 1,
+    max_size: int = 8,
 ) -> Grouping:
     """Groups for the ranks as they are now. An old group stays if its members have the same shards and are still on
     different domains: also when one of them is another process on another node, whose part of the parity is then made
@@ -115,8 +119,8 @@ def regroup(
     if max_size <= parity:
         raise ValueError(f"max_size = {max_size}: more than parity ({parity}) is allowed")
     members = _members(shards, domains)
-    groups: list[Group] = []
-    kept: list[Group] = []
+    groups: list[ShardingGroup] = []
+    kept: list[ShardingGroup] = []
     uncovered: list[Uncovered] = []
     before = sorted(old, key=lambda g: (g.kind, g.ranks))
     for kind in sorted(members):
@@ -151,15 +155,15 @@ def _members(shards: Iterable[UniqueShard], domains: Sequence[str]) -> dict[str,
     }
 
 
-def _now(group: Group, members: dict[int, Member]) -> Group | None:
+def _now(group: ShardingGroup, members: dict[int, Member]) -> ShardingGroup | None:
     """The group with its members' domains as they are now; None if it cannot stay."""
     now = tuple(members[rank] for rank in group.ranks if rank in members)
     same = [m.shards for m in now] == [m.shards for m in group.members]
     apart = len({m.domain for m in now}) == len(now)
-    return Group(group.kind, now, group.parity) if same and apart else None
+    return ShardingGroup(group.kind, now, group.parity) if same and apart else None
 
 
-def _deal(kind: str, members: Sequence[Member], parity: int, max_size: int) -> tuple[list[Group], str]:
+def _deal(kind: str, members: Sequence[Member], parity: int, max_size: int) -> tuple[list[ShardingGroup], str]:
     """The groups, or why there are none."""
     by_domain: dict[str, list[Member]] = defaultdict(list)
     for member in members:
@@ -178,7 +182,7 @@ def _deal(kind: str, members: Sequence[Member], parity: int, max_size: int) -> t
         open_to.sort(key=lambda g: (-max((m.nbytes for m in dealt[g]), default=0), g))
         for member, group in zip(mine, open_to, strict=True):
             dealt[group].append(member)
-    return [Group(kind, tuple(sorted(group, key=lambda m: m.rank)), parity) for group in dealt], ""
+    return [ShardingGroup(kind, tuple(sorted(group, key=lambda m: m.rank)), parity) for group in dealt], ""
 
 
 def _reason(kind: str, members: Sequence[Member], by_domain: dict[str, list[Member]], fullest: str, parity: int) -> str:
@@ -191,6 +195,6 @@ def _reason(kind: str, members: Sequence[Member], by_domain: dict[str, list[Memb
         )
     rest = len(members) - len(by_domain[fullest])
     return (
-        f"parity {parity} of {kind!r} needs {parity} ranks on other failure domains for each of the "
-        f"{len(by_domain[fullest])} on {fullest}; there are {rest}"
+        f"parity {parity} of {kind!r} needs {parity} rank{'s' * (parity > 1)} on other failure domains for each of "
+        f"the {len(by_domain[fullest])} on {fullest}; there are {rest}"
     )

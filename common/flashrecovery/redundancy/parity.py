@@ -23,7 +23,7 @@ from typing import NamedTuple
 import xxhash
 
 from flashrecovery.errors import ProtocolError, RestoreError
-from flashrecovery.plan.parity import DIGEST_BYTES, HEADER_BYTES, ROW, ParityLayout, Part, Route
+from flashrecovery.plan.parity import DIGEST_BYTES, HEADER_BYTES, ROW, ParityLayout, Route, StripePart
 from flashrecovery.redundancy.xor import Buffer, Xor, xor
 
 NO_BASE = -1
@@ -39,7 +39,7 @@ def digest(data: Buffer) -> bytes:
 # -- frames --------------------------------------------------------------------------------------
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame is."""
 
     DELTA = 1
@@ -65,8 +65,8 @@ class Frame(NamedTuple):
         payload: valid until the next frame is asked for.
     """
 
-    kind: Kind
-    part: Part
+    kind: FrameKind
+    part: StripePart
     version: int
     base: int
     member: int
@@ -78,7 +78,7 @@ class Frame(NamedTuple):
     def header(self) -> bytes:
         """64 bytes, which the payload follows."""
         place = self.member, self.stripe, self.bucket, len(self.payload)
-        second = self.part is Part.Q
+        second = self.part is StripePart.Q
         head = _HEADER.pack(_MAGIC, self.kind, second, self.version, self.base, *place, self.digest)
         return head + _CHECK.pack(_check(head, self.payload))
 
@@ -90,8 +90,8 @@ class Frame(NamedTuple):
         (check,) = _CHECK.unpack(header[_HEADER.size :])
         if magic != _MAGIC or length != len(payload) or check != _check(head, payload):
             raise ProtocolError(f"what arrived as {len(payload)} bytes of parity is not what was sent")
-        part = Part.Q if second else Part.P
-        return Frame(Kind(kind), part, version, base, member, stripe, bucket, known, payload)
+        part = StripePart.Q if second else StripePart.P
+        return Frame(FrameKind(kind), part, version, base, member, stripe, bucket, known, payload)
 
     @staticmethod
     def payload_bytes(header: Buffer) -> int:
@@ -134,7 +134,7 @@ def deltas(
     now, before = _flat(new, layout.sizes[member]), None if old is None else _flat(old, layout.sizes[member])
     if (before is None) != (base == NO_BASE):
         raise ValueError("a base and its bytes belong together")
-    parts = layout.parts() if route is Route.DIRECT else (Part.P,)
+    parts = layout.parts() if route is Route.DIRECT else (StripePart.P,)
     scratch = memoryview(bytearray(layout.bucket))
     stripes = layout.data_stripes(member)
     sent = dict.fromkeys(stripes, 0)
@@ -151,10 +151,10 @@ def deltas(
             sent[stripe] += 1
             known = digest(content)
             for part in parts:
-                yield Frame(Kind.DELTA, part, version, base, member, stripe, bucket, known, payload)
+                yield Frame(FrameKind.DELTA, part, version, base, member, stripe, bucket, known, payload)
     for stripe in stripes:
         for part in parts:
-            yield Frame(Kind.DONE, part, version, base, member, stripe, sent[stripe])
+            yield Frame(FrameKind.DONE, part, version, base, member, stripe, sent[stripe])
 
 
 # -- what a holder keeps -------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class ParityStore:
     """
 
     def __init__(
-        self, layout: ParityLayout, stripe: int, part: Part, memory: Buffer, arithmetic: Xor | None = None
+        self, layout: ParityLayout, stripe: int, part: StripePart, memory: Buffer, arithmetic: Xor | None = None
     ) -> None:
         """``memory``: writable, :meth:`nbytes` bytes; zeros, or what another store of the same layout has left there.
         Raises RestoreError if it is something else."""
@@ -221,7 +221,7 @@ class ParityStore:
         self._records = [self._parse(where) for where in self._record_at]
 
     @staticmethod
-    def nbytes(layout: ParityLayout, stripe: int, part: Part) -> int:
+    def nbytes(layout: ParityLayout, stripe: int, part: StripePart) -> int:
         """Memory that it takes: twice the parity, and a little."""
         return _STORE_HEADER + 2 * (_record_bytes(layout, stripe) + layout.parity_bytes(stripe, part))
 
@@ -453,19 +453,19 @@ class _Relay:
 
     def check(self, frame: Frame, column: int) -> None:
         """Raises ProtocolError if it comes too late: the sum has been sent on without it."""
-        if frame.kind is Kind.DELTA and frame.bucket < self._next[column]:
+        if frame.kind is FrameKind.DELTA and frame.bucket < self._next[column]:
             raise ProtocolError(f"member {frame.member} sends bucket {frame.bucket} of stripe {frame.stripe} too late")
 
     def add(self, frame: Frame, column: int) -> list[Frame]:
         """What can be sent on now."""
-        if frame.kind is Kind.DONE:
+        if frame.kind is FrameKind.DONE:
             self._next[column] = self._layout.buckets(self._stripe)
             self._done.add(column)
             return self._ready(frame)
         self._next[column] = frame.bucket + 1
-        length = self._layout.parity_length(self._stripe, Part.Q, frame.bucket)
+        length = self._layout.parity_length(self._stripe, StripePart.Q, frame.bucket)
         total, digests = self._sums.setdefault(frame.bucket, (bytearray(length), {}))
-        shift = self._layout.shift(Part.Q, column)
+        shift = self._layout.shift(StripePart.Q, column)
         self._xor.into(memoryview(total)[shift : shift + len(frame.payload)], frame.payload)
         digests[column] = frame.digest
         return self._ready(frame)
@@ -477,17 +477,17 @@ class _Relay:
 
     def _ready(self, frame: Frame) -> list[Frame]:
         layout, first = self._layout, min(self._next.values())
-        sender = layout.holder(self._stripe, Part.P)
-        place = Part.Q, frame.version, frame.base, sender, self._stripe
+        sender = layout.holder(self._stripe, StripePart.P)
+        place = StripePart.Q, frame.version, frame.base, sender, self._stripe
         found = []
         for bucket in sorted(b for b in self._sums if b < first):
             total, digests = self._sums.pop(bucket)
-            lengths = [layout.shift(Part.Q, c) + layout.data_length(self._stripe, bucket, c) for c in digests]
+            lengths = [layout.shift(StripePart.Q, c) + layout.data_length(self._stripe, bucket, c) for c in digests]
             head = b"".join(digests.get(column, _ABSENT) for column in range(layout.columns))
-            found.append(Frame(Kind.SUM, *place, bucket, _ABSENT, head + memoryview(total)[: max(lengths)]))
+            found.append(Frame(FrameKind.SUM, *place, bucket, _ABSENT, head + memoryview(total)[: max(lengths)]))
             self._sent += 1
         if len(self._done) == layout.columns:
-            found.append(Frame(Kind.DONE, *place, self._sent))
+            found.append(Frame(FrameKind.DONE, *place, self._sent))
         return found
 
 
@@ -498,7 +498,7 @@ class ParityMember:
         self,
         layout: ParityLayout,
         member: int,
-        memory: Mapping[tuple[int, Part], Buffer] | None = None,
+        memory: Mapping[tuple[int, StripePart], Buffer] | None = None,
         route: Route = Route.RELAY,
         arithmetic: Xor | None = None,
     ) -> None:
@@ -513,7 +513,7 @@ class ParityMember:
         }
 
     @staticmethod
-    def places(layout: ParityLayout, member: int) -> dict[tuple[int, Part], int]:
+    def places(layout: ParityLayout, member: int) -> dict[tuple[int, StripePart], int]:
         """(stripe, part) that this member holds, and the bytes of memory that each takes."""
         return {
             (stripe, part): ParityStore.nbytes(layout, stripe, part)
@@ -529,7 +529,7 @@ class ParityMember:
         self._relay = {
             stripe: _Relay(self.layout, stripe, self._xor)
             for stripe, part in self.stores
-            if part is Part.P and self._relays
+            if part is StripePart.P and self._relays
         }
 
     def receive(self, frame: Frame) -> list[Frame]:
@@ -541,18 +541,18 @@ class ParityMember:
                 f"member {self.member} does not make version {frame.version} from {frame.base} of {frame.part.value} "
                 f"of stripe {frame.stripe}"
             )
-        layout, summed = self.layout, self._relays and frame.part is Part.Q
+        layout, summed = self.layout, self._relays and frame.part is StripePart.Q
         if summed:
-            senders, kind = {layout.holder(frame.stripe, Part.P)}, Kind.SUM
+            senders, kind = {layout.holder(frame.stripe, StripePart.P)}, FrameKind.SUM
         else:
-            senders, kind = {layout.member(frame.stripe, c) for c in range(layout.columns)}, Kind.DELTA
-        if frame.member not in senders or frame.kind not in (kind, Kind.DONE):
+            senders, kind = {layout.member(frame.stripe, c) for c in range(layout.columns)}, FrameKind.DELTA
+        if frame.member not in senders or frame.kind not in (kind, FrameKind.DONE):
             raise ProtocolError(f"member {frame.member} does not send {frame.kind.name} for {frame.part.value}")
         column = 0 if summed else layout.column(frame.stripe, frame.member)
-        relay = self._relay.get(frame.stripe) if frame.part is Part.P else None
+        relay = self._relay.get(frame.stripe) if frame.part is StripePart.P else None
         if relay is not None:
             relay.check(frame, column)
-        if frame.kind is Kind.DONE:
+        if frame.kind is FrameKind.DONE:
             store.done(range(layout.columns) if summed else [column], frame.bucket)
         elif summed:
             head, payload = _split(frame.payload, DIGEST_BYTES * layout.columns)
@@ -567,7 +567,7 @@ class ParityMember:
             store.flip()
         return onward
 
-    def clean(self) -> dict[tuple[int, Part], list[int]]:
+    def clean(self) -> dict[tuple[int, StripePart], list[int]]:
         """Versions held whole, of each parity."""
         return {place: store.clean() for place, store in self.stores.items()}
 
@@ -589,7 +589,7 @@ class ParityMember:
 def encode_bucket(
     layout: ParityLayout,
     stripe: int,
-    part: Part,
+    part: StripePart,
     bucket: int,
     columns: Mapping[int, Buffer],
     compute: Xor | None = None,
@@ -606,7 +606,7 @@ def decode_bucket(
     stripe: int,
     bucket: int,
     columns: Mapping[int, Buffer],
-    parity: Mapping[Part, Buffer],
+    parity: Mapping[StripePart, Buffer],
     digests: Mapping[int, bytes] | None = None,
     compute: Xor | None = None,
 ) -> dict[int, memoryview]:
@@ -629,10 +629,10 @@ def decode_bucket(
         raise RestoreError(f"{place}: columns {missing} are missing, and there are {len(parity)} parities")
     if wrong_parts := [p.value for p, data in parity.items() if len(data) != layout.parity_length(stripe, p, bucket)]:
         raise RestoreError(f"{place}: {wrong_parts} do not have the lengths of this layout")
-    used = {part: parity[part] for part in (Part.P, Part.Q) if part in parity}
+    used = {part: parity[part] for part in (StripePart.P, StripePart.Q) if part in parity}
     while len(used) > len(missing):
         used.popitem()
-    rest: dict[Part, bytearray] = {}
+    rest: dict[StripePart, bytearray] = {}
     for part, content in used.items():
         rest[part] = bytearray(content)
         _add(arithmetic, layout, part, rest[part], columns)
@@ -654,17 +654,17 @@ def decode_bucket(
     return result
 
 
-def _unzip(compute: Xor, a: int, b: int, longest: int, rest: Mapping[Part, bytearray]) -> dict[int, memoryview]:
+def _unzip(compute: Xor, a: int, b: int, longest: int, rest: Mapping[StripePart, bytearray]) -> dict[int, memoryview]:
     """Columns a < b from what is left of P and Q without the others."""
     size = -(-longest // ROW) * ROW
     p, q = bytearray(size), bytearray(size)
-    from_p, from_q = memoryview(rest[Part.P])[:size], memoryview(rest[Part.Q])[a * ROW : a * ROW + size]
+    from_p, from_q = memoryview(rest[StripePart.P])[:size], memoryview(rest[StripePart.Q])[a * ROW : a * ROW + size]
     p[: len(from_p)], q[: len(from_q)] = from_p, from_q
     compute.unzip(p, q, b - a)
     return {a: memoryview(q), b: memoryview(p)}
 
 
-def _add(compute: Xor, layout: ParityLayout, part: Part, total: bytearray, columns: Mapping[int, Buffer]) -> None:
+def _add(compute: Xor, layout: ParityLayout, part: StripePart, total: bytearray, columns: Mapping[int, Buffer]) -> None:
     """Add the columns to a bucket of parity; those of one length and place in one go."""
     view = memoryview(total)
     together: dict[tuple[int, int], list[Buffer]] = {}

@@ -70,6 +70,12 @@ def _soon(call: Callable[[], object], seconds: float) -> threading.Thread:
     return thread
 
 
+def _section(*, async_ops: bool = False) -> Any:
+    """What is launched within is launched at its end. Without a device torch opens none: it hands over all collectives
+    at once, and sends one by one."""
+    return dist.distributed_c10d._coalescing_manager(dist.group.WORLD, torch.device("cpu"), async_ops=async_ops)
+
+
 def _sum(rank: int, size: int) -> None:
     dist.all_reduce(t := torch.full((3,), float(rank + 1)))
     assert t.tolist() == [size * (size + 1) / 2] * 3
@@ -87,10 +93,14 @@ def _set_up(rank: int) -> list[object]:
     with dist.distributed_c10d._coalescing_manager(dist.group.WORLD):
         dist.all_reduce(one := torch.tensor([2.0 + rank]))
         dist.all_reduce(two := torch.tensor([3.0 + rank]))
-    return [flags.tolist(), seed.tolist(), configuration, everyone.tolist(), one.tolist(), two.tolist()]
+    with _section():
+        dist.all_reduce(three := torch.tensor([4.0 + rank]))
+        dist.all_reduce(four := torch.tensor([5.0 + rank]))
+    coalesced = [t.item() for t in (one, two, three, four)]
+    return [flags.tolist(), seed.tolist(), configuration, everyone.tolist(), coalesced]
 
 
-EXPECTED = [[10.0, 10.0], [3.0], [{"made by": 0}], [0.0, 1.0], [5.0], [7.0]]
+EXPECTED = [[10.0, 10.0], [3.0], [{"made by": 0}], [0.0, 1.0], [5.0, 7.0, 9.0, 11.0]]
 
 
 def test_a_replacement_gets_what_synchronous_set_up_collectives_gave(tmp_path: Path) -> None:
@@ -153,13 +163,15 @@ def _fails_in_a_section(collective: bool) -> RankFunction:
         peer = 1 - rank
         with pytest.raises(dist.DistBackendError, match="a drill"):
             if collective:
-                with dist.distributed_c10d._coalescing_manager(dist.group.WORLD):
+                with _section():
                     dist.all_reduce(torch.ones(3))
+                    assert module.group_depth() == 1
                     groups.abandon("a drill")
                     dist.all_reduce(torch.ones(3))
             else:
-                with dist.distributed_c10d._coalescing_manager(dist.group.WORLD, async_ops=True):
+                with _section(async_ops=True):
                     dist.isend(torch.ones(3), peer)
+                    assert module.group_depth() == 1
                     groups.abandon("a drill")
                     dist.irecv(torch.ones(3), peer)
         assert module.group_depth() == 0, "nothing that this thread launches would ever run"
@@ -173,11 +185,11 @@ def test_an_abort_waits_for_the_end_of_a_section() -> None:
     """Its end launches what it holds, on communicators that the abort frees."""
 
     def body(rank: int, size: int, store: Any) -> None:
-        _start(rank, size, store)
+        module, _ = _start(rank, size, store)
         _sum(rank, size)
-        manager = dist.distributed_c10d._coalescing_manager(dist.group.WORLD, async_ops=True)
-        with pytest.raises(dist.DistBackendError, match="a drill"), manager:
+        with pytest.raises(dist.DistBackendError, match="a drill"), _section(async_ops=True):
             dist.isend(torch.ones(3), 1 - rank)
+            assert module.group_depth() == 1
             groups.abandon("a drill")
             time.sleep(0.5)
             dist.irecv(torch.ones(3), 1 - rank)

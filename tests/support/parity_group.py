@@ -19,7 +19,7 @@ from flashrecovery.plan.parity import (
 from flashrecovery.redundancy.parity import (
     NO_BASE,
     Frame,
-    Kind,
+    FrameKind,
     ParityMember,
     decode_bucket,
     deltas,
@@ -112,7 +112,7 @@ class ParityGroup:
         self.sent[frame.member] += frame.nbytes
         self.received[target] += frame.nbytes
         for onward in self.members[target].receive(Frame.parse(header, frame.payload)):
-            assert onward.member == target and onward.kind in (Kind.SUM, Kind.DONE)
+            assert onward.member == target and onward.kind in (FrameKind.SUM, FrameKind.DONE)
             self.deliver(onward)
 
     def parity(self, stripe: int, part: StripePart, version: int) -> bytes:

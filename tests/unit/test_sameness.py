@@ -101,6 +101,16 @@ def test_the_first_step_may_be_started_again() -> None:
     assert differences(run, undisturbed()) == []
 
 
+def test_a_recovery_that_is_cut_short_may_have_taken_a_step() -> None:
+    """Its replacement began with it, and the next recovery, which ends, resumes with the step after it."""
+    run = recovered()
+    resumed = run.events[-1]["resume_step"]
+    run.events[-1].update(generation=2, resume_step=resumed + 1)
+    assert differences(run, undisturbed()) == []
+    run.events[-1].update(resume_step=resumed + 2)
+    assert any("has begun with step" in text for text in differences(run, undisturbed()))
+
+
 def other_attempt(run: Run) -> None:
     """A void attempt of step 4 had another loss; its repetition has the right one."""
     run.logs[0] = ProcessLog(0, 0, (*lines(0, *range(4)), (4, "0x1p-9"), *lines(0, *range(4, STEPS))))

@@ -105,6 +105,7 @@ def test_a_recovery_that_is_cut_short_may_have_taken_a_step() -> None:
     """Its replacement began with it, and the next recovery, which ends, resumes with the step after it."""
     run = recovered()
     resumed = run.events[-1]["resume_step"]
+    run.events.insert(-1, {**run.events[1], "generation": 1, "step": resumed})
     run.events[-1].update(generation=2, resume_step=resumed + 1)
     assert differences(run, undisturbed()) == []
     run.events[-1].update(resume_step=resumed + 2)

@@ -1,9 +1,9 @@
 """Failures that no standby is ready for: in the job's first second, right after a recovery, several at once.
 
 Each launch of an example (4 ranks, no standby) loses one rank 1 s after its first step, another one 0.2 s after that
-recovery, and then three ranks within a second. Measured from outside: SIGKILL to the event that every rank has committed
-a step again. Also how long a launch takes to its first step. The peers, in the same run, turn by turn: the same
-launcher with a new interpreter for each process (``--start-method spawn``), and ``torchrun`` (launch only).
+recovery, and then three ranks within a second. Measured from outside: SIGKILL to the event that every rank has
+committed a step again. Also how long a launch takes to its first step. The peers, in the same run, turn by turn: the
+same launcher with a new interpreter for each process (``--start-method spawn``), and ``torchrun`` (launch only).
 
 The storm is left out where ranks have state of their own (ZeRO): three of four ranks within a second may include a rank
 and the neighbour that keeps its copies, which only a checkpoint survives.

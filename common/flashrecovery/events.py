@@ -86,13 +86,23 @@ class RecoveryPhase(Event):
     seconds: float
 
 
+class StartLine(BaseModel):
+    """A line of the script, and for how long a replacement was there, or in what that line calls, on its way to its
+    first step. ``where``: file and number; ``text``: what stands there."""
+
+    where: str
+    text: str
+    seconds: float
+
+
 class RecoveryFinished(Event):
     """Every rank has committed a new step. ``total_s`` runs from the failure to that step.
 
     ``sources``: transfers by source rank. ``survivors_given``: ranks that were given state although they live: the
     failure has kept them from completing a step that others have completed. ``bytes``: bytes of state that went over
     the wire; ``device_bytes``: how many of them from device to device, the others through host memory and
-    TCP. ``phases``: seconds by name. ``reason``: why the job went on from ``resume_step``.
+    TCP. ``phases``: seconds by name. ``reason``: why the job went on from ``resume_step``. ``start``: lines of the
+    script in which the slowest replacement spent most time before its first step, longest first.
     """
 
     event: Literal["recovery_finished"] = "recovery_finished"
@@ -106,6 +116,7 @@ class RecoveryFinished(Event):
     total_s: float = 0.0
     cause: str = ""
     reason: str = ""
+    start: list[StartLine] = Field(default_factory=list)
 
 
 class FallbackStarted(Event):

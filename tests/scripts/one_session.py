@@ -37,6 +37,7 @@ from flashrecovery.worker.ahead import Installed
 from flashrecovery.worker.environment_watch import EnvironmentWatch
 from flashrecovery.worker.recovery import Recovery
 from flashrecovery.worker.session import Session
+from flashrecovery.worker.start_profile import StartProfile
 from flashrecovery.worker.worker import Connection
 
 STEPS, STOPPED = 9, 4
@@ -54,7 +55,13 @@ class Agent:
             self.page.inherit(inherited)
         self._said: queue.Queue[pb.FromWorker] = queue.Queue()
         self.connection = Connection(
-            Channel(theirs), self.page, 0, 0, inherited is not None, EnvironmentWatch(Installed())
+            Channel(theirs),
+            self.page,
+            0,
+            0,
+            inherited is not None,
+            EnvironmentWatch(Installed()),
+            StartProfile(Installed()),
         )
         self.session = Session(self.connection, Settings(), adapter_for, ModuleAdapter)
         self.recovery = Recovery(self.session)

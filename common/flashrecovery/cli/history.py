@@ -42,7 +42,8 @@ class FailureRecord:
 
 @dataclass(frozen=True)
 class RecoveryRecord:
-    """One recovery, from its first failure to the first newly committed step. Durations in seconds.
+    """One recovery, from its first failure to the first newly committed step. Durations in seconds. ``start``: lines of
+    the script in which a replacement spent most time before its first step: file and number, text, seconds.
 
     ``finished`` is False for the last one of a job that ended in the middle of it; then ``resume_step`` is -1
     and the other facts are those known so far.
@@ -61,6 +62,7 @@ class RecoveryRecord:
     fallback: str
     at_s: float
     finished: bool
+    start: tuple[tuple[str, str, float], ...] = ()
 
     @property
     def largest(self) -> str:
@@ -161,6 +163,7 @@ def _recovery(incident: Incident, first: float) -> RecoveryRecord:
         fallback=f"checkpoint of step {fallback.version}: {fallback.reason}" if fallback is not None else "",
         at_s=at_s,
         finished=end is not None,
+        start=tuple((line.where, line.text, line.seconds) for line in end.start) if end is not None else (),
     )
 
 

@@ -28,6 +28,7 @@ COLOURS: dict[str, str] = dict(
     zip(PHASES, ("#d55e00", "#e69f00", "#0072b2", "#999999", "#56b4e9", "#009e73", "#cc79a7", "#b5a900"), strict=True)
 )
 _BAR = 64
+_LINES = 5
 
 
 @click.command()
@@ -78,7 +79,24 @@ def render_text(history: JobHistory) -> Group:
         parts.append(
             Text(f"Largest phase: {name} ({share:.0%} of all recovery time). Bounded by {BOUNDS.get(name, '?')}.")
         )
+        parts += _starts(finished)
     return Group(*parts)
+
+
+def _starts(recoveries: Sequence[RecoveryRecord]) -> list[Any]:
+    """Where replacements spent their time before their first step: lines of the script, with the median."""
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for record in recoveries:
+        for where, text, once in record.start:
+            seconds.setdefault((where, text), []).append(once)
+    if not seconds:
+        return []
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(justify="right", no_wrap=True)
+    longest = sorted(seconds.items(), key=lambda item: -sum(item[1]))[:_LINES]
+    for (where, text), took in longest:
+        table.add_row(seconds_text(statistics.median(took)), escape(where), escape(text))
+    return [Text("Longest lines of the script on a replacement's way to its first step:"), table]
 
 
 def _headline(history: JobHistory) -> Text:

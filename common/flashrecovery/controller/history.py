@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from flashrecovery import events as ev
 from flashrecovery.controller.restore import RestoreRound
 from flashrecovery.kinds import FailureKind
 from flashrecovery.plan.transitions import State
+from flashrecovery.proto import flashrecovery_pb2 as pb
 
 PHASE_OF = {
     State.QUIESCING: "quiesce",
@@ -71,7 +73,8 @@ class HistoryEntry:
         self.enter(State.FINISHED, now)
         self.total_s = now - self.failed_at
 
-    def finished_event(self, generation: int) -> ev.RecoveryFinished:
+    def finished_event(self, generation: int, start: Iterable[pb.StartLine] = ()) -> ev.RecoveryFinished:
+        """``start``: where the slowest replacement's time went."""
         return ev.RecoveryFinished(
             generation=generation,
             resume_step=self.resume_step,
@@ -84,4 +87,5 @@ class HistoryEntry:
             total_s=self.total_s,
             cause=self.cause,
             reason=self.reason,
+            start=[ev.StartLine(where=line.where, text=line.text, seconds=line.seconds) for line in start],
         )

@@ -84,6 +84,7 @@ class RankRecord:
     steps: int | None = None
     needs: dict[str, int] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
+    start: list[pb.StartLine] = field(default_factory=list)
     live: int = -1
     capsules: tuple[int, ...] = ()
     early: frozenset[int] = frozenset()
@@ -149,6 +150,7 @@ class RankRecord:
         self.hang_floor_s = message.hang_floor_s
         self.needs = {n.name: n.nbytes for n in message.needs}
         self.digests = {n.name: n.digest for n in message.needs if n.digest}
+        self.start = list(message.start)
         self.take_inventory(-1, message.held)
 
     def heard(self, health: pb.RankHealth, now: float) -> None:

@@ -295,7 +295,9 @@ class RecoverySteps:
             self._recovered()
             self._job.history.append(recovery)
             self._job.recovery = None
-            self._job.emit(recovery.finished_event(self._job.generation))
+            starts = [self._job.ranks[rank].start for rank in recovery.victims]
+            slowest = max(starts, key=lambda lines: sum(line.seconds for line in lines), default=[])
+            self._job.emit(recovery.finished_event(self._job.generation, slowest))
         if self._job.places[Place.DONE] and self._job.all_in(*THROUGH):
             for r in self._job.ranks.values():
                 if r.place is Place.DONE:

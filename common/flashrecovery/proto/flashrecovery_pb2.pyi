@@ -1029,6 +1029,33 @@ class Held(_message.Message):
 Global___Held: _TypeAlias = Held  # noqa: Y015
 
 @_typing.final
+class StartLine(_message.Message):
+    """A line of the script, and how long a replacement was there, or in what it calls, before its first step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHERE_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    where: _builtins.str
+    text: _builtins.str
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        where: _builtins.str = ...,
+        text: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seconds", b"seconds", "text", b"text", "where", b"where"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartLine: _TypeAlias = StartLine  # noqa: Y015
+
+@_typing.final
 class Joined(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1040,6 +1067,7 @@ class Joined(_message.Message):
     HANG_FLOOR_S_FIELD_NUMBER: _builtins.int
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
     CHECKPOINT_INTERVAL_S_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     generation: _builtins.int
     steps: _builtins.int
@@ -1056,6 +1084,10 @@ class Joined(_message.Message):
     def needs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardNeed]: ...
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___Held]: ...
+    @_builtins.property
+    def start(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartLine]:
+        """of a replacement: where its time went, longest first"""
+
     def __init__(
         self,
         *,
@@ -1067,10 +1099,11 @@ class Joined(_message.Message):
         hang_floor_s: _builtins.float = ...,
         checkpoints: _builtins.bool = ...,
         checkpoint_interval_s: _builtins.float = ...,
+        start: _abc.Iterable[Global___StartLine] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "generation", b"generation", "hang_floor_s", b"hang_floor_s", "held", b"held", "needs", b"needs", "rank", b"rank", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "generation", b"generation", "hang_floor_s", b"hang_floor_s", "held", b"held", "needs", b"needs", "rank", b"rank", "start", b"start", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -85,6 +85,8 @@ class Installed:
         self._own = own
         self._known: dict[str, bool] = {}
         self._files: dict[str, bool] = {}
+        specs = [importlib.util.find_spec(name) for name in _OURS]
+        self._of_ours = {Path(s.origin).resolve().parent for s in specs if s is not None and s.origin is not None}
 
     def has(self, name: str) -> bool:
         top = name.partition(".")[0]
@@ -95,7 +97,8 @@ class Installed:
     def has_file(self, name: str) -> bool:
         """Whether a file belongs to one of them; code without a file does ("<frozen os>")."""
         if name not in self._files:
-            self._files[name] = name.startswith("<frozen") or bool(self._places & set(Path(name).resolve().parents))
+            places = self._places | self._of_ours
+            self._files[name] = name.startswith("<frozen") or bool(places & set(Path(name).resolve().parents))
         return self._files[name]
 
     def _found(self, top: str) -> bool:

@@ -26,6 +26,7 @@ from flashrecovery.worker.ahead import Installed
 from flashrecovery.worker.ahead_of_script import AheadOfScript
 from flashrecovery.worker.environment_watch import EnvironmentWatch
 from flashrecovery.worker.hooks import install_adapter_hooks, install_spawn_hook
+from flashrecovery.worker.start_profile import StartProfile
 
 if TYPE_CHECKING:
     from flashrecovery.worker.worker import Connection
@@ -121,9 +122,12 @@ def _prepare(channel: Channel, page: Page, assign: pb.Assign, command: list[str]
     setup_log = page.read_setup_log() if detached else None
     install_group_hook(detached, setup_log)
     own = command[1].partition(".")[0] if command[0] == "-m" else ""
-    watch = EnvironmentWatch(Installed(own))
-    _connection = Connection(channel, page, assign.rank, assign.generation, detached, watch)
+    installed = Installed(own)
+    watch, profile = EnvironmentWatch(installed), StartProfile(installed)
+    _connection = Connection(channel, page, assign.rank, assign.generation, detached, watch, profile)
     watch.start()
+    if detached:
+        profile.start()
 
 
 def _set_module_path(command: list[str]) -> None:

@@ -95,6 +95,7 @@ class Recoverer:
             hang_floor_s=worker.settings.timeouts.hang_floor_s,
             checkpoints=worker.settings.checkpoint.dir is not None,
             checkpoint_interval_s=_seconds(worker.settings.checkpoint.interval_s),
+            start=worker.connection.start_profile.stop(),
         )
         if not worker.connection.detached:
             worker.gate.live = 0

@@ -16,6 +16,7 @@ from flashrecovery.worker.environment_watch import EnvironmentWatch
 from flashrecovery.worker.faults import Faults
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.registry import AdapterFactory, ModuleAdapterFactory, Registry
+from flashrecovery.worker.start_profile import StartProfile
 
 
 class Connection:
@@ -30,6 +31,7 @@ class Connection:
         generation: int,
         detached: bool,
         environment_watch: EnvironmentWatch,
+        start_profile: StartProfile,
     ) -> None:
         self.channel = channel
         self.page = page
@@ -37,6 +39,7 @@ class Connection:
         self.generation = generation
         self.detached = detached
         self.environment_watch = environment_watch
+        self.start_profile = start_profile
         self.at_script_end: list[Callable[[], None]] = []
 
 

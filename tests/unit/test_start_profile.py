@@ -1,0 +1,49 @@
+"""Lines of a script that take long before its first step are found, and what libraries do counts for their callers."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import sysconfig
+import threading
+from pathlib import Path
+
+import pytest
+
+from flashrecovery.worker.ahead import Installed
+from flashrecovery.worker.start_profile import StartProfile
+
+
+def test_the_scripts_lines_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    (packages / "slow_library.py").write_text("import time\ntime.sleep(0.2)\ndef work():\n    time.sleep(0.4)\n")
+    (tmp_path / "slow_script.py").write_text(
+        "import time\ndef main():\n    import slow_library\n    slow_library.work()\n    time.sleep(0.001)\n"
+        "    inner()\n"
+        "def inner():\n    end = time.monotonic() + 0.3\n    while time.monotonic() < end:\n        pass\n"
+    )
+    paths = {**sysconfig.get_paths(), "purelib": str(packages)}
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: paths)
+    monkeypatch.syspath_prepend(str(packages))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    script = importlib.import_module("slow_script")
+    profile = StartProfile(Installed())
+    profile.start()
+    script.main()
+    found = profile.stop()
+    assert profile.stop() == found
+    assert not [t for t in threading.enumerate() if t.name == "flashrecovery-start-profile"]
+    del sys.modules["slow_script"], sys.modules["slow_library"]
+    named = {line.where: line for line in found}
+    assert {"slow_script.py:3", "slow_script.py:4"} <= set(named) and "slow_script.py:5" not in named, found
+    assert named["slow_script.py:4"].text == "slow_library.work()"
+    assert all("slow_library" not in line.where for line in found)
+    assert [line.seconds for line in found] == sorted((line.seconds for line in found), reverse=True)
+    inner = sum(line.seconds for line in found if line.where in ("slow_script.py:9", "slow_script.py:10"))
+    assert inner > 0.1, "the innermost line of the script's own counts"
+
+
+def test_who_never_began_has_nothing_to_say() -> None:
+    assert StartProfile(Installed()).stop() == []

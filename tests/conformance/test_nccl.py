@@ -5,6 +5,7 @@ A rank is killed in every phase of a step, and the end is that of the same launc
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -81,6 +82,16 @@ def test_connections_break_and_nobody_has_died(tmp_path: Path, reference: Callab
     check_same(job, reference(DDP))
     failures = [event for event in job.of("failure_detected") if "NCCL reports an error" in event["evidence"]]
     assert failures, job.explain()
+
+
+def test_a_kernel_fails_and_the_process_can_never_use_its_device_again(
+    tmp_path: Path, reference: Callable[[Layout], Job]
+) -> None:
+    """It ends by that error, and is replaced like one that has died."""
+    job = _run(tmp_path / "run", DDP, standby=1, env={"FAKE_NCCL_STICKY": "1:5"})
+    check_same(job, reference(DDP))
+    (failure,) = job.of("failure_detected")
+    assert failure["rank"] == 1 and "illegal memory access" in json.dumps(failure), failure
 
 
 def test_a_replica_is_restored_from_device_to_device(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 from flashrecovery import groups
-from flashrecovery.errors import RestoreError
+from flashrecovery.errors import DrainError, RestoreError
 from flashrecovery.runtime.nccl_env import LAUNCH_DEFAULTS
 from flashrecovery.state import fingerprint
 from flashrecovery.state.digest import shard_digest
 from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.state.spec import ShardSpec
 from flashrecovery.worker import device_lanes, messages
+from flashrecovery.worker.device import DeviceClock
 from flashrecovery.worker.device_lanes import Patience
 from flashrecovery.worker.transfer import TransferReport, exchange, within
 from tests.support import fake_nccl
@@ -389,6 +390,24 @@ def test_the_torn_end_of_an_abort_is_not_taken_for_an_arrival() -> None:
 
     with pytest.raises(dist.DistBackendError, match="a drill"):
         Patience().wait(Mark())
+
+
+def test_a_device_that_fails_in_the_middle_ends_it_with_its_own_error() -> None:
+    """No error of communication, which would be tried again: this process cannot go on, and is replaced."""
+
+    def body(rank: int, size: int, store: Any) -> None:
+        module, group, link = start(rank, size, store)
+        if rank == 1:
+            _after_rounds(5, module.fail_kernels)
+        threading.Timer(1.0, lambda: groups.abandon("rank 1 is lost")).start()
+        with pytest.raises(RuntimeError) as raised:
+            between(rank, {(0, 1): ["big"]}, _big(rank), group, device=link)
+        assert groups.is_communication_error(raised.value) == (rank == 0)
+        if rank == 1:
+            with pytest.raises(DrainError, match="cannot go on: CUDA error"):
+                DeviceClock().settle(5.0)
+
+    run_ranks(2, body)
 
 
 def test_stand_ins_do_not_answer_it() -> None:

@@ -1,6 +1,7 @@
 """Runs a script with the fake of NCCL in place of gloo: ``fake_nccl.py SCRIPT ARGUMENTS``.
 
 ``FAKE_NCCL_BREAK=RANK:STEP``: after that optimizer step of the rank's first process its connections break.
+``FAKE_NCCL_STICKY=RANK:STEP``: there a kernel fails, and with it every later call of the process to the device.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import itertools
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -19,21 +21,23 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tests.support import fake_nccl
 
 
-def _break_in_time(module: Any) -> None:
-    rank, _, step = os.environ.get("FAKE_NCCL_BREAK", "").partition(":")
+def _in_time(variable: str, strike: Callable[[], None]) -> None:
+    rank, _, step = os.environ.get(variable, "").partition(":")
     if rank != os.environ["RANK"] or os.environ.get("FLASHRECOVERY_GENERATION") != "0":
         return
     steps = itertools.count(1)
 
     def stepped(*_: Any) -> None:
         if next(steps) == int(step):
-            module.break_network()
+            strike()
 
     register_optimizer_step_post_hook(stepped)
 
 
 def main() -> None:
-    _break_in_time(fake_nccl.install())
+    module = fake_nccl.install()
+    _in_time("FAKE_NCCL_BREAK", module.break_network)
+    _in_time("FAKE_NCCL_STICKY", module.fail_kernels)
     init = dist.init_process_group
 
     @wraps(init)

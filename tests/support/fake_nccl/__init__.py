@@ -90,6 +90,7 @@ class FakeDevice:
 
     def synchronize_stream(self) -> None:
         """The host *is* the stream: it waits in the operations themselves."""
+        self._module.check()
 
     def synchronize(self, device: torch.device | None = None) -> None:
         """All streams."""

@@ -40,6 +40,15 @@ using DevicePtr = std::shared_ptr<gloo::transport::Device>;
   std::abort();
 }
 
+// A kernel has failed: from then on every call that has to do with the device raises, whoever makes it, until the process
+// ends (CUDA's sticky errors, such as an illegal memory access).
+struct Sticky {
+  static inline std::atomic<bool> failed{false};
+  static void check() {
+    if (failed) throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, 700, "CUDA error: an illegal memory access");
+  }
+};
+
 // Where a switch of the fake itself stands: `FAKE_NCCL_...`.
 inline long setting(const char* name, long otherwise) {
   const char* value = std::getenv(name);
@@ -154,6 +163,7 @@ class Communicator {
   };
 
   void enqueue(const LaunchPtr& launch) {
+    Sticky::check();
     const std::chrono::microseconds launchTime(setting("FAKE_NCCL_LAUNCH_US", 20));
     std::this_thread::sleep_for(launchTime);
     std::lock_guard<std::mutex> guard(shared_->mutex);

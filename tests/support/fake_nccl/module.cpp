@@ -60,6 +60,7 @@ class Stream {
 struct Event {
   std::vector<LaunchPtr> behind;
   bool done() const {
+    Sticky::check();
     return std::all_of(behind.begin(), behind.end(), [](const auto& launch) { return launch->done(); });
   }
 };
@@ -111,6 +112,7 @@ struct CurrentStream {
   }
   static void catchUp() {
     for (auto& launch : std::exchange(mine(), {})) launch->wait();
+    Sticky::check();
   }
 };
 
@@ -138,6 +140,7 @@ struct Device {
   // ended is not queued, so it is not waited for: its events complete.
   void synchronize() {
     for (const auto& communicator : all()) communicator->synchronize();
+    Sticky::check();
   }
 };
 
@@ -401,6 +404,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (const auto& communicator : Device::instance().all()) communicator->breakNetwork();
   });
   m.def("global_rank", [] { return FakeNccl::globalRank(); });
+  m.def("fail_kernels", [] { Sticky::failed = true; });
+  m.def("check", &Sticky::check);
   m.def("group_depth", [] { return Group::mine().depth; });
   m.def("synchronize", [] { Device::instance().synchronize(); }, NoGil());
 }

@@ -36,6 +36,7 @@ class World:
         self.next_pid = 100
         self.trace: list[State] = []
         self.digest_errors = 0
+        self.step_s = 0.0
         self.stops: list[tuple[int, int]] = []
 
     def launch(self) -> None:
@@ -95,7 +96,10 @@ class World:
             return False
         for record in running:
             self.version[record.rank] += 1
-        health = [pb.RankHealth(rank=r.rank, pid=r.pid, committed=self.version[r.rank]) for r in running]
+        health = [
+            pb.RankHealth(rank=r.rank, pid=r.pid, committed=self.version[r.rank], step_s=self.step_s * (1 + r.rank))
+            for r in running
+        ]
         self.machine.on_heartbeat(pb.Heartbeat(generation=self.machine.job.generation, ranks=health), self.now)
         for record in running:
             if self.version[record.rank] >= self.steps:
@@ -170,8 +174,10 @@ class World:
 def test_a_job_without_failure_finishes() -> None:
     world = World(4)
     world.launch()
+    world.step_s = 1.0
     assert world.run() is State.FINISHED
-    assert len(world.of(ev.JobFinished)) == 1
+    (finished,) = world.of(ev.JobFinished)
+    assert finished.step_s == 4.0, "the slowest rank's"
     assert world.machine.job.generation == 0
 
 

@@ -10,10 +10,15 @@ import pytest
 from click.testing import CliRunner
 
 from flashrecovery import events as ev
+from flashrecovery.access import Access
 from flashrecovery.cli.measured import measure
 from flashrecovery.cli.plan import NODE_FAILURES, PROCESS_FAILURES, plan
+from flashrecovery.config import RunConfig
+from flashrecovery.controller.service import ControllerService
 from flashrecovery.errors import ConfigError
+from flashrecovery.events import EventLog, RunDir
 from flashrecovery.plan.interval import DAY_S, checkpoint_interval
+from flashrecovery.proto import flashrecovery_pb2 as pb
 from tests.support.history_samples import FAST, START, at, kill, two_recoveries
 
 DAY = 86_400.0
@@ -138,6 +143,20 @@ def test_what_was_never_seen_is_not_taken_for_impossible(tmp_path: Path) -> None
     assert found["processes"] == pytest.approx(32 * PROCESS_FAILURES)
     text = CliRunner().invoke(plan, ["--parameters", "7e9", "--run", str(run)], catch_exceptions=False).output
     assert "node failures: none in 4 days of one, so at most 0.75 a day (95 %); not used" in " ".join(text.split())
+
+
+def test_the_controller_writes_what_was_measured(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    with EventLog(run_dir.events_path) as log:
+        service = ControllerService(RunConfig(nproc_per_node=2), Access("the-token-of-this-test-job"), log, run_dir)
+        for rank, record in service.machine.job.ranks.items():
+            record.step_s = 2.0 + rank
+        saved = pb.CheckpointSaved(version=7, path="c/7", seconds=5.0, k0_s=0.25)
+        service._on_checkpoint(pb.AgentMessage(checkpoint=saved), "node", 0.0)
+    run_dir.close()
+    (event,) = run_dir.events()
+    assert isinstance(event, ev.CheckpointSaved)
+    assert (event.version, event.seconds, event.k0_s, event.step_s) == (7, 5.0, 0.25, 3.0)
 
 
 def test_a_run_that_never_trained_is_refused(tmp_path: Path) -> None:

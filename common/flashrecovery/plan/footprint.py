@@ -7,13 +7,13 @@ without them, less what training's own messages take of the network.
 
 With W bytes of unique state on a node, in groups of n nodes, what other nodes keep and what is sent in a step are
 
-    ==========  =====================  ======  ==========================================================
-    protection  kept on a node         sent
-    ==========  =====================  ======  ==========================================================
-    neighbour   W                      W       each node has one other node's whole copy
-    parity 1    W / (n - 1)            W       RAIM5: n - 1 units of a node, each into another node's parity
-    parity 2    2 W / (n - 2)          2 W     n - 2 units, each into two parities
-    ==========  =====================  ======  ==========================================================
+    ==========  ==============  ===================  ===========================================================
+    protection  kept on a node  sent
+    ==========  ==============  ===================  ===========================================================
+    neighbour   W               W                    each node has one other node's whole copy
+    parity 1    W / (n - 1)     W                    RAIM5: n - 1 units of a node, each into another node's parity
+    parity 2    2 W / (n - 2)   W (n - 1) / (n - 2)  n - 2 units into one parity, which sends one on to the second
+    ==========  ==============  ===================  ===========================================================
 
 of one version; two are kept. REFT (section 4.2) encodes without any traffic because there every node of a group holds
 the same tensors; shards of ZeRO or FSDP differ, so they have to be sent.
@@ -189,7 +189,9 @@ def footprint(job: JobShape, protection: Protection = Protection.NEIGHBOUR, grou
     if parity:
         if group <= parity:
             raise ValueError(f"parity {parity} over groups of {group} nodes: {parity + 1} nodes or more are allowed")
-        kept, sent = parity * unique / (group - parity), parity * unique
+        kept, sent = parity * unique / (group - parity), unique
+        if parity == 2:  # the holder of a stripe's first parity sends one unit on to that of the second
+            sent += unique / (group - parity)
     if job.nodes == 1:  # the neighbour reads the owner's memory, and nothing is sent
         kept = sent = 0.0
     return Footprint(

@@ -26,7 +26,7 @@ class Protection(Enum):
     PARITY_1 = "parity-1"
     """RAIM5: parity over a group, of which one node may be lost (REFT, section 4)."""
     PARITY_2 = "parity-2"
-    """An XOR code such as RDP or EVENODD: two nodes of a group may be lost."""
+    """An XOR code of EVENODD's kind: two nodes of a group may be lost."""
 
     @property
     def parity(self) -> int:

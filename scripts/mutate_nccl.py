@@ -601,7 +601,7 @@ ROWS = (
                 LOOP,
                 "        ErrorWatch(self._gate, self._worker.settings.timeouts.peer_error_wait_s).start()\n",
                 "",
-                "tests/conformance/test_nccl.py::test_connections_break_and_nobody_has_died",
+                *_unit("error_watch"),
             ),
         ),
     ),

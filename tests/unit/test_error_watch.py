@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from flashrecovery import groups
 from flashrecovery.worker.error_watch import ErrorWatch
+from flashrecovery.worker.loop import Loop
 
 PATIENCE_S = 10.0
 
@@ -64,3 +67,34 @@ def test_an_error_that_was_over_does_not_count(watched: Watched) -> None:
 def test_without_nccl_nobody_asks(watched: Watched) -> None:
     watched.watch.start()
     assert not watched.watch._thread.is_alive()
+
+
+def test_with_nccl_somebody_asks_until_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up = threading.Event()
+    group = SimpleNamespace(request=SimpleNamespace(kind="nccl"), size=2)
+    monkeypatch.setattr(groups, "groups", lambda: [group])
+    monkeypatch.setattr(groups, "reported_errors", lambda: [] if given_up.is_set() else ["0"])
+    monkeypatch.setattr(groups, "abandon", lambda reason: given_up.set())
+    gate: Any = SimpleNamespace(stopped=False)
+    ErrorWatch(gate, patience_s=0.05, period_s=0.01).start()
+    assert given_up.wait(10)
+
+
+def test_a_loop_has_it_asked_from_its_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[object] = []
+
+    class Watch:
+        def __init__(self, gate: object, patience_s: float) -> None:
+            order.append(patience_s)
+
+        def start(self) -> None:
+            order.append("asked")
+
+    monkeypatch.setattr("flashrecovery.worker.loop.ErrorWatch", Watch)
+    loop: Any = Loop.__new__(Loop)
+    loop._touches, loop._registry, loop._recoverer = MagicMock(), MagicMock(), MagicMock()
+    loop._gate, loop._worker, loop._registry.adapters = MagicMock(), MagicMock(), []
+    loop._worker.settings.timeouts.peer_error_wait_s = PATIENCE_S
+    loop._recoverer.join.side_effect = lambda num_steps: order.append("joined")
+    loop.join(5)
+    assert order == ["joined", PATIENCE_S, "asked"]

@@ -487,10 +487,9 @@ def test_sigkill_leaves_the_last_clean_version() -> None:
             assert child.stdout is not None
             with child.stdout:
                 assert child.stdout.readline() == b"ready\n"
-                if kill == 0:  # its first version, at least
-                    while not _clean(layout, fd, nbytes):
-                        time.sleep(0.001)
-                time.sleep(rng.uniform(0.0, 0.03))
+                while max(_clean(layout, fd, nbytes), default=0) <= newest:  # one version each time, at least
+                    time.sleep(0.001)
+                time.sleep(rng.uniform(0.0, 0.02))
                 child.send_signal(signal.SIGKILL)
                 assert child.wait() == -signal.SIGKILL
             versions = _clean(layout, fd, nbytes)
@@ -503,7 +502,7 @@ def test_sigkill_leaves_the_last_clean_version() -> None:
                 seen.add(len(store.clean()))
                 del store, content
                 newest = versions[-1]
-        assert newest > 3 and seen <= {1, 2}
+        assert newest >= 8 and seen <= {1, 2}
     finally:
         os.close(fd)
 

@@ -13,20 +13,20 @@ from typing import Protocol
 import torch
 
 
-class Mark(Protocol):
+class DeviceMark(Protocol):
     """A place in a stream."""
 
     def done(self) -> bool:
         """Whether the device has come so far; does not wait. RuntimeError: the device fails."""
 
 
-class Stream(Protocol):
+class SideStream(Protocol):
     """One that runs beside all others."""
 
     def current(self) -> AbstractContextManager[object]:
         """What the calling thread starts within it is queued on this stream."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceMark:
         """Behind everything that has been queued on it."""
 
 
@@ -49,10 +49,10 @@ class Accelerator(Protocol):
     def holds(self, tensor: torch.Tensor, device: torch.device) -> bool:
         """Whether ``tensor`` lies in the memory of ``device``."""
 
-    def stream(self, device: torch.device) -> Stream:
+    def stream(self, device: torch.device) -> SideStream:
         """A new one."""
 
-    def mark(self, device: torch.device) -> Mark:
+    def mark(self, device: torch.device) -> DeviceMark:
         """Behind everything that is queued on the calling thread's current stream of ``device``."""
 
     def free_bytes(self) -> int:
@@ -66,12 +66,12 @@ class CudaStream:
     """One of CUDA's, by way of torch."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.SideStream(device)
 
     def current(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceMark:
         return CudaMark(self._stream.record_event())
 
 
@@ -103,10 +103,10 @@ class Cuda:
     def holds(self, tensor: torch.Tensor, device: torch.device) -> bool:
         return tensor.device == device
 
-    def stream(self, device: torch.device) -> Stream:
+    def stream(self, device: torch.device) -> SideStream:
         return CudaStream(device)
 
-    def mark(self, device: torch.device) -> Mark:
+    def mark(self, device: torch.device) -> DeviceMark:
         return CudaMark(torch.cuda.current_stream(device).record_event())
 
     def free_bytes(self) -> int:

@@ -20,7 +20,7 @@ from flashrecovery.groups.accelerator import accelerator
 from flashrecovery.groups.registry import groups
 from flashrecovery.groups.state import STATE
 
-Message = tuple[torch.Tensor, int]
+DeviceMessage = tuple[torch.Tensor, int]
 """A contiguous tensor, and the rank that it is sent to or received from."""
 
 
@@ -35,7 +35,7 @@ class DeviceGroup:
         """Whether ``tensor`` can travel over it from or to its own memory."""
         return accelerator().holds(tensor, self.device)
 
-    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+    def start(self, sends: Sequence[DeviceMessage], receives: Sequence[DeviceMessage]) -> None:
         """Queue messages behind what is on the calling thread's current stream; what is queued there next comes after
         them. Raises DistBackendError if communication has been abandoned."""
         module = native_build.native()

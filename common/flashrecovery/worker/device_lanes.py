@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from flashrecovery import groups
-from flashrecovery.groups.accelerator import Mark, Stream, accelerator
+from flashrecovery.groups.accelerator import DeviceMark, SideStream, accelerator
 from flashrecovery.state.fingerprint import Fingerprints
 from flashrecovery.worker.messages import WINDOW, Message, direct, flip_a_bit, pack, unpack
 
@@ -40,7 +40,7 @@ class Patience:
     def __init__(self) -> None:
         self._epoch = groups.abandonment_count()
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, mark: DeviceMark) -> None:
         """Until the device has come to ``mark``.
 
         Raises DistBackendError if communication has been abandoned since this object was made, also if the device has
@@ -75,7 +75,7 @@ class Lane:
     sending: bool
     tensors: Sequence[torch.Tensor]
     messages: Sequence[Message]
-    ready: Mark
+    ready: DeviceMark
     damaged: frozenset[int] = frozenset()
     arrived: Future[dict[int, bytes]] = field(default_factory=Future)
 
@@ -102,7 +102,7 @@ class Lanes:
         self._moves, self._reads = accelerator().stream(group.device), accelerator().stream(group.device)
         self._prints = Fingerprints(lambda: patience.wait(self._reads.mark()))
         self._numbers: dict[int, dict[int, int]] = {}  # of the fingerprints, by id of the lane and number of the tensor
-        self._in_use: collections.deque[tuple[Mark, torch.Tensor]] = collections.deque()
+        self._in_use: collections.deque[tuple[DeviceMark, torch.Tensor]] = collections.deque()
 
     def run(self, lanes: Sequence[Lane]) -> None:
         """Carry out all of them. Raises what the group's operations raise; then tensors may be partly overwritten, and
@@ -124,7 +124,7 @@ class Lanes:
             raise
 
     def _move(self, lanes: Sequence[Lane]) -> None:
-        under_way: collections.deque[tuple[Mark, list[_Moving]]] = collections.deque()
+        under_way: collections.deque[tuple[DeviceMark, list[_Moving]]] = collections.deque()
         for messages in zip_longest(*(lane.messages for lane in lanes)):
             if len(under_way) >= WINDOW:
                 self._finish(*under_way.popleft())
@@ -146,7 +146,7 @@ class Lanes:
             pack(message, lane.tensors, buffer)
         return _Moving(lane, message, buffer, staged=True)
 
-    def _finish(self, over: Mark, moving: Sequence[_Moving]) -> None:
+    def _finish(self, over: DeviceMark, moving: Sequence[_Moving]) -> None:
         """A round. Its buffers are free when what is read of them has been read."""
         self._patience.wait(over)
         with self._reads.current():
@@ -172,7 +172,7 @@ class Lanes:
             self._numbers.setdefault(id(lane), {})[piece.index] = self._prints.add(tensor)
 
 
-def prints_of(tensors: Sequence[torch.Tensor], stream: Stream, patience: Patience) -> list[bytes]:
+def prints_of(tensors: Sequence[torch.Tensor], stream: SideStream, patience: Patience) -> list[bytes]:
     """Fingerprints of tensors that nobody changes, computed on ``stream``."""
     with stream.current():
         prints = Fingerprints(lambda: patience.wait(stream.mark()))

@@ -23,7 +23,7 @@ WINDOW = 4
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorSlice:
     """``nbytes`` bytes of tensor number ``index``, from byte ``start``; whole tensors unless it is a large
     one.
     """
@@ -35,25 +35,25 @@ class Piece:
 
 @dataclass(frozen=True)
 class Message:
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorSlice, ...]
     nbytes: int
 
 
 def messages(specs: Sequence[TensorSpec]) -> Iterator[Message]:
     """The messages of a payload of these tensors; both sides compute the same ones."""
-    packed: list[Piece] = []
+    packed: list[TensorSlice] = []
     size = 0
     for index, spec in enumerate(specs):
         nbytes = spec.nbytes
         if nbytes >= DIRECT_BYTES:
             for start in range(0, nbytes, PACK_BYTES):
                 part = min(PACK_BYTES, nbytes - start)
-                yield Message((Piece(index, start, part),), part)
+                yield Message((TensorSlice(index, start, part),), part)
         elif nbytes:
             if size + nbytes > PACK_BYTES:
                 yield Message(tuple(packed), size)
                 packed, size = [], 0
-            packed.append(Piece(index, 0, nbytes))
+            packed.append(TensorSlice(index, 0, nbytes))
             size += nbytes
     if packed:
         yield Message(tuple(packed), size)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from flashrecovery.groups import accelerator, native_build, torch_private
-from flashrecovery.groups.accelerator import Mark
+from flashrecovery.groups.accelerator import DeviceMark
 from flashrecovery.groups.torch_private import GroupRequest, PrefixStore, Store, TCPStore
 
 _EXTENSION = native_build.Extension(
@@ -72,8 +72,8 @@ class FakeStream:
         finally:
             self._module.set_stream(outer)
 
-    def mark(self) -> Mark:
-        return cast(Mark, self._stream.mark())
+    def mark(self) -> DeviceMark:
+        return cast(DeviceMark, self._stream.mark())
 
 
 class FakeDevice:
@@ -103,9 +103,9 @@ class FakeDevice:
     def stream(self, device: torch.device) -> FakeStream:
         return FakeStream(self._module)
 
-    def mark(self, device: torch.device) -> Mark:
+    def mark(self, device: torch.device) -> DeviceMark:
         """The host is the stream: it has come so far."""
-        return cast(Mark, self._module.Stream().mark())
+        return cast(DeviceMark, self._module.Stream().mark())
 
     def free_bytes(self) -> int:
         return 0

@@ -66,7 +66,7 @@ class CudaStream:
     """One of CUDA's, by way of torch."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.SideStream(device)
+        self._stream = torch.cuda.Stream(device)
 
     def current(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)

@@ -9,14 +9,16 @@ import ast
 import os
 import queue
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("common", "tests", "fr_deepspeed", "fr_megatron", "examples", "patches", "docs", "pyproject.toml")
@@ -120,9 +122,17 @@ class Trial:
             try:
                 return process.wait(limit_s)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGTERM)
+                _kill(process.pid)
                 process.wait()
                 return None
+
+
+def _kill(pid: int) -> None:
+    """The process and all that it has started: a job is in a session of its own."""
+    tests = psutil.Process(pid)
+    for process in [tests, *tests.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def verdict(status: int, text: str, where: Path) -> str:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from flashrecovery.kinds import FailureKind, NoticeKind
@@ -140,6 +141,21 @@ def test_a_mutant_that_proves_nothing_is_not_taken_for_noticed(tmp_path: Path) -
             mutants.mutated(mutants.Mutant("m", "scripts/mutants.py", old, ""))
     with pytest.raises(ValueError, match="m: "):
         mutants.mutated(mutants.Mutant("m", "scripts/mutants.py", "def noticed(outcome", "def noticed(("))
+
+
+def test_a_mutant_that_takes_too_long_leaves_no_job_behind(tmp_path: Path) -> None:
+    """Its processes may be in sessions of their own."""
+    mutants = _script("mutants")
+    code = "import subprocess, sys, time\n{}time.sleep(600)\n"
+    inner = code.format("")
+    job = f"subprocess.Popen([sys.executable, '-c', {inner!r}], start_new_session=True)\nprint(flush=True)\n"
+    tests = subprocess.Popen([sys.executable, "-c", code.format(job)], stdout=subprocess.PIPE)
+    assert tests.stdout is not None and tests.stdout.readline()
+    (left,) = psutil.Process(tests.pid).children()
+    mutants._kill(tests.pid)
+    tests.communicate()
+    psutil.wait_procs([left], 10)
+    assert not left.is_running() or left.status() == psutil.STATUS_ZOMBIE
 
 
 def test_operators_find_every_kind_explained() -> None:

@@ -87,6 +87,10 @@ def test_the_next_checkpoint_waits_until_one_is_written() -> None:
     assert losses(4, 4, 0.0, slow).rework_s > losses(4, 4, 0.0, COSTS).rework_s
 
 
+def test_no_more_is_fatal_than_fails() -> None:
+    assert losses(2, 5, 0.0, COSTS) == losses(2, 2, 0.0, COSTS)
+
+
 def test_nothing_fails() -> None:
     assert losses(0, 0, 0.0, Costs(600, 20, 4, 2)).ettr == 1.0
     assert losses(4, 4, 0.0, Costs(600, 20, 4, 0.0)).checkpoint_s == 0.0, "what costs nothing is done all the time"

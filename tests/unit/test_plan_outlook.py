@@ -87,6 +87,14 @@ def test_one_node_is_lost_with_all_copies() -> None:
 def test_copies_in_processes_die_with_them() -> None:
     beside, inside = (of(JOB, Protection.NEIGHBOUR, copies_die_with_processes=die) for die in (False, True))
     assert inside.safe_days < beside.safe_days and inside.with_spares[2].fatal > beside.with_spares[2].fatal
+    alike = outlook(
+        JOB,
+        Protection.NEIGHBOUR,
+        failing(JOB, node_rates=(NODE_FAILURES + 8 * PROCESS_FAILURES,) * 128),
+        Conditions(),
+        0,
+    )
+    assert isinstance(alike, Outlook) and alike.safe_days == inside.safe_days, "as if each took its node's copies"
     every, same = (of(JOB, Protection.CHECKPOINT, copies_die_with_processes=die) for die in (False, True))
     assert every.survival == same.survival, "there each failure counts already"
 
@@ -97,6 +105,14 @@ def test_a_checkpoint_is_written_and_read() -> None:
     assert fast.with_spares[0].losses.interval_s < slow.with_spares[0].losses.interval_s
     assert slow.with_spares[0].losses.restart_s > fast.with_spares[0].losses.restart_s
     assert of(JOB, Protection.CHECKPOINT, k0_s=50.0).with_spares[0].losses.interval_s > 1000
+
+
+def test_copies_that_do_not_hide_cost_time() -> None:
+    fast = JobShape(7e9, 4096, Sharding.OPTIMIZER, 0.1)
+    found = of(fast, Protection.NEIGHBOUR)
+    wait = found.footprint.copy_s - found.footprint.window_s
+    assert wait > 0 and found.with_spares[2].losses.copies_s > 0.5 * 86_400 * wait / (0.1 + wait)
+    assert of(fast, Protection.CHECKPOINT).with_spares[2].losses.copies_s == 0
 
 
 def test_rates_that_change_are_averaged_over_the_horizon() -> None:

@@ -143,7 +143,7 @@ def group_step(nbytes: int, members: int, parity: int, bucket: int, compute: Xor
         store.begin(version + 1, version if version else -1)
         for index, payload in enumerate(payloads):
             for column in range(layout.columns):
-                store.apply(index, payload, {column: known[column]})
+                store.apply(index, payload[: layout.data_length(stripe, index, column)], {column: known[column]})
         store.done(range(layout.columns), len(payloads))
         store.flip()
         version += 1
@@ -153,13 +153,18 @@ def group_step(nbytes: int, members: int, parity: int, bucket: int, compute: Xor
         parity_of = {StripePart.P: store}
         missing = 0
         for index, payload in enumerate(payloads):
-            columns = {c: payload for c in range(layout.columns) if c != missing}
+            lengths = [layout.data_length(stripe, index, c) for c in range(layout.columns)]
+            columns = {c: payload[:n] for c, n in enumerate(lengths) if n and c != missing}
             content = {part: s.bucket(version, index) for part, s in parity_of.items()}
             decode_bucket(layout, stripe, index, columns, content, compute=compute)
-        return length * (layout.columns - 1)
+        return length
 
     hold()
-    return {"a member sends its deltas": send, "a holder takes them in, to the flip": hold, "decoding one": decode}
+    return {
+        "a member sends its deltas": send,
+        "a holder takes them in, to the flip": hold,
+        "decoding one lost unit": decode,
+    }
 
 
 def buffer_of_zeros(nbytes: int) -> memoryview:

@@ -16,7 +16,7 @@ from flashrecovery.cli.plan import NODE_FAILURES, PROCESS_FAILURES, plan
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.service import ControllerService
 from flashrecovery.errors import ConfigError
-from flashrecovery.events import EventLog, RunDir
+from flashrecovery.events import EventLog, RunDir, RunFiles
 from flashrecovery.plan.interval import DAY_S, checkpoint_interval
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from tests.support.history_samples import FAST, START, at, kill, two_recoveries
@@ -88,6 +88,26 @@ def test_two_ranks_of_one_recovery_are_one_failure() -> None:
         at(20, ev.FailureDetected(generation=1, rank=1, kind="killed")),
     ]
     assert measure(events).process_failures == 2
+
+
+def test_what_was_injected_into_an_earlier_launch_excuses_nothing() -> None:
+    events = [
+        at(5, ev.JobStarted(world_size=4, seconds=5.0)),
+        at(6, ev.FaultInjected(rank=1, fault="sigkill", step=1000)),
+        at(10, ev.JobFinished()),
+        at(20, ev.JobStarted(world_size=4, seconds=5.0)),
+        at(30, ev.FailureDetected(generation=0, rank=1, kind="killed")),
+    ]
+    found = measure(events)
+    assert (found.process_failures, found.injected) == (1, 0)
+
+
+def test_the_time_of_a_job_that_runs_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write(tmp_path / "run", [at(5, ev.JobStarted(world_size=4, seconds=5.0))])
+    monkeypatch.setattr("flashrecovery.cli.plan.time.time", lambda: START + 5 + DAY)
+    assert said(run)["measured"]["days"] == 0.0
+    monkeypatch.setattr(RunFiles, "is_live", lambda _: True)
+    assert said(run)["measured"]["days"] == pytest.approx(1.0)
 
 
 def test_fallbacks_are_no_recoveries_from_memory() -> None:

@@ -155,6 +155,31 @@ def test_json_says_what_the_functions_say() -> None:
     assert never["protections"][1]["with_spares"][0]["interval_s"] is None, "JSON has no infinity"
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "given"),
+    [
+        ("--repair-hours", "12", {"repair_days": 0.5}),
+        ("--parity-group", "4", {"parity_group": 4}),
+        ("--restart-s", "100", {"restart_s": 100.0}),
+        ("--recovery-s", "99", {"recovery_s": 99.0}),
+        ("--k0-s", "9", {"k0_s": 9.0}),
+        ("--storage-gb-s", "1", {"storage_bytes_s": 1e9}),
+        ("--threshold", "0.5", {"threshold": 0.5}),
+        ("--days", "3", {"days": 3.0}),
+        ("--copies-die-with-processes", None, {"copies_die_with_processes": True}),
+    ],
+)
+def test_every_option_reaches_the_plan(flag: str, value: str | None, given: dict[str, Any]) -> None:
+    found = said(*ARGUMENTS, "--step-s", "4.1", "--spares", "0", flag, *([] if value is None else [value]))
+    for entry, protection in zip(found["protections"], protections(JOB), strict=True):
+        expected, usual = of(JOB, protection, 0, **given), of(JOB, protection, 0)
+        assert entry["with_spares"][0]["ettr"] == expected.with_spares[0].losses.ettr
+        assert entry["with_spares"][0]["safe_days"] == expected.with_spares[0].safe_days
+        assert entry["with_spares"][0]["survival"] == expected.with_spares[0].survival
+        if protection is Protection.PARITY_1:
+            assert expected.with_spares != usual.with_spares, "an option that changes something"
+
+
 def test_the_tables_have_the_same_numbers() -> None:
     shown = invoke(*ARGUMENTS, "--step-s", "4.1", "--host-memory-gb", "300").output
     expected = of(JOB, Protection.PARITY_1)

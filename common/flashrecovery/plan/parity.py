@@ -42,7 +42,8 @@ from functools import cached_property
 
 ROW = 64
 """Bytes; by so much Q's columns are moved against each other. Also the alignment of units."""
-BUCKET = 1 << 20
+BUCKET = 256 << 10
+"""Small enough that parity, a delta and a sum stay in a core's second-level cache together (benchmarks/parity.py)."""
 HEADER_BYTES = 64
 """Before each delta, and alone at the end of a member's deltas for one stripe."""
 DIGEST_BYTES = 16

@@ -172,7 +172,7 @@ def test_the_controller_writes_what_was_measured(tmp_path: Path) -> None:
         for rank, record in service.machine.job.ranks.items():
             record.step_s = 2.0 + rank
         saved = pb.CheckpointSaved(version=7, path="c/7", seconds=5.0, k0_s=0.25)
-        service._on_checkpoint(pb.AgentMessage(checkpoint=saved), "node", 0.0)
+        service.deliver(pb.AgentMessage(checkpoint=saved), "node")
     run_dir.close()
     (event,) = run_dir.events()
     assert isinstance(event, ev.CheckpointSaved)

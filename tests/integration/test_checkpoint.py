@@ -311,7 +311,7 @@ def test_ranks_of_another_layout_load_what_the_format_can_give_them(tmp_path: Pa
         form = Divided(shards(rank, WORLD - 1), rank, WORLD - 1)
         assert other_layout(found[1], form) == f"ranks={WORLD}"
         state = load(found[1], form.mine, rank=rank, world=WORLD - 1, form=form)
-        assert (state.version, state.capsule, state.common) == (4, None, COMMON)
+        assert (found[0], state.capsule, state.common) == (4, None, COMMON)
         assert [t.tolist() for t in form.loaded] == [shards(r)[0].expected(4)["param"].tolist() for r in range(WORLD)]
     assert other_layout(found[1], Divided(shards(0), 0, WORLD)) == ""
     with pytest.raises(RestoreError, match="format 'divided'"):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from flashrecovery import groups
 from flashrecovery.errors import DrainError, RestoreError
+from flashrecovery.groups import torch_private
 from flashrecovery.runtime.nccl_env import LAUNCH_DEFAULTS
 from flashrecovery.state import fingerprint
 from flashrecovery.state.digest import shard_digest
@@ -209,6 +210,8 @@ def test_what_lies_in_host_memory_on_one_side_goes_through_it() -> None:
         _, group, link = start(rank, size, store)
 
         def room(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            if rank == 2:
+                time.sleep(0.3)  # the other destination is not told anything before
             made = torch.zeros(shape, dtype=dtype)
             return on_host(made) if key == "large" and rank == 2 else made
 
@@ -408,6 +411,42 @@ def test_a_device_that_fails_in_the_middle_ends_it_with_its_own_error() -> None:
                 DeviceClock().settle(5.0)
 
     run_ranks(2, body)
+
+
+def test_nobody_waits_longer_than_for_the_abandonment() -> None:
+    """An abort may be held up, or the device may hang in it."""
+
+    class Never:
+        def done(self) -> bool:
+            return False
+
+    patience = Patience()
+    threading.Timer(0.2, lambda: groups.abandon("a drill")).start()
+    with pytest.raises(dist.DistBackendError, match="a drill"):
+        patience.wait(Never())
+
+
+@pytest.mark.parametrize(("error", "ends"), [(ValueError("misuse"), 1), (dist.DistBackendError("abandoned"), 0)])
+def test_no_section_stays_open(error: Exception, ends: int) -> None:
+    """What is no failure of communication ends it here; of the others our backend has ended it, and not twice."""
+
+    class Group:
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def _start_coalescing(self, device: torch.device) -> None:
+            self.calls.append("start")
+
+        def _end_coalescing(self, device: torch.device) -> None:
+            self.calls.append("end")
+
+        def send(self, *message: Any) -> None:
+            raise error
+
+    group = Group()
+    with pytest.raises(type(error)):
+        torch_private.send_and_receive(group, torch.device("cpu"), [(torch.ones(1), 1)], [])
+    assert group.calls == ["start"] + ["end"] * ends
 
 
 def test_stand_ins_do_not_answer_it() -> None:

@@ -426,6 +426,31 @@ def test_nobody_waits_longer_than_for_the_abandonment() -> None:
         patience.wait(Never())
 
 
+def test_what_is_just_being_abandoned_is_not_quiet() -> None:
+    """Whoever polls knows of an abandonment before it has come to every group."""
+
+    def body(rank: int, size: int, store: Any) -> None:
+        start(rank, size, store)
+        outer = groups.ManagedGroup.outer
+
+        def slow(self: groups.ManagedGroup) -> Any:
+            if threading.current_thread() is control:
+                time.sleep(0.3)
+            return outer(self)
+
+        groups.ManagedGroup.outer = slow  # type: ignore[method-assign]
+        control = threading.Thread(target=lambda: groups.abandon("a drill"))
+        control.start()
+        while groups.abandonment_count() == 0:
+            time.sleep(0.001)
+        assert groups.drain(5.0).quiet
+        with pytest.raises(dist.DistBackendError, match="a drill"):
+            dist.barrier()
+        assert not groups.groups()[0].detached and len(groups.groups()) == 2
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize(("error", "ends"), [(ValueError("misuse"), 1), (dist.DistBackendError("abandoned"), 0)])
 def test_no_section_stays_open(error: Exception, ends: int) -> None:
     """What is no failure of communication ends it here; of the others our backend has ended it, and not twice."""

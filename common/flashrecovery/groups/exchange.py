@@ -68,6 +68,11 @@ def abandon(reason: str) -> int:
     :func:`attach` fails. Detached groups go on answering locally. NCCL communicators are aborted in parallel;
     :func:`drain` waits for that.
     """
+    with STATE.abandoning:
+        return _abandon(reason)
+
+
+def _abandon(reason: str) -> int:
     module = native_build.loaded()
     with STATE.lock:
         STATE.abandonments += 1
@@ -100,6 +105,9 @@ def drain(deadline_s: float) -> DrainReport:
     module = native_build.loaded()
     if module is None:
         return DrainReport(True, 0.0)
+    # Whoever polls hears of an abandonment by its count, before it has come to every group.
+    if STATE.abandoning.acquire(timeout=max(deadline_s, 0.0)):
+        STATE.abandoning.release()
     named = [(g.name, outer) for g in groups() if (outer := g.outer()) is not None and module.is_abandoned(outer)]
     while True:
         left = [module.undrained(outer) for _, outer in named]

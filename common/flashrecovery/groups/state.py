@@ -18,6 +18,7 @@ class GroupsState:
     stores: list[Any] = field(default_factory=list)  # ours, around the default group's store
     abandonments: int = 0  # calls of abandon()
     reason: str = ""  # of the last one
+    abandoning: threading.RLock = field(default_factory=threading.RLock)  # held by abandon() from the count to its end
     cleared: int = 0  # the calls that detach_all() has dealt with
     attaching: Any | None = None  # stores.StoresInUse of the generation that is being attached
     spread: Any | None = None  # ... of the groups that there are; None as long as those of the start have one store

@@ -222,9 +222,10 @@ def _other_ways(logs: Sequence[ProcessLog], run: Run, start: int, launches: int)
             last = step
         if log.lines and log.generation > 0 and not _taken_over(run):
             generation = min((g for g in resumed if g >= log.generation), default=log.generation)
-            # A recovery that was cut short after its resume may have taken one step, with which the next one resumes.
-            cut_short = {1} if generation > log.generation else set()
-            if resumed.get(generation, log.lines[0][0]) - log.lines[0][0] not in {0} | cut_short:
+            first, resume = log.lines[0][0], resumed.get(generation, log.lines[0][0])
+            # A recovery that was cut short after its resume has no end event, and may have taken steps: it is over only
+            # when heartbeats have said that every rank has taken one.
+            if first != resume and not (generation > log.generation and first < resume):
                 yield (
                     f"rank {log.rank}: its replacement of generation {log.generation} has begun with step "
                     f"{log.lines[0][0]}, although its recovery resumed at {resumed[generation]}"

@@ -101,14 +101,15 @@ def test_the_first_step_may_be_started_again() -> None:
     assert differences(run, undisturbed()) == []
 
 
-def test_a_recovery_that_is_cut_short_may_have_taken_a_step() -> None:
-    """Its replacement began with it, and the next recovery, which ends, resumes with the step after it."""
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_recovery_that_is_cut_short_may_have_taken_steps(steps: int) -> None:
+    """Its replacement began with them, and the next recovery, which ends, resumes with a later one."""
     run = recovered()
     resumed = run.events[-1]["resume_step"]
-    run.events.insert(-1, {**run.events[1], "generation": 1, "step": resumed})
-    run.events[-1].update(generation=2, resume_step=resumed + 1)
+    run.events.insert(-1, {**run.events[1], "generation": 1, "step": resumed + steps - 1})
+    run.events[-1].update(generation=2, resume_step=resumed + steps)
     assert differences(run, undisturbed()) == []
-    run.events[-1].update(resume_step=resumed + 2)
+    run.events[-1].update(resume_step=resumed - 1)
     assert any("has begun with step" in text for text in differences(run, undisturbed()))
 
 

@@ -391,8 +391,11 @@ def test_the_torn_end_of_an_abort_is_not_taken_for_an_arrival() -> None:
             groups.abandon("a drill")
             return True
 
-    with pytest.raises(dist.DistBackendError, match="a drill"):
-        Patience().wait(Mark())
+    def body(rank: int, size: int, store: Any) -> None:
+        with pytest.raises(dist.DistBackendError, match="a drill"):
+            Patience().wait(Mark())
+
+    run_ranks(1, body)
 
 
 def test_a_device_that_fails_in_the_middle_ends_it_with_its_own_error() -> None:
@@ -420,10 +423,13 @@ def test_nobody_waits_longer_than_for_the_abandonment() -> None:
         def done(self) -> bool:
             return False
 
-    patience = Patience()
-    threading.Timer(0.2, lambda: groups.abandon("a drill")).start()
-    with pytest.raises(dist.DistBackendError, match="a drill"):
-        patience.wait(Never())
+    def body(rank: int, size: int, store: Any) -> None:
+        patience = Patience()
+        threading.Timer(0.2, lambda: groups.abandon("a drill")).start()
+        with pytest.raises(dist.DistBackendError, match="a drill"):
+            patience.wait(Never())
+
+    run_ranks(1, body)
 
 
 def test_what_is_just_being_abandoned_is_not_quiet() -> None:

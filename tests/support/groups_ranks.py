@@ -19,6 +19,8 @@ import psutil
 import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
+from flashrecovery.groups.state import STATE
+
 RankFunction = Callable[[int, int, Store], None]
 
 
@@ -30,6 +32,7 @@ def run_ranks(
     ``allowed`` maps ranks to an exit status that is expected of them (negative: the signal). A process of its own
     hosts the store, so that any rank may die.
     """
+    assert STATE.abandonments == 0, "a test has abandoned the communication of this process: forked ranks have it, too"
     with tempfile.TemporaryDirectory() as folder:
         port = _Host.start()
         pids = {

@@ -56,7 +56,7 @@ def write_figure(path: Path, title: str, found: Sequence[Outlook], given: Condit
         ) from e
     from matplotlib.figure import Figure
 
-    style = {
+    style: Any = {
         "svg.fonttype": "none",  # text stays text: small files, and found by a search
         "svg.hashsalt": "flashrecovery",  # the same plan gives the same file
         "font.family": "sans-serif",

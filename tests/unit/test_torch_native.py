@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -469,26 +471,34 @@ def test_a_reducer_is_renewed_without_a_second_set_of_gradients(one_rank: None, 
     assert ddp_reducer.read_layout(model) == layout
 
 
-def test_the_old_reducers_buckets_are_free_before_the_new_ones_are_made(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of the new one are not written before a backward pass, so that only their addresses show them here."""
+def print_addresses_of_a_renewal() -> None:
+    """Of this process: before, and while the new reducer is made; and how large the gradients are. Bytes."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = DistributedDataParallel(nn.Linear(4096, 4096), gradient_as_bucket_view=False)
-    gradients = 4 * 4096 * 4096
     for _ in range(2):
         model(torch.randn(2, 4096)).sum().backward()
     layout = ddp_reducer.read_layout(model)
-    sizes: list[int] = []
     make = model._ddp_init_helper
 
     def watched(*arguments: Any, **more: Any) -> Any:
-        sizes.append(_of_status("VmSize"))
+        print(_of_status("VmSize"))
         return make(*arguments, **more)
 
-    monkeypatch.setattr(model, "_ddp_init_helper", watched)
-    before = _of_status("VmSize")
+    model._ddp_init_helper = watched  # type: ignore[method-assign]
+    print(_of_status("VmSize"))
     ddp_reducer.renew(model, layout)
-    (while_made,) = sizes
+    print(4 * 4096 * 4096)
+    dist.destroy_process_group()
+
+
+def test_the_old_reducers_buckets_are_free_before_the_new_ones_are_made() -> None:
+    """Those of the new one are not written before a backward pass, so that only their addresses show them here: those
+    of a process of its own, in which nothing else is freed or made."""
+    code = f"from {__name__} import print_addresses_of_a_renewal as look; look()"
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    before, while_made, gradients = map(int, done.stdout.split())
     assert while_made < before - 1.5 * gradients, "the gradients, and the buckets beside them"
 
 

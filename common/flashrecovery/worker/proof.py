@@ -19,8 +19,7 @@ import xxhash
 
 from flashrecovery import groups
 from flashrecovery.errors import DivergedError
-from flashrecovery.groups.accelerator import on_device
-from flashrecovery.state.digest import shard_digests
+from flashrecovery.state.digest import shard_digest
 from flashrecovery.state.shard import Shard
 from flashrecovery.worker.agreement import disagreement, gather, union
 from flashrecovery.worker.registry import Registry
@@ -112,14 +111,14 @@ _Digest = Callable[[Sequence[Shard]], dict[str, str]]
 
 
 def _whole(shards: Sequence[Shard]) -> dict[str, str]:
-    return shard_digests({s.name: (list(s.tensors().values()), s.spec()) for s in shards}, on_device)
+    return {shard.name: shard_digest(list(shard.tensors().values()), shard.spec()) for shard in shards}
 
 
 def _part(shards: Sequence[Shard]) -> dict[str, str]:
     """A digest of the first elements of each tensor."""
     tensors = {shard.name: list(shard.tensors().values()) for shard in shards}
     each = _LOOKED_AT_BYTES // max(sum(map(len, tensors.values())), 1)
-    return shard_digests({name: ([_beginning(t, each) for t in ts], None) for name, ts in tensors.items()}, on_device)
+    return {name: shard_digest([_beginning(t, each) for t in found]) for name, found in tensors.items()}
 
 
 def _beginning(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:

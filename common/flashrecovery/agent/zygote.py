@@ -148,8 +148,6 @@ class Zygote:
                         if message.forked.error:
                             raise OSError(message.forked.error)
                         return message.forked.pid
-        except ZygoteLostError:
-            raise
         except TimeoutError as e:
             raise ZygoteLostError(f"it has not answered for {_ANSWER_S:g} s") from e
         except (BrokenPipeError, ConnectionResetError) as e:
@@ -170,34 +168,34 @@ class Zygote:
 
 
 class Zygotes:
-    """Those of this node. ``env``: the environment that all ranks have in common; ``notice``: for the job's events."""
+    """Those of this node. ``notice``: for the job's events."""
 
     def __init__(self, command: list[str], log: Path, unforkable: Sequence[str], notice: Callable[[str], None]) -> None:
         self._command = command
         self._log = log
         self._unforkable = unforkable
         self._notice = notice
-        self._env: dict[str, str] = {}
         self._first: Zygote | None = None
         self._current: Zygote | None = None
         self._growing: Zygote | None = None
         self._closed: list[Zygote] = []
         self._leave_out: list[str] = []
         self._known = _Known()
-        self._grown: _Known | None = None  # what the growing one has been told
+        self._grown: pb.Modules | None = None  # what the growing one has been told
         self._failures = 0
         self._over = False
         self._decided = asyncio.Event()
 
     def start(self, env: Mapping[str, str]) -> None:
-        """The first one. It is ready in some tenths of a second, the next when it has imported."""
+        """The first one. It is ready in some tenths of a second, the next when it has imported. ``env``: what all ranks
+        have in common of the environment."""
         adopt_orphans()
-        self._env = {**os.environ, **env, **_NVML_ENV, UNFORKABLE_ENV: " ".join(self._unforkable)}
         ours, theirs = socket.socketpair()
+        own = {**_NVML_ENV, UNFORKABLE_ENV: " ".join(self._unforkable), ZYGOTE_ENV: str(theirs.fileno())}
         with theirs, open(self._log, "ab") as out:
             popen = subprocess.Popen(
                 [sys.executable, "-u", "-m", "flashrecovery.worker.bootstrap", "--zygote", *self._command],
-                env={**self._env, ZYGOTE_ENV: str(theirs.fileno())},
+                env={**os.environ, **env, **own},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -310,8 +308,8 @@ class Zygotes:
         parent = self._current or self._first
         if parent is None or self._over:
             return
-        self._grown = self._known.copy()
-        grow = pb.Grow(learned=self._grown.modules(), leave_out=self._leave_out)
+        self._grown = self._known.modules()
+        grow = pb.Grow(learned=self._grown, leave_out=self._leave_out)
         ours, theirs = socket.socketpair()
         try:
             with theirs, open(self._log, "ab") as out:
@@ -340,32 +338,25 @@ class _Known:
         self._origins: dict[str, str] = {}
         self._env: dict[str, str] = {}
         self._differ: set[str] = set()
-        self._told = False
 
     def add(self, modules: pb.Modules) -> None:
         """A variable counts as known if all workers of the node that have one have the same."""
+        first = not self._names
         self._names.update(dict.fromkeys(modules.names))
         for top, origin in modules.origins.items():
             same = self._origins.setdefault(top, origin) == origin
             self._origins[top] = origin if same else _NOWHERE
         self._differ |= {name for name, value in modules.env.items() if self._env.get(name, value) != value}
-        if self._told:
+        if not first:
             self._differ |= modules.env.keys() ^ self._env.keys()
         self._differ |= set(modules.unset)
         self._env.update(modules.env)
-        self._told = True
 
     def modules(self) -> pb.Modules:
         """For a zygote. Variables in which workers differ count as unset."""
         env = {name: value for name, value in self._env.items() if name not in self._differ}
         return pb.Modules(names=list(self._names), origins=self._origins, env=env, unset=sorted(self._differ))
 
-    def within(self, other: _Known | None) -> bool:
-        """Whether the other has been told all of this."""
-        return other is not None and self._names.keys() <= other._names.keys() and self._differ <= other._differ
-
-    def copy(self) -> _Known:
-        made = _Known()
-        made._names, made._origins = dict(self._names), dict(self._origins)
-        made._env, made._differ, made._told = dict(self._env), set(self._differ), self._told
-        return made
+    def within(self, told: pb.Modules | None) -> bool:
+        """Whether who has been told this knows everything."""
+        return told is not None and self._names.keys() <= {*told.names} and self._differ <= {*told.unset}

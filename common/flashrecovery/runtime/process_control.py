@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -30,3 +31,12 @@ def adopt_orphans() -> None:
 def name_thread(name: str) -> None:
     """What ``ps -o comm`` and ``py-spy dump`` call the calling thread: at most 15 bytes are kept."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+def redirect_output(descriptor: int) -> None:
+    """From now on this process prints into this file, whose descriptor is closed."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)

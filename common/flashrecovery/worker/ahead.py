@@ -16,6 +16,7 @@ import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,14 @@ def import_ahead(
     return count
 
 
+def find_spec(name: str) -> ModuleSpec | None:
+    """Where a module would be imported from; None if it is not there, or its package cannot be imported."""
+    try:
+        return importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+
+
 class Installed:
     """Which modules belong to Python or to packages that are installed beside it.
 
@@ -85,8 +94,13 @@ class Installed:
         self._own = own
         self._known: dict[str, bool] = {}
         self._files: dict[str, bool] = {}
-        specs = [importlib.util.find_spec(name) for name in _OURS]
+        specs = [find_spec(name) for name in _OURS]
         self._of_ours = {Path(s.origin).resolve().parent for s in specs if s is not None and s.origin is not None}
+
+    @staticmethod
+    def beside(command: Sequence[str]) -> Installed:
+        """For the script of this command, or of ``-m module`` with its arguments."""
+        return Installed(own=command[1].partition(".")[0] if command[0] == "-m" else "")
 
     def has(self, name: str) -> bool:
         top = name.partition(".")[0]
@@ -104,10 +118,7 @@ class Installed:
     def _found(self, top: str) -> bool:
         if top in _OURS or top in sys.builtin_module_names:
             return True
-        try:
-            spec = importlib.util.find_spec(top)
-        except (ImportError, ValueError):
-            return False
+        spec = find_spec(top)
         if spec is None:
             return False
         if spec.origin in ("built-in", "frozen"):

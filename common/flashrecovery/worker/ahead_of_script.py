@@ -7,14 +7,13 @@ there is no second part where the script's text is known in part only.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.worker.ahead import Installed, import_ahead
+from flashrecovery.worker.ahead import Installed, find_spec, import_ahead
 from flashrecovery.worker.script_reading import Import, ScriptFacts, Setting, read_script
 
 USUALLY = {
@@ -34,7 +33,7 @@ class AheadOfScript:
         self._command = command
         self._left_out = frozenset(left_out)
         self._tried = tried
-        self._installed = Installed(own=command[1].partition(".")[0] if command[0] == "-m" else "")
+        self._installed = Installed.beside(command)
         self._uncertain: set[str] = set()
         self.facts = self._read()
 
@@ -59,10 +58,7 @@ class AheadOfScript:
         """See :data:`.script_reading.FindOwn`."""
         if top == "__main__" or self._installed.has(top):
             return None
-        try:
-            spec = importlib.util.find_spec(top)
-        except (ImportError, ValueError):
-            return None
+        spec = find_spec(top)
         if spec is None:
             return None
         if spec.origin is not None and spec.has_location:
@@ -118,20 +114,14 @@ class AheadOfScript:
         known = sys.modules.get(package)
         if known is None or not hasattr(known, "__path__") or hasattr(known, member):
             return False
-        try:
-            return importlib.util.find_spec(name) is not None
-        except (ImportError, ValueError):
-            return False
+        return find_spec(name) is not None
 
     def _is_where_it_was(self, name: str, learned: pb.Modules) -> bool:
         """Whether here the same file would be imported as in the workers, whose script may have changed the path."""
         top = name.partition(".")[0]
         if top not in learned.origins or top in sys.modules:
             return True
-        try:
-            spec = importlib.util.find_spec(top)
-        except (ImportError, ValueError):
-            return False
+        spec = find_spec(top)
         return spec is not None and (spec.origin or "") == learned.origins[top]
 
 

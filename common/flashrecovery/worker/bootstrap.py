@@ -21,7 +21,7 @@ from flashrecovery.runtime.channel import PAGE_ENV, Channel
 from flashrecovery.runtime.environment import AGENT_PID_ENV, STANDBY_DEVICE_ENV
 from flashrecovery.runtime.lifeline import Lifeline
 from flashrecovery.runtime.page import Page
-from flashrecovery.runtime.process_control import die_with_parent
+from flashrecovery.runtime.process_control import die_with_parent, redirect_output
 from flashrecovery.worker.ahead import Installed
 from flashrecovery.worker.ahead_of_script import AheadOfScript
 from flashrecovery.worker.environment_watch import EnvironmentWatch
@@ -104,12 +104,7 @@ def _warm_kernels() -> None:
 
 
 def _redirect_output(path: str) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.close(fd)
+    redirect_output(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
 
 
 def _prepare(channel: Channel, page: Page, assign: pb.Assign, command: list[str]) -> None:
@@ -121,8 +116,7 @@ def _prepare(channel: Channel, page: Page, assign: pb.Assign, command: list[str]
     detached = assign.detached
     setup_log = page.read_setup_log() if detached else None
     install_group_hook(detached, setup_log)
-    own = command[1].partition(".")[0] if command[0] == "-m" else ""
-    installed = Installed(own)
+    installed = Installed.beside(command)
     watch, profile = EnvironmentWatch(installed), StartProfile(installed)
     _connection = Connection(channel, page, assign.rank, assign.generation, detached, watch, profile)
     watch.start()

@@ -26,7 +26,7 @@ from flashrecovery.errors import ProtocolError
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.channel import CHANNEL_ENV, PAGE_ENV
 from flashrecovery.runtime.environment import AGENT_PID_ENV, UNFORKABLE_ENV, ZYGOTE_ENV
-from flashrecovery.runtime.process_control import die_with_parent, name_thread
+from flashrecovery.runtime.process_control import die_with_parent, name_thread, redirect_output
 from flashrecovery.worker.ahead_of_script import AheadOfScript
 
 NOT_FORKED = {
@@ -69,7 +69,7 @@ def serve(command: list[str]) -> bool:
             _become_worker(request, descriptors)
             return request.standby
         theirs, log = descriptors
-        _write_to(log)
+        redirect_output(log)
         sock = socket.socket(fileno=theirs)
         _grow(sock, request.grow, command)
 
@@ -195,7 +195,7 @@ def _become_worker(request: pb.Fork, descriptors: list[int]) -> None:
     channel, page, log = descriptors
     os.setsid()
     name_thread(Path(sys.executable).name)
-    _write_to(log)
+    redirect_output(log)
     os.environ.clear()
     os.environ.update(request.env)
     os.environ.update({CHANNEL_ENV: str(channel), PAGE_ENV: str(page)})
@@ -208,14 +208,6 @@ def _become_worker(request: pb.Fork, descriptors: list[int]) -> None:
     multiprocessing = sys.modules.get("multiprocessing")
     if multiprocessing is not None:
         multiprocessing.current_process().authkey = os.urandom(32)
-
-
-def _write_to(log: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
 
 
 def _send(sock: socket.socket, message: pb.FromZygote) -> None:

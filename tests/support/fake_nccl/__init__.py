@@ -97,8 +97,12 @@ class FakeDevice:
         self._module.synchronize()
 
     def holds(self, tensor: torch.Tensor, device: torch.device) -> bool:
-        """What was made of bytes, or maps memory, plays the host's: capsules, and the copies that processes share."""
-        return tensor.untyped_storage().resizable()
+        """What torch has allocated itself. What was made of bytes, or maps memory, plays the host's: capsules, and the
+        copies that processes share.
+
+        (``resizable()`` of the storage is no answer: it turns false when somebody has looked at the tensor by numpy.)
+        """
+        return bool(self._module.allocated(tensor))
 
     def stream(self, device: torch.device) -> FakeStream:
         return FakeStream(self._module)

@@ -388,6 +388,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Stream, std::shared_ptr<Stream>>(m, "Stream")
       .def(py::init<>())
       .def("mark", [](Stream& stream) { return Event{stream.behind()}; });
+  m.def("allocated", [](const at::Tensor& tensor) {
+    return tensor.storage().data_ptr().get_deleter() == c10::GetCPUAllocator()->raw_deleter();
+  });
   m.def("set_stream", [](std::shared_ptr<Stream> stream) {
     return std::exchange(Stream::current(), std::move(stream));
   });

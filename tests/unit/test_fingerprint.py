@@ -10,7 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flashrecovery.state import fingerprint
+from flashrecovery.state.digest import shard_digest, shard_digests
 from flashrecovery.state.fingerprint import Fingerprints, finalized, key, page_factor
+from flashrecovery.state.spec import ShardSpec, TensorSpec
 
 PAGE = 16
 MASK = (1 << 64) - 1
@@ -197,6 +199,21 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", counted)
     of(torch.arange(100 * PAGE))
     assert taken == [PAGE] * 3
+
+
+def test_shards_wait_for_the_device_once_and_read_the_rest() -> None:
+    tensors = [torch.arange(50.0), torch.arange(3.0), torch.empty(0)]
+    spec = ShardSpec({str(i): TensorSpec(tuple(t.shape), t.dtype) for i, t in enumerate(tensors)}, {"step": 3})
+    host = shard_digests({"a": (tensors, spec)}, lambda t: False)
+    assert host == {"a": shard_digest(tensors, spec)}
+    mixed = shard_digests({"a": (tensors, spec), "b": (tensors[:1], None)}, lambda t: len(t) == 50)
+    assert mixed["a"] == shard_digest(tensors, spec, {0: of(tensors[0])[0]}) != host["a"]
+    for place in (0, 1):
+        damaged = [t.clone() for t in tensors]
+        damaged[place][1] += 1
+        assert shard_digests({"a": (damaged, spec)}, lambda t: len(t) == 50)["a"] != mixed["a"]
+    other = ShardSpec(spec.tensors, {"step": 4})
+    assert shard_digests({"a": (tensors, other)}, lambda t: len(t) == 50)["a"] != mixed["a"]
 
 
 def test_settle_comes_between_queueing_and_reading() -> None:

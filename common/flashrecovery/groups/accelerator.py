@@ -117,6 +117,12 @@ class Cuda:
         torch.cuda.empty_cache()
 
 
+def on_device(tensor: torch.Tensor) -> bool:
+    """Whether it lies on a device of the kind that this process uses."""
+    current = _accelerator.current()
+    return current is not None and tensor.device.type == current.type and _accelerator.holds(tensor, tensor.device)
+
+
 _accelerator: Accelerator = Cuda()
 
 

@@ -10,13 +10,14 @@ xxh3 is many times faster there.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 import xxhash
 
+from flashrecovery.state.fingerprint import Fingerprints
 from flashrecovery.state.spec import ShardSpec, encode_spec
 
 _PIECE = 32 << 20
@@ -47,6 +48,23 @@ def shard_digest(
         else:
             _update(hasher, tensor)
     return hasher.hexdigest()
+
+
+def shard_digests(
+    shards: Mapping[str, tuple[Sequence[torch.Tensor], ShardSpec | None]], on_device: Callable[[torch.Tensor], bool]
+) -> dict[str, str]:
+    """The digests of several shards, with one wait for the device. Of tensors of which ``on_device`` is true (on all
+    ranks whose digests are compared) the fingerprints are taken, see :func:`shard_digest`."""
+    prints = Fingerprints()
+    numbers = {
+        name: {place: prints.add(t) for place, t in enumerate(tensors) if on_device(t)}
+        for name, (tensors, _) in shards.items()
+    }
+    found = prints.results()
+    return {
+        name: shard_digest(tensors, spec, {place: found[number] for place, number in numbers[name].items()})
+        for name, (tensors, spec) in shards.items()
+    }
 
 
 def sha256_tensors(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -19,7 +19,8 @@ import xxhash
 
 from flashrecovery import groups
 from flashrecovery.errors import DivergedError
-from flashrecovery.state.digest import shard_digest
+from flashrecovery.groups.accelerator import on_device
+from flashrecovery.state.digest import shard_digests
 from flashrecovery.state.shard import Shard
 from flashrecovery.worker.agreement import disagreement, gather, union
 from flashrecovery.worker.registry import Registry
@@ -111,14 +112,14 @@ _Digest = Callable[[Sequence[Shard]], dict[str, str]]
 
 
 def _whole(shards: Sequence[Shard]) -> dict[str, str]:
-    return {shard.name: shard_digest(list(shard.tensors().values()), shard.spec()) for shard in shards}
+    return shard_digests({s.name: (list(s.tensors().values()), s.spec()) for s in shards}, on_device)
 
 
 def _part(shards: Sequence[Shard]) -> dict[str, str]:
     """A digest of the first elements of each tensor."""
     tensors = {shard.name: list(shard.tensors().values()) for shard in shards}
     each = _LOOKED_AT_BYTES // max(sum(map(len, tensors.values())), 1)
-    return {name: shard_digest([_beginning(t, each) for t in found]) for name, found in tensors.items()}
+    return shard_digests({name: ([_beginning(t, each) for t in ts], None) for name, ts in tensors.items()}, on_device)
 
 
 def _beginning(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:

@@ -13,11 +13,12 @@ from typing import Literal, Protocol
 
 from flashrecovery import groups
 from flashrecovery.errors import DrainError, FlashRecoveryError, RegroupError, RestoreError
+from flashrecovery.groups.accelerator import on_device
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan import Kind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.checkpoint import newest
-from flashrecovery.state.digest import shard_digest
+from flashrecovery.state.digest import shard_digests
 from flashrecovery.state.object_shard import ObjectShard
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.state.version import VERSIONS_KEPT
@@ -308,7 +309,7 @@ class Recoverer:
         needs = []
         shards = self._worker.registry.shards.values()
         compared = [s for s in shards if digests and len(s.holders) > 1 and not isinstance(s, ObjectShard)]
-        found = {shard.name: shard_digest(list(shard.tensors().values())) for shard in compared}
+        found = shard_digests({s.name: (list(s.tensors().values()), None) for s in compared}, on_device)
         for shard in shards:
             if isinstance(shard, ObjectShard):
                 needs.append(pb.ShardNeed(name=shard.name, nbytes=shard.nbytes()))

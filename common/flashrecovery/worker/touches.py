@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashrecovery.state.digest import shard_digest
+from flashrecovery.groups.accelerator import on_device
+from flashrecovery.state.digest import shard_digests
 from flashrecovery.worker.registry import Registry
 
 COMPARED_BYTES = 4 << 30
@@ -35,5 +36,5 @@ class Touches:
             # Once also by content: what a script writes by way of `.data` moves no version counter.
             tensors = [t for shard in self._registry.tensor_shards() for t in shard.tensors().values()]
             if sum(t.nbytes for t in tensors) <= COMPARED_BYTES:
-                marks.append(shard_digest(tensors))
+                marks.append(shard_digests({"all": (tensors, None)}, on_device))
         return marks

@@ -5,7 +5,9 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <c10/core/CPUAllocator.h>
 
 #include <map>
 

@@ -134,7 +134,7 @@ MUTANTS = (
     Mutant(
         "no-barrier", STEP, "elif not seen_forward or self._explicit_barrier or habits.reseal or (", "elif False and ("
     ),
-    Mutant("no-barrier-after-late-copies", STEP, " or (copies.to_neighbour and not copied):", ":"),
+    Mutant("no-barrier-after-late-copies", STEP, " or (copies.in_every_step and not copied):", ":"),
     Mutant("habits-not-compared", STEP, "if proof.is_due(version):", "if False:"),
     Mutant(
         "barrier-is-not-said",

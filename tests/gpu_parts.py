@@ -28,8 +28,8 @@ from flashrecovery.agent.process import WorkerProcess
 from flashrecovery.errors import DrainError
 from flashrecovery.health.gpu_processes import GpuProcesses
 from flashrecovery.redundancy.flat import Layout, Slot
-from flashrecovery.redundancy.shared_memory import SharedMemory
 from flashrecovery.redundancy.undo import UndoCopy
+from flashrecovery.snapshot.memory import HEADER, SharedMemory
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec
 from flashrecovery.worker.device import DeviceClock
@@ -204,7 +204,9 @@ def pinned_staging(gpu: Gpu) -> Found:
         assert slot.shared is not None
         seen = SharedMemory.open(slot.shared.address)
         assert seen is not None, "another process could not map it"
-        assert torch.equal(seen.content.view(torch.int64), tensor.cpu()), "another process would see something else"
+        assert torch.equal(torch.frombuffer(seen.map, dtype=torch.int64, offset=HEADER), tensor.cpu()), (
+            "another process would see something else"
+        )
     return {f"{name}_gb_s": gpu.copied / seconds / 1e9 for name, seconds in rates.items()}
 
 

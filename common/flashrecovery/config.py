@@ -136,6 +136,25 @@ class CheckpointSettings(_Model):
     )
 
 
+class SnapshotSettings(_Model):
+    """Copies of the state in memory that outlives every process of the job; a process of each node holds them."""
+
+    keep: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="auto: where copies are made in every step anyway; always: also where every shard has replicas",
+    )
+    linger_s: float = Field(
+        60.0,
+        ge=0,
+        description="seconds for which a snapshot process waits for the next launch when its agent has been killed",
+    )
+    persist: bool = Field(
+        True,
+        description="write the snapshots to the run directory when the job ends before its last step, and when nobody "
+        "comes back within linger_s",
+    )
+
+
 class ObserveSettings(_Model):
     """What others may see of the job. Nothing that is served here can change it."""
 
@@ -181,8 +200,12 @@ class Settings(_Model):
     undo: Literal["auto", "always", "never"] = Field("auto", description="own pre-step copy of the state")
     verify: bool = Field(True, description="compare the digest of every restored shard with its source's")
     checkpoint: CheckpointSettings = Field(CheckpointSettings(), description="fallback checkpoint")
+    snapshots: SnapshotSettings = Field(SnapshotSettings(), description="copies that outlive the job's processes")
     timeouts: Timeouts = Field(Timeouts(), description="all timeouts")
-    resume: bool = Field(False, description="start from the newest fallback checkpoint if there is one")
+    resume: bool = Field(
+        False,
+        description="go on from the newest of living snapshots, snapshots on disk and fallback checkpoints, if any",
+    )
 
 
 FaultKind = Literal["sigkill", "sigstop", "exit", "raise", "segv", "hang", "corrupt"]

@@ -280,6 +280,7 @@ async def _agent(
         yield agent, peers
     finally:
         await agent.shutdown("the agent ended")
+        await agent.end_snapshots()
         if peers is not None:
             await peers.stop()
 

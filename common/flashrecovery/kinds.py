@@ -80,6 +80,7 @@ class NoticeKind(_Word):
     SETUP_LOG_LOST = "setup_log_lost"
     SETUP_LOG_TOO_LARGE = "setup_log_too_large"
     SILENT_BUFFERS = "silent_buffers"
+    SNAPSHOTS = "snapshots"
     STANDSTILL = "standstill"
     START_AGAIN = "start_again"
     STOP_FAILED = "stop_failed"

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from flashrecovery.errors import ProtocolError, RestoreError, StepInterrupted
-from flashrecovery.redundancy import shared_memory
 from flashrecovery.redundancy.neighbor import NeighbourCopies
+from flashrecovery.snapshot import memory
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec
 from tests.support.ranks import results, run_ranks
@@ -90,7 +90,7 @@ def check(copies: NeighbourCopies, owner: int, version: int, world: int, numel: 
 def on_hosts(apart: bool, rank: int) -> None:
     """Let the ranks take each other for processes of other hosts, so that copies are sent."""
     if apart:
-        shared_memory.host_id = lambda: rank
+        memory.host_id = lambda: rank
 
 
 def capsule_of(rank: int, version: int) -> bytes:

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from flashrecovery import groups
 from flashrecovery.errors import StepInterrupted
 from flashrecovery.plan import Cut, Holding, Kind, Need, NoCut, newest_cut, plan_restore
-from flashrecovery.redundancy import shared_memory
 from flashrecovery.redundancy.neighbor import NeighbourCopies
+from flashrecovery.snapshot import memory
 from flashrecovery.state.object_shard import ObjectShard
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.worker.transfer import exchange
@@ -186,7 +186,7 @@ class Rank:
 
 def _rank_main(rank: int, pipe: Any, folder: Path, generation: int, apart: bool) -> None:
     if apart:
-        shared_memory.host_id = lambda: rank  # copies are sent, as between hosts
+        memory.host_id = lambda: rank  # copies are sent, as between hosts
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:

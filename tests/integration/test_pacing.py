@@ -11,8 +11,8 @@ import torch.distributed as dist
 from flashrecovery import groups
 from flashrecovery.errors import StepInterrupted
 from flashrecovery.groups.pace import PacedNetwork
-from flashrecovery.redundancy import shared_memory
 from flashrecovery.redundancy.neighbor import NeighbourCopies
+from flashrecovery.snapshot import memory
 from tests.integration.test_neighbour import capsule_of, check, shards_of
 from tests.support.groups_ranks import run_ranks
 
@@ -29,7 +29,7 @@ class Pair:
     def __init__(self, rank: int, size: int, store: dist.Store, window_s: float) -> None:
         groups.install()
         dist.init_process_group("gloo", store=dist.PrefixStore("job", store), rank=rank, world_size=size)
-        shared_memory.host_id = lambda: rank
+        memory.host_id = lambda: rank
         group = groups.create_control_group("copies")
         assert group is not None
         self.rank, self.peer = rank, 1 - rank

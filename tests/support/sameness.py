@@ -55,6 +55,11 @@ class Run:
     def notices(self, kind: str) -> list[dict[str, Any]]:
         return [e for e in self.of("notice") if e["kind"] == kind]
 
+    def gone_on_from_snapshots(self) -> list[int]:
+        """The versions from which launches have gone on that found what an earlier one had left in memory."""
+        found = (n["text"].partition("goes on from version ") for n in self.notices("snapshots"))
+        return [int(rest.split(",")[0]) for _, said, rest in found if said]
+
     @property
     def losses(self) -> dict[tuple[int, int], str]:
         """By rank and step: the exact loss as it was printed last."""
@@ -231,8 +236,9 @@ def _other_ways(logs: Sequence[ProcessLog], run: Run, start: int, launches: int)
                     f"{log.lines[0][0]}, although its recovery resumed at {resumed[generation]}"
                 )
         redone = sum(a[0] == b[0] for a, b in pairwise(log.lines))
-        if redone > len(run.of("recovery_started")):
-            yield f"rank {log.rank} has redone {redone} steps in {len(run.of('recovery_started'))} recoveries"
+        chances = len(run.of("recovery_started")) + len(run.gone_on_from_snapshots())
+        if redone > chances:
+            yield f"rank {log.rank} has redone {redone} steps in {chances} recoveries and launches"
 
 
 def _from_the_first_line(run: Run, reference: Run) -> Iterator[str]:

@@ -12,7 +12,7 @@ from flashrecovery.worker.transaction import Transaction
 Told = list[str]
 
 
-def step(told: Told, *, barrier: bool = False, to_neighbour: bool = True) -> Transaction:
+def step(told: Told, *, barrier: bool = False, in_every_step: bool = True) -> Transaction:
     """A step whose collaborators write down what matters here."""
 
     class Step(Transaction):
@@ -27,7 +27,7 @@ def step(told: Told, *, barrier: bool = False, to_neighbour: bool = True) -> Tra
     worker.registry.habits.reseal = worker.registry.habits.needs_undo = False
     worker.gate.mutate.side_effect = lambda: told.append("mutated")
     copies.wait.side_effect = lambda: told.append("copied")
-    copies.capsules_only, copies.to_neighbour = False, to_neighbour
+    copies.capsules_only, copies.in_every_step = False, in_every_step
     touches.seen.return_value = False
     return Step(worker, copies, MagicMock(), touches, _quiet(), MagicMock(), MagicMock())
 
@@ -58,13 +58,13 @@ def test_one_wait_a_step_when_the_gradients_are_about_to_be_synchronised(told: T
         told.clear()
 
 
-@pytest.mark.parametrize("to_neighbour", [True, False])
-def test_a_wait_that_comes_after_the_synchronisation_is_followed_by_a_barrier(told: Told, to_neighbour: bool) -> None:
-    it = step(told, to_neighbour=to_neighbour)
+@pytest.mark.parametrize("in_every_step", [True, False])
+def test_a_wait_that_comes_after_the_synchronisation_is_followed_by_a_barrier(told: Told, in_every_step: bool) -> None:
+    it = step(told, in_every_step=in_every_step)
     it.begin()
     it.sealed()
     it.mutating()
-    assert told == (["copied", "barrier", "mutated"] if to_neighbour else ["copied", "mutated"])
+    assert told == (["copied", "barrier", "mutated"] if in_every_step else ["copied", "mutated"])
 
 
 def test_the_barrier_comes_after_the_copies(told: Told) -> None:
@@ -77,7 +77,7 @@ def test_the_barrier_comes_after_the_copies(told: Told) -> None:
 
 
 def test_a_step_without_a_forward_pass_has_a_barrier(told: Told) -> None:
-    it = step(told, to_neighbour=False)
+    it = step(told, in_every_step=False)
     it.begin()
     it.sealed()
     it.synchronising()

@@ -148,7 +148,7 @@ def test_a_rank_is_assigned_only_after_the_fence(tmp_path: Path, monkeypatch: py
         config = RunConfig(nproc_per_node=1, standby=0, start_method="spawn")
         tasks = Tasks(lambda error: None)
         fence = Fence(lambda: None)
-        manager = ProcessManager(foreman, config, [], RunDir(tmp_path), dict, MagicMock(), tasks, fence)
+        manager = ProcessManager(foreman, config, [], RunDir(tmp_path), dict, MagicMock(), tasks, fence, MagicMock())
         manager._watch = MagicMock()
         manager.ranks[0] = old
         await manager.fill(pb.Command(rank=0, generation=1, replace=pb.Replace()), hear_out=False)

@@ -23,6 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "sealed tls heartbeat health",
         "access",
         "runtime",
+        "snapshot",
         "ballot groups redundancy",
         "contract",
         "worker",

@@ -137,7 +137,9 @@ def test_the_agent_tells_each_standby_which_gpu(
     async def body() -> None:
         config = RunConfig(nproc_per_node=2, standby=2, standby_device=for_each, start_method="spawn")
         tasks, fence = Tasks(lambda error: None), GpuFence(lambda: None)
-        manager = ProcessManager(MagicMock(), config, [], RunDir(tmp_path), dict, MagicMock(), tasks, fence)
+        manager = ProcessManager(
+            MagicMock(), config, [], RunDir(tmp_path), dict, MagicMock(), tasks, fence, MagicMock()
+        )
         manager.pool.set_modules(pb.Modules())
         for _ in range(2):
             manager.pool.start_one()

@@ -28,6 +28,7 @@ from flashrecovery.agent.process import WorkerProcess
 from flashrecovery.agent.process_manager import LAST_WORDS_S, ProcessManager
 from flashrecovery.agent.procfs import Exit, exit_of
 from flashrecovery.agent.setup_logs import SetupLogs
+from flashrecovery.agent.snapshots import NodeSnapshots
 from flashrecovery.agent.store import StoreServer
 from flashrecovery.agent.tasks import Tasks
 from flashrecovery.config import RunConfig
@@ -62,14 +63,16 @@ class Agent:
         self._gather = Gather(_unsent)
         self._generation = 0
         self._attempt = 0
+        self._ended_by: str | None = None
         self._checkpoint: pb.CheckpointSaved | None = None
         self.finished: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._tasks = Tasks(self._task_failed)
         network_env = identity.network_env if peers is not None else dict
         gpus = GpuFence.of_this_node(os.environ, config.nproc_per_node)
         self._tasks.start(gpus.prepare())
+        self._snapshots = NodeSnapshots(config, run_dir.path, self._tell_of_snapshots)
         self._processes = ProcessManager(
-            self, config, command, run_dir, network_env, self._setup_logs, self._tasks, gpus
+            self, config, command, run_dir, network_env, self._setup_logs, self._tasks, gpus, self._snapshots
         )
         self._ranks = self._processes.ranks
         self._pool = self._processes.pool
@@ -247,6 +250,7 @@ class Agent:
     def _adopt(self, command: pb.Command) -> None:
         """Take in what of a new rank table concerns this node."""
         self._table = command.rank_table
+        self._snapshots.placed([e.rank for e in self._table.ranks if e.node != self._identity.name])
         self._tasks.start(self._setup_logs.spread(self._table, self._ranks, self._identity.name))
 
     async def _replace(self, command: pb.Command) -> None:
@@ -285,12 +289,17 @@ class Agent:
         """End every process of this node: SIGTERM, a grace, SIGKILL. ``reason`` None: the job has finished."""
         if self._processes.ending:
             return
+        self._ended_by = reason
         self._health.close()
         await self._processes.end(self._config.timeouts.shutdown_grace_s)
         self._store.close()
         self._tasks.cancel()
         if not self.finished.done():  # by the failure that this is the end of
             self.finished.set_result(reason)
+
+    async def end_snapshots(self) -> None:
+        """After :meth:`shutdown`: give the snapshots back, written to disk first if the job has not come to its end."""
+        await self._snapshots.end(unfinished=not self.finished.done() or self._ended_by is not None)
 
     # -- what the processes say and do ------------------------------------------------------------
 
@@ -409,7 +418,11 @@ class Agent:
                 NoticeKind.STORE_RESTARTED,
                 f"the TCPStore on node {self.node} has died ({died}) and was started again",
             )
+        self._snapshots.revive()
         await self._processes.replenish()
+
+    def _tell_of_snapshots(self, text: str) -> None:
+        self.notice(-1, NoticeKind.SNAPSHOTS, text)
 
     def _report_standbys(self) -> None:
         ready, starting = self._pool.counts()

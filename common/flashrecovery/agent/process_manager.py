@@ -19,6 +19,7 @@ from flashrecovery.agent.orphans import Orphans
 from flashrecovery.agent.peers import NOT_HANDED_OVER, said_by
 from flashrecovery.agent.process import WorkerProcess
 from flashrecovery.agent.setup_logs import SetupLogs
+from flashrecovery.agent.snapshots import NodeSnapshots
 from flashrecovery.agent.standby import StandbyPool
 from flashrecovery.agent.tasks import Tasks
 from flashrecovery.agent.watch import DeathWatch
@@ -59,6 +60,7 @@ class ProcessManager:
         setup_logs: SetupLogs,
         tasks: Tasks,
         gpu_fence: GpuFence,
+        snapshots: NodeSnapshots,
     ) -> None:
         self._foreman = foreman
         self._config = config
@@ -68,6 +70,7 @@ class ProcessManager:
         self._setup_logs = setup_logs
         self._tasks = tasks
         self._gpu_fence = gpu_fence
+        self._snapshots = snapshots
         self.ranks: dict[int, WorkerProcess] = {}
         self.pool = StandbyPool(config.standby, self._spawn_standby, run_dir.log_dir, for_each=config.standby_device)
         self._zygotes: Zygotes | None = None
@@ -108,6 +111,7 @@ class ProcessManager:
         if old is not None:
             old.dead = True
             old.kill()  # the fence: nothing of the old process runs on once the rank is filled again
+        self._snapshots.filled(rank, detached=replace.detached, was_here=old is not None)
         log = self._run_dir.log_path(rank, command.generation)
         standby = self.pool.take(replace.local_rank) if replace.detached else None
         process = standby or self._start(env, log, standby=False)
@@ -193,7 +197,7 @@ class ProcessManager:
 
     def _env(self) -> dict[str, str]:
         """What standbys and ranks have in common."""
-        return {**common_env(self._config), **self._network_env()}
+        return {**common_env(self._config), **self._network_env(), **self._snapshots.env()}
 
     async def _take_on(self, process: WorkerProcess) -> None:
         await process.connect(self._foreman.said)
@@ -249,6 +253,7 @@ class ProcessManager:
             process.kill()
             self._tasks.start(self._bury(process))
         self.ranks.clear()
+        self._snapshots.forget(None)
         self.halted = False
 
     async def end(self, grace_s: float) -> None:

@@ -14,12 +14,12 @@ from flashrecovery.controller.evacuate import Evacuation
 from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.records import THROUGH, Place, RankRecord, unequal_claims, unequal_steps
-from flashrecovery.controller.restore import Decision, RestoreRound, decide
+from flashrecovery.controller.restore import Decision, RestoreRound, decide, from_snapshots
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.controller.starting import Starting
 from flashrecovery.errors import JobFailedError
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered
-from flashrecovery.plan import NoSourceError
+from flashrecovery.plan import NoCut, NoSourceError
 from flashrecovery.plan.transitions import State
 from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -58,15 +58,41 @@ class RecoverySteps:
                 generation=self._job.generation, world_size=len(self._job.ranks), seconds=now - self._job.started_at
             )
         )
-        if self._job.config.resume and self._job.checkpoint is not None:
-            version, self._job.restore_from = self._job.checkpoint
-            self._job.start_version = version
-            self._job.round = RestoreRound.from_checkpoint(version, self._job.ranks)
-            self._job.to(State.RESTORING)
-            self.send_restore(now)
-        else:
+        found = self._saved_state() if self._job.config.resume else None
+        if self._job.state is State.FAILED:
+            return
+        if found is None:
             self._job.to(State.RUNNING)
             self.send_resume(0, now)
+            return
+        self._job.round, self._job.restore_from = found.round, found.checkpoint
+        self._job.start_version = found.round.version
+        self._job.to(State.RESTORING)
+        if not found.checkpoint:
+            self._restore_idle(now)
+        self.send_restore(now)
+
+    def _saved_state(self) -> Decision | None:
+        """The newest state that an earlier launch has left, in memory or on disk; None if there is none, or it is of no
+        use and the job has failed: what somebody asks for is not quietly begun anew."""
+        checkpoint = self._job.checkpoint
+        in_memory = from_snapshots(self._job.ranks)
+        if isinstance(in_memory, NoCut):
+            why = f"there are snapshots of an earlier launch, but {in_memory.reason}"
+            if checkpoint is None:
+                self._job.fail(f"{why}; and there is no checkpoint. Without --resume the job begins anew")
+                return None
+            self._job.notice(NoticeKind.SNAPSHOTS, f"{why}; the newest checkpoint is used")
+        elif in_memory is not None and (checkpoint is None or in_memory.round.version >= checkpoint[0]):
+            text = f"goes on from version {in_memory.round.version}, of which the nodes hold snapshots"
+            if checkpoint is not None:
+                text += f"; the newest checkpoint is of version {checkpoint[0]}"
+            self._job.notice(NoticeKind.SNAPSHOTS, text)
+            return in_memory
+        if checkpoint is None:
+            return None
+        version, path = checkpoint
+        return Decision(RestoreRound.from_checkpoint(version, self._job.ranks), path)
 
     def recover(self, victims: list[int], kind: FailureKind, failed_at: float, detect_s: float, now: float) -> None:
         """Ranks have lost their processes: replace these, and bring everybody back to one consistent version."""
@@ -125,11 +151,17 @@ class RecoverySteps:
             if self._job.ranks[victim].home:
                 self._job.ranks[victim].vacate()
                 self._staffing.fill(self._job.ranks[victim], now, detached=True)
-        if not self.survivors() and self._job.checkpoint is None:
+        if not self.survivors() and self._job.checkpoint is None and not self._in_snapshots():
             why = f"no survivor holds any state and there is no checkpoint; the last failure: {self._job.last_failure}"
             self._nothing_to_go_on_from(why, now)
         else:
             self.advance(now)
+
+    def _in_snapshots(self) -> bool:
+        """Whether the state can be there although no process is: their nodes hold copies. Not if all ranks have raised
+        the same, which they would do again."""
+        raised = {f.rank for f in self._job.failures if f.last_words.exception and not f.last_words.communication}
+        return any(r.in_snapshots for r in self._job.ranks.values()) and len(raised) < len(self._job.ranks)
 
     def survivors(self) -> list[RankRecord]:
         """The ranks whose processes were in their loop."""

@@ -122,11 +122,24 @@ def decide(records: Mapping[int, RankRecord], checkpoint: tuple[int, str] | None
         if checkpoint is None:
             raise JobFailedError(f"the job cannot be recovered: {reason}; and there is no checkpoint")
         return Decision.from_checkpoint(checkpoint, records, reason)
+    return _from_memory(cut, records)
+
+
+def _from_memory(cut: Cut, records: Mapping[int, RankRecord]) -> Decision:
     # Whoever is live at the version needs nothing: mostly all but a few ranks.
     needs = [n for r in records.values() if r.live != cut.version for n in r.need_list()]
     holdings = list(_sources(records.values(), cut.version, Counter(n.shard for n in needs)))
     plan = plan_restore(needs, holdings, cut.version)
     return Decision(RestoreRound(cut.version, cut.reason, plan, tuple(records), needs, holdings))
+
+
+def from_snapshots(records: Mapping[int, RankRecord]) -> Decision | NoCut | None:
+    """Before the first step: what all ranks have found of an earlier launch. None if they have found nothing, NoCut if
+    that is not one whole version."""
+    if all(record.newest <= 0 for record in records.values()):
+        return None
+    cut = _any_cut(records)
+    return cut if isinstance(cut, NoCut) else _from_memory(cut, records)
 
 
 def _forget_early(records: Collection[RankRecord]) -> str:

@@ -1068,6 +1068,7 @@ class Joined(_message.Message):
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
     CHECKPOINT_INTERVAL_S_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
+    IN_SNAPSHOTS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     generation: _builtins.int
     steps: _builtins.int
@@ -1080,6 +1081,8 @@ class Joined(_message.Message):
     """this worker has a directory for them"""
     checkpoint_interval_s: _builtins.float
     """0: auto"""
+    in_snapshots: _builtins.bool
+    """what it adds to the job's state is in memory that outlives the job's processes"""
     @_builtins.property
     def needs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardNeed]: ...
     @_builtins.property
@@ -1100,10 +1103,11 @@ class Joined(_message.Message):
         checkpoints: _builtins.bool = ...,
         checkpoint_interval_s: _builtins.float = ...,
         start: _abc.Iterable[Global___StartLine] | None = ...,
+        in_snapshots: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "generation", b"generation", "hang_floor_s", b"hang_floor_s", "held", b"held", "needs", b"needs", "rank", b"rank", "start", b"start", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "generation", b"generation", "hang_floor_s", b"hang_floor_s", "held", b"held", "in_snapshots", b"in_snapshots", "needs", b"needs", "rank", b"rank", "start", b"start", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from flashrecovery.redundancy import pinned
-from flashrecovery.redundancy.shared_memory import SharedMemory
+from flashrecovery.snapshot.memory import HEADER, SharedMemory
 from flashrecovery.state import codec
 from flashrecovery.state.spec import ShardSpec, TensorSpec
 
@@ -88,24 +88,59 @@ class Layout:
         ]
 
 
+@dataclass(frozen=True)
+class Outliving:
+    """Where a slot's memory is kept so that it outlives this process.
+
+    Attributes:
+        keep: called with the slot's memory whenever it has a new one; None: it has none any more.
+        check: called before each version, so that a keeper which was lost is told anew.
+        left: what the process before this one had in the same slot.
+    """
+
+    keep: Callable[[SharedMemory | None], None]
+    check: Callable[[], None]
+    left: SharedMemory | None = None
+
+
+Keep = Callable[[str], Outliving]
+"""By name of the slot."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What is kept of a version beside tensors: ``plain`` state by shard name, and of which rank it is. ``early``: the
+    capsule among it is not final."""
+
+    owner: int = -1
+    plain: Mapping[str, bytes] = field(default_factory=dict)
+    early: bool = False
+
+
+NOTHING = Beside()
+
+
 class Slot:
     """One version of the shards of a layout.
 
     The memory is this process's own, or shared with another process (``shared``), and then either made here or
-    :meth:`adopt`-ed from the process that fills it.
+    :meth:`adopt`-ed from the process that fills it. With ``outliving`` it is kept elsewhere, too, with everything that
+    another process needs to use it, and begins with what was kept there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, outliving: Outliving | None = None) -> None:
         self.layout = Layout()
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self.values: dict[str, dict[str, Any]] = {}
-        self.capsule = b""
-        self.early = False  # the capsule is not final
         self.views: list[torch.Tensor] = []
         self.shared: SharedMemory | None = None
         self._adopted = False
         self._pinned = False
         self._version = -1
+        self._outliving = outliving
+        self.beside = NOTHING
+        if outliving is not None and outliving.left is not None:
+            self._take_over(outliving.left)
 
     @property
     def version(self) -> int:
@@ -142,11 +177,14 @@ class Slot:
         if not fits or self.buffer.numel() != layout.nbytes:
             self._free()
             self._pinned = pin
-            if (share or pin) and layout.nbytes > 0:
-                self.shared = SharedMemory.create(layout.nbytes)
+            outlives = self._outliving is not None
+            if outlives or ((share or pin) and layout.nbytes > 0):
+                self.shared = SharedMemory.create(layout.nbytes, notes=outlives)
                 self.shared.version = -1
-                self.buffer = self.shared.content
-                if pin:
+                self.buffer = _content(self.shared)
+                if self._outliving is not None:
+                    self._outliving.keep(self.shared)
+                if pin and layout.nbytes > 0:
                     pinned.pin(self.shared, self.buffer)
             else:
                 self.buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
@@ -159,9 +197,32 @@ class Slot:
             return
         self._free()
         self.shared, self._adopted = memory, True
-        self.buffer = memory.content[: layout.nbytes]
+        self.buffer = _content(memory)[: layout.nbytes]
         self.layout = layout
         self.views = layout.views(self.buffer)
+
+    def finish(self, version: int, beside: Beside) -> None:
+        """The content is whole: it is ``version``, and this is what belongs to it."""
+        self.beside = beside
+        if self._outliving is not None and self.shared is not None and not self._adopted:
+            self._outliving.check()
+            notes = (self.layout.encoded, self.values, beside.owner, dict(beside.plain), beside.early)
+            self.shared.write_notes(codec.dumps(notes))  # without, it is not what another process can use
+        self.version = version
+
+    def _take_over(self, memory: SharedMemory) -> None:
+        """Go on with the memory of a dead process, if it was whole."""
+        version, notes = memory.version, memory.read_notes()
+        if version < 0 or notes is None:
+            return
+        layout, self.values, owner, plain, early = codec.loads(notes)
+        self.layout = Layout.decode(layout)
+        if self.layout.nbytes > memory.nbytes:
+            return
+        self.beside = Beside(owner, plain, early)
+        self.shared, self.buffer = memory, _content(memory)
+        self.views = self.layout.views(self.buffer)
+        self._version = version
 
     @property
     def nbytes(self) -> int:
@@ -175,6 +236,8 @@ class Slot:
         self.version = -1
         self.views = []
         self.buffer = torch.empty(0, dtype=torch.uint8)
+        if self._outliving is not None and self.shared is not None and not self._adopted:
+            self._outliving.keep(None)
         self.shared, self._adopted = None, False
 
     def content(self, shard: str) -> tuple[ShardSpec, list[torch.Tensor]]:
@@ -185,6 +248,13 @@ class Slot:
                 specs[key] = spec
                 tensors.append(view)
         return ShardSpec(specs, self.values.get(shard, {})), tensors
+
+
+def _content(memory: SharedMemory) -> torch.Tensor:
+    """uint8 of shape (nbytes,)."""
+    if memory.nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(memory.map, dtype=torch.uint8, offset=HEADER, count=memory.nbytes)
 
 
 def slot_for_next(slots: Sequence[Slot]) -> Slot:

@@ -15,9 +15,9 @@ One exchange, on a process group of its own, to the destination and from the sou
     tensors
 
 The tensors are one contiguous range of the undo buffer and arrive in one contiguous range: no packing. On one host they
-do not travel at all: the neighbour maps the undo buffer (:mod:`.shared_memory`), whose memory outlives its owner, and a
-word in it tells whether the owner had begun to overwrite it. A buffer that the neighbour has not mapped yet is offered
-with the frame, and the neighbour's answer says whether the tensors must follow.
+do not travel at all: the neighbour maps the undo buffer (:mod:`flashrecovery.snapshot.memory`), whose memory outlives
+its owner, and a word in it tells whether the owner had begun to overwrite it. A buffer that the neighbour has not
+mapped yet is offered with the frame, and the neighbour's answer says whether the tensors must follow.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ import torch.distributed as dist
 
 from flashrecovery.errors import ProtocolError, RestoreError, StepInterrupted
 from flashrecovery.redundancy.background import Background
-from flashrecovery.redundancy.flat import Layout, Slot
+from flashrecovery.redundancy.flat import NOTHING, Beside, Keep, Layout, Slot
 from flashrecovery.redundancy.pacing import Network, Pacing
-from flashrecovery.redundancy.shared_memory import MemoryAddress, SharedMemory
 from flashrecovery.redundancy.undo import Capture, ChangeCounter, UndoCopy
+from flashrecovery.snapshot.memory import MemoryAddress, SharedMemory
 from flashrecovery.state import codec
 from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.state.spec import ShardSpec, TensorSpec
@@ -78,7 +78,8 @@ class NeighbourCopies:
         under which its capsule is listed. on_kept: gets the newest version that is held whole for another rank,
         -1 for none, whenever it may have changed, in any thread. look: see :class:`.undo.UndoCopy`; of a version
         that the script changes while it is copied neither side keeps anything. network: holds the tensors back while
-        training communicates; without it they go as fast as they can.
+        training communicates; without it they go as fast as they can. keep: own copies and those kept for another rank
+        outlive this process, and begin with what the process before has left.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class NeighbourCopies:
         on_kept: Callable[[int], None] = lambda version: None,
         look: ChangeCounter | None = None,
         network: Network | None = None,
+        keep: Keep | None = None,
     ) -> None:
         to = destination or (lambda r: (r + 1) % world)
         targets = [to(r) for r in range(world)]
@@ -112,8 +114,12 @@ class NeighbourCopies:
         self._on_kept = on_kept
         self._pacing = None if network is None else Pacing(network)
         # Unique shards first: what is sent is then one range of the undo buffer.
-        self.undo = UndoCopy([*self._unique, *(s for s in shards if s.holders != (rank,))], share=True, look=look)
-        self._slots = (Slot(), Slot())
+        ordered = [*self._unique, *(s for s in shards if s.holders != (rank,))]
+        self.undo = UndoCopy(ordered, share=True, look=look, keep=keep)
+        self._slots = (Slot(), Slot()) if keep is None else (Slot(keep("other-0")), Slot(keep("other-1")))
+        for slot in self._slots:
+            if slot.beside.owner != self.source_rank:
+                slot.version = -1  # of another rank, when the ranks were placed otherwise
         self._background = Background("flashrecovery-neighbour")
         self._halted = False
         self._sent_layout: int | None = None
@@ -123,10 +129,10 @@ class NeighbourCopies:
 
     # -- each step --------------------------------------------------------------------------------
 
-    def commit(self, version: int, capsule: bytes | None, *, early: bool = False) -> None:
+    def commit(self, version: int, capsule: bytes | None, *, early: bool = False, beside: Beside = NOTHING) -> None:
         """The live state is ``version`` and does not change before :meth:`before_mutation`. Starts the
         exchange. Without a ``capsule`` this rank only takes its turn in it, and nothing of it is kept. ``early``: the
-        capsule is not final.
+        capsule is not final. ``beside``: what belongs to the own copy.
 
         Also to be called when training resumes after a recovery: it makes whole again what the lost rank
         held. Every rank must call it for the same versions. Raises what the previous exchange raised.
@@ -134,7 +140,7 @@ class NeighbourCopies:
         self.wait()
         if self._pacing is not None:
             self._pacing.committed()
-        capture = self.undo.capture()
+        capture = self.undo.capture(beside)
         self.undo.begin()
         self._background.submit(lambda: self._exchange(version, capsule, early, capture))
 
@@ -189,13 +195,12 @@ class NeighbourCopies:
 
     def holdings(self) -> list[CopyHolding]:
         """What this rank holds whole for the rank whose neighbour it is. Its own copies: ``undo.versions()``."""
-        owner = self.source_rank
         found: dict[tuple[str, int], CopyHolding] = {}
         for slot in self._slots:
             if slot.version < 0:
                 continue
-            capsule = self._capsule_name(owner)
-            found[capsule, slot.version] = CopyHolding(capsule, slot.version, len(slot.capsule), slot.early)
+            for name, data in slot.beside.plain.items():
+                found[name, slot.version] = CopyHolding(name, slot.version, len(data), slot.beside.early)
             for name, nbytes in slot.layout.payload.items():
                 found[name, slot.version] = CopyHolding(name, slot.version, nbytes)
         return sorted(found.values(), key=lambda h: (h.version, h.shard))
@@ -207,8 +212,9 @@ class NeighbourCopies:
         """A held copy in the form of a transfer's source. Raises RestoreError if it is not held."""
         for slot in self._slots:
             if owner == self.source_rank and slot.version == version:
-                if shard == self._capsule_name(owner):
-                    data = torch.frombuffer(bytearray(slot.capsule or b"\0"), dtype=torch.uint8)[: len(slot.capsule)]
+                plain = slot.beside.plain.get(shard)
+                if plain is not None:
+                    data = torch.frombuffer(bytearray(plain or b"\0"), dtype=torch.uint8)[: len(plain)]
                     return ShardSource(shard, ShardSpec({"bytes": TensorSpec((len(data),), torch.uint8)}), [data])
                 if shard in slot.layout.payload:
                     return ShardSource(shard, *slot.content(shard))
@@ -279,13 +285,16 @@ class NeighbourCopies:
         if memory is _Memory.SENT:
             sends += self._send_tensors(own.buffer[: layout.nbytes])
         self._wait(self._recv(theirs))
-        slot, follows, whole = self._receive_header(version, theirs.tolist(), sends)
+        slot, follows, kept = self._receive_header(version, theirs.tolist(), sends)
         if memory is _Memory.OFFERED and not self._accepted(address):
             sends += self._send_tensors(own.buffer[: layout.nbytes])
         if follows:
             for work in [self._recv(part, self._tag(i)) for i, part in enumerate(_parts(slot.buffer))]:
                 self._wait(work)
-        slot.version = version if whole else -1
+        if kept is None:
+            slot.version = -1
+        else:
+            slot.finish(version, kept)
         self._on_kept(self._newest_kept())
         for work in sends:
             self._wait(work)
@@ -306,9 +315,11 @@ class NeighbourCopies:
         self._mapped_there[address.inode] = bool(answer.item())
         return self._mapped_there[address.inode]
 
-    def _receive_header(self, version: int, frame: list[int], sends: list[dist.Work | None]) -> tuple[Slot, bool, bool]:
-        """The slot for this version with all but its tensors, whether these will be sent, and whether the slot is then
-        something to keep. Answers an offer; a send ends when it is received, so nothing waits for that here."""
+    def _receive_header(
+        self, version: int, frame: list[int], sends: list[dist.Work | None]
+    ) -> tuple[Slot, bool, Beside | None]:
+        """The slot for this version, whether its tensors will be sent, and what belongs to them; None if nothing of it
+        is to be kept. Answers an offer; a send ends when it is received, so nothing waits for that here."""
         magic, generation, their_version, ident, nbytes, header_nbytes, memory = frame[:7]
         if (magic, generation, their_version) != (_MAGIC, self._generation, version):
             raise ProtocolError(
@@ -326,9 +337,9 @@ class NeighbourCopies:
         slot, mapped = self._slot_for(MemoryAddress(*frame[7:]), layout, _Memory(memory))
         if memory == _Memory.OFFERED:
             sends.append(self._group.send([torch.tensor([int(mapped)])], self.source_rank, _ANSWER_TAG))
-        slot.capsule, slot.early = capsule or b"", early
         slot.values = values
-        return slot, not mapped, capsule is not None
+        owner = self.source_rank
+        return slot, not mapped, None if capsule is None else Beside(owner, {self._capsule_name(owner): capsule}, early)
 
     def _slot_for(self, address: MemoryAddress, layout: Layout, memory: _Memory) -> tuple[Slot, bool]:
         """The slot to hold the next version, and whether it shows the owner's memory."""

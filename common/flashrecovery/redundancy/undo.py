@@ -20,7 +20,7 @@ import torch
 
 from flashrecovery.errors import RestoreError
 from flashrecovery.redundancy.background import Background
-from flashrecovery.redundancy.flat import Layout, Slot, slot_for_next
+from flashrecovery.redundancy.flat import NOTHING, Beside, Keep, Layout, Slot, slot_for_next
 from flashrecovery.state.shard import Shard, ShardSource
 
 ChangeCounter = Callable[[Sequence[torch.Tensor]], int]
@@ -37,6 +37,7 @@ class Capture:
     tensors: Mapping[str, Mapping[str, torch.Tensor]]
     values: Mapping[str, dict[str, Any]]
     ready: torch.cuda.Event | None
+    beside: Beside = NOTHING
     watched: Sequence[torch.Tensor] = ()
     seen: int = 0
 
@@ -50,10 +51,16 @@ class UndoCopy:
     memory that other processes can map. ``brief``: for a few steps, in memory that is not page-locked, which would take
     time; may be set to False later.
     ``look``: given where only the script changes the tensors before :meth:`wait` has returned; a copy during which it
-    has done so is not whole."""
+    has done so is not whole. ``keep``: the copies outlive this process, and begin with those of the process before."""
 
     def __init__(
-        self, shards: Sequence[Shard], *, share: bool = False, brief: bool = False, look: ChangeCounter | None = None
+        self,
+        shards: Sequence[Shard],
+        *,
+        share: bool = False,
+        brief: bool = False,
+        look: ChangeCounter | None = None,
+        keep: Keep | None = None,
     ) -> None:
         self.shards = list(shards)
         self.brief = brief
@@ -62,7 +69,7 @@ class UndoCopy:
         self._captured: list[torch.Tensor] = []
         self._watched: list[torch.Tensor] = []
         self._share = share
-        self._slots = (Slot(), Slot())
+        self._slots = (Slot(), Slot()) if keep is None else (Slot(keep("own-0")), Slot(keep("own-1")))
         self._layout = Layout()
         self._last: list[torch.Tensor] = []
         self._background = Background("flashrecovery-undo")
@@ -78,10 +85,10 @@ class UndoCopy:
         self.begin()
         self.copy(version, self.capture())
 
-    def start(self, version: int) -> None:
+    def start(self, version: int, beside: Beside = NOTHING) -> None:
         """Like :meth:`hold`, but beside the training thread; see :meth:`before_mutation`."""
         self.wait()
-        capture = self.capture()
+        capture = self.capture(beside)
         self.begin()
         self._started = version
 
@@ -116,12 +123,12 @@ class UndoCopy:
         """From now on :meth:`before_mutation` waits for the next :meth:`copy`."""
         self._copied.clear()
 
-    def capture(self) -> Capture:
-        """The live tensors. In the training thread, at a step boundary."""
+    def capture(self, beside: Beside = NOTHING) -> Capture:
+        """The live tensors, and what belongs to them. In the training thread, at a step boundary."""
         tensors = {s.name: s.tensors() for s in self.shards}
         values = {s.name: v for s in self.shards if (v := s.values())}
         on_device = torch.cuda.is_initialized() and any(t.is_cuda for ts in tensors.values() for t in ts.values())
-        capture = Capture(tensors, values, torch.cuda.current_stream().record_event() if on_device else None)
+        capture = Capture(tensors, values, torch.cuda.current_stream().record_event() if on_device else None, beside)
         if self._look is None:
             return capture
         live = capture.live()
@@ -152,7 +159,7 @@ class UndoCopy:
             if event is not None:
                 event.synchronize()
             if self._look is None or self._look(capture.watched) == capture.seen:
-                slot.version = version
+                slot.finish(version, capture.beside)
             return slot
         finally:
             self._copied.set()
@@ -180,6 +187,11 @@ class UndoCopy:
     def versions(self) -> list[int]:
         """Versions held whole, ascending."""
         return sorted({s.version for s in self._slots if s.version >= 0})
+
+    def held(self) -> list[tuple[int, tuple[str, ...], Beside]]:
+        """(version, names of the shards, what belongs to them) of each version held whole, ascending."""
+        whole = [s for s in self._slots if s.version >= 0]
+        return [(s.version, s.layout.shards, s.beside) for s in sorted(whole, key=lambda s: s.version)]
 
     def source(self, shard: str, version: int) -> ShardSource:
         """A shard's content at ``version``, sharing memory with the copy. Raises RestoreError if it is not

@@ -1,8 +1,9 @@
-"""The copies that this worker keeps, and when: neighbour copies, an own pre-step copy, fallback checkpoints.
+"""The copies that this worker keeps, and when: neighbour copies, an own pre-step copy, snapshots, fallback checkpoints.
 
 Which of them a job needs follows from its shards (:mod:`flashrecovery.redundancy` has the mechanisms): shards that no
 other rank holds go to the neighbour every step; an own pre-step copy is kept where a step cannot be completed from
-what its peers hold (see :meth:`Copies.enable_undo`).
+what its peers hold (see :meth:`Copies.enable_undo`). Where copies are made in every step anyway, or are asked for, they
+are *snapshots*: held by a process of the node, too, and so also there when all processes of the job have died.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from flashrecovery.groups.pace import PacedNetwork
 from flashrecovery.plan import Kind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy import checkpoint
+from flashrecovery.redundancy.flat import Beside, Outliving
 from flashrecovery.redundancy.neighbor import NeighbourCopies
 from flashrecovery.redundancy.undo import ChangeCounter, UndoCopy
 from flashrecovery.runtime.environment import STRIDE_ENV
+from flashrecovery.snapshot.client import Keeper
+from flashrecovery.snapshot.memory import SharedMemory
 from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.worker.glance import glance_at_tensors
 from flashrecovery.worker.registry import Registry
@@ -70,8 +74,18 @@ class Copies:
         self._undo: UndoCopy | None = None
         self._undo_allowed = settings.undo != "never"
         self._undo_always = settings.undo == "always"
+        self._keeper = Keeper.from_env(registry.rank)
+        self._left = self._keeper.left() if self._keeper is not None else {}
+        for ranks in {int(name.rpartition("-")[2]) for name in self._left} - {registry.world_size}:
+            raise UnsupportedError(
+                f"the snapshots that were found are of a job of {ranks} ranks, and this one has {registry.world_size}: "
+                f"launch it with {ranks}, or choose another --run-dir"
+            )
+        self._snapshot: UndoCopy | None = None
         if registry.world_size > 1 and settings.redundancy != "none":
             self._keep_for_neighbour(registry, anywhere(bool(unique)), on_kept)
+        if settings.snapshots.keep == "always" and self._keeper is not None and not self._own_copies:
+            self._snapshot = UndoCopy(_part_of_snapshot(registry), share=True, look=self._look, keep=self._outliving)
         if self._undo_always:
             self.enable_undo()
         self.checkpoint: checkpoint.CheckpointFallback | None = None
@@ -106,10 +120,46 @@ class Copies:
             on_kept=on_kept,
             network=PacedNetwork(),
             look=self._look,
+            keep=self._outliving if self._keeper is not None and unique else None,
         )
+
+    def _outliving(self, name: str) -> Outliving:
+        """How the slot of this name is kept by the node's snapshot process."""
+        keeper = self._keeper
+        assert keeper is not None
+        name = f"{name}-of-{self._registry.world_size}"  # another number of ranks divides its state otherwise
+
+        def keep(memory: SharedMemory | None) -> None:
+            keeper.keep(name, memory)
+
+        return Outliving(keep, keeper.check, self._left.pop(name, None))
+
+    def take_over(self) -> None:
+        """Plain state that belongs to what the process before this one has left."""
+        kept = self._kept
+        if kept is None:
+            return
+        registry = self._registry
+        for version, _, beside in kept.held():
+            for shard in (registry.common, registry.capsule):
+                data = beside.plain.get(shard.name)
+                if data is not None and shard.at(version) is None:
+                    shard.keep(version, data)
 
     def describe(self) -> str:
         """In words: what is protected by which copies, what that costs, and which losses it survives."""
+        return self._describe_copies() + ("; " + self._describe_snapshots() if self.in_snapshots else "")
+
+    def _describe_snapshots(self) -> str:
+        if self._snapshot is None:
+            return "snapshots: the own copies outlive all processes of the job, and cost nothing besides"
+        sizes = [sum(t.nbytes for t in s.spec().tensors.values()) for s in self._snapshot.shards]
+        return (
+            f"snapshots: host memory 2 x {sum(sizes) / 1e6:.1f} MB for this rank's part of the state, which outlives "
+            "all processes of the job"
+        )
+
+    def _describe_copies(self) -> str:
         if self._capsules_only:
             return (
                 "replicas: every shard lives on several ranks; each rank's own state (random numbers, data position) "
@@ -129,10 +179,18 @@ class Copies:
         """The live state is ``version``: copy it, and send what only this rank has, beside the next step."""
         if self._undo is not None:
             self._undo.start(version)
+        if self._snapshot is not None:
+            self._snapshot.start(version, self._beside(version))
         if self._neighbour is not None:
             capsule = self._registry.capsule.at(version)
             assert capsule is not None
-            self._neighbour.commit(version, capsule)
+            self._neighbour.commit(version, capsule, beside=self._beside(version))
+
+    def _beside(self, version: int) -> Beside:
+        """The plain state of ``version``."""
+        registry = self._registry
+        plain = {s.name: data for s in (registry.common, registry.capsule) if (data := s.at(version)) is not None}
+        return Beside(registry.rank, plain)
 
     @property
     def capsules_only(self) -> bool:
@@ -141,9 +199,14 @@ class Copies:
         return self._capsules_only
 
     @property
-    def to_neighbour(self) -> bool:
-        """What no other rank holds is copied in every step, on every rank."""
-        return self._own_copies
+    def in_every_step(self) -> bool:
+        """Copies are made in every step, on every rank, which :meth:`wait` waits for."""
+        return self._own_copies or self._snapshot is not None
+
+    @property
+    def in_snapshots(self) -> bool:
+        """What this rank has to add to the job's state is in memory that outlives all of its processes."""
+        return self._kept is not None
 
     def send_capsule(self, version: int, *, sealed: bool) -> None:
         """Send this rank's capsule before the mutation that makes ``version``, on every rank; returns when its exchange
@@ -172,10 +235,14 @@ class Copies:
         """The copies of the last committed version are complete. Raises what the exchange has raised."""
         if self._neighbour is not None:
             self._neighbour.wait()
+        if self._snapshot is not None:
+            self._snapshot.wait()
 
     def before_mutation(self, version: int, *, touched: bool = False) -> None:
         """``version`` may be overwritten after this. ``touched``: it has been, in part, since it was handed out, and an
         own copy that is made only now would not be one of ``version``."""
+        if self._snapshot is not None:
+            self._snapshot.before_mutation()
         if self._neighbour is not None and not self._capsules_only:
             self._neighbour.before_mutation()
         elif self._undo is not None and self._undo.started(version):
@@ -204,8 +271,9 @@ class Copies:
         """After the groups have been abandoned: end what is under way."""
         if self._neighbour is not None:
             self._neighbour.halt(self._limits.drain_s)
-        if self._undo is not None and not self._undo.wait_idle(self._limits.drain_s):
-            raise RestoreError(f"this rank's own pre-step copy was not made within {self._limits.drain_s:g} s")
+        for copies in self._alone:
+            if not copies.wait_idle(self._limits.drain_s):
+                raise RestoreError(f"this rank's own pre-step copy was not made within {self._limits.drain_s:g} s")
 
     def resumed(self, generation: int, version: int) -> None:
         """All ranks are at ``version``: newer copies are void."""
@@ -213,8 +281,8 @@ class Copies:
             self.checkpoint.withdraw()
         if self._neighbour is not None:
             self._neighbour.reset(generation, version)
-        if self._undo is not None:
-            self._undo.reset(version)
+        for copies in self._alone:
+            copies.reset(version)
 
     def load_checkpoint(self, path: str, version: int) -> str:
         """Load everything of this rank from a checkpoint. Returns the layout of the ranks that wrote it if that is
@@ -236,8 +304,8 @@ class Copies:
         """The job is over."""
         if self._neighbour is not None and not self._neighbour.close():
             groups.abandon("the job is over")  # frees its thread, which the end of the interpreter must not meet
-        if self._undo is not None:
-            self._undo.close()
+        for copies in self._alone:
+            copies.close()
         if self.checkpoint is not None:
             self.checkpoint.close(_CLOSE_S)
 
@@ -252,6 +320,18 @@ class Copies:
         return self._neighbour is not None and not self._capsules_only
 
     @property
+    def _kept(self) -> UndoCopy | None:
+        """Makes the copy that the node's snapshot process holds, too."""
+        if self._snapshot is not None:
+            return self._snapshot
+        return self._own_copy if self._own_copies and self._keeper is not None else None
+
+    @property
+    def _alone(self) -> list[UndoCopy]:
+        """The own copies that are not part of the neighbour's."""
+        return [copies for copies in (self._undo, self._snapshot) if copies is not None]
+
+    @property
     def keeps_undo(self) -> bool:
         """Whether this rank can always go back one version."""
         return self._own_copy is not None
@@ -259,10 +339,11 @@ class Copies:
     def inventory(self) -> list[pb.Held]:
         """What this rank holds whole."""
         held = []
-        undo = self._own_copy
-        if undo is not None:
-            names = [s.name for s in self._registry.tensor_shards()]
-            held += [pb.Held(kind=Kind.UNDO, version=v, shards=names) for v in undo.versions()]
+        for undo in {id(copies): copies for copies in (self._own_copy, self._snapshot) if copies is not None}.values():
+            known = [s.name for s in undo.shards]
+            for version, names, _ in undo.held():
+                if {*known} <= {*names}:
+                    held.append(pb.Held(kind=Kind.UNDO, version=version, shards=known))
         if self._neighbour is not None:
             for holding in self._neighbour.holdings():
                 held.append(
@@ -278,16 +359,19 @@ class Copies:
 
     def restore_undo(self, shard: Shard, version: int) -> None:
         """Put the own copy of ``version`` back. Raises RestoreError if it is not held."""
-        undo = self._own_copy
-        if undo is None:
-            raise RestoreError(f"no own copy of {shard.name!r}")
-        undo.restore(version, shard)
+        self._holder_of(shard.name, version).restore(version, shard)
+
+    def _holder_of(self, shard: str, version: int) -> UndoCopy:
+        """Raises RestoreError if this rank has no own copy of this shard."""
+        for copies in (self._own_copy, self._snapshot):
+            if copies is not None and any(shard in names for v, names, _ in copies.held() if v == version):
+                return copies
+        raise RestoreError(f"no own copy of {shard!r} at version {version}")
 
     def source(self, kind: str, owner: int, shard: str, version: int) -> ShardSource:
         """A copy in the form of a transfer's source. Raises RestoreError if it is not held."""
-        undo = self._own_copy
-        if kind == Kind.UNDO and undo is not None:
-            return undo.source(shard, version)
+        if kind == Kind.UNDO:
+            return self._holder_of(shard, version).source(shard, version)
         if kind == Kind.COPY and self._neighbour is not None:
             return self._neighbour.source(owner, shard, version)
         raise RestoreError(f"no {kind} of {shard!r} here")
@@ -295,6 +379,22 @@ class Copies:
 
 def _look(tensors: Sequence[torch.Tensor]) -> int:
     return glance_at_tensors(tensors, 0)
+
+
+def _part_of_snapshot(registry: Registry) -> list[Shard]:
+    """The shards of which this rank keeps the snapshot, so that each one is kept on one node, or on two if there are
+    several: the ranks that hold the same take turns."""
+    stride, nodes = placement()
+    part: list[Shard] = []
+    for number, shard in enumerate(registry.tensor_shards()):
+        holders = sorted(shard.holders)
+        first = holders[number % len(holders)]
+        keepers = {first}
+        if nodes > 1:
+            keepers.add(min(holders, key=lambda rank: (rank - first - stride) % registry.world_size))
+        if registry.rank in keepers:
+            part.append(shard)
+    return part
 
 
 def placement() -> tuple[int, int]:

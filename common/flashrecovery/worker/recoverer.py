@@ -64,7 +64,7 @@ class Recoverer:
     def __init__(self, worker: Worker, loop: Restorable) -> None:
         self._worker = worker
         self._loop = loop
-        self._fresh = worker.connection.detached
+        self._fresh = True  # the data sources of this process stand at their beginning
         self._came_at = 0  # the version at which this process has come into a loop that others had begun
         self._told: tuple[int, list[pb.ShardNeed]] = (0, [])  # the needs in the newest answer to a stop, its generation
 
@@ -81,6 +81,7 @@ class Recoverer:
                     "a replacement will not see what set-up collectives had returned here",
                 )
             self._loop.seal_start()
+        self._loop.copies.take_over()
         worker.registry.remember_start()
         if worker.settings.resume and worker.settings.checkpoint.dir is not None:
             found = newest(worker.settings.checkpoint.dir)
@@ -97,6 +98,7 @@ class Recoverer:
             checkpoints=worker.settings.checkpoint.dir is not None,
             checkpoint_interval_s=_seconds(worker.settings.checkpoint.interval_s),
             start=worker.connection.start_profile.stop(),
+            in_snapshots=self._loop.copies.in_snapshots,
         )
         if not worker.connection.detached:
             worker.gate.live = 0

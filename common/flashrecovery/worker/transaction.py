@@ -131,7 +131,7 @@ class Transaction(StepHooks):
         if proof.is_due(version):
             if self._compare_habits():
                 self._seal_more(version + 1, sealed)
-        elif not seen_forward or self._explicit_barrier or habits.reseal or (copies.to_neighbour and not copied):
+        elif not seen_forward or self._explicit_barrier or habits.reseal or (copies.in_every_step and not copied):
             self._barrier()
         if needs_undo or habits.needs_undo:
             copies.enable_undo(brief=not habits.known)

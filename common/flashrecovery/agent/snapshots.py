@@ -1,0 +1,153 @@
+"""This node's snapshot process, seen from its agent: found or started, watched, ended.
+
+What it holds of a rank is meant for the next process that fills the rank *here*. A rank that comes from elsewhere, or
+begins anew, must not find what was left of an earlier time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+from flashrecovery.config import RunConfig
+from flashrecovery.errors import ConfigError
+from flashrecovery.snapshot import address
+from flashrecovery.snapshot.client import SnapshotHost
+from flashrecovery.snapshot.files import FOLDER, listed
+
+log = logging.getLogger("flashrecovery")
+
+
+class NodeSnapshots:
+    """Made before any process is started.
+
+    Args:
+        path: directory of the agent; the same for a later launch that is to go on from what is there.
+        notice: to say something of it to whoever watches the job.
+    """
+
+    def __init__(self, config: RunConfig, path: Path, notice: Callable[[str], None]) -> None:
+        """Raises ConfigError if there are snapshots of an earlier launch, and it is not said what to do with them."""
+        self._config = config.snapshots
+        self._resumes = config.resume
+        self._folder = path / FOLDER
+        self._log = path / "logs" / "snapshots.log"
+        self._notice = notice
+        self._name = address.name_for(path)
+        self._here: set[int] = set()  # ranks that have been filled on this node
+        self._host: SnapshotHost | None = None
+        if self._config.keep == "never":
+            return
+        self._host = SnapshotHost.find(self._name)
+        if self._host is not None:
+            self._take_on(self._host, config.several_nodes)
+        elif listed(self._folder) and not self._resumes and not config.several_nodes:
+            raise ConfigError(_undecided(f"{self._folder} has snapshots", f"remove {self._folder}"))
+        if self._host is None:
+            self._host = self._start()
+            if self._resumes and listed(self._folder):
+                for file in self._host.load(self._folder):
+                    log.warning("%s is damaged; that snapshot is not used", self._folder / file)
+
+    def _take_on(self, host: SnapshotHost, several_nodes: bool) -> None:
+        """What an earlier launch has left."""
+        held = [one for one in host.held() if one.version >= 0]
+        if not held or self._resumes:
+            return
+        if several_nodes:  # an agent that has come back to a job that has gone on without it
+            log.warning("%d snapshots of an earlier time on this node are given up", len(held))
+            host.forget(None)
+            return
+        newest = max(one.version for one in held)
+        host.close()
+        raise ConfigError(
+            _undecided(
+                f"a process of an earlier launch in this run directory holds snapshots of version {newest}", "wait"
+            )
+        )
+
+    def _start(self) -> SnapshotHost:
+        folder = self._folder if self._config.persist else None
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        return SnapshotHost.start(self._name, self._log, folder, self._config.linger_s)
+
+    def env(self) -> Mapping[str, str]:
+        """For this node's ranks."""
+        return {} if self._host is None else {address.SNAPSHOT_ENV: self._name}
+
+    @property
+    def pid(self) -> int | None:
+        """Of the snapshot process, if this agent has started it."""
+        return None if self._host is None else self._host.pid
+
+    def filled(self, rank: int, *, detached: bool, was_here: bool) -> None:
+        """``rank`` is about to be filled. ``detached``: with a replacement; ``was_here``: this node had its process."""
+        self._here.add(rank)
+        inherits = was_here if detached else self._resumes
+        if not inherits:
+            self.forget([rank])
+
+    def placed(self, elsewhere: Collection[int]) -> None:
+        """These ranks are on other nodes."""
+        moved = self._here.intersection(elsewhere)
+        if moved:
+            self._here -= moved
+            self.forget(moved)
+
+    def forget(self, ranks: Collection[int] | None) -> None:
+        """These ranks (None: all) are no longer this node's."""
+        if self._host is not None:
+            try:
+                self._host.forget(ranks)
+            except OSError as e:
+                log.debug("the snapshot process is gone: %s", e)  # and with it what was to be forgotten
+
+    def revive(self) -> None:
+        """Start the process again if it has died; the ranks give it their memories once more at their next step."""
+        if self._host is None or self._host.alive():
+            return
+        self._host.close()
+        self._host = None
+        try:
+            self._host = self._start()
+        except OSError as e:
+            self._notice(f"the snapshot process has died, and cannot be started again: {e}; no snapshots from now on")
+            return
+        self._notice(
+            "the snapshot process has died and was started again; until every rank has come to its next step, a death "
+            "of all processes at once would go back to a checkpoint"
+        )
+
+    async def end(self, *, unfinished: bool) -> None:
+        """All ranks' processes have ended. ``unfinished``: the job has not come to its last step."""
+        host, self._host = self._host, None
+        if host is None:
+            return
+        try:
+            if unfinished and self._config.persist:
+                await asyncio.to_thread(self._persist, host)
+        except OSError as e:
+            log.warning("the snapshots are lost, the process that held them is gone: %s", e)
+        finally:
+            await asyncio.to_thread(host.end)
+
+    def _persist(self, host: SnapshotHost) -> None:
+        held = [one for one in host.held() if one.version > 0]
+        if not held:
+            return
+        nbytes = sum(one.nbytes for one in held)
+        log.warning("writing snapshots (%.1f MB) to %s", nbytes / 1e6, self._folder)
+        saved, wrong = host.save(self._folder)
+        if wrong:
+            log.warning(
+                "the snapshots could not be written, what this job had trained since its checkpoint is lost: %s", wrong
+            )
+            return
+        versions = sorted({version for _, _, version in saved})
+        log.warning("snapshots of version %s are in %s; --resume goes on from there", versions[-1], self._folder)
+
+
+def _undecided(what: str, otherwise: str) -> str:
+    return f"{what}, and it would be lost: give --resume to go on from there, choose another --run-dir, or {otherwise}"

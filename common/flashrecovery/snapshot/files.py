@@ -1,0 +1,131 @@
+"""Snapshots on disk: a folder with one file for each memory, and a list of them with their digests.
+
+The folder gets its name when everything in it is durable, so there is never half a snapshot under it. What has been
+damaged since is found by its digest when it is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import xxhash
+
+from flashrecovery.snapshot.memory import SharedMemory
+
+FOLDER = "snapshots"
+_LIST = "list.json"
+_PIECE = 16 << 20
+
+
+@dataclass(frozen=True)
+class SavedMemory:
+    """One memory on disk. ``parts``: (beginning in the memory, bytes) of what the file has, one after another; ``size``
+    of the whole memory; ``digest``: xxh3-128 of the file, hex."""
+
+    rank: int
+    name: str
+    version: int
+    file: str
+    size: int
+    parts: tuple[tuple[int, int], ...]
+    digest: str
+
+
+def save(folder: Path, memories: Iterable[tuple[int, str, SharedMemory]]) -> list[SavedMemory]:
+    """Write what is whole of (rank, name, memory) to ``folder``, in the place of what was there. Nobody may write into
+    the memories meanwhile. Raises OSError; then what was there is still there."""
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        saved = [_save_one(temporary, rank, name, memory) for rank, name, memory in memories if memory.version >= 0]
+        with open(temporary / _LIST, "w") as f:
+            json.dump([asdict(one) for one in saved], f, indent=1)
+            f.flush()
+            os.fsync(f.fileno())
+        _sync_folder(temporary)
+        if folder.exists():
+            before = folder.with_name(f".{folder.name}.before")
+            shutil.rmtree(before, ignore_errors=True)
+            folder.rename(before)
+            temporary.rename(folder)
+            shutil.rmtree(before)
+        else:
+            temporary.rename(folder)
+        _sync_folder(folder.parent)
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return saved
+
+
+def _save_one(folder: Path, rank: int, name: str, memory: SharedMemory) -> SavedMemory:
+    file = f"rank{rank}-{name}"
+    hasher = xxhash.xxh3_128()
+    with open(folder / file, "wb") as f, memoryview(memory.map) as content:
+        for begin, nbytes in memory.parts():
+            for at in range(begin, begin + nbytes, _PIECE):
+                piece = content[at : min(at + _PIECE, begin + nbytes)]
+                hasher.update(piece)
+                f.write(piece)
+                piece.release()
+        f.flush()
+        os.fsync(f.fileno())
+    return SavedMemory(rank, name, memory.version, file, memory.address.size, memory.parts(), hasher.hexdigest())
+
+
+def listed(folder: Path) -> list[SavedMemory]:
+    """What ``folder`` says that it has; nothing if it is not there or its list cannot be read."""
+    try:
+        raw = json.loads((folder / _LIST).read_text())
+        return [SavedMemory(**{**one, "parts": tuple(tuple(p) for p in one["parts"])}) for one in raw]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+
+
+def damaged(folder: Path, saved: SavedMemory) -> str:
+    """What is wrong with one file, in words; "" if it is what was written."""
+    hasher = xxhash.xxh3_128()
+    try:
+        for piece in _pieces(folder / saved.file):
+            hasher.update(piece)
+    except OSError as e:
+        return f"{saved.file}: {e.strerror}"
+    return "" if hasher.hexdigest() == saved.digest else f"{saved.file} is not what was written (its digest differs)"
+
+
+def load(folder: Path, saved: SavedMemory) -> SharedMemory | None:
+    """The memory that was saved; None if the file is damaged. Raises OSError if there is no room for it."""
+    if damaged(folder, saved):
+        return None
+    fd = os.memfd_create("flashrecovery-copy", os.MFD_CLOEXEC)
+    os.ftruncate(fd, saved.size)
+    pieces = _pieces(folder / saved.file)
+    rest = b""
+    for begin, nbytes in saved.parts:
+        at = begin
+        while at < begin + nbytes:
+            rest = rest or next(pieces)
+            piece, rest = rest[: begin + nbytes - at], rest[begin + nbytes - at :]
+            os.pwrite(fd, piece, at)
+            at += len(piece)
+    return SharedMemory.of(fd)
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as f:
+        while piece := f.read(_PIECE):
+            yield piece
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

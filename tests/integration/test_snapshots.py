@@ -1,0 +1,236 @@
+"""State outlives every process of the job: all workers at once, the launcher, the snapshot process itself. Bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from flashrecovery.snapshot.files import FOLDER, listed
+from tests.support.jobs import DDP, FSDP, HSDP, Job, Layout, References, RunningJob, check_clean, check_same, run_job
+
+STEPS = 40
+ALWAYS = {"snapshots": {"keep": "always"}}
+KEPT = pytest.mark.parametrize(
+    ("layout", "config"), [pytest.param(FSDP, {}, id="fsdp"), pytest.param(DDP, ALWAYS, id="ddp")]
+)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Job]:
+    return References(
+        lambda: tmp_path_factory.mktemp("reference"),
+        lambda folder, layout: run_job(folder, layout, steps=STEPS, standby=0),
+    )
+
+
+def start(run_dir: Path, layout: Layout, config: dict[str, Any], *options: str, **kwargs: Any) -> RunningJob:
+    return RunningJob(run_dir, layout, steps=STEPS, standby=0, config=config or None, options=options, **kwargs)
+
+
+def snapshot_process(job: RunningJob) -> psutil.Process:
+    (found,) = [p for p in psutil.Process(job.popen.pid).children() if "flashrecovery.snapshot.process" in p.cmdline()]
+    return found
+
+
+def end_of(process: psutil.Process) -> None:
+    psutil.wait_procs([process], timeout=20)
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def kill_everything(job: RunningJob) -> None:
+    """The launcher and all ranks at once; what else they have started ends with them."""
+    pids = [job.popen.pid, *job.ranks().values()]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    job.popen.wait()
+
+
+# -- all processes of the ranks ------------------------------------------------------------------
+
+
+@KEPT
+def test_all_ranks_die_at_once(
+    layout: Layout, config: dict[str, Any], tmp_path: Path, reference: Callable[[Layout], Job]
+) -> None:
+    """Nobody lives who holds any state, there is no checkpoint, and not a step is lost."""
+    running = start(tmp_path / "run", layout, config)
+    for step in (5, 15):
+        running.wait_for_step(step)
+        running.kill(0, 1, 2, 3)
+        running.wait_for("recovery_finished", count=1 + (step == 15))
+    job = running.wait()
+    check_same(job, reference(layout))
+    assert {v for e in job.of("recovery_finished") for v in e["victims"]} == {0, 1, 2, 3}, job.explain()
+
+
+def test_a_rank_and_the_one_that_keeps_its_copies_die_at_once(
+    tmp_path: Path, reference: Callable[[Layout], Job]
+) -> None:
+    running = start(tmp_path / "run", FSDP, {})
+    running.wait_for_step(5)
+    running.kill(1, 2)
+    check_same(running.wait(), reference(FSDP))
+
+
+def test_ranks_die_before_their_copies_are_whole_again(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
+    """A rank dies at its first hand-out after a recovery, together with the one whose copies it kept."""
+    inject = ["rank=2,fault=sigkill,at=forward,step=6", "rank=2,fault=sigkill,at=between,step=6"]
+    inject += ["rank=1,fault=sigkill,at=between,step=7"]
+    job = run_job(tmp_path / "run", FSDP, steps=STEPS, standby=0, inject=inject)
+    check_same(job, reference(FSDP))
+    assert len(job.notices("fault_fired")) == 3, job.explain()
+
+
+def test_all_ranks_die_in_their_first_step(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
+    """Nothing whole is held yet; only that step is lost."""
+    running = start(tmp_path / "run", FSDP, {}, flags=["--step-time", "300"])
+    running.wait_for("job_started")
+    running.kill(0, 1, 2, 3)
+    job = running.wait()
+    assert job.code == 0 and job.digests == reference(FSDP).digests, job.explain()
+    check_clean(job)
+
+
+# -- the launcher ------------------------------------------------------------------------------------
+
+
+@KEPT
+def test_everything_dies_and_the_next_launch_goes_on(
+    layout: Layout, config: dict[str, Any], tmp_path: Path, reference: Callable[[Layout], Job]
+) -> None:
+    """No checkpoint, and nothing on disk: the snapshot process has what is needed."""
+    running = start(tmp_path / "run", layout, config)
+    running.wait_for_step(8)
+    holder = snapshot_process(running)
+    kill_everything(running)
+    running.wait()
+    assert holder.is_running() and not listed(tmp_path / "run" / FOLDER)
+    job = start(tmp_path / "run", layout, config, "--resume").wait()
+    (version,) = job.gone_on_from_snapshots()
+    assert version >= 8
+    check_same(job, reference(layout), launches=2)
+    end_of(holder)
+
+
+def test_a_job_that_is_told_to_end_loses_no_step(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
+    running = start(tmp_path / "run", FSDP, {})
+    running.wait_for_step(8)
+    running.popen.terminate()
+    ended = running.wait()
+    assert ended.code != 0 and "--resume goes on from there" in ended.output
+    check_clean(ended)
+    assert {saved.rank for saved in listed(tmp_path / "run" / FOLDER)} == {0, 1, 2, 3}
+
+    again = start(tmp_path / "run", FSDP, {}).wait()
+    assert again.code != 0 and "has snapshots, and it would be lost: give --resume" in again.output
+    job = start(tmp_path / "run", FSDP, {}, "--resume").wait()
+    (version,) = job.gone_on_from_snapshots()
+    assert version >= 8
+    check_same(job, reference(FSDP), launches=2)
+
+
+def test_nobody_comes_back_in_time(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
+    """Then the snapshot process writes what it has, and ends."""
+    config = {"snapshots": {"linger_s": 0.3}}
+    running = start(tmp_path / "run", FSDP, config)
+    running.wait_for_step(8)
+    holder = snapshot_process(running)
+    kill_everything(running)
+    end_of(holder)
+    check_clean(running.wait())
+    job = start(tmp_path / "run", FSDP, config, "--resume").wait()
+    assert job.gone_on_from_snapshots()
+    check_same(job, reference(FSDP), launches=2)
+
+
+def test_what_is_damaged_on_disk_is_not_used(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
+    """One bit of the newest version of one rank: the job goes on from the version before, if that is still whole, and
+    otherwise says what is missing. It never begins anew by itself."""
+    running = start(tmp_path / "run", FSDP, {})
+    running.wait_for_step(8)
+    running.popen.terminate()
+    running.wait()
+    folder = tmp_path / "run" / FOLDER
+    newest = max((s for s in listed(folder) if s.rank == 2 and s.name.startswith("own")), key=lambda s: s.version)
+    content = bytearray((folder / newest.file).read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / newest.file).write_bytes(content)
+    job = start(tmp_path / "run", FSDP, {}, "--resume").wait()
+    assert f"{newest.file} is damaged" in job.output
+    if job.code == 0:
+        assert job.gone_on_from_snapshots() == [newest.version - 1]
+        check_same(job, reference(FSDP), launches=2)
+    else:
+        assert "there are snapshots of an earlier launch, but no version exists for every shard" in job.output
+        assert not [log for log in job.logs if log.lines and log.lines[-1][0] == 0], "it has begun anew"
+        check_clean(job)
+
+
+def test_a_launch_with_another_number_of_ranks_does_not_take_them(tmp_path: Path) -> None:
+    running = start(tmp_path / "run", FSDP, {})
+    running.wait_for_step(8)
+    running.popen.terminate()
+    running.wait()
+    smaller = Layout("fsdp-2", FSDP.script, nproc=2)
+    job = start(tmp_path / "run", smaller, {}, "--resume").wait()
+    assert job.code != 0 and "of a job of 4 ranks, and this one has 2" in job.output, job.explain()
+    assert len(listed(tmp_path / "run" / FOLDER)) >= 4, "they are still there"
+
+
+# -- the snapshot process ----------------------------------------------------------------------------
+
+
+@KEPT
+def test_the_snapshot_process_dies(
+    layout: Layout, config: dict[str, Any], tmp_path: Path, reference: Callable[[Layout], Job]
+) -> None:
+    """Training goes on; a new one is given what there is; then all ranks die."""
+    running = start(tmp_path / "run", layout, config)
+    running.wait_for_step(5)
+    before = snapshot_process(running)
+    before.kill()
+    deadline = time.monotonic() + 20
+    while not [e for e in running.events() if e["event"] == "notice" and "was started again" in e["text"]]:
+        assert time.monotonic() < deadline, running.wait(1).explain()
+        time.sleep(0.02)
+    running.wait_for_step(running.newest_step() + 3)
+    running.kill(0, 1, 2, 3)
+    job = running.wait()
+    check_same(job, reference(layout))
+    assert job.of("recovery_finished")
+    assert snapshot_is_gone(before)
+
+
+def snapshot_is_gone(process: psutil.Process) -> bool:
+    return not process.is_running()
+
+
+def test_nothing_is_kept_where_nobody_has_asked(tmp_path: Path) -> None:
+    running = start(tmp_path / "run", DDP, {"snapshots": {"keep": "never"}})
+    running.wait_for("job_started")
+    with pytest.raises(ValueError, match="not enough values"):
+        snapshot_process(running)
+    running.kill(0, 1, 2, 3)
+    job = running.wait()
+    assert job.code != 0 or job.notices("start_again"), job.explain()
+    check_clean(job)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("attempt", range(20))
+@pytest.mark.parametrize(("layout", "config"), [(FSDP, {}), (HSDP, ALWAYS), (DDP, ALWAYS)], ids=["fsdp", "hsdp", "ddp"])
+def test_all_ranks_die_at_any_moment(
+    layout: Layout, config: dict[str, Any], attempt: int, tmp_path: Path, reference: Callable[[Layout], Job]
+) -> None:
+    running = start(tmp_path / "run", layout, config)
+    running.wait_for_step(2 + attempt)
+    time.sleep(0.017 * attempt)
+    running.kill(0, 1, 2, 3)
+    check_same(running.wait(), reference(layout))

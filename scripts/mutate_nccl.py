@@ -392,8 +392,8 @@ ROWS = (
             _out(
                 "11-pinned-is-not-shared",
                 FLAT,
-                "            if (share or pin) and layout.nbytes > 0:",
-                "            if share and not pin and layout.nbytes > 0:",
+                "            if outlives or ((share or pin) and layout.nbytes > 0):",
+                "            if outlives or (share and not pin and layout.nbytes > 0):",
                 *_unit("shared_memory"),
             ),
             _out(

@@ -1,4 +1,4 @@
-"""State outlives every process of the job: all workers at once, the launcher, the snapshot process itself. Bit for bit."""
+"""State outlives every process: all workers at once, the launcher, the snapshot process itself. Bit for bit."""
 
 from __future__ import annotations
 

@@ -75,13 +75,18 @@ def check_loop(job: Job, reference: Job, kills: Sequence[Kill]) -> None:
 def _check_in_place(job: Job, kills: Sequence[Kill]) -> None:
     """Each kill was recovered from at its step, or next to it as :data:`RESUMES` says; nothing was begun anew or read
     from a disk. Kills in quick succession may share a recovery."""
-    left = list(kills)
-    for event in job.of("recovery_finished"):
-        together, left = left[: len(event["victims"])], left[len(event["victims"]) :]
+    left, together = list(kills), []
+    for event in job.events:
+        if event["event"] == "failure_detected" and left:
+            together.append(left.pop(0))
+        if event["event"] != "recovery_finished":
+            continue
         said = f"killed: {', '.join(map(str, together))}; recovered: {event['victims']} at {event['resume_step']}"
-        assert sorted(kill.rank for kill in together) == sorted(event["victims"]), f"{said}\n{job.explain()}"
+        assert {kill.rank for kill in together} == {*event["victims"]}, f"{said}\n{job.explain()}"
         last = together[-1]
         assert event["resume_step"] - last.step in RESUMES[last.moment], f"{said}\n{job.explain()}"
+        together = []
+    left += together
     assert not left, f"not recovered from: {', '.join(map(str, left))}\n{job.explain()}"
     assert not job.of("fallback_started") and not job.notices("start_again"), job.explain()
 

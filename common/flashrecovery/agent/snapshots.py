@@ -139,13 +139,12 @@ class NodeSnapshots:
             return
         nbytes = sum(one.nbytes for one in held)
         log.warning("writing snapshots (%.1f MB) to %s", nbytes / 1e6, self._folder)
-        saved, wrong = host.save(self._folder)
+        versions, wrong = host.save(self._folder)
         if wrong:
             log.warning(
                 "the snapshots could not be written, what this job had trained since its checkpoint is lost: %s", wrong
             )
             return
-        versions = sorted({version for _, _, version in saved})
         log.warning("snapshots of version %s are in %s; --resume goes on from there", versions[-1], self._folder)
 
 

@@ -91,11 +91,9 @@ def _ended(sock: socket.socket) -> bool:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldMemory:
     """One memory that the process has. ``nbytes`` of content; ``version`` -1: not whole."""
 
-    rank: int
-    name: str
     version: int
     nbytes: int
 
@@ -143,19 +141,19 @@ class SnapshotHost:
         """Whether the process is there."""
         return not _ended(self._sock)
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[HeldMemory]:
         """What it has. Raises OSError if it is gone."""
-        return [Held(*one) for one in self._ask("list")["held"]]
+        return [HeldMemory(*one) for one in self._ask("list")["held"]]
 
     def forget(self, ranks: Collection[int] | None) -> None:
         """Nothing of these ranks (None: of any) is needed here any more. Raises OSError if it is gone."""
         self._ask("forget", ranks=None if ranks is None else list(ranks))
 
-    def save(self, folder: Path) -> tuple[list[tuple[int, str, int]], str]:
-        """Write everything that is whole to ``folder``; nobody may write into it meanwhile. Returns (rank, name,
-        version) of what was written, and what has gone wrong, in words. Raises OSError if the process is gone."""
+    def save(self, folder: Path) -> tuple[list[int], str]:
+        """Write everything that is whole to ``folder``; nobody may write into it meanwhile. Returns the versions that
+        were written, and what has gone wrong, in words. Raises OSError if the process is gone."""
         answer = self._ask("save", folder=str(folder))
-        return [tuple(one) for one in answer["saved"]], answer["error"]
+        return answer["saved"], answer["error"]
 
     def load(self, folder: Path) -> list[str]:
         """Hold what was written to ``folder``. Returns the files that are damaged. Raises OSError if it is gone."""

@@ -43,20 +43,19 @@ def save(folder: Path, memories: Iterable[tuple[int, str, SharedMemory]]) -> lis
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        saved = [_save_one(temporary, rank, name, memory) for rank, name, memory in memories if memory.version >= 0]
+        found = [_save_one(temporary, rank, name, memory) for rank, name, memory in memories if memory.version >= 0]
+        saved = [one for one in found if one is not None]
         with open(temporary / _LIST, "w") as f:
             json.dump([asdict(one) for one in saved], f, indent=1)
             f.flush()
             os.fsync(f.fileno())
         _sync_folder(temporary)
+        before = _before(folder)
         if folder.exists():
-            before = folder.with_name(f".{folder.name}.before")
             shutil.rmtree(before, ignore_errors=True)
             folder.rename(before)
-            temporary.rename(folder)
-            shutil.rmtree(before)
-        else:
-            temporary.rename(folder)
+        temporary.rename(folder)
+        shutil.rmtree(before, ignore_errors=True)
         _sync_folder(folder.parent)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -64,7 +63,14 @@ def save(folder: Path, memories: Iterable[tuple[int, str, SharedMemory]]) -> lis
     return saved
 
 
-def _save_one(folder: Path, rank: int, name: str, memory: SharedMemory) -> SavedMemory:
+def _before(folder: Path) -> Path:
+    """Where what was in ``folder`` is for the moment between two renames."""
+    return folder.with_name(f".{folder.name}.before")
+
+
+def _save_one(folder: Path, rank: int, name: str, memory: SharedMemory) -> SavedMemory | None:
+    """None if somebody has written into it meanwhile."""
+    version = memory.version
     file = f"rank{rank}-{name}"
     hasher = xxhash.xxh3_128()
     with open(folder / file, "wb") as f, memoryview(memory.map) as content:
@@ -76,11 +82,16 @@ def _save_one(folder: Path, rank: int, name: str, memory: SharedMemory) -> Saved
                 piece.release()
         f.flush()
         os.fsync(f.fileno())
-    return SavedMemory(rank, name, memory.version, file, memory.address.size, memory.parts(), hasher.hexdigest())
+    if memory.version != version:
+        (folder / file).unlink()
+        return None
+    return SavedMemory(rank, name, version, file, memory.address.size, memory.parts(), hasher.hexdigest())
 
 
 def listed(folder: Path) -> list[SavedMemory]:
     """What ``folder`` says that it has; nothing if it is not there or its list cannot be read."""
+    if not folder.exists() and _before(folder).exists():
+        _before(folder).rename(folder)  # it was being replaced when the writer was killed
     try:
         raw = json.loads((folder / _LIST).read_text())
         return [SavedMemory(**{**one, "parts": tuple(tuple(p) for p in one["parts"])}) for one in raw]

@@ -155,7 +155,7 @@ class SnapshotProcess:
         return _Answer({"names": list(found)}, list(found.values()))
 
     def _list(self, _: socket.socket, __: Mapping[str, Any], ___: list[int]) -> _Answer:
-        held = [(rank, name, memory.version, memory.nbytes) for rank, name, memory in self._all()]
+        held = [(memory.version, memory.nbytes) for memory in self._memories.values()]
         return _Answer({"held": held}, [])
 
     def _save(self, _: socket.socket, message: Mapping[str, Any], __: list[int]) -> _Answer:
@@ -163,7 +163,7 @@ class SnapshotProcess:
             saved = save(Path(message["folder"]), self._all())
         except OSError as e:
             return _Answer({"saved": [], "error": f"{message['folder']}: {e.strerror}"}, [])
-        return _Answer({"saved": [(one.rank, one.name, one.version) for one in saved], "error": ""}, [])
+        return _Answer({"saved": sorted({one.version for one in saved}), "error": ""}, [])
 
     def _load(self, _: socket.socket, message: Mapping[str, Any], __: list[int]) -> _Answer:
         folder = Path(message["folder"])

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -77,6 +78,25 @@ def test_a_rank_finds_what_its_predecessor_has_left(host: SnapshotHost, name: st
     assert Keeper(name, 2).left() == {} and len(Keeper(name, 1).left()) == 1
     host.forget(None)
     assert host.held() == []
+
+
+def test_who_has_died_is_heard_before_its_successor(host: SnapshotHost, name: str) -> None:
+    """Also if the process had no time for either of them until both had spoken."""
+    assert host.pid is not None
+    for attempt in range(20):
+        process = psutil.Process(host.pid)
+        successor = Keeper(name, 0)
+        process.suspend()
+        before = Keeper(name, 0)
+        before.keep("own-0-of-1", memory(attempt))
+        del before
+        found: list[dict[str, SharedMemory]] = []
+        asked = threading.Thread(target=lambda: found.append(successor.left()))  # noqa: B023 - joined below
+        asked.start()
+        time.sleep(0.01)
+        process.resume()
+        asked.join()
+        assert [m.version for m in found[0].values()] == [attempt]
 
 
 def test_it_imports_no_torch(host: SnapshotHost) -> None:

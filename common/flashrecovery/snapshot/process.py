@@ -95,23 +95,39 @@ class SnapshotProcess:
     # -- connections ------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        if not is_ours(sock):
-            sock.close()
-            return
-        self._selector.register(sock, selectors.EVENT_READ)
+        """All that are waiting."""
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            if is_ours(sock):
+                sock.setblocking(False)
+                self._selector.register(sock, selectors.EVENT_READ)
+            else:
+                sock.close()
 
-    def _hear(self, sock: socket.socket) -> None:
+    def _catch_up(self, asking: socket.socket) -> None:
+        """Hear what others have said before ``asking`` did: connections have no order among them, and who has died was
+        the last to know what it kept."""
+        self._accept()
+        for key in list(self._selector.get_map().values()):
+            sock = key.fileobj
+            while isinstance(sock, socket.socket) and sock not in (self._listener, asking) and _has_message(sock):
+                self._hear(sock, in_turn=False)
+
+    def _hear(self, sock: socket.socket, *, in_turn: bool = True) -> None:
         try:
             message, descriptors = receive(sock)
+        except BlockingIOError:
+            return  # it has been heard meanwhile
         except OSError:
             message, descriptors = None, []
         if message is None:
             self._lost(sock)
             return
+        if in_turn and message["do"] in _ABOUT_ALL:
+            self._catch_up(sock)
         answer = self._do[message["do"]](sock, message, descriptors)
         if answer is None:
             return
@@ -180,6 +196,15 @@ class SnapshotProcess:
         self._over = True
 
 
+def _has_message(sock: socket.socket) -> bool:
+    try:
+        return bool(sock.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK))
+    except OSError:
+        return False
+
+
+_ABOUT_ALL = frozenset(("take", "list", "save", "forget"))
+"""What depends on what others have said."""
 _FIRST_CALL_S = 10.0
 """An agent that has started this process calls within milliseconds; after one that has left nothing, nobody does."""
 

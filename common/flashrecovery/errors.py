@@ -44,6 +44,10 @@ class RestoreError(FlashRecoveryError):
     """State could not be transferred or did not match its digest."""
 
 
+class DamagedCheckpointError(RestoreError):
+    """A checkpoint cannot be read, or is not what was written. Another one may be whole."""
+
+
 class RegroupError(FlashRecoveryError):
     """The process groups of a new generation could not be formed within their deadline."""
 

@@ -54,6 +54,7 @@ class NoticeKind(_Word):
 
     ALL_ASKED_AGAIN = "all_asked_again"
     BELOW_CUT_SHORT = "below_cut_short"
+    CHECKPOINT_DAMAGED = "checkpoint_damaged"
     CHECKPOINT_FAILED = "checkpoint_failed"
     COMMUNICATION_OUTSIDE = "communication_outside"
     CONTROLLER_ELECTED = "controller_elected"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flashrecovery.redundancy.checkpoint import newest
+from flashrecovery.redundancy.checkpoint import newest, published
 from tests.support.jobs import FSDP, RunningJob, check_clean, check_same, run_job
 
 pytestmark = pytest.mark.timeout(400)  # two or three launches, one after another, each with a deadline of its own
@@ -16,6 +16,8 @@ pytestmark = pytest.mark.timeout(400)  # two or three launches, one after anothe
 FLAGS = ["--step-time", "60"]
 STEPS = 60
 NEIGHBOURS = (1, 2)  # rank 2 has the copy of rank 1
+NO_SNAPSHOTS = {"snapshots": {"keep": "never"}}
+"""Or the node would hold both ranks' own copies."""
 
 
 def _options(directory: Path) -> list[str]:
@@ -25,7 +27,9 @@ def _options(directory: Path) -> list[str]:
 def test_a_rank_and_its_neighbour_at_once_go_back_to_the_checkpoint(tmp_path: Path) -> None:
     reference = run_job(tmp_path / "reference", FSDP, steps=STEPS, standby=0, flags=FLAGS)
     options = _options(tmp_path / "ckpt")
-    running = RunningJob(tmp_path / "run", FSDP, steps=STEPS, standby=2, flags=FLAGS, options=options)
+    running = RunningJob(
+        tmp_path / "run", FSDP, steps=STEPS, standby=2, flags=FLAGS, options=options, config=NO_SNAPSHOTS
+    )
     saved = running.wait_for("checkpoint_saved")
     running.kill(*NEIGHBOURS)
     job = running.wait()
@@ -36,12 +40,53 @@ def test_a_rank_and_its_neighbour_at_once_go_back_to_the_checkpoint(tmp_path: Pa
 
 
 def test_without_a_checkpoint_the_lost_shards_are_named(tmp_path: Path) -> None:
-    running = RunningJob(tmp_path / "run", FSDP, steps=STEPS, standby=0, flags=FLAGS)
+    running = RunningJob(tmp_path / "run", FSDP, steps=STEPS, standby=0, flags=FLAGS, config=NO_SNAPSHOTS)
     running.wait_for_step(5)
     running.kill(*NEIGHBOURS)
     job = running.wait()
     assert job.code == 1, job.explain()
     assert "cannot be recovered" in job.output and "#" in job.output and "no checkpoint" in job.output, job.explain()
+    check_clean(job)
+
+
+def _damage(checkpoint: Path) -> None:
+    """One bit here and there in its largest file, which is mostly tensors."""
+    largest = max(checkpoint.rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    for at in range(0, len(content), 1009):
+        content[at] ^= 1
+    largest.write_bytes(content)
+
+
+def _launch_that_ends_after_two_checkpoints(tmp_path: Path) -> list[tuple[int, Path]]:
+    options = _options(tmp_path / "ckpt")
+    running = RunningJob(
+        tmp_path / "first", FSDP, steps=STEPS, standby=0, flags=FLAGS, options=options, config=NO_SNAPSHOTS
+    )
+    running.wait_for("checkpoint_saved", 90, count=2)
+    running.popen.send_signal(signal.SIGTERM)
+    check_clean(running.wait(20))
+    return published(tmp_path / "ckpt")
+
+
+def test_a_damaged_checkpoint_is_left_out_for_the_one_before_it(tmp_path: Path) -> None:
+    reference = run_job(tmp_path / "reference", FSDP, steps=STEPS, standby=0, flags=FLAGS)
+    *_, (version, older), (_, newer) = _launch_that_ends_after_two_checkpoints(tmp_path)
+    _damage(newer)
+    options = ["--checkpoint-dir", str(tmp_path / "ckpt"), "--checkpoint-interval", "1000", "--resume"]
+    job = run_job(tmp_path / "second", FSDP, steps=STEPS, standby=0, flags=FLAGS, options=options, config=NO_SNAPSHOTS)
+    (notice,) = job.notices("checkpoint_damaged")
+    assert str(newer) in notice["text"] and f"{older} is used instead" in notice["text"]
+    check_same(job, reference, start=version)
+
+
+def test_where_all_checkpoints_are_damaged_the_job_says_so_and_does_not_begin_anew(tmp_path: Path) -> None:
+    for _, path in _launch_that_ends_after_two_checkpoints(tmp_path):
+        _damage(path)
+    options = ["--checkpoint-dir", str(tmp_path / "ckpt"), "--checkpoint-interval", "1000", "--resume"]
+    job = run_job(tmp_path / "second", FSDP, steps=STEPS, standby=0, flags=FLAGS, options=options, config=NO_SNAPSHOTS)
+    assert job.code == 1 and len(job.notices("checkpoint_damaged")) == 2, job.explain()
+    assert "without --resume the job begins anew" in job.output and not [log for log in job.logs if log.lines]
     check_clean(job)
 
 

@@ -61,7 +61,7 @@ class JobState:
     places: Counter[Place] = field(default_factory=Counter)
     nodes: dict[str, NodeRecord] = field(default_factory=dict)
     stride: int = 1
-    checkpoint: tuple[int, str] | None = None
+    checkpoints: list[tuple[int, str]] = field(default_factory=list)
     recovery: HistoryEntry | None = None
     history: list[HistoryEntry] = field(default_factory=list)
     failure_reason: str = ""
@@ -107,6 +107,11 @@ class JobState:
         return sum(self.places[p] for p in places) == len(self.ranks)
 
     @property
+    def checkpoint(self) -> tuple[int, str] | None:
+        """Version and directory of the newest complete checkpoint that is not known to be damaged."""
+        return self.checkpoints[-1] if self.checkpoints else None
+
+    @property
     def step_s(self) -> float:
         """What a step takes, on the slowest rank; 0: not known."""
         return max(record.step_s for record in self.ranks.values())
@@ -138,7 +143,11 @@ class JobState:
 
     def saved(self) -> pb.Command:
         """What the agents are to remember: the newest checkpoint, or (version -1) that there is none."""
-        version, path = self.checkpoint or (-1, "")
+        return self.saved_as(self.checkpoint)
+
+    def saved_as(self, checkpoint: tuple[int, str] | None) -> pb.Command:
+        """The same, of this one."""
+        version, path = checkpoint or (-1, "")
         saved = pb.CheckpointSaved(version=version, path=path)
         return pb.Command(generation=self.generation, rank=AGENT, saved=saved)
 

@@ -36,6 +36,7 @@ from flashrecovery.controller.staffing import Staffing
 from flashrecovery.controller.starting import HOW_TO_PROTECT, Starting
 from flashrecovery.controller.takeover import TakeOver
 from flashrecovery.controller.watching import HangWatch
+from flashrecovery.errors import DamagedCheckpointError
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered, failed
 from flashrecovery.plan.hang import VerdictKind, victims_of
 from flashrecovery.plan.transitions import RECOVERY_STATES, State
@@ -256,8 +257,21 @@ class Machine:
         self.job.notice(failed(what), why, rank=record.rank)
         if message.fatal:
             self.job.fail(f"rank {record.rank}: {why}")
-        else:
-            self._command_failed(record, what, why, now)
+            return
+        if message.error_type == DamagedCheckpointError.__name__ and self.job.restore_from:
+            self._give_up_checkpoint(self.job.restore_from, why)
+        self._command_failed(record, what, why, now)
+
+    def _give_up_checkpoint(self, path: str, why: str) -> None:
+        """It is damaged: the one before it is the newest from now on."""
+        rest = [known for known in self.job.checkpoints if known[1] != path]
+        if len(rest) == len(self.job.checkpoints):
+            return  # another rank has said so already
+        self.job.checkpoints, self.job.retries = rest, 0
+        instead = f"; {rest[-1][1]} is used instead" if rest else ", and there is no other one"
+        self.job.notice(NoticeKind.CHECKPOINT_DAMAGED, f"{why}{instead}")
+        self.job.command(AGENT, self.job.saved_as(None))  # of two, agents remember the newer one
+        self.job.command(AGENT, self.job.saved())
 
     def _carried_out(self, records: Sequence[RankRecord], what: Ordered, message: pb.Reply) -> None:
         """``ranks`` have carried out a command, or have failed in it, with the same answer."""
@@ -332,7 +346,7 @@ class Machine:
         one: the node that has published it may be lost together with this controller's."""
         newest = self.job.checkpoint is None or version >= self.job.checkpoint[0]
         if newest and self.job.checkpoint != (version, path):
-            self.job.checkpoint = (version, path)
+            self.job.checkpoints.append((version, path))
             if self.job.launched:
                 self.job.command(AGENT, self.job.saved())
 

@@ -380,7 +380,9 @@ class RecoverySteps:
             why = f"{raised}\n{why}"
         if raised and len({f.rank for f in self._job.failures if f.last_words.exception}) == len(self._job.ranks):
             self._job.fail(why)  # a script that does so on all ranks will do so again
-        elif max(r.committed for r in self._job.ranks.values()) <= self._job.start_version + 1:
+        elif self._job.start_version > 0:
+            self._job.fail(f"{why}; without --resume the job begins anew")
+        elif max(r.committed for r in self._job.ranks.values()) <= 1:
             self._starting.start_again(f"{why}; only the first step is lost", now)
         else:
             self._job.fail(why)

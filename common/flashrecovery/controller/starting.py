@@ -51,7 +51,7 @@ class Starting:
             return
         self._job.launched, self._job.started_at = True, now
         if self._job.checkpoint is not None:  # what an agent remembers is of a job that it has served before
-            self._job.checkpoint = None
+            self._job.checkpoints.clear()
             self._job.command(AGENT, self._job.saved())
         chosen = {node.name for node in order}
         for node in self._job.nodes.values():

@@ -32,7 +32,13 @@ from typing import Any
 import torch
 import xxhash
 
-from flashrecovery.errors import ConfigError, FlashRecoveryError, ProtocolError, RestoreError
+from flashrecovery.errors import (
+    ConfigError,
+    DamagedCheckpointError,
+    FlashRecoveryError,
+    ProtocolError,
+    RestoreError,
+)
 from flashrecovery.redundancy.background import Background
 from flashrecovery.redundancy.dcp import join_parts, read_into, read_whole, write_part
 from flashrecovery.redundancy.host import HostCopies, write_durably
@@ -45,6 +51,7 @@ from flashrecovery.state.spec import ShardSpec, decode_spec, encode_spec
 FORMAT = 4
 _LATEST = "latest"
 _DONE = "done-{}"
+_MISSING = (OSError, KeyError, EOFError, pickle.UnpicklingError)
 _UNREADABLE = (OSError, RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError)
 """What reading files that are damaged or missing can raise."""
 
@@ -242,6 +249,13 @@ class CheckpointFallback:
 # -- reading ------------------------------------------------------------------------------------------
 
 
+def published(directory: Path) -> list[tuple[int, Path]]:
+    """Version and path of the newest published checkpoint and those before it, the oldest first."""
+    last = newest(directory)
+    older = sorted(_published(directory)) if last is not None else []
+    return [(v, Path(directory) / _name(v)) for v in older if last is not None and v <= last[0]]
+
+
 def newest(directory: Path) -> tuple[int, Path] | None:
     """Version and path of the newest published checkpoint, or None."""
     directory = Path(directory)
@@ -260,8 +274,10 @@ def load(
     """Write a checkpoint into the live shards of this rank. Each rank reads for itself, without a collective unless
     ``form`` has some.
 
-    Raises RestoreError if the checkpoint is not whole, was written by another world, by another model (the
-    shards that differ are named), in another format, or does not have its digests. Of what ranks of another layout have
+    Raises DamagedCheckpointError if the checkpoint is not whole or does not have its digests, RestoreError if it was
+    written by another world, by another model (the shards that differ are named) or in another format.
+
+    Of what ranks of another layout have
     written, ``form`` alone decides; there are no digests for it.
     """
     path = Path(path)
@@ -285,7 +301,9 @@ def load(
     live = _read_tensors(path, shards, entries) if form is None else _load_as(form, path, shards)
     wrong = [name for name, (spec, tensors) in live.items() if shard_digest(tensors, spec) != entries[name][3]]
     if wrong:
-        raise RestoreError(f"checkpoint {path}: {_some(wrong)} do not have the digests they were written with")
+        raise DamagedCheckpointError(
+            f"checkpoint {path}: {_some(wrong)} do not have the digests they were written with"
+        )
     return PlainState(capsule, common)
 
 
@@ -316,12 +334,15 @@ def _read_tensors(path: Path, shards: Sequence[Shard], entries: Mapping[str, tup
     try:
         read_into(wanted, path)
     except _UNREADABLE as e:
-        raise RestoreError(f"checkpoint {path} cannot be read: {e}") from e
+        raise DamagedCheckpointError(f"checkpoint {path} cannot be read: {e}") from e
     return live
 
 
 def _load_as(form: CheckpointFormat, path: Path, shards: Sequence[Shard]) -> _Live:
-    form.load(path.parent, path.name)
+    try:
+        form.load(path.parent, path.name)
+    except _MISSING as e:
+        raise DamagedCheckpointError(f"checkpoint {path} cannot be read: {type(e).__name__}: {e}") from e
     return {s.name: (s.spec(), [t.detach() for t in s.tensors().values()]) for s in shards}
 
 
@@ -356,7 +377,7 @@ def _read_manifests(path: Path, ranks: Sequence[int]) -> dict[int, Any]:
         raw = read_whole([_manifest_key(r) for r in ranks], path)
         manifests = {r: codec.loads(raw[_manifest_key(r)].numpy().tobytes()) for r in ranks}
     except (*_UNREADABLE, ProtocolError) as e:
-        raise RestoreError(f"checkpoint {path} cannot be read: {type(e).__name__}: {e}") from e
+        raise DamagedCheckpointError(f"checkpoint {path} cannot be read: {type(e).__name__}: {e}") from e
     for manifest in manifests.values():
         if manifest[0] != FORMAT:
             raise RestoreError(f"checkpoint {path} has format {manifest[0]}, this version reads {FORMAT}")

@@ -17,7 +17,7 @@ from flashrecovery.groups.accelerator import on_device
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan import Kind
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.redundancy.checkpoint import newest
+from flashrecovery.redundancy.checkpoint import published
 from flashrecovery.state.digest import shard_digests
 from flashrecovery.state.object_shard import ObjectShard
 from flashrecovery.state.shard import ShardSource
@@ -84,9 +84,8 @@ class Recoverer:
         self._loop.copies.take_over()
         worker.registry.remember_start()
         if worker.settings.resume and worker.settings.checkpoint.dir is not None:
-            found = newest(worker.settings.checkpoint.dir)
-            if found is not None:
-                saved = pb.CheckpointSaved(version=found[0], path=str(found[1]), found=True)
+            for version, path in published(worker.settings.checkpoint.dir):
+                saved = pb.CheckpointSaved(version=version, path=str(path), found=True)
                 worker.send(pb.FromWorker(checkpoint=saved))
         message = pb.Joined(
             rank=worker.rank,

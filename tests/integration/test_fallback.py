@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from flashrecovery.cli.checkpoints import checkpoints
 from flashrecovery.redundancy.checkpoint import newest, published
 from tests.support.jobs import FSDP, RunningJob, check_clean, check_same, run_job
 
@@ -73,6 +76,10 @@ def test_a_damaged_checkpoint_is_left_out_for_the_one_before_it(tmp_path: Path) 
     reference = run_job(tmp_path / "reference", FSDP, steps=STEPS, standby=0, flags=FLAGS)
     *_, (version, older), (_, newer) = _launch_that_ends_after_two_checkpoints(tmp_path)
     _damage(newer)
+    looked = CliRunner().invoke(checkpoints, [str(tmp_path / "ckpt"), "--json"])
+    *_, before, last = json.loads(looked.output)
+    assert looked.exit_code == 1 and last["path"] == str(newer) and last["wrong"]
+    assert not before["wrong"] and (before["version"], before["ranks"]) == (version, 4)
     options = ["--checkpoint-dir", str(tmp_path / "ckpt"), "--checkpoint-interval", "1000", "--resume"]
     job = run_job(tmp_path / "second", FSDP, steps=STEPS, standby=0, flags=FLAGS, options=options, config=NO_SNAPSHOTS)
     (notice,) = job.notices("checkpoint_damaged")

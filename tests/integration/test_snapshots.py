@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -11,7 +12,9 @@ from typing import Any
 
 import psutil
 import pytest
+from click.testing import CliRunner
 
+from flashrecovery.cli.checkpoints import checkpoints
 from flashrecovery.snapshot.files import FOLDER, listed
 from tests.support.jobs import DDP, FSDP, HSDP, Job, Layout, References, RunningJob, check_clean, check_same, run_job
 
@@ -127,12 +130,14 @@ def test_a_job_that_is_told_to_end_loses_no_step(tmp_path: Path, reference: Call
     assert ended.code != 0 and "--resume goes on from there" in ended.output
     check_clean(ended)
     assert {saved.rank for saved in listed(tmp_path / "run" / FOLDER)} == {0, 1, 2, 3}
+    looked = CliRunner().invoke(checkpoints, [str(tmp_path / "run"), "--json"])
+    whole = [saved["version"] for saved in json.loads(looked.output) if not saved["wrong"]]
 
     again = start(tmp_path / "run", FSDP, {}).wait()
     assert again.code != 0 and "has snapshots, and it would be lost: give --resume" in again.output
     job = start(tmp_path / "run", FSDP, {}, "--resume").wait()
     (version,) = job.gone_on_from_snapshots()
-    assert version >= 8
+    assert version >= 8 and version == max(whole)
     check_same(job, reference(FSDP), launches=2)
 
 

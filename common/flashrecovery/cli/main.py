@@ -16,6 +16,7 @@ _COMMANDS = {
     "status": "What a job is doing.",
     "inject": "Inject a fault into a running job.",
     "report": "Every recovery of a job, phase by phase.",
+    "checkpoints": "What of a job is on disk, and whether it is whole.",
     "plan": "What copies cost, what a job survives, what a day loses.",
     "doctor": "What of the environment helps or hinders.",
 }

@@ -52,7 +52,7 @@ FORMAT = 4
 _LATEST = "latest"
 _DONE = "done-{}"
 _MISSING = (OSError, KeyError, EOFError, pickle.UnpicklingError)
-_UNREADABLE = (OSError, RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError)
+UNREADABLE = (OSError, RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError)
 """What reading files that are damaged or missing can raise."""
 
 
@@ -193,7 +193,7 @@ class CheckpointFallback:
     ) -> None:
         entries = {}
         for name, shared, spec in owned:
-            prefix = _prefix(name, shared, self._rank)
+            prefix = tensor_prefix(name, shared, self._rank)
             digest = shard_digest([tensors[f"{prefix}{key}"] for key in spec.tensors], spec)
             entries[name] = (shared, encode_spec(spec), digest)
         form = ("", "") if self._form is None else (self._form.name, self._form.layout())
@@ -277,19 +277,18 @@ def load(
     Raises DamagedCheckpointError if the checkpoint is not whole or does not have its digests, RestoreError if it was
     written by another world, by another model (the shards that differ are named) or in another format.
 
-    Of what ranks of another layout have
-    written, ``form`` alone decides; there are no digests for it.
+    Of what ranks of another layout have written, ``form`` alone decides; there are no digests for it.
     """
     path = Path(path)
     if form is not None and other_layout(path, form):
-        (first,) = _read_manifests(path, [0]).values()
+        (first,) = manifests_of(path, [0]).values()
         _check_format(path, first, form)
         form.load(path.parent, path.name)
         return PlainState(None, first[5])
     found = len(list(path.glob("part-*")))
     if found and found != world:
         raise RestoreError(f"checkpoint {path} was written by {found} ranks, this job has {world}")
-    manifests = _read_manifests(path, sorted({rank, *map(writer_of, shards)}))
+    manifests = manifests_of(path, sorted({rank, *map(writer_of, shards)}))
     _check_format(path, manifests[rank], form)
     _, _, _, _, capsule, common, *_ = manifests[rank]
     entries: dict[str, tuple[int, bool, bytes, str]] = {}
@@ -313,7 +312,7 @@ def other_layout(path: Path, form: CheckpointFormat) -> str:
     mine = form.layout()
     if not mine:
         return ""
-    (first,) = _read_manifests(Path(path), [0]).values()
+    (first,) = manifests_of(Path(path), [0]).values()
     layout: str = first[7]
     return "" if layout == mine else layout
 
@@ -329,11 +328,11 @@ def _read_tensors(path: Path, shards: Sequence[Shard], entries: Mapping[str, tup
         spec = decode_spec(encoded)
         allocated = shard.allocate(spec)
         live[shard.name] = spec, [allocated[key].detach() for key in spec.tensors]
-        prefix = _prefix(shard.name, shared, writer)
+        prefix = tensor_prefix(shard.name, shared, writer)
         wanted.update(zip((f"{prefix}{key}" for key in spec.tensors), live[shard.name][1], strict=True))
     try:
         read_into(wanted, path)
-    except _UNREADABLE as e:
+    except UNREADABLE as e:
         raise DamagedCheckpointError(f"checkpoint {path} cannot be read: {e}") from e
     return live
 
@@ -353,10 +352,11 @@ def writer_of(shard: Shard) -> int:
 
 def tensor_key(shard: Shard, key: str) -> str:
     """DCP key of one tensor of a shard."""
-    return f"{_prefix(shard.name, len(shard.holders) > 1, shard.holders[0])}{key}"
+    return f"{tensor_prefix(shard.name, len(shard.holders) > 1, shard.holders[0])}{key}"
 
 
-def _prefix(name: str, shared: bool, rank: int) -> str:
+def tensor_prefix(name: str, shared: bool, rank: int) -> str:
+    """With which the DCP keys of a shard's tensors begin. ``rank``: who has written it."""
     return f"shared/{name}/" if shared else f"rank{rank}/{name}/"
 
 
@@ -372,11 +372,13 @@ def _check_format(path: Path, manifest: Any, form: CheckpointFormat | None) -> N
         )
 
 
-def _read_manifests(path: Path, ranks: Sequence[int]) -> dict[int, Any]:
+def manifests_of(path: Path, ranks: Sequence[int]) -> dict[int, Any]:
+    """What these ranks have said of what they wrote: (format, version, ranks, {shard: (shared, spec, digest)}, capsule,
+    common state, name of the framework's format, layout). Raises DamagedCheckpointError if it cannot be read."""
     try:
         raw = read_whole([_manifest_key(r) for r in ranks], path)
         manifests = {r: codec.loads(raw[_manifest_key(r)].numpy().tobytes()) for r in ranks}
-    except (*_UNREADABLE, ProtocolError) as e:
+    except (*UNREADABLE, ProtocolError) as e:
         raise DamagedCheckpointError(f"checkpoint {path} cannot be read: {type(e).__name__}: {e}") from e
     for manifest in manifests.values():
         if manifest[0] != FORMAT:

@@ -218,7 +218,12 @@ MUTANTS = (
     ),
     Mutant("stop-no-reset", RECOVER, "            self._reset()\n        return", "            pass\n        return"),
     Mutant("fresh-stays", RECOVER, "        self._fresh = False\n        if worker", "        if worker"),
-    Mutant("never-fresh", RECOVER, "self._fresh = True  # the data", "self._fresh = False  # the data"),
+    Mutant(
+        "never-fresh",
+        RECOVER,
+        "self._fresh = True  # the data sources of",
+        "self._fresh = False  # the data sources of",
+    ),
     Mutant("further-back-is-not-fresh", RECOVER, "fresh=self._fresh or version < self._came_at", "fresh=self._fresh"),
     Mutant("transfer-not-torn", RECOVER, "        if incoming:\n            worker.gate.torn()\n", ""),
     Mutant(

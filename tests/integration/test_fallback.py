@@ -6,13 +6,14 @@ import json
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from flashrecovery.cli.checkpoints import checkpoints
 from flashrecovery.redundancy.checkpoint import newest, published
-from tests.support.jobs import FSDP, RunningJob, check_clean, check_same, run_job
+from tests.support.jobs import DDP, FSDP, Layout, RunningJob, check_clean, check_same, run_job
 
 pytestmark = pytest.mark.timeout(400)  # two or three launches, one after another, each with a deadline of its own
 
@@ -97,15 +98,26 @@ def test_where_all_checkpoints_are_damaged_the_job_says_so_and_does_not_begin_an
     check_clean(job)
 
 
-def test_a_fresh_launch_resumes_from_the_checkpoint(tmp_path: Path) -> None:
-    reference = run_job(tmp_path / "reference", FSDP, steps=STEPS, standby=0, flags=FLAGS)
+@pytest.mark.parametrize(
+    ("layout", "config"),
+    [(FSDP, None), (DDP, {"snapshots": {"keep": "always"}}), (DDP, None)],
+    ids=["fsdp", "ddp-snapshots", "ddp"],
+)
+def test_a_fresh_launch_resumes_from_the_checkpoint(
+    layout: Layout, config: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """In another run directory, so there are no snapshots. Where copies are made in every step it is written from one of
+    these, and training is not held up."""
+    reference = run_job(tmp_path / "reference", layout, steps=STEPS, standby=0, flags=FLAGS)
     options = _options(tmp_path / "ckpt")
-    first = RunningJob(tmp_path / "first", FSDP, steps=STEPS, standby=0, flags=FLAGS, options=options)
-    first.wait_for("checkpoint_saved", 90)
+    first = RunningJob(tmp_path / "first", layout, steps=STEPS, standby=0, flags=FLAGS, options=options, config=config)
+    saved = first.wait_for("checkpoint_saved", 90)
+    assert (saved["k0_s"] > 0) is (layout is DDP and config is None)
     time.sleep(0.3)
     first.popen.send_signal(signal.SIGTERM)
     check_clean(first.wait(20))
     found = newest(tmp_path / "ckpt")
     assert found is not None and found[0] > 0
-    second = run_job(tmp_path / "second", FSDP, steps=STEPS, standby=0, flags=FLAGS, options=[*options, "--resume"])
+    options = [*options, "--resume"]
+    second = run_job(tmp_path / "second", layout, steps=STEPS, standby=0, flags=FLAGS, options=options, config=config)
     check_same(second, reference, start=found[0])

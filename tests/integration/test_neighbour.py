@@ -258,7 +258,7 @@ def _torn(rank: int, world: int) -> list[int]:
     assert sorted({h.version for h in copies.holdings()}) == [0, 1]
     dist.barrier()
     if rank == 0:
-        oldest = min(copies.undo._slots, key=lambda s: s.version)
+        oldest = min(copies.undo._slots.values(), key=lambda s: s.version)
         oldest.version = -1
         oldest.buffer.zero_()
         dist.barrier()

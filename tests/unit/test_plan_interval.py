@@ -37,7 +37,7 @@ def test_a_fixed_interval() -> None:
     schedule = CheckpointSchedule(10.0, 0.05, now=100.0)
     assert schedule.announce(5, 0.1, now=109.9) is None
     assert schedule.announce(5, 0.1, now=110.0) == 5 + 1 + 5  # half a second of steps ahead
-    schedule.published(0.01)
+    schedule.published(0.01, 0.5)
     assert schedule.announce(50, 0.1, now=115.0) is None
     assert schedule.announce(100, 3.0, now=120.0) == 102
 
@@ -45,7 +45,7 @@ def test_a_fixed_interval() -> None:
 def test_auto_measures_early_and_then_follows_the_equation() -> None:
     schedule = CheckpointSchedule("auto", 0.5, now=0.0)
     assert schedule.announce(3, 1.0, now=FIRST_AUTO_S) == 5
-    schedule.published(2.0)
+    schedule.published(2.0, 0.5)
     assert schedule.interval_s() == checkpoint_interval(DAY_S, 2.0, 0.5)
 
 
@@ -56,5 +56,18 @@ def test_a_version_that_was_missed_is_announced_earlier_next_time() -> None:
     assert first == 6 and second == 111
     schedule.recovered()
     assert schedule.announce(200, 0.1, now=30.0) == 211
-    schedule.published(0.1)
+    schedule.published(0.1, 0.5)
     assert schedule.announce(300, 0.1, now=40.0) == 306
+
+
+def test_where_training_is_not_held_up_the_storage_is_given_a_rest() -> None:
+    schedule = CheckpointSchedule("auto", 0.05, now=0.0)
+    schedule.published(0.0, 0.5)
+    assert schedule.interval_s() == FIRST_AUTO_S
+    schedule.published(0.0, 90.0)
+    assert schedule.interval_s() == 900.0
+    schedule.published(1.0, 90.0)
+    assert schedule.interval_s() == checkpoint_interval(DAY_S, 1.0, 0.05) > 900.0
+    fixed = CheckpointSchedule(5.0, 0.05, now=0.0)
+    fixed.published(0.0, 90.0)
+    assert fixed.interval_s() == 5.0, "who asks for it gets it"

@@ -36,7 +36,7 @@ class Checkpoints:
 
     def saved(self, message: pb.CheckpointSaved) -> None:
         """A checkpoint is complete, and training was held up for so long."""
-        self._schedule.published(message.k0_s)
+        self._schedule.published(message.k0_s, message.seconds)
 
     def recovered(self) -> None:
         """A version that has been announced may never come."""

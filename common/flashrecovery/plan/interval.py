@@ -21,6 +21,9 @@ FIRST_AUTO_S = 60.0
 MARGIN_S = 0.5
 """An announcement reaches every rank within this time, else the margin is doubled for the next one."""
 _MAX_MARGIN_S = 8.0
+_WRITES = 10
+"""With ``auto``, the storage is written to for a tenth of the time at most: where training is not held up at all, the
+equation alone would have it written to always."""
 _LOST_AFTER_S = 3.0
 """A checkpoint that is not published this long after its version was committed will never be."""
 
@@ -51,6 +54,7 @@ class CheckpointSchedule:
         self._interval_s = interval_s
         self._failures_per_day = failures_per_day
         self._k0_s: float | None = None
+        self._writing_s = 0.0
         self._last = now
         self._margin_s = MARGIN_S
         self._announced: int | None = None
@@ -61,7 +65,9 @@ class CheckpointSchedule:
             return self._interval_s
         if self._k0_s is None:
             return FIRST_AUTO_S
-        return checkpoint_interval(DAY_S, self._k0_s, self._failures_per_day)
+        return max(
+            checkpoint_interval(DAY_S, self._k0_s, self._failures_per_day), _WRITES * self._writing_s, FIRST_AUTO_S
+        )
 
     def is_due(self, now: float) -> bool:
         """Whether :meth:`announce` has anything to decide."""
@@ -84,9 +90,10 @@ class CheckpointSchedule:
         self._announced = newest_tag + 1 + max(1, ahead)
         return self._announced
 
-    def published(self, k0_s: float) -> None:
-        """The announced checkpoint is complete on disk; it held training up for ``k0_s`` on the slowest rank."""
-        self._k0_s = k0_s
+    def published(self, k0_s: float, writing_s: float) -> None:
+        """The announced checkpoint is complete on disk, ``writing_s`` after its commit; it held training up for
+        ``k0_s`` on the slowest rank."""
+        self._k0_s, self._writing_s = k0_s, writing_s
         self._announced = None
         self._margin_s = MARGIN_S
 

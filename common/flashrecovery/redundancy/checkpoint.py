@@ -45,7 +45,7 @@ from flashrecovery.redundancy.host import HostCopies, write_durably
 from flashrecovery.state import codec
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from flashrecovery.state.digest import shard_digest
-from flashrecovery.state.shard import Shard
+from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.state.spec import ShardSpec, decode_spec, encode_spec
 
 FORMAT = 4
@@ -163,6 +163,53 @@ class CheckpointFallback:
 
         self._background.submit(job)
         return k0_s
+
+    def commit_copy(
+        self,
+        version: int,
+        shards: Sequence[Shard],
+        copy: Callable[[], Callable[[str], ShardSource] | None],
+        release: Callable[[], None],
+        *,
+        capsule: bytes,
+        common: bytes,
+        generation: int,
+    ) -> None:
+        """Like :meth:`commit`, from a copy of ``version`` that is being made anyway, in the core's format: training is
+        not held up.
+
+        ``copy``: waits for it, in the background; gives each shard's content by name, None if there is none.
+        ``release``: called when it has been written.
+        """
+        began = time.monotonic()
+        mine = [s for s in shards if writer_of(s) == self._rank]
+
+        def job() -> None:
+            try:
+                content = copy()
+                if content is None:
+                    return  # the other ranks' parts are swept away by the next one
+                found = {s.name: content(s.name) for s in mine}
+                tensors = {
+                    tensor_key(s, key): tensor
+                    for s in mine
+                    for key, tensor in zip(found[s.name].spec.tensors, found[s.name].tensors, strict=True)
+                }
+                owned = [(s.name, len(s.holders) > 1, found[s.name].spec) for s in mine]
+                self._write(version, generation, owned, tensors, None, capsule, common, began, 0.0)
+            except (OSError, RuntimeError, FlashRecoveryError) as e:
+                if self._on_error is None:
+                    raise
+                self._on_error(e)
+            finally:
+                release()
+
+        self._background.submit(job)
+
+    @property
+    def in_core_format(self) -> bool:
+        """Whether the tensors are written in no framework's own format."""
+        return self._form is None
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """True when nothing is being written. Raises what writing has raised if there is no ``on_error``."""

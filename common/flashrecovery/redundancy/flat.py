@@ -175,7 +175,7 @@ class Slot:
             return
         self.views = []
         if not fits or self.buffer.numel() != layout.nbytes:
-            self._free()
+            self.free()
             self._pinned = pin
             outlives = self._outliving is not None
             if outlives or ((share or pin) and layout.nbytes > 0):
@@ -195,7 +195,7 @@ class Slot:
         """Show what another process has at the beginning of ``memory``."""
         if self.shared is memory and self._is(layout):
             return
-        self._free()
+        self.free()
         self.shared, self._adopted = memory, True
         self.buffer = _content(memory)[: layout.nbytes]
         self.layout = layout
@@ -232,7 +232,8 @@ class Slot:
     def _is(self, layout: Layout) -> bool:
         return layout is self.layout or (layout.ident == self.layout.ident and layout.entries == self.layout.entries)
 
-    def _free(self) -> None:
+    def free(self) -> None:
+        """Give the memory back."""
         self.version = -1
         self.views = []
         self.buffer = torch.empty(0, dtype=torch.uint8)

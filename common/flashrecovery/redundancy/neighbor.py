@@ -22,10 +22,12 @@ mapped yet is offered with the frame, and the neighbour's answer says whether th
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass
 from enum import IntEnum
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,10 +42,13 @@ from flashrecovery.state import codec
 from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.state.spec import ShardSpec, TensorSpec
 
+_T = TypeVar("_T")
 _MAGIC = 0x46524E43
 _TAG = 0x4E43
 _ANSWER_TAG = 0x4E41
 _MESSAGE_BYTES = 64 << 20
+_BUFFERS = 3
+"""Buffers in which a rank makes its own copies: two, and one more while a checkpoint is written from the third."""
 STREAMS = 4
 """TCP connections for the tensors: one alone does not fill a fast network. A message after another goes to the next."""
 
@@ -123,7 +128,8 @@ class NeighbourCopies:
         self._background = Background("flashrecovery-neighbour")
         self._halted = False
         self._sent_layout: int | None = None
-        self._mapped_there: dict[int, bool] = {}  # inodes of own buffers that the neighbour was offered: mapped it?
+        self._mapped_there: OrderedDict[int, bool] = OrderedDict()  # inodes of own buffers offered: has it mapped them?
+        self._mapped: OrderedDict[int, SharedMemory] = OrderedDict()  # buffers of the other rank, by inode
         self._wire_layout: tuple[Layout, Layout] | None = None
         self._received_layout = Layout()
 
@@ -305,6 +311,8 @@ class NeighbourCopies:
         if own.shared is None or self._mapped_there.get(own.shared.address.inode) is False:
             return _Memory.SENT, MemoryAddress(0, 0, 0, 0, 0)
         known = own.shared.address.inode in self._mapped_there
+        if known:
+            self._mapped_there.move_to_end(own.shared.address.inode)
         return _Memory.MAPPED if known else _Memory.OFFERED, own.shared.address
 
     def _accepted(self, address: MemoryAddress) -> bool:
@@ -312,8 +320,9 @@ class NeighbourCopies:
         answer = torch.zeros(1, dtype=torch.int64)
         self._check()
         self._wait(self._group.recv([answer], self.destination, _ANSWER_TAG))
-        self._mapped_there[address.inode] = bool(answer.item())
-        return self._mapped_there[address.inode]
+        mapped = bool(answer.item())
+        _remember(self._mapped_there, address.inode, mapped)
+        return mapped
 
     def _receive_header(
         self, version: int, frame: list[int], sends: list[dist.Work | None]
@@ -343,20 +352,21 @@ class NeighbourCopies:
 
     def _slot_for(self, address: MemoryAddress, layout: Layout, memory: _Memory) -> tuple[Slot, bool]:
         """The slot to hold the next version, and whether it shows the owner's memory."""
-        known = next((s for s in self._slots if s.shared is not None and s.shared.address.inode == address.inode), None)
+        mapped = self._mapped.get(address.inode)
+        known = next((s for s in self._slots if mapped is not None and s.shared is mapped), None)
         # Of two that are equally old, the one that shows a dead owner's memory: the other one will be filled again.
         slot = known or min(
             self._slots, key=lambda s: (s.version, s.shared is not None and s.shared.address.pid == address.pid)
         )
-        mapped = slot.shared if known else None
         if memory is _Memory.OFFERED and mapped is None:
             mapped = SharedMemory.open(address)
         if memory is _Memory.MAPPED and mapped is None:
             raise ProtocolError(f"rank {self.source_rank} has copies in memory that it has not offered")
-        if mapped is None:
+        if mapped is None or memory is _Memory.SENT:
             slot.shape(layout, pin=False)
-        else:
-            slot.adopt(mapped, layout)
+            return slot, False
+        _remember(self._mapped, address.inode, mapped)
+        slot.adopt(mapped, layout)
         return slot, mapped is not None
 
     def _layout_on_the_wire(self, full: Layout) -> Layout:
@@ -392,6 +402,14 @@ class NeighbourCopies:
     def _check(self) -> None:
         if self._halted:
             raise StepInterrupted
+
+
+def _remember(known: OrderedDict[int, _T], inode: int, value: _T) -> None:
+    """The buffers that were used last. Both sides see the same sequence, so they remember the same ones."""
+    known[inode] = value
+    known.move_to_end(inode)
+    while len(known) > _BUFFERS:
+        known.popitem(last=False)
 
 
 def _bytes(data: bytes) -> torch.Tensor:

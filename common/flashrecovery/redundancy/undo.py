@@ -23,6 +23,8 @@ from flashrecovery.redundancy.background import Background
 from flashrecovery.redundancy.flat import NOTHING, Beside, Keep, Layout, Slot, slot_for_next
 from flashrecovery.state.shard import Shard, ShardSource
 
+_KEPT = 2
+"""Versions that are kept; one more while one of them is reserved."""
 ChangeCounter = Callable[[Sequence[torch.Tensor]], int]
 """Gives another number when one of the tensors has been changed."""
 
@@ -69,7 +71,12 @@ class UndoCopy:
         self._captured: list[torch.Tensor] = []
         self._watched: list[torch.Tensor] = []
         self._share = share
-        self._slots = (Slot(), Slot()) if keep is None else (Slot(keep("own-0")), Slot(keep("own-1")))
+        self._keep = keep
+        self._slots = {number: self._new_slot(number) for number in range(_KEPT + 1)}
+        self._drop_to(_KEPT)
+        self._wanted = -1  # the version whose copy is to be reserved
+        self._reserved: Slot | None = None
+        self._decided = threading.Event()  # whether there is a reserved copy
         self._layout = Layout()
         self._last: list[torch.Tensor] = []
         self._background = Background("flashrecovery-undo")
@@ -77,6 +84,15 @@ class UndoCopy:
         self._copied.set()
         self._copied_event: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
+
+    def _new_slot(self, number: int) -> Slot:
+        return Slot() if self._keep is None else Slot(self._keep(f"own-{number}"))
+
+    def _drop_to(self, count: int) -> None:
+        """Give up the oldest copies beyond so many."""
+        while len(self._slots) > count:
+            oldest = min(self._slots, key=lambda number: self._slots[number].version)
+            self._slots.pop(oldest).free()
 
     # -- keeping ----------------------------------------------------------------------------------
 
@@ -140,10 +156,13 @@ class UndoCopy:
         """Copy what was captured; returns the slot for ``version``, which holds it unless the tensors have been changed
         meanwhile. Any thread, one at a time."""
         try:
-            held = next((s for s in self._slots if s.version == version), None)
+            if self._reserved is None:
+                self._drop_to(_KEPT)
+            held = next((s for s in self._slots.values() if s.version == version), None)
             if held is not None:
+                self._reserve_if_wanted(version, held)
                 return held
-            slot = slot_for_next(self._slots)
+            slot = slot_for_next([s for s in self._slots.values() if s is not self._reserved])
             slot.version = -1
             live = capture.live()
             # The same tensor objects have the same structure: the usual case, and much cheaper than comparing it.
@@ -160,6 +179,7 @@ class UndoCopy:
                 event.synchronize()
             if self._look is None or self._look(capture.watched) == capture.seen:
                 slot.finish(version, capture.beside)
+            self._reserve_if_wanted(version, slot)
             return slot
         finally:
             self._copied.set()
@@ -182,22 +202,51 @@ class UndoCopy:
                 self._copied_event = self._stream.record_event()
             return self._copied_event
 
+    # -- a copy that stays for as long as somebody reads it --------------------------------------------
+
+    def reserve(self, version: int) -> None:
+        """Have the next copy, which is to be of ``version``, stay as it is until :meth:`release`; one at a time. In the
+        training thread. It takes the memory of a third copy meanwhile."""
+        self._decided.clear()
+        self._wanted = version
+
+    def _reserve_if_wanted(self, version: int, slot: Slot) -> None:
+        if version != self._wanted:
+            return
+        self._wanted = -1
+        if slot.version == version:
+            self._reserved = slot
+            (free,) = {*range(_KEPT + 1)} - self._slots.keys()
+            self._slots[free] = self._new_slot(free)
+        self._decided.set()
+
+    def reserved(self) -> Callable[[str], ShardSource] | None:
+        """Waits for the copy that was reserved. Gives each shard's content, by name; None if the copy is not whole, or
+        was not made because of a recovery. Any thread."""
+        self._decided.wait()
+        slot = self._reserved
+        return None if slot is None else lambda shard: ShardSource(shard, *slot.content(shard))
+
+    def release(self) -> None:
+        """What was reserved may be overwritten. Any thread."""
+        self._reserved = None
+
     # -- what is held -----------------------------------------------------------------------------
 
     def versions(self) -> list[int]:
         """Versions held whole, ascending."""
-        return sorted({s.version for s in self._slots if s.version >= 0})
+        return sorted({s.version for s in self._slots.values() if s.version >= 0})
 
     def held(self) -> list[tuple[int, tuple[str, ...], Beside]]:
         """(version, names of the shards, what belongs to them) of each version held whole, ascending."""
-        whole = [s for s in self._slots if s.version >= 0]
+        whole = [s for s in self._slots.values() if s.version >= 0]
         return [(s.version, s.layout.shards, s.beside) for s in sorted(whole, key=lambda s: s.version)]
 
     def source(self, shard: str, version: int) -> ShardSource:
         """A shard's content at ``version``, sharing memory with the copy. Raises RestoreError if it is not
         held.
         """
-        for slot in self._slots:
+        for slot in self._slots.values():
             if slot.version == version and shard in slot.layout.payload:
                 return ShardSource(shard, *slot.content(shard))
         raise RestoreError(f"no undo copy of shard {shard!r} at version {version}; held: {self.versions()}")
@@ -212,7 +261,7 @@ class UndoCopy:
 
     def drop_after(self, version: int) -> None:
         """Forget versions that belong to steps which have been undone."""
-        for slot in self._slots:
+        for slot in self._slots.values():
             slot.drop_after(version)
 
     def reset(self, version: int) -> None:
@@ -220,7 +269,8 @@ class UndoCopy:
         :meth:`wait_idle`).
         """
         self._background.clear_error()
-        self._started = -1
+        self._started = self._wanted = -1
+        self._decided.set()
         self.drop_after(version)
 
     def wait_idle(self, timeout_s: float) -> bool:
@@ -229,12 +279,13 @@ class UndoCopy:
 
     def nbytes(self) -> int:
         """Host memory taken now, bytes."""
-        return sum(s.nbytes for s in self._slots)
+        return sum(s.nbytes for s in self._slots.values())
 
     def close(self) -> None:
         """End the thread and free the memory."""
         self._background.close(5.0)
-        self._slots = (Slot(), Slot())
+        self._decided.set()
+        self._slots = {0: Slot(), 1: Slot()}
 
 
 def _same_objects(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

@@ -220,12 +220,22 @@ class Copies:
         self._neighbour.wait()
 
     def save_checkpoint_if_due(self, version: int, generation: int) -> None:
-        """The live state is ``version``, and does not change before this returns."""
+        """The live state is ``version``, and does not change before :meth:`start` has been called for it."""
         if self.checkpoint is not None and self.checkpoint.due(version):
             capsule, common = self._registry.capsule.at(version), self._registry.common.at(version)
             assert capsule is not None and common is not None
             shards = self._registry.tensor_shards()
-            self.checkpoint.commit(version, shards, capsule=capsule, common=common, generation=generation)
+            copies = self._every_step
+            if copies is None or not self.checkpoint.in_core_format:
+                self.checkpoint.commit(version, shards, capsule=capsule, common=common, generation=generation)
+                return
+            copies.reserve(version)  # the copy that start() is about to make
+            self.checkpoint.commit_copy(
+                *(version, shards, copies.reserved, copies.release),
+                capsule=capsule,
+                common=common,
+                generation=generation,
+            )
 
     def saves(self, version: int) -> bool:
         """Whether a checkpoint of ``version`` has been announced."""
@@ -320,11 +330,14 @@ class Copies:
         return self._neighbour is not None and not self._capsules_only
 
     @property
+    def _every_step(self) -> UndoCopy | None:
+        """Makes a copy, in every step, of at least what this rank writes to checkpoints."""
+        return self._neighbour.undo if self._own_copies and self._neighbour is not None else self._snapshot
+
+    @property
     def _kept(self) -> UndoCopy | None:
         """Makes the copy that the node's snapshot process holds, too."""
-        if self._snapshot is not None:
-            return self._snapshot
-        return self._own_copy if self._own_copies and self._keeper is not None else None
+        return self._every_step if self._keeper is not None else None
 
     @property
     def _alone(self) -> list[UndoCopy]:
@@ -382,16 +395,15 @@ def _look(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def _part_of_snapshot(registry: Registry) -> list[Shard]:
-    """The shards of which this rank keeps the snapshot, so that each one is kept on one node, or on two if there are
-    several: the ranks that hold the same take turns."""
+    """The shards of which this rank keeps the snapshot: each is kept by the rank that would write it to a checkpoint,
+    and where there are several nodes by another holder, too, if possible on another one."""
     stride, nodes = placement()
     part: list[Shard] = []
-    for number, shard in enumerate(registry.tensor_shards()):
-        holders = sorted(shard.holders)
-        first = holders[number % len(holders)]
+    for shard in registry.tensor_shards():
+        first = checkpoint.writer_of(shard)
         keepers = {first}
         if nodes > 1:
-            keepers.add(min(holders, key=lambda rank: (rank - first - stride) % registry.world_size))
+            keepers.add(min(shard.holders, key=lambda rank: (rank - first - stride) % registry.world_size))
         if registry.rank in keepers:
             part.append(shard)
     return part

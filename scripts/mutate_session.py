@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mutants import ROOT, Mutant, Trial, chosen, run
 
-SESSION, LOOP, STEP, SEALING, HABITS, TOUCHES, PROVING, COLLECTIVES, STOPS, START, RECOVER = (
+SESSION, LOOP, STEP, SEALING, HABITS, TOUCHES, PROVING, COLLECTIVES, STOPS, START, RECOVER, VOID = (
     f"common/flashrecovery/worker/{name}.py"
     for name in (
         "session",
@@ -29,6 +29,7 @@ SESSION, LOOP, STEP, SEALING, HABITS, TOUCHES, PROVING, COLLECTIVES, STOPS, STAR
         "stops",
         "start_checks",
         "recoverer",
+        "void_run",
     )
 )
 KEPT = "    def committed(self) -> None:\n        pass"
@@ -99,6 +100,8 @@ MUTANTS = (
         "            adapter.reset()\n        void_run",
         "            pass\n        void_run",
     ),
+    Mutant("void-run-fetches-data", VOID, "        self._void(True)\n", ""),
+    Mutant("void-data-stays-void", VOID, "        self._void(False)\n", ""),
     Mutant("void-run-no-end", LOOP, "        void_run.end()\n", ""),
     Mutant("void-leaver-is-done", LOOP, "            self._left_in_void_run()\n", "            pass\n"),
     Mutant("newer-plain-stays", LOOP, "            shard.drop_after(version)", "            pass"),

@@ -106,8 +106,8 @@ def test_where_all_checkpoints_are_damaged_the_job_says_so_and_does_not_begin_an
 def test_a_fresh_launch_resumes_from_the_checkpoint(
     layout: Layout, config: dict[str, Any] | None, tmp_path: Path
 ) -> None:
-    """In another run directory, so there are no snapshots. Where copies are made in every step it is written from one of
-    these, and training is not held up."""
+    """In another run directory, so there are no snapshots. Where copies are made in every step it is
+    written from one of these, and training is not held up."""
     reference = run_job(tmp_path / "reference", layout, steps=STEPS, standby=0, flags=FLAGS)
     options = _options(tmp_path / "ckpt")
     first = RunningJob(tmp_path / "first", layout, steps=STEPS, standby=0, flags=FLAGS, options=options, config=config)

@@ -490,3 +490,58 @@ def test_batches_that_are_fetched_for_the_next_step_are_named(caplog: pytest.Log
                 next(stream)
             stream.commit(version)
         assert caplog.text.count("a prefetcher around recovery.data()") == expected
+
+
+def prefetching(make: Callable[[], Any], void: dict[int, int], *, sometimes: bool = False) -> list[Any]:
+    """Steps that draw in their body and fetch below it. ``void``: by version, how many batches an attempt that does not
+    count fetches there first, without the body's draws. ``sometimes``: a fetch in every fifth step only."""
+    torch.manual_seed(3)
+    random.seed(3)
+    stream = DataStream(make())
+    seen = [] if sometimes else [next(stream)]
+    for version in range(14):
+        stream.commit(version)
+        rng = RngState.now().plain()
+        if version in void:
+            stream.void = True
+            for _ in range(void[version]):
+                next(stream)
+            stream.void = False
+            stream.rollback(version)
+            restore_rng(rng)
+        seen.append(float(torch.rand(1)) + random.random())
+        if not sometimes or version % 5 == 4:
+            seen.append(next(stream))
+    return seen
+
+
+@pytest.mark.parametrize("sometimes", [False, True], ids=["each step", "every fifth step"])
+@pytest.mark.parametrize("name", [*FAST, "own noise"])
+def test_what_a_void_attempt_fetches_below_its_block_changes_nothing(name: str, sometimes: bool) -> None:
+    """Least of all where it begins an epoch: that draws a seed, which is another one without the body's draws."""
+    make = LOADERS[name]
+    right = prefetching(make, {}, sometimes=sometimes)
+    if name == "generator" and sometimes:
+        with pytest.raises(DataSourceError, match="a one-shot iterator which draws random numbers"):
+            prefetching(make, {4: 1}, sometimes=True)
+        return
+    for version in range(1, 13):
+        for count in (1, 2, 7):
+            found = prefetching(make, {version: count}, sometimes=sometimes)
+            assert len(found) == len(right) and all(equal(a, b) for a, b in zip(found, right, strict=True)), version
+
+
+def test_what_is_handed_out_below_a_void_attempt_is_a_copy() -> None:
+    """The script may write into it; the step that is done again needs the batch as it was."""
+    stream = DataStream([torch.full((2,), float(i)) for i in range(10)])
+    stream.commit(0)
+    first = next(stream)
+    stream.rollback(0)
+    stream.void = True
+    again = next(stream)
+    below = next(stream)
+    assert torch.equal(again, first) and torch.equal(below, first) and stream.position.total == 1
+    below += 5
+    stream.void = False
+    stream.rollback(0)
+    assert torch.equal(next(stream), torch.zeros(2)) and torch.equal(next(stream), torch.ones(2))

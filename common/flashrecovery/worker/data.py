@@ -9,6 +9,7 @@ dead rank had fetched.
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 import time
@@ -82,6 +83,12 @@ class _Kept:
     content: Content
     rng_after: dict[str, Any] | None
     mark: Any
+    void: bool
+
+    @property
+    def by_chance(self) -> bool:
+        """Whether random numbers have been drawn for it that the step, when it is done again, will not draw."""
+        return self.void and self.rng_after is not None
 
     def intact(self) -> bool:
         """False if the step body has written into the batch, or if nobody can tell."""
@@ -96,6 +103,7 @@ class DataStream:
 
     Attributes:
         position: where the stream stands; a value, cheap to compare.
+        void: what is handed out belongs to no step (:mod:`.void_run`).
         before_fetch: called at the beginning of every ``next``.
 
     Raises:
@@ -105,6 +113,7 @@ class DataStream:
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
         self.before_fetch: Callable[[], None] | None = None
+        self.void = False
         self._source = Source(loader)
         self._iterator: Iterator[Any] | None = None
         self._cursor = _Cursor(DataPosition(0, 0, 0))
@@ -148,11 +157,26 @@ class DataStream:
             if kept.rng_after is not None:
                 restore_rng(kept.rng_after)
             self._source.set_mark(kept.mark)
+        elif self.void and (stand_in := self._stand_in()) is not None:
+            return stand_in
         else:
             kept = self._fetch()
             self._kept.append(kept)
         self._cursor = kept.cursor
         return copy_of_structure(kept.batch)
+
+    def _stand_in(self) -> Any:
+        """Another batch in the place of the next one, None if there is none that can be copied.
+
+        The source is left alone: the step's body was cut short and has not drawn all of its random numbers, so what the
+        source would draw now (the seed of an epoch), and what follows from it, is not what it will be.
+        """
+        for kept in reversed(self._kept):
+            try:
+                return copy.deepcopy(kept.batch)
+            except Exception as e:  # noqa: BLE001 - a batch's own code runs here
+                log.debug("a batch of the %s cannot be copied: %s", self._source.name, e)
+        return None
 
     def _fetch(self) -> _Kept:
         """The next batch of the source, of its next epoch if this one is exhausted."""
@@ -193,7 +217,7 @@ class DataStream:
             raise self._other_samples(cursor.position, cursor.digest)
         if content.opaque and not self._told_opaque:
             self._tell_opaque(content.opaque)
-        return _Kept(cursor, batch, content, after.plain() if drawn else None, self._source.mark())
+        return _Kept(cursor, batch, content, after.plain() if drawn else None, self._source.mark(), self.void)
 
     def _states_before(self, newest: dict[str, Any] | None, begun: bool) -> tuple[dict[str, Any] | None, ...]:
         """The first batch of an epoch is fetched in the state of the epoch's start."""
@@ -253,17 +277,24 @@ class DataStream:
         self._forget_after(version)
         cursor = self._marks[version]
         again = deque(k for k in self._kept if k.cursor.position.total > cursor.position.total)
-        if all(k.intact() for k in again):
+        by_chance = any(k.by_chance for k in again)
+        if not by_chance and all(k.intact() for k in again):
             self._replay, self._cursor = again, cursor
             return
+        if self._source.one_shot and by_chance:
+            raise DataSourceError(
+                "below a step that is done again the script has fetched a batch from a one-shot iterator which draws "
+                "random numbers: it cannot be fetched once more; pass a source that can be iterated again"
+            )
         if self._source.one_shot:
             raise DataSourceError(
                 "the step has modified a batch in place, and the data source is a one-shot iterator: it cannot be "
                 "replayed; work on a copy of the batch, or pass a source that can be iterated again"
             )
-        log.warning("the step has modified a batch in place; the data source is read again for the replay")
+        if not by_chance:
+            log.warning("the step has modified a batch in place; the data source is read again for the replay")
         self._seek(cursor)
-        self._expected = {k.cursor.position.total: k.cursor.digest for k in again}
+        self._expected = {k.cursor.position.total: k.cursor.digest for k in again if not k.by_chance}
 
     def _forget_after(self, version: int) -> None:
         for newer in [v for v in self._marks if v > version]:

@@ -130,7 +130,7 @@ class Loop:
         self._cut_short_by = None
         self._failing = False
         if not self._own_calls:
-            self._void_run = VoidRun(self._registry.tensor_shards(), self._gate.version)
+            self._void_run = VoidRun(self._registry.tensor_shards(), self._registry.streams, self._gate.version)
         return True
 
     def _commit(self) -> None:

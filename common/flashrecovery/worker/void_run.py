@@ -2,8 +2,8 @@
 
 A step that is stopped unwinds to the end of its block, where the recovery takes place; but nothing can keep the script
 from running on to its next step. All that it changes there belongs to no version. So from the end of the block to the
-next hand-out its collectives are answered locally (its peers do not make them, or make them later), and then everything
-is brought back to what it was.
+next hand-out its collectives are answered locally (its peers do not make them, or make them later), its data is what it
+was given before, and then everything is brought back to what it was.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from flashrecovery import groups
 from flashrecovery.errors import RestoreError
 from flashrecovery.redundancy.undo import UndoCopy
 from flashrecovery.state.shard import Shard
+from flashrecovery.worker.data import DataStream
 from flashrecovery.worker.glance import glance_at_tensors
 
 COPIED_BYTES = 4 << 30
@@ -27,10 +28,12 @@ class VoidRun:
 
     Args:
         shards: all of this rank's that consist of tensors.
+        streams: the script's data.
     """
 
-    def __init__(self, shards: Sequence[Shard], version: int) -> None:
+    def __init__(self, shards: Sequence[Shard], streams: Sequence[DataStream], version: int) -> None:
         self._shards = shards
+        self._streams = streams
         self._version = version
         self._seen = self._look()
         self._copy: UndoCopy | None = None
@@ -38,6 +41,11 @@ class VoidRun:
             self._copy = UndoCopy(shards, brief=True)
             self._copy.hold(version)
         groups.stand_in(True)
+        self._void(True)
+
+    def _void(self, void: bool) -> None:
+        for stream in self._streams:
+            stream.void = void
 
     def take_back(self) -> None:
         """Bring the tensors back. Raises RestoreError if they have been changed and were too large to be copied."""
@@ -53,8 +61,9 @@ class VoidRun:
             )
 
     def end(self) -> None:
-        """From now on the groups answer again."""
+        """From now on the groups answer again, and data is data."""
         groups.stand_in(False)
+        self._void(False)
 
     def _tensors(self) -> list[torch.Tensor]:
         return [t for shard in self._shards for t in shard.tensors().values()]

@@ -77,7 +77,7 @@ def _check_in_place(job: Job, kills: Sequence[Kill]) -> None:
     from a disk. Kills in quick succession may share a recovery."""
     left, together = list(kills), []
     for event in job.events:
-        if event["event"] == "failure_detected" and left:
+        if event["event"] == "failure_detected" and event["kind"] == "killed" and left:
             together.append(left.pop(0))
         if event["event"] != "recovery_finished":
             continue

@@ -192,7 +192,7 @@ class Loop:
             self._unsettled = False
             self._published = not gate.stopped
             if self._published:
-                self._publish(gate.version)
+                self._hand_out(gate.version)
             self._touches.begin()
 
     def _complete(self, version: int) -> None:
@@ -211,6 +211,15 @@ class Loop:
             else:
                 why = f"step {step} draws random numbers or data, or changes other state of its own rank, late"
             self._step.tell_undo(why, reason)
+
+    def _hand_out(self, version: int) -> None:
+        """Publish ``version``. A peer may die while it is copied; then it is not handed out, and a recovery follows."""
+        try:
+            self._publish(version)
+        except RuntimeError as e:
+            if self._own_calls or not self._stops.explain(e):
+                raise
+            self._published = False
 
     def _publish(self, version: int) -> None:
         """The state is ``version`` and does not change before the next mutation: copies of it may be made."""

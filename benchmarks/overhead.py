@@ -2,9 +2,9 @@
 
 A step of about 100 ms, most of it a sleep in the place of an accelerator's work, because four ranks share
 this machine's cores: what recovery adds on the host shows in full, what it could take from the device does
-not. DDP has all state replicated and copies nothing; with FSDP, DeepSpeed's ZeRO-2 (``--layouts zero2``) and Megatron's
-distributed optimizer (``--layouts megatron``, both overlaps on) the neighbour holds copies of each rank's shards of
-every step.
+not. DDP has all state replicated and copies nothing, unless snapshots are asked for (``--layouts ddp+snapshots``; with
+``--sleep-ms 370`` a step of 400 ms). With FSDP, DeepSpeed's ZeRO-2 (``--layouts zero2``) and Megatron's distributed
+optimizer (``--layouts megatron``, both overlaps on) the neighbour holds copies of each rank's shards of every step.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from peers import deepspeed_zero2, megatron_gpt, ours
 from workload import Job
 
 WARM_UP = 10
-GOALS = {"ddp": 0.005, "fsdp": 0.03, "zero2": 0.03, "megatron": 0.03}
+GOALS = {"ddp": 0.005, "ddp+snapshots": 0.01, "fsdp": 0.03, "zero2": 0.03, "megatron": 0.03}
 UNIQUE = {"zero2": deepspeed_zero2.unique_bytes, "megatron": megatron_gpt.unique_bytes}
 """Bytes that a rank's neighbour gets each step."""
 
 
-def mean_step(job: Job, recovery: bool, limit_s: float) -> float:
+def mean_step(job: Job, recovery: bool, limit_s: float, *, snapshots: bool = False) -> float:
     """Seconds a step after the warm-up, on rank 0. Raises TimeoutError."""
     directory = Path(job.directory)
     launch = harness.Launch(directory / "output.log")
-    _start(job, launch, recovery)
+    _start(job, launch, recovery, snapshots)
     deadline = time.monotonic() + limit_s
     try:
         while time.monotonic() < deadline:
@@ -45,7 +45,7 @@ def mean_step(job: Job, recovery: bool, limit_s: float) -> float:
         launch.stop()
 
 
-def _start(job: Job, launch: harness.Launch, recovery: bool) -> None:
+def _start(job: Job, launch: harness.Launch, recovery: bool, snapshots: bool) -> None:
     if job.layout == "zero2":
         deepspeed_zero2.start_protected(job, launch, standby=0) if recovery else deepspeed_zero2.start_bare(job, launch)
     elif job.layout == "megatron":
@@ -55,7 +55,7 @@ def _start(job: Job, launch: harness.Launch, recovery: bool) -> None:
         else:
             megatron_gpt.start_bare(job, launch, layout)
     elif recovery:
-        ours.COLD.start(job, launch)
+        ours.start(job, launch, standby=0, options=["--snapshots", "always"] if snapshots else [])
     else:
         launch.start(
             [
@@ -91,9 +91,10 @@ def main() -> None:
                         batch_size=1,
                         context=64,
                         step_time_ms=args.sleep_ms,
-                        layout=layout,
+                        layout=layout.partition("+")[0],
                     )
-                    times[recovery].append(mean_step(job, recovery, limit_s=120))
+                    snapshots = layout.endswith("+snapshots")
+                    times[recovery].append(mean_step(job, recovery, limit_s=240, snapshots=snapshots))
             print(f"  {layout} {i + 1}/{pairs}: on {times[True][-1] * 1e3:.2f}, off {times[False][-1] * 1e3:.2f} ms")
         off = statistics.median(times[False])
         # Of the pairs' own ratios: the machine drifts by more between pairs than within one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,15 @@ from peers import Peer
 from workload import Job
 
 
-def start(job: Job, launch: Launch, standby: int, script: str = __file__, **env: str) -> None:
+def start(
+    job: Job, launch: Launch, standby: int, script: str = __file__, options: Sequence[str] = (), **env: str
+) -> None:
     """``flashrecovery run`` with so many standbys."""
     launch.start(
         [
             *(sys.executable, "-m", "flashrecovery.cli.main", "run"),
             *("--nproc-per-node", str(job.world), "--standby", str(standby)),
-            *("--run-dir", str(Path(job.directory) / "run"), script),
+            *("--run-dir", str(Path(job.directory) / "run"), *options, script),
         ],
         **env,
         **job.to_env(),

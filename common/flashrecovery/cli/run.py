@@ -50,10 +50,11 @@ from flashrecovery.errors import ConfigError
 @click.option("--max-restarts", "--max_restarts", type=int, default=None, help="Restarts before the first step.")
 @click.option("--redundancy", default=None, help="auto | replica | neighbor | none")
 @click.option("--undo", default=None, help="Own pre-step copy: auto | always | never")
+@click.option("--snapshots", default=None, help="Copies that outlive all processes: auto | always | never")
 @click.option("--hang-timeout", type=float, default=None, help="Seconds without progress that are never a hang.")
 @click.option("--checkpoint-dir", type=click.Path(path_type=Path), default=None, help="Fallback checkpoints.")
 @click.option("--checkpoint-interval", default=None, help="Seconds between fallback checkpoints, or `auto`.")
-@click.option("--resume", is_flag=True, default=None, help="Start from the newest fallback checkpoint.")
+@click.option("--resume", is_flag=True, default=None, help="Go on from the newest snapshots or checkpoint.")
 @click.option("--observe-port", type=int, default=None, help="Serve metrics and a web page here; 0: any free port.")
 @click.option("--observe-host", default=None, help="Address to serve them on (default 127.0.0.1).")
 @click.option("--config", "config_file", type=click.Path(path_type=Path), default=None, help="YAML with any key.")
@@ -97,6 +98,8 @@ def _overrides(options: dict[str, Any]) -> dict[str, Any]:
         values["nproc_per_node"] = _nproc(values["nproc_per_node"])
     if "hang_timeout" in values:
         values["timeouts"] = {"hang_floor_s": values.pop("hang_timeout")}
+    if "snapshots" in values:
+        values["snapshots"] = {"keep": values.pop("snapshots")}
     checkpoint: dict[str, Any] = {}
     if "checkpoint_dir" in values:
         checkpoint["dir"] = values.pop("checkpoint_dir")

@@ -219,7 +219,7 @@ def test_a_rank_and_its_neighbour_at_once_go_back_to_the_checkpoint(layout: Layo
     flags = ["--step-time", "60"]
     reference = run_job(tmp_path / "reference", layout, steps=60, standby=0, flags=flags, timeout_s=TIMEOUT_S)
     flags += ["--set", f"flash_recovery.checkpoint={checkpoint}"]
-    running = RunningJob(tmp_path / "run", layout, steps=60, standby=2, flags=flags)
+    running = RunningJob(tmp_path / "run", layout, steps=60, standby=2, flags=flags, options=["--snapshots", "never"])
     saved = running.wait_for("checkpoint_saved", TIMEOUT_S)
     running.kill(1, 2)
     job = running.wait(TIMEOUT_S)

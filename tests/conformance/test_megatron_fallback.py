@@ -118,7 +118,7 @@ def test_both_that_hold_a_shard_at_once_go_back_to_the_checkpoint(
     layout: Layout, victims: tuple[int, ...], tmp_path: Path
 ) -> None:
     reference = _run(tmp_path / "reference", layout)
-    options = _options(tmp_path / "checkpoints")
+    options = [*_options(tmp_path / "checkpoints"), "--snapshots", "never"]
     running = RunningJob(tmp_path / "run", layout, steps=STEPS, standby=2, flags=SLOW, options=options, env=ENVIRONMENT)
     first = running.wait_for("checkpoint_saved", TIMEOUT_S)
     running.kill(*victims)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from flashrecovery.snapshot.client import SnapshotHost
 from flashrecovery.snapshot.files import FOLDER, listed
 
 log = logging.getLogger("flashrecovery")
+_SHORT_LIFE_S = 2.0
+"""A process that dies sooner will do so again."""
 
 
 class NodeSnapshots:
@@ -36,6 +39,7 @@ class NodeSnapshots:
         self._log = path / "logs" / "snapshots.log"
         self._notice = notice
         self._name = address.name_for(path)
+        self._started_at = float("-inf")
         self._here: set[int] = set()  # ranks that have been filled on this node
         self._host: SnapshotHost | None = None
         if self._config.keep == "never":
@@ -71,6 +75,7 @@ class NodeSnapshots:
     def _start(self) -> SnapshotHost:
         folder = self._folder if self._config.persist else None
         self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._started_at = time.monotonic()
         return SnapshotHost.start(self._name, self._log, folder, self._config.linger_s)
 
     def env(self) -> Mapping[str, str]:
@@ -110,6 +115,11 @@ class NodeSnapshots:
             return
         self._host.close()
         self._host = None
+        lived_s = time.monotonic() - self._started_at
+        if lived_s < _SHORT_LIFE_S:
+            why = f"the snapshot process has died after {lived_s:.1f} s, see {self._log}"
+            self._notice(f"{why}; there are no snapshots from now on")
+            return
         try:
             self._host = self._start()
         except OSError as e:

@@ -22,7 +22,7 @@ DIED = [LINES[0], LINES[1], f"killed {KILL}", *LINES[1:], *END]
 START_AGAIN = {"event": "notice", "kind": "start_again", "generation": 1, "text": "nobody holds any state"}
 EVENTS = [
     {"event": "job_started"},
-    {"event": "failure_detected", "step": 1},
+    {"event": "failure_detected", "step": 1, "kind": "killed"},
     {"event": "recovery_started", "victims": [0]},
 ]
 
@@ -59,6 +59,7 @@ def test_a_job_that_is_the_same(tmp_path: Path) -> None:
         pytest.param(lambda lines: _without(lines, "killed"), [RECOVERED], 0, id="the kill did not fire"),
         pytest.param(lambda lines: lines, [], 0, id="no recovery"),
         pytest.param(lambda lines: lines, [RECOVERED | {"victims": [1]}], 0, id="another victim"),
+        pytest.param(lambda lines: lines, [RECOVERED | {"victims": [0, 1]}], 0, id="a victim more"),
         pytest.param(lambda lines: lines, [RECOVERED | {"resume_step": 0}], 0, id="an older step"),
         pytest.param(lambda lines: lines, [RECOVERED | {"resume_step": 2}], 0, id="a step too late"),
         pytest.param(

@@ -108,11 +108,11 @@ def test_memory_is_reused_once_the_structure_is_stable() -> None:
     for version in range(4):
         step(mine, version)
         undo.hold(version)
-    memory = {s.buffer.data_ptr() for s in undo._slots}
+    memory = {s.buffer.data_ptr() for s in undo._slots.values()}
     for version in range(4, 9):
         step(mine, version)
         undo.hold(version)
-    assert {s.buffer.data_ptr() for s in undo._slots} == memory
+    assert {s.buffer.data_ptr() for s in undo._slots.values()} == memory
     assert undo.nbytes() == 2 * sum(-(-t.nbytes // ALIGN) * ALIGN for s in mine for t in s.tensors().values())
 
 

@@ -14,6 +14,7 @@ from flashrecovery.agent import snapshots
 from flashrecovery.agent.snapshots import NodeSnapshots
 from flashrecovery.config import RunConfig, SnapshotSettings
 from flashrecovery.errors import ConfigError
+from flashrecovery.snapshot import client
 from flashrecovery.snapshot.address import SNAPSHOT_ENV, name_for
 from flashrecovery.snapshot.client import Keeper, SnapshotHost
 from flashrecovery.snapshot.memory import SharedMemory
@@ -125,6 +126,30 @@ def test_a_process_that_dies_at_once_is_not_started_for_ever(
     assert node.pid is None and "no snapshots from now on" in said[1]
     node.revive()
     assert len(said) == 2
+
+
+def test_a_process_that_stands_still_holds_nobody_up(
+    tmp_path: Path, ended: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed rather than believed to have forgotten."""
+    ended(tmp_path)
+    said: list[str] = []
+    monkeypatch.setattr(snapshots, "_SHORT_LIFE_S", 0.0)
+    monkeypatch.setattr(client, "_RANK_WAITS_S", 0.2)
+    node = NodeSnapshots(config(), tmp_path, said.append)
+    first = node.pid
+    assert first is not None
+    keeper = Keeper(name_for(tmp_path), 0)
+    os.kill(first, signal.SIGSTOP)
+    assert keeper.left() == {}
+    node.filled(0, detached=True, was_here=False)
+    wait_for_death(node, said, 1)
+    assert node.pid not in (None, first)
+    keeper.check()
+    made = SharedMemory.create(10, notes=True)
+    made.version = 3
+    keeper.keep("own-0-of-1", made)
+    assert versions(tmp_path) == [3]
 
 
 def wait_for_death(node: NodeSnapshots, said: list[str], count: int) -> None:

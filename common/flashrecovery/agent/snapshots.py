@@ -106,6 +106,8 @@ class NodeSnapshots:
         if self._host is not None:
             try:
                 self._host.forget(ranks)
+            except TimeoutError:
+                self._host.kill()  # what should be forgotten must not be found; revive() starts a new one
             except OSError as e:
                 log.debug("the snapshot process is gone: %s", e)  # and with it what was to be forgotten
 

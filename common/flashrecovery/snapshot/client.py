@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -16,6 +17,9 @@ from flashrecovery.snapshot import address
 from flashrecovery.snapshot.memory import SharedMemory
 from flashrecovery.snapshot.wire import receive, send
 
+_RANK_WAITS_S, _AGENT_WAITS_S = 10.0, 0.5
+"""For an answer, which takes less than a millisecond. An agent has a whole node to look after meanwhile."""
+
 
 class Keeper:
     """A rank's side: the snapshot process of its node keeps what is given to it. Any thread.
@@ -27,7 +31,13 @@ class Keeper:
         self._name, self._rank = name, rank
         self._kept: dict[str, SharedMemory] = {}
         self._lock = threading.Lock()
-        self._sock = address.call(name)
+        self._sock = self._call()
+
+    def _call(self) -> socket.socket | None:
+        sock = address.call(self._name)
+        if sock is not None:
+            sock.settimeout(_RANK_WAITS_S)
+        return sock
 
     @staticmethod
     def from_env(rank: int) -> Keeper | None:
@@ -36,7 +46,8 @@ class Keeper:
         return Keeper(name, rank) if name else None
 
     def left(self) -> dict[str, SharedMemory]:
-        """What is kept of this rank, by name: what the process before this one has left."""
+        """What is kept of this rank, by name: what the process before this one has left. Nothing if the snapshot
+        process does not answer."""
         with self._lock:
             try:
                 if self._sock is None:
@@ -66,7 +77,7 @@ class Keeper:
                 return
             if self._sock is not None:
                 self._sock.close()
-            self._sock = address.call(self._name)
+            self._sock = self._call()
             for name, memory in self._kept.items():
                 self._tell(name, memory)
 
@@ -82,10 +93,15 @@ class Keeper:
 
 
 def _ended(sock: socket.socket) -> bool:
-    try:
-        return not sock.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
-    except BlockingIOError:
+    """Whether the other end is gone, or this one is closed. Does not wait."""
+    if sock.fileno() < 0:
+        return True
+    looked = select.poll()
+    looked.register(sock, select.POLLIN)
+    if not looked.poll(0):
         return False
+    try:
+        return not sock.recv(1, socket.MSG_PEEK)
     except OSError:
         return True
 
@@ -105,6 +121,7 @@ class SnapshotHost:
         self.name = name
         self._sock = sock
         self._process = process
+        self._sock.settimeout(_AGENT_WAITS_S)
         self._ask("agent")
 
     @staticmethod
@@ -146,26 +163,40 @@ class SnapshotHost:
         return [HeldMemory(*one) for one in self._ask("list")["held"]]
 
     def forget(self, ranks: Collection[int] | None) -> None:
-        """Nothing of these ranks (None: of any) is needed here any more. Raises OSError if it is gone."""
+        """Nothing of these ranks (None: of any) is needed here any more. Raises OSError if it is gone, or does not
+        answer."""
         self._ask("forget", ranks=None if ranks is None else list(ranks))
 
     def save(self, folder: Path) -> tuple[list[int], str]:
         """Write everything that is whole to ``folder``; nobody may write into it meanwhile. Returns the versions that
         were written, and what has gone wrong, in words. Raises OSError if the process is gone."""
+        self._sock.settimeout(None)
         answer = self._ask("save", folder=str(folder))
         return answer["saved"], answer["error"]
 
     def load(self, folder: Path) -> list[str]:
         """Hold what was written to ``folder``. Returns the files that are damaged. Raises OSError if it is gone."""
+        self._sock.settimeout(None)
         damaged: list[str] = self._ask("load", folder=str(folder))["damaged"]
+        self._sock.settimeout(_AGENT_WAITS_S)
         return damaged
+
+    def kill(self) -> None:
+        """It does not answer. Nothing if an earlier launch has started it: then it is left alone."""
+        if self._process is not None:
+            self._process.kill()
+        self.close()
 
     def end(self) -> None:
         """The job is over: the process ends, and what it has is given back."""
         try:
+            self._sock.settimeout(_RANK_WAITS_S)
             send(self._sock, {"do": "end"})
             while self._sock.recv(1):
                 pass
+        except TimeoutError:
+            self.kill()
+            return
         except OSError:
             pass  # it has ended already
         self.close()

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from flashrecovery.cli.checkpoints import checkpoints
 from flashrecovery.redundancy.checkpoint import newest, published
-from tests.support.jobs import DDP, FSDP, Layout, RunningJob, check_clean, check_same, run_job
+from tests.support.jobs import DDP, FSDP, Layout, References, RunningJob, check_clean, check_same, run_job
 
 pytestmark = pytest.mark.timeout(400)  # two or three launches, one after another, each with a deadline of its own
 
@@ -24,12 +24,19 @@ NO_SNAPSHOTS = {"snapshots": {"keep": "never"}}
 """Or the node would hold both ranks' own copies."""
 
 
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> References:
+    return References(
+        lambda: tmp_path_factory.mktemp("reference"),
+        lambda path, layout: run_job(path, layout, steps=STEPS, standby=0, flags=FLAGS),
+    )
+
+
 def _options(directory: Path) -> list[str]:
     return ["--checkpoint-dir", str(directory), "--checkpoint-interval", "0.7"]
 
 
-def test_a_rank_and_its_neighbour_at_once_go_back_to_the_checkpoint(tmp_path: Path) -> None:
-    reference = run_job(tmp_path / "reference", FSDP, steps=STEPS, standby=0, flags=FLAGS)
+def test_a_rank_and_its_neighbour_at_once_go_back_to_the_checkpoint(tmp_path: Path, reference: References) -> None:
     options = _options(tmp_path / "ckpt")
     running = RunningJob(
         tmp_path / "run", FSDP, steps=STEPS, standby=2, flags=FLAGS, options=options, config=NO_SNAPSHOTS
@@ -37,7 +44,7 @@ def test_a_rank_and_its_neighbour_at_once_go_back_to_the_checkpoint(tmp_path: Pa
     saved = running.wait_for("checkpoint_saved")
     running.kill(*NEIGHBOURS)
     job = running.wait()
-    check_same(job, reference)
+    check_same(job, reference(FSDP))
     assert {e["rank"] for e in job.of("failure_detected")} == set(NEIGHBOURS)
     (fallback,) = job.of("fallback_started")
     assert saved["version"] <= fallback["version"] < STEPS
@@ -73,8 +80,7 @@ def _launch_that_ends_after_two_checkpoints(tmp_path: Path) -> list[tuple[int, P
     return published(tmp_path / "ckpt")
 
 
-def test_a_damaged_checkpoint_is_left_out_for_the_one_before_it(tmp_path: Path) -> None:
-    reference = run_job(tmp_path / "reference", FSDP, steps=STEPS, standby=0, flags=FLAGS)
+def test_a_damaged_checkpoint_is_left_out_for_the_one_before_it(tmp_path: Path, reference: References) -> None:
     *_, (version, older), (_, newer) = _launch_that_ends_after_two_checkpoints(tmp_path)
     _damage(newer)
     looked = CliRunner().invoke(checkpoints, [str(tmp_path / "ckpt"), "--json"])
@@ -85,7 +91,7 @@ def test_a_damaged_checkpoint_is_left_out_for_the_one_before_it(tmp_path: Path) 
     job = run_job(tmp_path / "second", FSDP, steps=STEPS, standby=0, flags=FLAGS, options=options, config=NO_SNAPSHOTS)
     (notice,) = job.notices("checkpoint_damaged")
     assert str(newer) in notice["text"] and f"{older} is used instead" in notice["text"]
-    check_same(job, reference, start=version)
+    check_same(job, reference(FSDP), start=version)
 
 
 def test_where_all_checkpoints_are_damaged_the_job_says_so_and_does_not_begin_anew(tmp_path: Path) -> None:
@@ -104,11 +110,10 @@ def test_where_all_checkpoints_are_damaged_the_job_says_so_and_does_not_begin_an
     ids=["fsdp", "ddp-snapshots", "ddp"],
 )
 def test_a_fresh_launch_resumes_from_the_checkpoint(
-    layout: Layout, config: dict[str, Any] | None, tmp_path: Path
+    layout: Layout, config: dict[str, Any] | None, tmp_path: Path, reference: References
 ) -> None:
     """In another run directory, so there are no snapshots. Where copies are made in every step it is
     written from one of these, and training is not held up."""
-    reference = run_job(tmp_path / "reference", layout, steps=STEPS, standby=0, flags=FLAGS)
     options = _options(tmp_path / "ckpt")
     first = RunningJob(tmp_path / "first", layout, steps=STEPS, standby=0, flags=FLAGS, options=options, config=config)
     saved = first.wait_for("checkpoint_saved", 90)
@@ -120,4 +125,4 @@ def test_a_fresh_launch_resumes_from_the_checkpoint(
     assert found is not None and found[0] > 0
     options = [*options, "--resume"]
     second = run_job(tmp_path / "second", layout, steps=STEPS, standby=0, flags=FLAGS, options=options, config=config)
-    check_same(second, reference, start=found[0])
+    check_same(second, reference(layout), start=found[0])

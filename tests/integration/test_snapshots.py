@@ -93,7 +93,7 @@ def test_ranks_die_before_their_copies_are_whole_again(tmp_path: Path, reference
 
 def test_all_ranks_die_in_their_first_step(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
     """Nothing whole is held yet; only that step is lost."""
-    running = start(tmp_path / "run", FSDP, {}, flags=["--step-time", "300"])
+    running = start(tmp_path / "run", FSDP, {}, flags=["--step-time", "100"])
     running.wait_for("job_started")
     running.kill(0, 1, 2, 3)
     job = running.wait()

@@ -175,6 +175,11 @@ def test_it_waits_for_the_next_agent_then_writes_and_ends(name: str, tmp_path: P
     assert "1 memories were written" in (tmp_path / "log").read_text()
 
 
+def test_where_nothing_is_held_it_ends_with_its_agent(name: str, tmp_path: Path) -> None:
+    assert gone_after(agent_that_dies(name, tmp_path, 60.0, keep=False)) < 10
+    assert not (tmp_path / "s").exists()
+
+
 def test_the_next_agent_comes_in_time(name: str, tmp_path: Path) -> None:
     pid = agent_that_dies(name, tmp_path, 3.0, keep=True)
     found = SnapshotHost.find(name)

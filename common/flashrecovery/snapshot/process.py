@@ -47,6 +47,7 @@ class SnapshotProcess:
         self._memories: dict[Key, SharedMemory] = {}
         self._agents: set[socket.socket] = set()
         self._alone_since: float | None = time.monotonic()
+        self._has_met_agent = False
         self._selector = selectors.DefaultSelector()
         self._over = False
         self._do: Mapping[str, Callable[[socket.socket, Mapping[str, Any], list[int]], _Answer | None]] = {
@@ -79,7 +80,8 @@ class SnapshotProcess:
         """Seconds for which an agent is still waited for; None while there is one."""
         if self._alone_since is None:
             return None
-        wait = self._linger_s if self._memories else min(self._linger_s, _FIRST_CALL_S)
+        without = 0.0 if self._has_met_agent else _FIRST_CALL_S
+        wait = self._linger_s if self._memories else without
         return max(self._alone_since + wait - time.monotonic(), 0.0)
 
     def _leave(self) -> None:
@@ -149,7 +151,7 @@ class SnapshotProcess:
 
     def _agent(self, sock: socket.socket, _: Mapping[str, Any], __: list[int]) -> _Answer:
         self._agents.add(sock)
-        self._alone_since = None
+        self._alone_since, self._has_met_agent = None, True
         return _Answer({}, [])
 
     def _keep(self, _: socket.socket, message: Mapping[str, Any], descriptors: list[int]) -> None:
@@ -206,7 +208,7 @@ def _has_message(sock: socket.socket) -> bool:
 _ABOUT_ALL = frozenset(("take", "list", "save", "forget"))
 """What depends on what others have said."""
 _FIRST_CALL_S = 10.0
-"""An agent that has started this process calls within milliseconds; after one that has left nothing, nobody does."""
+"""An agent that has started this process calls within milliseconds."""
 
 
 def main() -> None:

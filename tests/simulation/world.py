@@ -149,6 +149,7 @@ class World:
                 "direct_agents": self.shape.direct_agents,
                 "standby": self.shape.standby,
                 "start_method": "spawn",  # where processes come from is no part of the model
+                "snapshots": {"keep": "never"},  # nor what outlives them
                 **({} if self.shape.limits else dict.fromkeys(_LIMITS, 1000)),
                 "checkpoint": {"dir": "/simulated", "interval_s": self.shape.checkpoint_s}
                 if self.shape.checkpoint_s

@@ -32,7 +32,8 @@ class NodeSnapshots:
     """
 
     def __init__(self, config: RunConfig, path: Path, notice: Callable[[str], None]) -> None:
-        """Raises ConfigError if there are snapshots of an earlier launch, and it is not said what to do with them."""
+        """Raises ConfigError if there are snapshots of an earlier launch, and it is not said what to do with them, or if
+        the process cannot be started."""
         self._config = config.snapshots
         self._resumes = config.resume
         self._folder = path / FOLDER
@@ -50,7 +51,13 @@ class NodeSnapshots:
         elif listed(self._folder) and not self._resumes and not config.several_nodes:
             raise ConfigError(_undecided(f"{self._folder} has snapshots", f"remove {self._folder}"))
         if self._host is None:
-            self._host = self._start()
+            try:
+                self._host = self._start()
+            except OSError as e:
+                raise ConfigError(
+                    f"the snapshot process of this node cannot be started: {e} (see {self._log}); `--snapshots never` "
+                    "goes without"
+                ) from e
             if self._resumes and listed(self._folder):
                 for file in self._host.load(self._folder):
                     log.warning("%s is damaged; that snapshot is not used", self._folder / file)

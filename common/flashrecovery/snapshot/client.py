@@ -128,7 +128,10 @@ class SnapshotHost:
     def find(name: str) -> SnapshotHost | None:
         """The process that an earlier launch has left; None if there is none."""
         sock = address.call(name)
-        return None if sock is None else SnapshotHost(name, sock, None)
+        try:
+            return None if sock is None else SnapshotHost(name, sock, None)
+        except OSError:
+            return None  # its time has just ended
 
     @staticmethod
     def start(name: str, log: Path, folder: Path | None, linger_s: float) -> SnapshotHost:

@@ -32,8 +32,8 @@ class NodeSnapshots:
     """
 
     def __init__(self, config: RunConfig, path: Path, notice: Callable[[str], None]) -> None:
-        """Raises ConfigError if there are snapshots of an earlier launch, and it is not said what to do with them, or if
-        the process cannot be started."""
+        """Raises ConfigError if there are snapshots of an earlier launch, and it is not said what to do with them, or
+        if the process cannot be started."""
         self._config = config.snapshots
         self._resumes = config.resume
         self._folder = path / FOLDER

@@ -26,7 +26,7 @@ from flashrecovery.worker.agreement import disagreement, gather, union
 from flashrecovery.worker.registry import Registry
 
 _AT_LEAST_EVERY = 64
-_HEAD = struct.Struct("<???16s")
+_HEAD = struct.Struct("<????16s")
 _DIGEST = 16
 _LOOKED_AT_BYTES = 1 << 20
 """Bytes of a rank's replicated tensors that are looked at, where a part is enough; about 0.2 ms of a core."""
@@ -51,11 +51,13 @@ def goes_on(version: int, since: int) -> bool:
     return is_due(version - since - 1)
 
 
-def compare_habits(registry: Registry) -> list[str]:
+def compare_habits(registry: Registry) -> tuple[list[str], bool]:
     """All ranks adopt what any of them has learned; a collective of the recovery's own group.
 
     Returns:
-        The registered objects that have turned out to differ between the ranks. They are each rank's own from now on.
+        The registered objects that have turned out to differ between the ranks, which are each rank's own from now on;
+        and whether any rank has learned of a silent change that it had not known. Both are the same on all ranks, also
+        where a replacement has just learned what the others know.
 
     Raises:
         DivergedError: on all ranks, if hyper-parameters or other settings of a model differ.
@@ -64,7 +66,8 @@ def compare_habits(registry: Registry) -> list[str]:
     settings = {f"{_SETTINGS} {number}": state for number, state in enumerate(registry.adapter_states())}
     compared = dict(sorted(registry.shared_states().items())) | settings
     silent = xxhash.xxh3_128_digest("\n".join(registry.silent()).encode())
-    row = _HEAD.pack(habits.undo, habits.changed, habits.late, silent) + b"".join(
+    news = not {*registry.silent()} <= {*habits.silent}
+    row = _HEAD.pack(habits.undo, habits.changed, habits.late, news, silent) + b"".join(
         xxhash.xxh3_128_digest(state) for state in compared.values()
     )
     rows = gather(row)
@@ -82,9 +85,9 @@ def compare_habits(registry: Registry) -> list[str]:
     habits.changed |= habits.reseal
     habits.late |= any(head[2] for head in heads)
     habits.own = sorted({*habits.own, *differing})
-    different = len({head[3] for head in heads}) > 1
+    different = len({head[4] for head in heads}) > 1
     registry.adopt_silent(union(registry.silent()) if different else registry.silent())
-    return differing
+    return differing, different or any(head[3] for head in heads)
 
 
 def show_equal(registry: Registry, version: int, *, tensors: bool = True, since: int | None = None) -> None:

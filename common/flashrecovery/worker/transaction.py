@@ -146,7 +146,7 @@ class Transaction(StepHooks):
         known = self._habits.silent
         try:
             with self._gate.in_barrier():
-                differing = proof.compare_habits(self._registry)
+                differing, more_silent = proof.compare_habits(self._registry)
         except RuntimeError as e:
             if not self._stops.explain(e):
                 raise
@@ -158,7 +158,7 @@ class Transaction(StepHooks):
             names = sorted(name.partition("/")[2] for name in silent)
             text = f"{names} are changed by way of .data; they are compared in every step now"
             self._worker.notice(NoticeKind.SILENT_BUFFERS, text)
-        return bool(differing or silent)
+        return bool(differing or more_silent)
 
     def _seal_more(self, version: int, sealed: bool) -> None:
         """Seal once more, because more has just turned out to belong to the capsule. Every rank does so before any of

@@ -47,6 +47,14 @@ def end_of(process: psutil.Process) -> None:
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
+def told_to_end(tmp_path: Path) -> Job:
+    """A launch that has written its snapshots to disk."""
+    running = start(tmp_path / "run", FSDP, {})
+    running.wait_for_step(8)
+    running.popen.terminate()
+    return running.wait()
+
+
 def kill_everything(job: RunningJob) -> None:
     """The launcher and all ranks at once; what else they have started ends with them."""
     pids = [job.popen.pid, *job.ranks().values()]
@@ -123,10 +131,7 @@ def test_everything_dies_and_the_next_launch_goes_on(
 
 
 def test_a_job_that_is_told_to_end_loses_no_step(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
-    running = start(tmp_path / "run", FSDP, {})
-    running.wait_for_step(8)
-    running.popen.terminate()
-    ended = running.wait()
+    ended = told_to_end(tmp_path)
     assert ended.code != 0 and "--resume goes on from there" in ended.output
     check_clean(ended)
     assert {saved.rank for saved in listed(tmp_path / "run" / FOLDER)} == {0, 1, 2, 3}
@@ -158,10 +163,7 @@ def test_nobody_comes_back_in_time(tmp_path: Path, reference: Callable[[Layout],
 def test_what_is_damaged_on_disk_is_not_used(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
     """One bit of the newest version of one rank: the job goes on from the version before, if that is still whole, and
     otherwise says what is missing. It never begins anew by itself."""
-    running = start(tmp_path / "run", FSDP, {})
-    running.wait_for_step(8)
-    running.popen.terminate()
-    running.wait()
+    told_to_end(tmp_path)
     folder = tmp_path / "run" / FOLDER
     newest = max((s for s in listed(folder) if s.rank == 2 and s.name.startswith("own")), key=lambda s: s.version)
     content = bytearray((folder / newest.file).read_bytes())
@@ -179,10 +181,7 @@ def test_what_is_damaged_on_disk_is_not_used(tmp_path: Path, reference: Callable
 
 
 def test_a_launch_with_another_number_of_ranks_does_not_take_them(tmp_path: Path) -> None:
-    running = start(tmp_path / "run", FSDP, {})
-    running.wait_for_step(8)
-    running.popen.terminate()
-    running.wait()
+    told_to_end(tmp_path)
     smaller = Layout("fsdp-2", FSDP.script, nproc=2)
     job = start(tmp_path / "run", smaller, {}, "--resume").wait()
     assert job.code != 0 and "of a job of 4 ranks, and this one has 2" in job.output, job.explain()

@@ -32,8 +32,8 @@ from flashrecovery.contract import Adapter, CheckpointFormat, Shard, ShardSpec, 
 from flashrecovery.groups import named_group
 from flashrecovery.redundancy.checkpoint import writer_of
 from flashrecovery.redundancy.dcp import read_into, write_part
-from flashrecovery.redundancy.host import write_durably
 from flashrecovery.runtime.channel import CHANNEL_ENV
+from flashrecovery.runtime.durable import write_durably
 from flashrecovery.state import codec
 from flashrecovery.worker.agreement import check_equal
 from flashrecovery.worker.calls import LoopAdapter

@@ -46,9 +46,10 @@ class NodeSnapshots:
         if self._config.keep == "never":
             return
         self._host = SnapshotHost.find(self._name)
+        on_disk = self._host is None and bool(listed(self._folder))
         if self._host is not None:
             self._take_on(self._host, config.several_nodes)
-        elif listed(self._folder) and not self._resumes and not config.several_nodes:
+        elif on_disk and not self._resumes and not config.several_nodes:
             raise ConfigError(_undecided(f"{self._folder} has snapshots", f"remove {self._folder}"))
         if self._host is None:
             try:
@@ -58,7 +59,7 @@ class NodeSnapshots:
                     f"the snapshot process of this node cannot be started: {e} (see {self._log}); `--snapshots never` "
                     "goes without"
                 ) from e
-            if self._resumes and listed(self._folder):
+            if self._resumes and on_disk:
                 for file in self._host.load(self._folder):
                     log.warning("%s is damaged; that snapshot is not used", self._folder / file)
 

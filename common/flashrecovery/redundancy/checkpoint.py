@@ -41,7 +41,8 @@ from flashrecovery.errors import (
 )
 from flashrecovery.redundancy.background import Background
 from flashrecovery.redundancy.dcp import join_parts, read_into, read_whole, write_part
-from flashrecovery.redundancy.host import HostCopies, write_durably
+from flashrecovery.redundancy.host import HostCopies
+from flashrecovery.runtime.durable import write_durably
 from flashrecovery.state import codec
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from flashrecovery.state.digest import shard_digest
@@ -154,15 +155,23 @@ class CheckpointFallback:
         owned = [(s.name, len(s.holders) > 1, specs[s.name]) for s in mine]
 
         def job() -> None:
+            self._write(version, generation, owned, tensors, write, capsule, common, began, k0_s)
+
+        self._submit(job)
+        return k0_s
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        """Run ``job`` in the background; what it raises is told to ``on_error``."""
+
+        def told() -> None:
             try:
-                self._write(version, generation, owned, tensors, write, capsule, common, began, k0_s)
+                job()
             except (OSError, RuntimeError, FlashRecoveryError) as e:
                 if self._on_error is None:
                     raise
                 self._on_error(e)
 
-        self._background.submit(job)
-        return k0_s
+        self._background.submit(told)
 
     def commit_copy(
         self,
@@ -197,14 +206,10 @@ class CheckpointFallback:
                 }
                 owned = [(s.name, len(s.holders) > 1, found[s.name].spec) for s in mine]
                 self._write(version, generation, owned, tensors, None, capsule, common, began, 0.0)
-            except (OSError, RuntimeError, FlashRecoveryError) as e:
-                if self._on_error is None:
-                    raise
-                self._on_error(e)
             finally:
                 release()
 
-        self._background.submit(job)
+        self._submit(job)
 
     @property
     def in_core_format(self) -> bool:

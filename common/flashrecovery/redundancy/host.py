@@ -1,9 +1,7 @@
-"""What writing a checkpoint needs of this host: copies in its memory, and files that are whole or not there."""
+"""What writing a checkpoint needs of this host: copies in its memory."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,18 +20,3 @@ class HostCopies:
             on_host = tensor.device.type == "cpu"
             self._made[key] = tensor.clone(memory_format=torch.contiguous_format) if on_host else tensor.cpu()
         return self._made[key]
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Atomically: the file is either absent (or old) or whole, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "wb") as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
-    os.rename(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -367,7 +367,7 @@ class NeighbourCopies:
             return slot, False
         _remember(self._mapped, address.inode, mapped)
         slot.adopt(mapped, layout)
-        return slot, mapped is not None
+        return slot, True
 
     def _layout_on_the_wire(self, full: Layout) -> Layout:
         """The part of the undo copy's layout that is sent: its first shards."""

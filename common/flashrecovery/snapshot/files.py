@@ -15,6 +15,7 @@ from pathlib import Path
 
 import xxhash
 
+from flashrecovery.runtime.durable import sync_folder, write_durably
 from flashrecovery.snapshot.memory import SharedMemory
 
 FOLDER = "snapshots"
@@ -45,18 +46,14 @@ def save(folder: Path, memories: Iterable[tuple[int, str, SharedMemory]]) -> lis
     try:
         found = [_save_one(temporary, rank, name, memory) for rank, name, memory in memories if memory.version >= 0]
         saved = [one for one in found if one is not None]
-        with open(temporary / _LIST, "w") as f:
-            json.dump([asdict(one) for one in saved], f, indent=1)
-            f.flush()
-            os.fsync(f.fileno())
-        _sync_folder(temporary)
+        write_durably(temporary / _LIST, json.dumps([asdict(one) for one in saved], indent=1).encode())
         before = _before(folder)
         if folder.exists():
             shutil.rmtree(before, ignore_errors=True)
             folder.rename(before)
         temporary.rename(folder)
         shutil.rmtree(before, ignore_errors=True)
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -132,11 +129,3 @@ def _pieces(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as f:
         while piece := f.read(_PIECE):
             yield piece
-
-
-def _sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -352,7 +352,9 @@ class Copies:
     def inventory(self) -> list[pb.Held]:
         """What this rank holds whole."""
         held = []
-        for undo in {id(copies): copies for copies in (self._own_copy, self._snapshot) if copies is not None}.values():
+        for undo in (self._own_copy, self._snapshot):
+            if undo is None:
+                continue
             known = [s.name for s in undo.shards]
             for version, names, _ in undo.held():
                 if {*known} <= {*names}:

@@ -19,6 +19,8 @@ from flashrecovery.snapshot.wire import receive, send
 
 _RANK_WAITS_S, _AGENT_WAITS_S = 10.0, 0.5
 """For an answer, which takes less than a millisecond. An agent has a whole node to look after meanwhile."""
+_START_S = 10.0
+"""For the first answer of a process that is being started; an interpreter's start on a busy machine."""
 
 
 class Keeper:
@@ -121,8 +123,9 @@ class SnapshotHost:
         self.name = name
         self._sock = sock
         self._process = process
-        self._sock.settimeout(_AGENT_WAITS_S)
+        self._sock.settimeout(_START_S)
         self._ask("agent")
+        self._sock.settimeout(_AGENT_WAITS_S)
 
     @staticmethod
     def find(name: str) -> SnapshotHost | None:

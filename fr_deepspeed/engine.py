@@ -67,6 +67,8 @@ class EngineAdapter(TorchAdapter):
     The records are the tensors that the basic optimizer steps on: parameters, fp32 masters, or this rank's partitions.
     """
 
+    whole_framework = True
+
     def __init__(self, engine: Any, optimizer: Optimizer) -> None:
         self.engine = engine
         self.basic = optimizer

@@ -66,6 +66,7 @@ class MegatronAdapter(TorchAdapter):
     """
 
     name = "megatron"
+    whole_framework = True
 
     def __init__(
         self, chunks: Sequence[Any], optimizer: Any, scheduler: Any = None, loop: OwnLoop | None = None

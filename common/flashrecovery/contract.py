@@ -50,6 +50,8 @@ class Adapter(ABC):
     """Maps one framework's state and step onto the core. One instance per registered model."""
 
     name: str
+    whole_framework = False
+    """The framework has its own optimizers, schedulers and scalers, and the adapter protects whichever they are."""
 
     @abstractmethod
     def watch(self, hooks: StepHooks) -> None:
@@ -110,6 +112,10 @@ class Adapter(ABC):
 
     def restore_rank(self, state: dict[str, Any]) -> None:  # noqa: B027 - optional
         """Adopt what ``capture_rank`` returned on this rank."""
+
+    def known(self) -> Sequence[object]:
+        """The script's objects that this adapter protects: modules, optimizers, schedulers."""
+        return ()
 
     def checkpoint_format(self) -> CheckpointFormat | None:
         """The framework's own format; None: the core's. Only asked where this is the job's only adapter."""

@@ -69,6 +69,7 @@ class NoticeKind(_Word):
     NODE_REPLACED = "node_replaced"
     NODE_UNHEARD = "node_unheard"
     NOT_FENCED = "not_fenced"
+    NOT_REGISTERED = "not_registered"
     OTHER_COMMAND = "other_command"
     OTHER_LAYOUT = "other_layout"
     OWN_OBJECTS = "own_objects"

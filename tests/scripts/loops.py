@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import random
 import sys
 import time
@@ -138,6 +139,7 @@ class Loop:
     sample = WIDTH  # numbers of a sample
     slow: str | None = None  # see ReduceBelow
     only = tuple(FRAMEWORKS)  # frameworks in which the loop can be written
+    touches_now_and_then = False  # it changes tensors above its block in the steps of its unusual thing
 
     def __init__(self, framework: str) -> None:
         torch.manual_seed(1)
@@ -198,6 +200,9 @@ class Loop:
     def before(self, step: int, loss: Tensor) -> None:
         """In the block, before the optimizer."""
 
+    def optimize(self) -> None:
+        self.optimizer.step()
+
     def after(self, step: int) -> None:
         """In the block, after the optimizer."""
 
@@ -256,8 +261,8 @@ class Evaluating(Loop):
         self.model.train()
 
     def evaluate(self, batch: Tensor) -> float:
-        """The sum does not depend on the order, which differs between ranks."""
-        return round(float(self.framework.evaluated(batch).double().sum()), 4)
+        """A count, which depends neither on the order nor on what is rounded: both differ between ranks."""
+        return float((self.framework.evaluated(batch) > 0).sum())
 
 
 class EvaluationBelow(Evaluating):
@@ -269,7 +274,7 @@ class EvaluationBelow(Evaluating):
             self.evaluation()
 
     def evaluate(self, batch: Tensor) -> float:
-        return super().evaluate(batch) if self.framework.whole else round(float(batch.double().sum()), 4)
+        return super().evaluate(batch) if self.framework.whole else float((batch > 0).sum())
 
 
 class EvaluationInside(Evaluating):
@@ -550,6 +555,8 @@ class DrawsAbove(Loop):
 class DecaySometimes(Loop):
     """What the optimizer steps on is made smaller between ``for`` and ``with``, now and then."""
 
+    touches_now_and_then = True
+
     def above(self, step: int) -> None:
         super().above(step)
         if self.due(step):
@@ -573,6 +580,8 @@ def decay(optimizer: torch.optim.Optimizer) -> None:
 
 class MomentumEdited(Loop):
     """Adam's average of the gradients is halved between ``for`` and ``with``, now and then."""
+
+    touches_now_and_then = True
 
     def above(self, step: int) -> None:
         super().above(step)
@@ -630,6 +639,164 @@ class SilentLater(SilentCodebook):
     def above(self, step: int) -> None:
         super().above(step)
         self.writes = step >= 5
+
+
+class TwoOptimizers(Loop):
+    """A critic is trained in the same step, before the network: two passes follow an optimizer's step."""
+
+    only = ("ddp",)
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.critic = DistributedDataParallel(Net())
+        self.critic_optimizer = torch.optim.RMSprop(self.critic.parameters(), lr=0.01)
+
+    def register(self) -> None:
+        super().register()
+        self.recovery.register(model=self.critic, optimizer=self.critic_optimizer)
+
+    def loss(self, batch: Tensor, step: int) -> Tensor:
+        self.critic_optimizer.zero_grad()
+        made = batch * (1 + self.model(batch).detach().mean())
+        (self.critic(made).square().mean() - self.critic(batch).mean()).backward()
+        self.critic_optimizer.step()
+        return super().loss(batch, step) - self.critic(batch * (1 + self.model(batch).mean())).mean()
+
+    def end(self) -> dict[str, object]:
+        return {
+            **super().end(),
+            "critic": self.critic.state_dict(),
+            "critic_optimizer": self.critic_optimizer.state_dict(),
+        }
+
+
+class Scaler(Loop):
+    """Mixed precision's scaler: a step whose gradients have no numbers is left out."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.scaler = torch.amp.GradScaler(
+            "cpu", init_scale=2.0**100, growth_factor=2.0**30, backoff_factor=2.0**-40, growth_interval=2
+        )
+        self.objects["scaler"] = self.scaler
+
+    def gradients(self, step: int) -> tuple[Tensor, Tensor]:
+        batch = self.batch(step)
+        came = batch.clone()
+        loss = self.loss(batch, step)
+        self.framework.backward(self.scaler.scale(loss))
+        return came, loss
+
+    def optimize(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+class SpectralNorm(Loop):
+    only = ("ddp",)
+
+    def build(self) -> Net:
+        net = super().build()
+        nn.utils.parametrizations.spectral_norm(net.down)
+        return net
+
+
+class GroupLater(Loop):
+    """Parameters are unfrozen in step 5."""
+
+    only = ("ddp",)
+
+    def prepare(self) -> None:
+        super().prepare()
+        later = set(self.net.down.parameters())
+        self.later = [p for p in self.net.parameters() if p in later]
+        self.optimizer = torch.optim.AdamW([p for p in self.net.parameters() if p not in later], lr=0.01)
+
+    def above(self, step: int) -> None:
+        super().above(step)
+        if step == 5:
+            self.optimizer.add_param_group({"params": self.later})
+
+
+class FreezesLater(Loop):
+    """Parameters are frozen from step 5 on. (DistributedDataParallel wants to know of those beforehand.)"""
+
+    only = ("fsdp2",)
+
+    def above(self, step: int) -> None:
+        super().above(step)
+        if step == 5:
+            self.net.down.requires_grad_(False)
+
+
+class ModuleCounter(Loop):
+    """A number that is an attribute of a module changes in each forward pass."""
+
+    def build(self) -> Net:
+        net = super().build()
+        net.norm.calls = 0
+        net.norm.register_forward_hook(self.count)
+        return net
+
+    def count(self, module: nn.Module, _inputs: object, hidden: Tensor) -> Tensor:
+        if module.training:
+            module.calls += 1
+        return hidden * (1 + 0.1 * module.calls)
+
+
+class CarriedHidden(Loop):
+    """Back-propagation through time that is cut off: what the network has computed is the next step's input."""
+
+    hidden = torch.zeros(4)
+
+    def loss(self, batch: Tensor, step: int) -> Tensor:
+        self.hidden = self.model(batch + self.hidden.mean()).mean(0)
+        loss = self.hidden.square().mean()
+        self.hidden = self.hidden.detach()
+        return loss
+
+
+class ForgottenGenerator(Loop):
+    """Random numbers of a generator that nobody has registered."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.forgotten = np.random.default_rng(self.rank)
+
+    def loss(self, batch: Tensor, step: int) -> Tensor:
+        return super().loss(batch * float(self.forgotten.random()), step)
+
+
+class ForgottenData(Loop):
+    """Batches of a loader that recovery has not been given."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.batches = itertools.cycle(self.data.loader)
+
+    def batch(self, step: int) -> Tensor:
+        batch: Tensor = next(self.batches)
+        return batch
+
+
+class ForgottenOptimizer(TwoOptimizers):
+    def register(self) -> None:
+        Loop.register(self)
+
+
+class ForgottenAverage(Loop):
+    only = ("ddp",)
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.averaged = AveragedModel(self.net, use_buffers=True)
+
+    def after(self, step: int) -> None:
+        super().after(step)
+        self.averaged.update_parameters(self.net)
+
+    def end(self) -> dict[str, object]:
+        return {**super().end(), "averaged": self.averaged.state_dict()}
 
 
 class DrawsBetween(RandomBatches):
@@ -783,6 +950,11 @@ LOOPS: dict[str, type[Loop]] = {
     "silent-queue": SilentQueue,
     "silent-first-on-rank-zero": SilentFirstOnRankZero,
     "draws-between": DrawsBetween,
+    "two-optimizers": TwoOptimizers,
+    "scaler": Scaler,
+    "spectral-norm": SpectralNorm,
+    "freezes-later": FreezesLater,
+    "module-counter": ModuleCounter,
 }
 UNPROTECTED: dict[str, type[Loop]] = {
     "plain-variable": PlainVariable,
@@ -795,6 +967,12 @@ UNPROTECTED: dict[str, type[Loop]] = {
     "mean-below": MeanBelow,
     "leaves-below": LeavesBelow,
     "silent-later": SilentLater,
+    "group-later": GroupLater,
+    "carried-hidden": CarriedHidden,
+    "forgotten-generator": ForgottenGenerator,
+    "forgotten-data": ForgottenData,
+    "forgotten-optimizer": ForgottenOptimizer,
+    "forgotten-average": ForgottenAverage,
 }
 """Loops that change or send what nobody knows of. The job has to say so."""
 
@@ -825,7 +1003,7 @@ def main() -> None:
             batch, loss = loop.gradients(step.index)
             loop.before(step.index, loss)
             proof.say_step(step.index, batch, loss, loop.optimizer.param_groups[0]["lr"])
-            loop.optimizer.step()
+            loop.optimize()
             kills.at("optimizer")
             loop.after(step.index)
         kills.at("below")

@@ -39,9 +39,14 @@ def rotated(rotation: int, *, every: int = 1, world: int = 3) -> list[Kill]:
     return kills
 
 
-def from_the_start(steps: int, *, world: int = 3) -> list[Kill]:
-    """One kill at each moment: in the first steps, and in the last one."""
-    places = ((0, "backward"), (1, "end"), (3, "data"), (4, "optimizer"), (steps - 1, "below"))
+def from_the_start(steps: int, *, world: int = 3, touched_in: int | None = None) -> list[Kill]:
+    """One kill at each moment: in the first steps, and in the last one.
+
+    ``touched_in``: the first of those steps in which the loop changes tensors above its block. Of its version nobody
+    has a copy (docs/limits.md), so nobody dies between the block of the step before and the end of this one.
+    """
+    early, late = ((1, "end"), (3, "data")) if touched_in != 2 else ((1, "data"), (3, "end"))
+    places = ((0, "backward"), early, late, (4, "optimizer"), (steps - 1, "below"))
     return [Kill((number + 1) % world, step, moment, number) for number, (step, moment) in enumerate(places)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 from flashrecovery.worker.calls import Calls
@@ -24,6 +24,8 @@ class FakeSession:
         return self
 
     def settle(self) -> None: ...
+
+    def entered(self, frame: FrameType) -> None: ...
 
     def begin(self) -> None: ...
 

@@ -16,7 +16,7 @@ import torch
 import torchlike
 from flashrecovery.worker import outside
 def collective():
-    return outside._caller(sys._getframe(1))
+    return outside.script_line(sys._getframe(1))
 print(torch.compiler.disable(collective)())
 print(torchlike.call(torch.compiler.disable(collective)))
 """

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from flashrecovery.adapter import faults
 from flashrecovery.adapter.buffers import BufferTracker
-from flashrecovery.adapter.modes import ModeTracker
+from flashrecovery.adapter.modes import AttributeTracker, ModeTracker
 from flashrecovery.adapter.optimizer_state import (
     capture_hyperparameters,
     check_optimizers,
@@ -51,7 +51,8 @@ class TorchAdapter(Adapter):
         self._parameters_checked = False
         check_optimizers(self.optimizers, [r.get() for r in self._records])
         self._buffers = BufferTracker(self.inner)
-        self._modes = ModeTracker(self.root)
+        self._modes = ModeTracker(self.root, self._trainable())
+        self._attributes = AttributeTracker(self._scripts_modules())
         self._shards: tuple[ParamShard, ...] | None = None
         self._hooks: StepHooks | None = None
         self._handles: list[RemovableHandle] = []
@@ -76,6 +77,15 @@ class TorchAdapter(Adapter):
     @abstractmethod
     def _find_parameters(self) -> tuple[ParamRecord, ...]:
         """Every parameter once (tied ones under their first name), equal order on all ranks."""
+
+    def _trainable(self) -> Callable[[], Sequence[nn.Parameter]]:
+        """Gives the parameters that a script freezes and unfreezes by ``requires_grad_()``."""
+        parameters = list(self.inner.parameters())
+        return lambda: parameters
+
+    def _scripts_modules(self) -> Iterable[tuple[str, nn.Module]]:
+        """Modules with their names in which plain attributes are the script's: the framework keeps no books in them."""
+        return ()
 
     def _computing(self) -> Sequence[torch.Tensor]:
         """What the module computes with, where the shards have its memory under other version counters."""
@@ -103,6 +113,9 @@ class TorchAdapter(Adapter):
 
     def _reset_framework(self) -> None:
         """Bring the wrapper back to the state between two steps."""
+
+    def known(self) -> Sequence[object]:
+        return (self.root, *self.optimizers)
 
     # -- shards ---------------------------------------------------------------------------------
 
@@ -218,11 +231,13 @@ class TorchAdapter(Adapter):
 
     def capture_rank(self) -> dict[str, Any]:
         own: dict[str, Any] = {"buffers": self._buffers.capture(), "modes": self._modes.capture()}
+        own["attributes"] = self._attributes.capture()
         streams = self._tracked_streams()
         return own if streams is None else {**own, "rng_tracker": streams}
 
     def capsule_mark(self) -> Any:
-        own, streams = (self._buffers.mark(), self._modes.mark()), self._tracked_streams()
+        own = (self._buffers.mark(), self._modes.mark(), self._attributes.mark())
+        streams = self._tracked_streams()
         return own if streams is None else (own, {name: bytes(state.numpy()) for name, state in streams.items()})
 
     def look_closely(self, closely: bool) -> None:
@@ -256,6 +271,7 @@ class TorchAdapter(Adapter):
     def restore_rank(self, state: dict[str, Any]) -> None:
         self._buffers.restore(state["buffers"])
         self._modes.restore(state["modes"])
+        self._attributes.restore(state["attributes"])
         if "rng_tracker" in state:
             self._restore_streams(state["rng_tracker"])
 

@@ -7,6 +7,7 @@ from flashrecovery.kinds import NoticeKind
 
 _OF_THE_SCRIPT = (
     NoticeKind.COMMUNICATION_OUTSIDE,
+    NoticeKind.NOT_REGISTERED,
     NoticeKind.OWN_OBJECTS,
     NoticeKind.SILENT_BUFFERS,
     NoticeKind.UNDO_ENABLED,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -57,6 +57,12 @@ class FSDP2Adapter(TorchAdapter):
                 name, holders = unsynchronised(fqn)  # ignored_params: FSDP2 does not touch them
             records.append(ParamRecord(fqn, name, holders, constant(parameter)))
         return tuple(records)
+
+    def _trainable(self) -> Callable[[], Sequence[nn.Parameter]]:
+        return lambda: [record.get() for record in self._records]
+
+    def _scripts_modules(self) -> Iterable[tuple[str, nn.Module]]:
+        yield from self.inner.named_modules()
 
     def sync_spans_world(self) -> bool:
         parameters = fsdp2_state.sharded_parameters(self.fsdp).values()

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from flashrecovery.errors import DataSourceError, RegistrationError
+from flashrecovery.worker.scaler import settled
 
 
 def _kinds(module: str, *names: str) -> tuple[type, ...]:
@@ -73,7 +74,7 @@ class Counters:
         for optimizer, skipped in zip(accelerator._optimizers, state["skipped"], strict=True):
             optimizer._is_overflow = skipped
         if state["scaler"] is not None:
-            accelerator.scaler.load_state_dict(state["scaler"])
+            settled(accelerator.scaler).load_state_dict(state["scaler"])
 
 
 def mark(loader: Any) -> tuple[bool, int]:

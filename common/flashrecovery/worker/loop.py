@@ -14,6 +14,7 @@ import atexit
 import logging
 import os
 import sys
+from types import FrameType
 
 from flashrecovery import groups
 from flashrecovery.errors import FlashRecoveryError, RestoreError, StepInterrupted
@@ -26,6 +27,7 @@ from flashrecovery.worker.copies import Copies
 from flashrecovery.worker.error_watch import ErrorWatch
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.habits import IN_ALL_STEPS, UNTIL_RESEALED
+from flashrecovery.worker.optimizer_watch import OptimizerWatch
 from flashrecovery.worker.outside import OutsideWatch
 from flashrecovery.worker.overhead import Overhead, TimedHooks
 from flashrecovery.worker.proving import Proving
@@ -35,6 +37,7 @@ from flashrecovery.worker.sealing import Sealing
 from flashrecovery.worker.stops import Stops
 from flashrecovery.worker.touches import Touches
 from flashrecovery.worker.transaction import Transaction
+from flashrecovery.worker.unregistered import Unregistered, check_loop
 from flashrecovery.worker.void_run import VoidRun
 from flashrecovery.worker.worker import Worker
 
@@ -57,6 +60,11 @@ class Loop:
         self._own_calls = own_calls
         self._outside = OutsideWatch(lambda text: worker.notice(NoticeKind.COMMUNICATION_OUTSIDE, text))
         self._stops = Stops(worker.gate, worker.control, worker.settings.timeouts.peer_error_wait_s)
+        frameworks = any(adapter.whole_framework for adapter in worker.registry.adapters)
+        self._unregistered = None if worker.rank else self._first_to_look(frameworks)  # what they have is alike
+        self._optimizers = OptimizerWatch(worker.registry.optimizers, lambda: worker.gate.version)
+        if not frameworks:
+            self._optimizers.start()
         self._proving = Proving(worker.registry, self._stops, tensors=worker.settings.verify)
         self._collectives = CollectiveWatch()
         self._touches = Touches(worker.registry)
@@ -72,6 +80,7 @@ class Loop:
         self._cut_short_by: BaseException | None = None
         self._told_modules = False
         self._failing = False
+        self._entered = False
 
     @property
     def gate(self) -> Gate:
@@ -90,6 +99,15 @@ class Loop:
         ErrorWatch(self._gate, self._worker.settings.timeouts.peer_error_wait_s).start()
 
     # -- a step -----------------------------------------------------------------------------------
+
+    def entered(self, frame: FrameType) -> None:
+        """The script has come to ``with step:``, in ``frame``. Raises RegistrationError if steps cannot be handed out
+        again to the loop that it is in."""
+        if not self._entered and self._gate.generation == 0:  # a replacement's predecessor has been asked
+            check_loop(frame)
+        self._entered = True
+        if self._unregistered is not None:
+            self._unregistered.before_step(frame, self._gate.generation)
 
     def begin(self) -> None:
         """The body of a step begins."""
@@ -258,6 +276,7 @@ class Loop:
         os._exit(1)
 
     def _close(self) -> None:
+        self._optimizers.stop()
         self.copies.close()
 
     def _tell_modules(self) -> None:
@@ -267,6 +286,12 @@ class Loop:
         watch = self._worker.connection.environment_watch
         watch.stop()
         self._worker.send(pb.FromWorker(modules=imported_so_far(watch.changed)))
+
+    def _first_to_look(self, frameworks: bool) -> Unregistered:
+        def tell(text: str) -> None:
+            self._worker.notice(NoticeKind.NOT_REGISTERED, text)
+
+        return Unregistered(self._registry.known(), frameworks, tell)
 
     # -- recovery ---------------------------------------------------------------------------------
 

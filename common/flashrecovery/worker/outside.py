@@ -53,10 +53,10 @@ class OutsideWatch:
             return
         self._told = True
         groups.watch_outside(False)
-        self._notify(f"{operation} at {_caller(sys._getframe(1))}: {ADVICE}")
+        self._notify(f"{operation} at {script_line(sys._getframe(1))}: {ADVICE}")
 
 
-def _caller(frame: FrameType | None) -> str:
+def script_line(frame: FrameType | None) -> str:
     """File and line of the innermost frame that is neither torch's nor ours."""
     while frame is not None:
         name = frame.f_code.co_filename

@@ -26,6 +26,7 @@ from flashrecovery.worker.data import DataPosition, DataStream
 from flashrecovery.worker.generators import Stateful, as_stateful
 from flashrecovery.worker.habits import Habits
 from flashrecovery.worker.rng import RngState, restore_rng
+from flashrecovery.worker.scaler import settled
 
 AdapterFactory = Callable[[torch.nn.Module, Sequence[Optimizer]], Adapter]
 ModuleAdapterFactory = Callable[[torch.nn.Module], Adapter]
@@ -106,7 +107,7 @@ class Registry:
             if isinstance(thing, torch.nn.Module):
                 self.adapters.append(self._module_adapter_for(thing))
             else:
-                self.objects[name] = generator if generator is not None else thing
+                self.objects[name] = generator if generator is not None else settled(thing)
             if generator is not None or name in per_rank:
                 self.habits.own = sorted({*self.habits.own, name})
 
@@ -139,6 +140,17 @@ class Registry:
                 self.shards[shard.name] = shard
         for objects in (self.common, self.capsule):
             self.shards[objects.name] = objects
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """Those that the script has registered itself."""
+        return self._optimizers
+
+    def known(self) -> list[object]:
+        """Everything that is protected: models, optimizers, objects, data streams."""
+        objects = [thing for _name, thing in self._known]
+        of_adapters = [thing for adapter in self.adapters for thing in adapter.known()]
+        return [*self._models, *self._optimizers, *objects, *self.streams, *of_adapters]
 
     def unique_shards(self) -> list[Shard]:
         """Shards of tensors that no other rank holds."""

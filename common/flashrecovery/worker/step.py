@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Protocol
 
 from flashrecovery.errors import RegistrationError
@@ -17,6 +17,9 @@ class Protected(Protocol):
     @property
     def overhead(self) -> Overhead:
         """What recovery takes of each step."""
+
+    def entered(self, frame: FrameType) -> None:
+        """The script has come to ``with step:``, in ``frame``."""
 
     def begin(self) -> None:
         """The body of a step begins."""
@@ -40,8 +43,10 @@ class Step:
             )
         self._entered = True
         if self._loop is not None:
-            step_entered(sys._getframe(1))
+            frame = sys._getframe(1)
+            step_entered(frame)
             with self._loop.overhead:
+                self._loop.entered(frame)
                 self._loop.begin()
         return self
 

@@ -1,0 +1,70 @@
+"""An optimizer that nobody has registered is refused in its second step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from flashrecovery.errors import UnsupportedError
+from flashrecovery.worker.optimizer_watch import OptimizerWatch
+
+VERSION = [0]
+
+
+def optimizer() -> torch.optim.Optimizer:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    return torch.optim.AdamW([parameter])
+
+
+@pytest.fixture
+def known() -> Iterator[torch.optim.Optimizer]:
+    VERSION[0] = 0
+    mine = optimizer()
+    watch = OptimizerWatch([mine], lambda: VERSION[0])
+    watch.start()
+    yield mine
+    watch.stop()
+
+
+def test_registered_ones_may_step(known: torch.optim.Optimizer) -> None:
+    for VERSION[0] in range(3):
+        known.step()
+
+
+def test_another_one_is_named_with_its_place(known: torch.optim.Optimizer) -> None:
+    stranger = optimizer()
+    stranger.step()
+    stranger.step()  # in the same step
+    VERSION[0] = 1
+    with pytest.raises(UnsupportedError, match=r"AdamW\.step\(\) at .*test_optimizer_watch\.py:\d+: .* not registered"):
+        stranger.step()
+
+
+def test_a_step_that_is_done_again_is_the_same_step(known: torch.optim.Optimizer) -> None:
+    stranger = optimizer()
+    for _attempt in range(3):
+        stranger.step()
+
+
+def test_an_inner_loop_has_a_new_one_in_each_step(known: torch.optim.Optimizer) -> None:
+    for VERSION[0] in range(3):
+        optimizer().step()
+
+
+def test_one_that_shares_the_state_of_a_registered_one_is_its_wrapper(known: torch.optim.Optimizer) -> None:
+    wrapper = optimizer()
+    wrapper.state = known.state
+    for VERSION[0] in range(3):
+        wrapper.step()
+
+
+def test_nothing_is_looked_at_afterwards() -> None:
+    watch = OptimizerWatch([], lambda: VERSION[0])
+    watch.start()
+    watch.stop()
+    stranger = optimizer()
+    for VERSION[0] in range(3):
+        stranger.step()

@@ -1,0 +1,227 @@
+"""What a script changes from step to step and has not registered is named."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from flashrecovery.errors import RegistrationError
+from flashrecovery.worker.data import DataStream
+from flashrecovery.worker.unregistered import Unregistered, check_loop
+
+STEPS = 5
+
+
+class Registered:
+    """What a script has registered, and what it has been told."""
+
+    def __init__(self, *more: object, frameworks: bool = False) -> None:
+        self.model = nn.Linear(2, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.told: list[str] = []
+        known = [self.model, self.optimizer, *more]
+        self.unregistered = Unregistered(known, frameworks, self.told.append)
+
+    def step(self, generation: int = 0) -> None:
+        self.unregistered.before_step(sys._getframe(1), generation)
+
+
+class Counter:
+    """An object of the script's."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        raise AssertionError("no code of the script is run")
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+class Memory(nn.Module):
+    """Carries a tensor from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.held = torch.zeros(2)
+        self.newest = torch.zeros(2)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.held = self.held + x.detach()
+        self.newest = x + 1
+        return self.linear(self.held + self.newest)
+
+
+def test_a_loop_that_keeps_to_the_rules() -> None:
+    it = Registered()
+    losses = []
+    for number in range(STEPS):
+        it.step()
+        loss = it.model(torch.ones(1, 2)).sum()
+        loss.backward()
+        losses.append(number * float(loss))
+    # the loop is over a range here: its variable is named, and nothing else
+    (text,) = it.told
+    assert "carried from step to step: number;" in text, text
+
+
+def test_generators() -> None:
+    it = Registered()
+    mine, numbers, other = torch.Generator(), np.random.default_rng(1), random.Random(1)
+    still = torch.Generator()
+    for _step in itertools.repeat(0, STEPS):
+        it.step()
+        torch.rand(2, generator=mine), numbers.random(), other.random()
+    (text,) = it.told
+    assert "mine (Generator), numbers (Generator), other (Random)" in text and "still" not in text, still
+    assert "recovery.register(mine=mine, numbers=numbers, other=other)" in text
+    assert "test_unregistered.py:" in text
+
+
+def test_modules_schedulers_and_objects_with_a_state() -> None:
+    it = Registered()
+    average, teacher, counter = nn.Linear(2, 2), nn.Linear(2, 2), Counter()
+    schedule = torch.optim.lr_scheduler.StepLR(it.optimizer, 2)
+    scaler = torch.amp.GradScaler("cpu")
+    parts = {"more": [random.Random(2)]}
+    for _step in itertools.repeat(0, STEPS):
+        it.step()
+        with torch.no_grad():
+            average.weight.mul_(0.9)
+        teacher(torch.ones(2))
+        counter.count += 1
+        it.optimizer.step()
+        schedule.step()
+        parts["more"][0].random()
+    (text,) = it.told
+    for named in ("average (Linear)", "counter (Counter)", "schedule (StepLR)", "parts['more'][0] (Random)"):
+        assert named in text, text
+    assert "teacher" not in text and "scaler" not in text, scaler
+
+
+def test_what_is_registered_is_not_named() -> None:
+    average, counter, numbers = nn.Linear(2, 2), Counter(), np.random.default_rng(1)
+    loader: DataLoader[Any] = DataLoader(torch.rand(64, 2), shuffle=True, generator=torch.Generator())  # type: ignore[arg-type]
+    data = DataStream(loader)
+    it = Registered(average, counter, numbers, data)
+    part = it.model.weight
+    for _step in itertools.repeat(0, STEPS):
+        it.step()
+        next(data)
+        numbers.random()
+        counter.count += 1
+        with torch.no_grad():
+            average.weight.mul_(0.9), part.mul_(0.9)
+    assert not it.told
+
+
+def test_a_framework_has_its_own_schedulers() -> None:
+    it = Registered(frameworks=True)
+    schedule = torch.optim.lr_scheduler.StepLR(it.optimizer, 2)
+    for _step in itertools.repeat(0, STEPS):
+        it.step()
+        it.optimizer.step()
+        schedule.step()
+    assert not it.told
+
+
+def test_variables_of_the_loop_and_of_its_caller() -> None:
+    it = Registered()
+
+    def step(hidden: torch.Tensor) -> torch.Tensor:
+        it.step()
+        return hidden + 1
+
+    hidden, best, losses = torch.zeros(2), 1.0, []
+    for _step in itertools.repeat(0, STEPS):
+        hidden = step(hidden)
+        losses.append(float(hidden.sum()))
+        if losses[-1] < best:
+            best = losses[-1]
+    (text,) = it.told
+    assert "carried from step to step: best, hidden, losses;" in text, text
+
+
+def test_attributes_that_methods_carry() -> None:
+    memory = Memory()
+    it = Registered()
+    for _step in itertools.repeat(0, STEPS):
+        it.step()
+        memory(torch.ones(2))
+    (text,) = it.told
+    assert "memory.held" in text and "memory.calls" in text and "newest" not in text, text
+
+
+def test_numbers_of_registered_modules_are_protected() -> None:
+    memory = Memory()
+    it = Registered(memory)
+    for _step in itertools.repeat(0, STEPS):
+        it.step()
+        memory(torch.ones(2))
+    (text,) = it.told
+    assert "memory.held" in text and "memory.calls" not in text, text
+
+
+@pytest.mark.parametrize("make", [iter, itertools.cycle, lambda loader: (batch for batch in loader)])
+def test_iterators(make: Callable[[Any], Any]) -> None:
+    it = Registered()
+    batches = make(list(range(100)))
+    for _step in itertools.repeat(0, STEPS):
+        it.step()
+        next(batches)
+    (text,) = it.told
+    assert "asked for another element in each step: batches; give what they read to recovery.data()" in text, text
+
+
+def test_a_loop_over_a_loader() -> None:
+    it = Registered()
+    loader: DataLoader[Any] = DataLoader(torch.rand(STEPS, 2))  # type: ignore[arg-type]
+    for _batch in loader:
+        it.step()
+    (text,) = it.told
+    assert "in each step: loader;" in text, text
+
+
+def test_it_is_told_again_after_each_recovery() -> None:
+    it = Registered()
+    numbers = random.Random(1)
+    for _step in itertools.repeat(0, 2 * STEPS):
+        it.step(generation=len(it.told))
+        numbers.random()
+    assert len(it.told) >= 3
+    assert all("numbers (Random)" in text for text in it.told)
+    assert all("What this recovery has made of them" in text for text in it.told[1:])
+
+
+def test_a_loop_that_counts_along_is_refused() -> None:
+    class Recovery:
+        def steps(self, n: int) -> Any:
+            return range(n)
+
+    recovery = Recovery()
+    for _step, _batch in zip(recovery.steps(2), "ab", strict=True):
+        with pytest.raises(RegistrationError, match=r"test_unregistered\.py:\d+: `for \.\.\. in zip\("):
+            check_loop(sys._getframe())
+    for _step in recovery.steps(2):
+        check_loop(sys._getframe())
+
+
+def test_code_without_a_text_is_left_alone() -> None:
+    it = Registered()
+    numbers = random.Random(1)
+    code = compile("for i in range(5):\n    it.step()\n    numbers.random()\n    n += i\n", "<cell>", "exec")
+    exec(code, {"it": it, "numbers": numbers, "n": 0})
+    (text,) = it.told  # found in this function
+    assert "numbers (Random)" in text, text

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mutants import ROOT, Mutant, Trial, chosen, run
 
-SESSION, LOOP, STEP, SEALING, HABITS, TOUCHES, PROVING, COLLECTIVES, STOPS, START, RECOVER, VOID = (
+SESSION, LOOP, STEP, SEALING, HABITS, TOUCHES, PROVING, COLLECTIVES, STOPS, START, RECOVER, VOID, SCALER, OPTIMIZERS = (
     f"common/flashrecovery/worker/{name}.py"
     for name in (
         "session",
@@ -30,8 +30,11 @@ SESSION, LOOP, STEP, SEALING, HABITS, TOUCHES, PROVING, COLLECTIVES, STOPS, STAR
         "start_checks",
         "recoverer",
         "void_run",
+        "scaler",
+        "optimizer_watch",
     )
 )
+MODES = "common/flashrecovery/adapter/modes.py"
 KEPT = "    def committed(self) -> None:\n        pass"
 UNIT = (
     "data_stream",  # before any that leaves gRPC's threads behind: it forks data loaders' workers
@@ -43,6 +46,9 @@ UNIT = (
     "torch_native",
     "habits",
     "copies_in_time",
+    "scaler",
+    "optimizer_watch",
+    "unregistered",
 )
 LAUNCHER = "tests/integration/test_launcher.py"
 LOOPS = (*(f"tests/unit/test_{name}.py" for name in UNIT), "tests/conformance/test_loops.py")
@@ -57,6 +63,13 @@ QUICK = (
 ALL = (*LOOPS, LAUNCHER, "tests/integration/test_torch_native_recovery.py")
 
 MUTANTS = (
+    # -- what is registered is more than its tensors and its state_dict() ----------------------------
+    Mutant("scaler-remembers", SCALER, "            self._scaler._per_optimizer_states.clear()", "            pass"),
+    Mutant("stays-frozen", MODES, "            if parameter.requires_grad != wanted:", "            if False:"),
+    Mutant("freezing-unseen", MODES, "if now != then]", "if False]"),
+    Mutant("attributes-stay", MODES, "state.get(place, self._start[place])", "attributes.get(key)"),
+    Mutant("strangers-step", OPTIMIZERS, "!= version:", "!= version and False:"),
+    Mutant("loop-counts-along", LOOP, "            check_loop(frame)", "            pass"),
     # -- a version is complete when it is handed out ------------------------------------------------
     Mutant("resumed-is-settled", LOOP, "self._unsettled, self._committed = True, False", "self._committed = False"),
     Mutant(

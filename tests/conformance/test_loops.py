@@ -62,6 +62,9 @@ def _check(layout: Layout, kills: list[Kill], path: Path, reference: Reference) 
         ),
         pytest.param("silent-codebook", "ddp", ("backward", "optimizer"), id="silent buffer", marks=pytest.mark.grid),
         pytest.param("silent-codebook+silent-queue", "fsdp2", ("backward", "below"), id="silent buffers, fsdp2"),
+        pytest.param("scaler+module-counter+spectral-norm", "ddp", ("backward", "below"), id="scaler"),
+        pytest.param("freezes-later+module-counter", "fsdp2", ("backward",), id="frozen"),
+        pytest.param("two-optimizers", "ddp", ("optimizer", "backward"), id="two optimizers", marks=pytest.mark.grid),
     ],
 )
 def test_several_loops_in_one(
@@ -128,6 +131,32 @@ def test_a_plain_variable_that_decides_something(tmp_path: Path) -> None:
     job = run_loop(tmp_path / "run", _layout("plain-variable", "ddp"), 9, [Kill(1, 4, "backward", 0)])
     assert job.code not in (0, -1000), f"it went on with ranks that differ, or stood\n{job.explain()}"
     assert "do not agree" in job.output and "rank 1" in job.output, job.explain()
+
+
+def test_what_changes_and_is_not_registered_is_named_and_again_after_a_recovery(tmp_path: Path) -> None:
+    """None of it is brought back, and the ranks agree all the same: each has its own."""
+    forgotten = "forgotten-average+forgotten-generator+forgotten-data+carried-hidden"
+    job = run_loop(tmp_path / "run", _layout(forgotten, "ddp"), 12, [Kill(1, 6, "backward", 0)])
+    assert job.code == 0 and job.of("recovery_finished"), job.explain()
+    told = job.notices("not_registered")
+    before = " ".join(notice["text"] for notice in told if notice["generation"] == 0)
+    (after,) = (notice["text"] for notice in told if notice["generation"] == 1)
+    for named in ("averaged (AveragedModel)", "forgotten (Generator)", "loop.batches", "loop.hidden"):
+        assert named in before and named in after, job.explain()
+    assert "What this recovery has made of them" in after, job.explain()
+
+
+def test_an_optimizer_that_nobody_has_registered_is_refused(tmp_path: Path) -> None:
+    job = run_loop(tmp_path / "run", _layout("forgotten-optimizer", "ddp"), 6)
+    assert job.code not in (0, -1000) and not job.of("recovery_finished"), job.explain()
+    assert "UnsupportedError: RMSprop.step() at " in job.output and "not registered" in job.output, job.explain()
+
+
+def test_parameter_groups_that_are_added_later_are_named(tmp_path: Path) -> None:
+    job = run_loop(tmp_path / "run", _layout("group-later", "ddp"), 12, [Kill(1, 8, "backward", 0)])
+    assert job.code not in (0, -1000), f"it went on without them\n{job.explain()}"
+    (failed,) = job.of("job_failed")
+    assert "(AdamW) had 2 parameter groups, it has 1; groups that a script adds" in failed["reason"], job.explain()
 
 
 @pytest.mark.parametrize("loop", ["plain-rate-below", "plain-counter"])

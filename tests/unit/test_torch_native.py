@@ -616,3 +616,80 @@ def test_state_without_a_place_is_refused_after_the_first_step() -> None:
     adapter.watch(Recorder())
     with pytest.raises(UnsupportedError, match="closure"):
         lbfgs.step(lambda: torch.zeros(1))
+
+
+# -- what no tensor shows ---------------------------------------------------------------------------
+
+
+class Annealed(nn.Module):
+    """Numbers among its attributes change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.dropout = nn.Dropout(0.5)
+        self.calls = 0
+        self.kind, self.limit, self._private = "warm", None, 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.dropout(self.linear(x)) * self.calls
+
+
+def test_which_parameters_are_trained_comes_back() -> None:
+    model = Annealed()
+    model.linear.bias.requires_grad_(False)
+    adapter, other = adapter_for(model, []), Annealed()
+    other.linear.bias.requires_grad_(False)
+    replacement = adapter_for(other, [])
+    start, mark = codec.dumps(adapter.capture_rank()), adapter.capsule_mark()
+    model.linear.weight.requires_grad_(False)
+    model.linear.bias.requires_grad_(True)
+    later = codec.dumps(adapter.capture_rank())
+    assert adapter.capsule_mark() != mark
+    replacement.restore_rank(codec.loads(later))
+    assert not other.linear.weight.requires_grad and other.linear.bias.requires_grad
+    adapter.restore_rank(codec.loads(start))
+    assert model.linear.weight.requires_grad and not model.linear.bias.requires_grad
+    assert adapter.capsule_mark() == mark
+
+
+def test_numbers_and_texts_of_modules_come_back() -> None:
+    model = Annealed()
+    adapter, replacement = adapter_for(model, []), adapter_for(other := Annealed(), [])
+    start, mark = codec.dumps(adapter.capture_rank()), adapter.capsule_mark()
+    model(torch.ones(2)), model(torch.ones(2))
+    model.dropout.p, model.kind, model.limit, model._private = 0.25, "hot", 3.5, 2
+    assert adapter.capsule_mark() != mark
+    later = codec.dumps(adapter.capture_rank())
+    replacement.restore_rank(codec.loads(later))
+    assert (other.calls, other.dropout.p, other.kind, other.limit) == (2, 0.25, "hot", 3.5) and other._private == 1
+    adapter.restore_rank(codec.loads(start))
+    assert (model.calls, model.dropout.p, model.kind, model.limit) == (0, 0.5, "warm", None) and model._private == 2
+    assert adapter.capsule_mark() == mark
+
+
+def test_an_attribute_may_be_deleted_or_become_something_else() -> None:
+    model = Annealed()
+    adapter = adapter_for(model, [])
+    start = adapter.capture_rank()
+    del model.kind
+    model.limit = torch.ones(2)
+    assert adapter.capsule_mark() is not None and adapter.capture_rank() == start
+    adapter.restore_rank(start)
+    assert model.kind == "warm" and model.limit is None
+
+
+def test_true_is_not_one() -> None:
+    model = Annealed()
+    model.limit = 1
+    adapter = adapter_for(model, [])
+    model.limit = True
+    assert adapter.capture_rank()["attributes"] == {".limit": True}
+
+
+def test_attributes_of_another_model_are_refused() -> None:
+    adapter = adapter_for(Annealed(), [])
+    state = adapter.capture_rank()
+    with pytest.raises(RestoreError, match="no attribute 'unknown'"):
+        adapter.restore_rank({**state, "attributes": {"unknown": 1}})

@@ -141,7 +141,8 @@ def restore_hyperparameters(optimizers: Sequence[Optimizer], saved: Sequence[Seq
         if len(groups) != len(optimizer.param_groups):
             raise RestoreError(
                 f"optimizer {index} ({type(optimizer).__name__}) had {len(groups)} parameter groups, "
-                f"it has {len(optimizer.param_groups)}"
+                f"it has {len(optimizer.param_groups)}; groups that a script adds while it trains cannot be brought "
+                "back: add all of them before the first step, with a learning rate of 0 where they are to wait"
             )
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             for key in [k for k in group if k != "params" and k not in values]:

@@ -48,7 +48,8 @@ class JobState:
         asked_again: nobody at all has met a deadline in this recovery; everybody is asked once more.
         round: what is restored from where, in this recovery.
         restore_from: the checkpoint's directory, if it is restored from one.
-        retry_at: when a failed regroup or restore is tried again; ``retries``: how often in this recovery.
+        retry_at: when a failed regroup or restore is tried again; ``retry_for``: what has failed last; ``retries``: how
+            often in this recovery.
         needs_known: the generation whose stop has told every rank's needs; 0: none.
         confirmed: ranks before this one have committed a step since the last recovery.
         stuck_at: how often the job has come to a standstill, at the newest such step.
@@ -86,6 +87,7 @@ class JobState:
     round: RestoreRound | None = None
     restore_from: str = ""
     retry_at: float | None = None
+    retry_for: str = ""
     retries: int = 0
     needs_known: int = 0
     confirmed: int = 0

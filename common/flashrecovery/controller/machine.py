@@ -478,6 +478,7 @@ class Machine:
         """A rank could not regroup or restore. Mostly its peer has just died, which is about to be reported; if
         nothing is reported within a second, everybody tries again in the next generation."""
         if what in (Ordered.REGROUP, Ordered.RESTORE) and self.job.state in RECOVERY_STATES:
+            self.job.retry_for = f"rank {record.rank}: {error}"
             if self.job.retry_at is None:
                 self.job.retry_at = now + _RETRY_AFTER_S
             return

@@ -369,7 +369,8 @@ class RecoverySteps:
     def retry(self, now: float) -> None:
         self._job.retries += 1
         if self._job.retries > _MAX_RETRIES:
-            self._job.fail(f"regrouping or restoring failed {self._job.retries} times in a row; see the events")
+            count = self._job.retries
+            self._job.fail(f"regrouping or restoring failed {count} times in a row, at last {self._job.retry_for}")
         else:
             self.enter("retry", now)
 

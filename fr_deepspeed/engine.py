@@ -68,6 +68,7 @@ class EngineAdapter(TorchAdapter):
     """
 
     whole_framework = True
+    framework_packages = frozenset({"deepspeed"})
 
     def __init__(self, engine: Any, optimizer: Optimizer) -> None:
         self.engine = engine

@@ -28,6 +28,7 @@ class Stage3Adapter(EngineAdapter):
     """Protects an engine with ``DeepSpeedZeroOptimizer_Stage3``."""
 
     name = "deepspeed-zero3"
+    framework_attributes = ("ds_", "applied_pre_backward_ref_cnt")
 
     def __init__(self, engine: Any, optimizer: Any) -> None:
         self._partitions = list(engine.optimizer.fp32_partitioned_groups_flat)

@@ -67,6 +67,7 @@ class MegatronAdapter(TorchAdapter):
 
     name = "megatron"
     whole_framework = True
+    framework_packages = frozenset({"megatron", "transformer_engine"})
 
     def __init__(
         self, chunks: Sequence[Any], optimizer: Any, scheduler: Any = None, loop: OwnLoop | None = None

@@ -67,7 +67,7 @@ MUTANTS = (
     Mutant("scaler-remembers", SCALER, "            self._scaler._per_optimizer_states.clear()", "            pass"),
     Mutant("stays-frozen", MODES, "            if parameter.requires_grad != wanted:", "            if False:"),
     Mutant("freezing-unseen", MODES, "if now != then]", "if False]"),
-    Mutant("attributes-stay", MODES, "state.get(place, self._start[place])", "attributes.get(key)"),
+    Mutant("attributes-stay", MODES, "state.get(place, then)", "attributes.get(key)"),
     Mutant("strangers-step", OPTIMIZERS, "!= version:", "!= version and False:"),
     Mutant("loop-counts-along", LOOP, "            check_loop(frame)", "            pass"),
     # -- a version is complete when it is handed out ------------------------------------------------

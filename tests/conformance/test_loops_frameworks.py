@@ -43,6 +43,8 @@ EVERYWHERE = (
     "draws-above",
     "silent-codebook",
     "silent-queue",
+    "module-counter",
+    "freezes-later",
 )
 BUFFERS = ("expert-bias", "rank-bias", "checkpointed-batch-norm", "silent-codebook")
 NOW_AND_THEN = ("decay-sometimes", "momentum-edited")

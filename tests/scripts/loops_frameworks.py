@@ -293,7 +293,7 @@ MORE: dict[str, type[loops.Loop]] = {
 LOOPS: dict[str, Any] = {
     name: type(loop.__name__, (_Attached, loop), {})
     for name, loop in {**loops.LOOPS, **MORE}.items()
-    if loop.only == loops.Loop.only
+    if loop.only == loops.Loop.only or loop is loops.FreezesLater
 }
 
 

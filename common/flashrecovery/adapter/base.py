@@ -44,6 +44,11 @@ class TorchAdapter(Adapter):
         UnsupportedError: a layout or option that cannot be protected, by name.
     """
 
+    framework_packages: frozenset[str] = frozenset()
+    """Of modules from these, the framework keeps the plain attributes itself."""
+    framework_attributes: tuple[str, ...] = ()
+    """Prefixes of attributes in which the framework keeps its books, in any module."""
+
     def __init__(self, root: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self.root = root
         self.optimizers = tuple(optimizers)
@@ -52,7 +57,7 @@ class TorchAdapter(Adapter):
         check_optimizers(self.optimizers, [r.get() for r in self._records])
         self._buffers = BufferTracker(self.inner)
         self._modes = ModeTracker(self.root, self._trainable())
-        self._attributes = AttributeTracker(self._scripts_modules())
+        self._attributes = AttributeTracker(self.inner, self.framework_packages, self.framework_attributes)
         self._shards: tuple[ParamShard, ...] | None = None
         self._hooks: StepHooks | None = None
         self._handles: list[RemovableHandle] = []
@@ -82,10 +87,6 @@ class TorchAdapter(Adapter):
         """Gives the parameters that a script freezes and unfreezes by ``requires_grad_()``."""
         parameters = list(self.inner.parameters())
         return lambda: parameters
-
-    def _scripts_modules(self) -> Iterable[tuple[str, nn.Module]]:
-        """Modules with their names in which plain attributes are the script's: the framework keeps no books in them."""
-        return ()
 
     def _computing(self) -> Sequence[torch.Tensor]:
         """What the module computes with, where the shards have its memory under other version counters."""

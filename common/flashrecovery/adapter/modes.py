@@ -10,8 +10,7 @@ What is captured is how things differ from the start: the set-up of a replacemen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from torch import nn
@@ -19,6 +18,8 @@ from torch import nn
 from flashrecovery.errors import RestoreError
 
 _PLAIN = (int, float, bool, str, type(None))
+_OTHER = object()
+"""Stands for what is not plain, or not there."""
 _OWN = frozenset(nn.Module().__dict__)
 """Attributes that every module has."""
 
@@ -66,46 +67,55 @@ class ModeTracker:
 
 
 class AttributeTracker:
-    """Captures and restores the plain attributes of modules: numbers, texts and None.
+    """Captures and restores the plain attributes of the modules below ``root``: numbers, texts and None.
 
-    Those whose names begin with an underscore are left alone, and so are those that a module gets later.
+    Those whose names begin with an underscore are left alone, and so are those that a module gets later, and those that
+    become something else.
+
+    Args:
+        packages: modules from these are left out.
+        prefixes: attributes whose names begin like that are left out, too.
     """
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        self._of: list[tuple[str, dict[str, Any], tuple[str, ...], Callable[[dict[str, Any]], Any]]] = []
-        for name, module in modules:
-            keys = tuple(k for k, v in vars(module).items() if k not in _OWN and k[0] != "_" and type(v) in _PLAIN)
-            if keys:
-                self._of.append((name, vars(module), keys, itemgetter(*keys)))
-        self._start = dict(self._values())
+    def __init__(self, root: nn.Module, packages: Container[str] = (), prefixes: tuple[str, ...] = ()) -> None:
+        self._places: list[tuple[str, dict[str, Any], str]] = []
+        for name, module in root.named_modules():
+            if type(module).__module__.partition(".")[0] in packages:
+                continue
+            for key, value in vars(module).items():
+                if key not in _OWN and type(value) in _PLAIN and not key.startswith(("_", *prefixes)):
+                    self._places.append((f"{name}.{key}", vars(module), key))
+        self._start = self._now()
+        self._types = tuple(map(type, self._start))
 
     def capture(self) -> dict[str, Any]:
-        """``module.attribute`` -> value of those that are not what they were at the start."""
-        return {
-            place: value
-            for place, value in self._values()
-            if type(value) in _PLAIN and (value != self._start[place] or type(value) is not type(self._start[place]))
-        }
+        """``module.attribute`` -> value of those that are not equal to what they were at the start."""
+        now = self.mark()
+        if now == self._start:
+            return {}
+        places = (place for place, _attributes, _key in self._places)
+        return {p: v for p, v, then in zip(places, now, self._start, strict=True) if v is not _OTHER and v != then}
 
-    def mark(self) -> Any:
+    def mark(self) -> list[Any]:
         """Something that does not equal its earlier self when an attribute has changed."""
-        try:
-            return [get(attributes) for _name, attributes, _keys, get in self._of]
-        except KeyError:  # one was deleted
-            return self.capture()
+        now = self._now()
+        types = tuple(map(type, now))
+        if types != self._types:
+            if not all(
+                kind in _PLAIN for kind in types
+            ):  # tensors must not be compared: it may take long, or be refused
+                return [value if type(value) in _PLAIN else _OTHER for value in now]
+            self._types = types
+        return now
 
     def restore(self, state: dict[str, Any]) -> None:
         """Raises RestoreError if the model has no such attribute."""
-        unknown = sorted(state.keys() - self._start.keys())
+        unknown = sorted(state.keys() - {place for place, _attributes, _key in self._places})
         if unknown:
             raise RestoreError(f"the model has no attribute {unknown[0]!r}, that of the failed process had")
-        for name, attributes, keys, _get in self._of:
-            for key in keys:
-                place = f"{name}.{key}"
-                attributes[key] = state.get(place, self._start[place])
+        for (place, attributes, key), then in zip(self._places, self._start, strict=True):
+            if place in state or type(attributes.get(key, then)) in _PLAIN:
+                attributes[key] = state.get(place, then)
 
-    def _values(self) -> Iterable[tuple[str, Any]]:
-        for name, attributes, keys, _get in self._of:
-            for key in keys:
-                if key in attributes:
-                    yield f"{name}.{key}", attributes[key]
+    def _now(self) -> list[Any]:
+        return [attributes.get(key, _OTHER) for _place, attributes, key in self._places]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,9 +51,6 @@ class DDPAdapter(TorchAdapter):
             name, holders = unsynchronised(fqn) if ignored else replicated(fqn, ranks)
             records.append(ParamRecord(fqn, name, holders, constant(parameter)))
         return tuple(records)
-
-    def _scripts_modules(self) -> Iterable[tuple[str, nn.Module]]:
-        yield from self.inner.named_modules()
 
     def sync_spans_world(self) -> bool:
         return dist.get_world_size(self.ddp.process_group) == world_size()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -60,9 +60,6 @@ class FSDP2Adapter(TorchAdapter):
 
     def _trainable(self) -> Callable[[], Sequence[nn.Parameter]]:
         return lambda: [record.get() for record in self._records]
-
-    def _scripts_modules(self) -> Iterable[tuple[str, nn.Module]]:
-        yield from self.inner.named_modules()
 
     def sync_spans_world(self) -> bool:
         parameters = fsdp2_state.sharded_parameters(self.fsdp).values()

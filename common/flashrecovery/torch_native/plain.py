@@ -3,7 +3,7 @@ that are not trained, such as an average of the weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -25,9 +25,6 @@ class PlainAdapter(TorchAdapter):
                 name, holders = replicated(fqn, range(world_size()))
             records.append(ParamRecord(fqn, name, holders, constant(parameter)))
         return tuple(records)
-
-    def _scripts_modules(self) -> Iterable[tuple[str, nn.Module]]:
-        yield from self.inner.named_modules()
 
     def sync_spans_world(self) -> bool:
         return False

@@ -39,6 +39,7 @@ from flashrecovery.adapter import (
     replicated,
     world_size,
 )
+from flashrecovery.errors import UnsupportedError
 from fr_deepspeed.activation import reset_checkpointing
 from fr_deepspeed.beta_powers import beta_powers
 from fr_deepspeed.checkpoint import EngineCheckpoint
@@ -77,6 +78,7 @@ class EngineAdapter(TorchAdapter):
         self._weights = [p for group in optimizer.param_groups for p in group["params"]]
         self._all_shards: list[Shard] | None = None
         self._powers = beta_powers(engine.basic_optimizer)
+        self._counted = (engine.micro_steps, engine.global_steps)
         self._ranks = dist.get_process_group_ranks(engine.data_parallel_group)
         # PipelineEngine calls its module, and is itself never called.
         super().__init__(engine.module if engine.pipeline_parallelism else engine, [optimizer])
@@ -180,6 +182,25 @@ class EngineAdapter(TorchAdapter):
             assert gradient is not None  # made with the engine
             gradient.zero_()
 
+    def _gradient_watch(self) -> None:
+        return None  # see _check_accumulation
+
+    def look_closely(self, closely: bool) -> None:
+        super().look_closely(closely)
+        self._check_accumulation()
+
+    def _check_accumulation(self) -> None:
+        """Raises UnsupportedError if the step before has trained on micro-batches, and has taken no optimizer step."""
+        engine = self.engine
+        micro_steps, global_steps = self._counted
+        self._counted = (engine.micro_steps, engine.global_steps)
+        if engine.micro_steps > micro_steps and engine.global_steps == global_steps:
+            raise UnsupportedError(
+                f"a step has ended after {engine.micro_steps - micro_steps} of {engine.gradient_accumulation_steps()} "
+                "micro-batches, and no recovery could bring back their gradients: write `with step:` around "
+                "`for _ in range(engine.gradient_accumulation_steps()):` (docs/limits.md)"
+            )
+
     def capture_common(self) -> dict[str, Any]:
         engine = self.engine
         return {
@@ -197,6 +218,7 @@ class EngineAdapter(TorchAdapter):
         super().restore_common(state)
         for name, value in state["counters"].items():
             setattr(self.engine, name, value)
+        self._counted = (self.engine.micro_steps, self.engine.global_steps)
         for name, value in state["batch"].items():
             setattr(self.engine._config, name, value)
         vars(self._scaler()).update(state["scaler"])

@@ -88,5 +88,9 @@ class Stage12Adapter(EngineAdapter):
         zero._hp_optimizer_states_linked = False
 
     def _derive_weights(self) -> None:
-        for g in range(len(self.engine.optimizer.bit16_groups)):
-            self.engine.optimizer._update_model_bit16_weights(g)
+        zero = self.engine.optimizer
+        for g in range(len(zero.bit16_groups)):
+            zero._update_model_bit16_weights(g)
+        # The next step may begin with DeepSpeed's accessors, which find the state after a process's first step only.
+        if all(self.basic.state.get(partition) for partition in zero.single_partition_of_fp32_groups):
+            zero._lazy_init_hp_params_optimizer_state()

@@ -23,6 +23,7 @@ from torch import nn
 
 from flashrecovery.adapter import (
     CheckpointFormat,
+    GradientWatch,
     Method,
     ParamRecord,
     ParamShard,
@@ -98,6 +99,10 @@ class MegatronAdapter(TorchAdapter):
 
     def _computing(self) -> Sequence[nn.Parameter]:
         return self._wrapper.computing()
+
+    def _gradient_watch(self) -> GradientWatch:
+        parameters = [p for chunk in self._chunks for p in chunk.parameters()]
+        return GradientWatch(lambda: parameters, "main_grad")
 
     def _setting(self) -> Iterable[Method]:
         return [(inner, "reload_model_params") for inner in self._inner]

@@ -200,6 +200,9 @@ class Loop:
     def before(self, step: int, loss: Tensor) -> None:
         """In the block, before the optimizer."""
 
+    def clear(self) -> None:
+        self.optimizer.zero_grad()
+
     def optimize(self) -> None:
         self.optimizer.step()
 
@@ -916,6 +919,59 @@ class LeavesBelow(Loop):
         return self.rank == 0 and float(there) < self.world
 
 
+class AccumulatesAcross(Loop):
+    """Every micro-batch is a step of its own; the optimizer steps at every third one."""
+
+    def gradients(self, step: int) -> tuple[Tensor, Tensor]:
+        if step % 3 == 0:
+            self.optimizer.zero_grad()
+        self.boundary = step % 3 == 2
+        return super().gradients(step)
+
+    def clear(self) -> None:
+        """Not yet."""
+
+    def optimize(self) -> None:
+        if self.boundary:
+            super().optimize()
+
+
+class TensorRate(Loop):
+    """The learning rate is a tensor."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=torch.tensor(0.01))
+        self.objects["schedule"] = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: 1 / (1 + n))
+
+    def below(self, step: int) -> None:
+        super().below(step)
+        self.objects["schedule"].step()
+
+
+class SeveralOptimizers(Loop):
+    """Muon for the matrices, another one for the rest."""
+
+    only = ("ddp",)
+
+    def prepare(self) -> None:
+        super().prepare()
+        parameters = list(self.net.parameters())
+        self.optimizer = torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=0.01)
+        self.second = torch.optim.NAdam([p for p in parameters if p.ndim != 2], lr=0.01)
+
+    def register(self) -> None:
+        self.recovery.register(model=self.model, optimizer=[self.optimizer, self.second], **self.objects)
+
+    def optimize(self) -> None:
+        super().optimize()
+        self.second.step()
+        self.second.zero_grad()
+
+    def end(self) -> dict[str, object]:
+        return {**super().end(), "second": self.second.state_dict()}
+
+
 LOOPS: dict[str, type[Loop]] = {
     "plain": Loop,
     "expert-bias": ExpertBias,
@@ -955,6 +1011,8 @@ LOOPS: dict[str, type[Loop]] = {
     "spectral-norm": SpectralNorm,
     "freezes-later": FreezesLater,
     "module-counter": ModuleCounter,
+    "tensor-rate": TensorRate,
+    "several-optimizers": SeveralOptimizers,
 }
 UNPROTECTED: dict[str, type[Loop]] = {
     "plain-variable": PlainVariable,
@@ -968,6 +1026,7 @@ UNPROTECTED: dict[str, type[Loop]] = {
     "leaves-below": LeavesBelow,
     "silent-later": SilentLater,
     "group-later": GroupLater,
+    "accumulates-across": AccumulatesAcross,
     "carried-hidden": CarriedHidden,
     "forgotten-generator": ForgottenGenerator,
     "forgotten-data": ForgottenData,
@@ -999,7 +1058,7 @@ def main() -> None:
         loop.above(step.index)
         with step:
             kills.at("data")
-            loop.optimizer.zero_grad()
+            loop.clear()
             batch, loss = loop.gradients(step.index)
             loop.before(step.index, loss)
             proof.say_step(step.index, batch, loss, loop.optimizer.param_groups[0]["lr"])

@@ -16,6 +16,7 @@ from flashrecovery import groups
 from flashrecovery.adapter import faults, fsdp2_state
 from flashrecovery.adapter.base import TorchAdapter
 from flashrecovery.adapter.fields import plain_fields
+from flashrecovery.adapter.gradients import GradientWatch
 from flashrecovery.adapter.optimizer_state import layout_of, new_state_tensor, plain
 from flashrecovery.adapter.placement import (
     global_rank,
@@ -47,6 +48,7 @@ __all__ = [
     "CheckpointFormat",
     "DataStream",
     "FixedShard",
+    "GradientWatch",
     "LoopAdapter",
     "Method",
     "ParamRecord",

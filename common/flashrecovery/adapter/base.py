@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from flashrecovery.adapter import faults
 from flashrecovery.adapter.buffers import BufferTracker
+from flashrecovery.adapter.gradients import GradientWatch
 from flashrecovery.adapter.modes import AttributeTracker, ModeTracker
 from flashrecovery.adapter.optimizer_state import (
     capture_hyperparameters,
@@ -66,6 +67,7 @@ class TorchAdapter(Adapter):
         self._seen_states: list[int] = []
         self._looks = 0
         self._setters = Setters()
+        self._gradients = self._gradient_watch()
         self._fault_in_optimizer = faults.OptimizerFault(self.optimizers)
 
     # -- what the subclasses say ----------------------------------------------------------------
@@ -82,6 +84,10 @@ class TorchAdapter(Adapter):
     @abstractmethod
     def _find_parameters(self) -> tuple[ParamRecord, ...]:
         """Every parameter once (tied ones under their first name), equal order on all ranks."""
+
+    def _gradient_watch(self) -> GradientWatch | None:
+        """None if the adapter itself sees gradients that live across steps."""
+        return GradientWatch(lambda: [record.get() for record in self._records])
 
     def _trainable(self) -> Callable[[], Sequence[nn.Parameter]]:
         """Gives the parameters that a script freezes and unfreezes by ``requires_grad_()``."""
@@ -151,6 +157,8 @@ class TorchAdapter(Adapter):
                 leaf.register_hook(self._backward_starts)
 
     def _backward_starts(self, _grad: torch.Tensor) -> None:
+        if self._gradients is not None:
+            self._gradients.backward_begins()
         if self._hooks is not None:
             self._hooks.sealed(recheck=True)
 
@@ -168,6 +176,8 @@ class TorchAdapter(Adapter):
 
     def _after_optimizer(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._stepped.add(id(optimizer))
+        if self._gradients is not None:
+            self._gradients.stepped()
         if not self._parameters_checked:
             check_state(self.optimizers, [r.get() for r in self._records])
             self._parameters_checked = True
@@ -243,6 +253,8 @@ class TorchAdapter(Adapter):
 
     def look_closely(self, closely: bool) -> None:
         self._buffers.look_closely(closely)
+        if self._gradients is not None:
+            self._gradients.begin(closely)
 
     def silent(self) -> list[str]:
         return self._buffers.silent

@@ -71,7 +71,7 @@ def test_a_loop_that_keeps_to_the_rules() -> None:
         it.step()
         loss = it.model(torch.ones(1, 2)).sum()
         loss.backward()
-        losses.append(number * float(loss))
+        losses.append(number * float(loss.detach()))
     # the loop is over a range here: its variable is named, and nothing else
     (text,) = it.told
     assert "carried from step to step: number;" in text, text

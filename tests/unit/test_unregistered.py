@@ -164,6 +164,54 @@ def test_attributes_that_methods_carry() -> None:
     assert "memory.held" in text and "memory.calls" in text and "newest" not in text, text
 
 
+class Shadow:
+    """An average by hand: the values of a dictionary are replaced."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def update(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            self.shadow[name] = 0.9 * self.shadow[name] + 0.1 * parameter.detach()
+
+
+def test_averages_by_hand() -> None:
+    it = Registered()
+    shadow = Shadow(it.model)
+    averages = [p.detach().clone() for p in it.model.parameters()]
+    newest = [torch.zeros(1)]
+    for _step in itertools.repeat(0, STEPS):
+        it.step()
+        shadow.update(it.model)
+        for average, parameter in zip(averages, it.model.parameters(), strict=True):
+            average.lerp_(parameter.detach(), 0.1)
+        newest[0] = torch.rand(1).mul_(2)
+    (text,) = it.told
+    assert "averages" in text and "shadow.shadow" in text and "newest" not in text, text
+
+
+COUNT = 0
+
+
+def test_numbers_that_other_functions_set() -> None:
+    it = Registered()
+    rounds, temporary = 0, 0
+
+    def count() -> int:
+        global COUNT
+        nonlocal rounds
+        COUNT += 1
+        rounds += 1
+        return temporary
+
+    for _step in itertools.repeat(0, STEPS):
+        it.step()
+        count()
+        temporary = COUNT
+    (text,) = it.told
+    assert "COUNT" in text and "rounds" in text and "temporary" not in text, text
+
+
 def test_numbers_of_registered_modules_are_protected() -> None:
     memory = Memory()
     it = Registered(memory)

@@ -43,6 +43,12 @@ def loop_around(tree: ast.AST, line: int) -> AnyLoop | None:
     return inner if isinstance(inner, _LOOPS) else None
 
 
+def changed_by_loop(loop: AnyLoop) -> frozenset[str]:
+    """All that a round may assign or change, carried or not."""
+    flow = _round(loop)
+    return frozenset(flow.changed | flow.times)
+
+
 def carried_by_class(tree: ast.AST, name: str) -> frozenset[str]:
     """Attributes that a method of the class carries from one call to the next: it changes them after it may have read
     them."""

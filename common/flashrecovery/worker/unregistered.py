@@ -6,8 +6,9 @@ it. Found are, from the variables of the function with the ``with step:`` and of
 * *objects*: random generators of torch, Python and numpy, modules (an average of the weights), schedulers, scalers, and
   what has ``state_dict()`` and ``load_state_dict()``, if they differ between two looks;
 * *iterators* from which the loop takes in each round (``next(batches)``, ``for batch in loader``);
-* *variables* that the loop carries from one round to the next (:mod:`.carried`), and attributes that a method carries
-  from one call to the next, if they differ between two looks.
+* *variables* that the loop carries from one round to the next (:mod:`.carried`); and, if they differ between two looks,
+  attributes that a method carries from one call to the next, tensors that are written in place, numbers among global
+  variables and among those that inner functions share.
 
 The looks are made before a few of the first steps, without running code of the script. That something is found does not
 say that it matters: a count of steps for a log file does not.
@@ -35,7 +36,7 @@ from torch.utils.data import DataLoader
 
 from flashrecovery.worker import loop_form
 from flashrecovery.worker.ahead import Installed
-from flashrecovery.worker.carried import AnyLoop, carried_by_class, carried_by_loop, loop_around
+from flashrecovery.worker.carried import AnyLoop, carried_by_class, carried_by_loop, changed_by_loop, loop_around
 from flashrecovery.worker.generators import as_stateful
 
 LOOKS = frozenset({2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64})
@@ -49,7 +50,7 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 _CONTAINERS = (list, tuple, dict, set, collections.deque)
 _OBJECTS = 10_000
 _STATIC = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
-_LEAVES = (*_STATIC, *_PLAIN, torch.Tensor)
+_LEAVES = (*_STATIC, *_PLAIN)
 
 
 class Unregistered:
@@ -120,13 +121,14 @@ class Unregistered:
                 elif _is_plain(value) and not self._holds_known(value):
                     self._variables.setdefault(path)
             everything = {**variables, **everything}
+            seen |= {name: ("", _plain_mark(value)) for name, value in _set_elsewhere(one).items()}
         self._walk(everything, seen)
         for path, (kind, mark) in seen.items():
             if path in self._seen and self._seen[path][1] != mark and path not in self._variables:
                 if kind:
                     self._objects.setdefault(path, kind)
                 else:
-                    self._variables.setdefault(path)
+                    self._variables.setdefault(path.partition("[")[0])  # a list's elements are told together
         self._seen = seen
         return _place(frame, frame.f_lineno)
 
@@ -155,6 +157,10 @@ class Unregistered:
             if isinstance(thing, _LEAVES) or id(thing) in visited:
                 continue
             visited.add(id(thing))
+            if isinstance(thing, torch.Tensor):
+                if id(thing) not in self._parameters:
+                    seen.setdefault(path, ("", _InPlace(thing)))
+                continue
             if isinstance(thing, _CONTAINERS):
                 parts = thing.items() if isinstance(thing, dict) else enumerate(thing)
                 found: Iterable[tuple[str, Any]] = (
@@ -215,7 +221,8 @@ class Unregistered:
 
     def _shares(self, module: torch.nn.Module) -> bool:
         """It is part of a registered model, or contains one."""
-        return id(module) in self._known or any(id(p) in self._parameters for p in module.parameters())
+        parts = itertools.chain(module.modules(), module.parameters())
+        return any(id(part) in self._known or id(part) in self._parameters for part in parts)
 
     def _is_foreign_iterator(self, value: object) -> bool:
         return hasattr(type(value), "__next__") and id(value) not in self._known and not _gives_steps(value)
@@ -227,6 +234,19 @@ class Unregistered:
         if isinstance(value, (list, tuple, collections.deque)):
             return any(self._holds_known(part) for part in list(value)[:_ELEMENTS])
         return id(value) in self._known or id(value) in self._parameters
+
+
+class _InPlace:
+    """What a tensor is like: unequal to its earlier self if it is the same one, and has been written."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._identity, self._version = _identity(tensor), tensor._version
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, _InPlace)
+        return self._identity != other._identity or self._version == other._version
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def check_loop(frame: types.FrameType) -> None:
@@ -318,6 +338,17 @@ def _variables(frame: types.FrameType) -> dict[str, Any]:
     return {name: v for name, v in {**used, **own}.items() if not isinstance(v, _STATIC)}
 
 
+def _set_elsewhere(frame: types.FrameType) -> dict[str, Any]:
+    """Numbers and the like that other functions can set (``global``, ``nonlocal``), and the own loop does not."""
+    if frame.f_locals is frame.f_globals:
+        return {}
+    own = {name: frame.f_locals[name] for name in frame.f_code.co_cellvars if name in frame.f_locals}
+    loop = _loop_at(frame.f_code.co_filename, frame.f_lineno)
+    by_loop = frozenset() if loop is None else changed_by_loop(loop)
+    found = {**{name: value for name, value in frame.f_globals.items() if not name.startswith("__")}, **own}
+    return {name: v for name, v in found.items() if isinstance(v, _PLAIN) and name not in by_loop}
+
+
 def _resolve(variables: Mapping[str, Any], path: str) -> object:
     """The value of a dotted name; itself as a module, which is never plain, if it has none."""
     first, *rest = path.split(".")
@@ -358,10 +389,17 @@ def _plain_mark(value: Any) -> Any:
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, _CONTAINERS):
-        return len(value), id(value)
+        parts = value.values() if isinstance(value, dict) else value
+        return len(value), [_element_mark(part) for part in itertools.islice(parts, _ELEMENTS)]
     if isinstance(value, torch.nn.Module):
         return _mark(value)
     return _identity(value) if as_stateful(value) is None else _mark(value)
+
+
+def _element_mark(value: Any) -> Any:
+    if isinstance(value, (*_CONTAINERS, torch.nn.Module)):
+        return _identity(value)
+    return _plain_mark(value)
 
 
 def _identity(thing: object) -> tuple[int, object]:

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 
 from flashrecovery.errors import RegistrationError
 from flashrecovery.worker.data import DataStream
-from flashrecovery.worker.unregistered import Unregistered, check_loop
+from flashrecovery.worker.script_frames import check_loop
+from flashrecovery.worker.unregistered import Unregistered
 
 STEPS = 5
 

@@ -87,7 +87,7 @@ class TorchAdapter(Adapter):
 
     def _gradient_watch(self) -> GradientWatch | None:
         """None if the adapter itself sees gradients that live across steps."""
-        return GradientWatch(lambda: [record.get() for record in self._records])
+        return GradientWatch(lambda: [p for o in self.optimizers for group in o.param_groups for p in group["params"]])
 
     def _trainable(self) -> Callable[[], Sequence[nn.Parameter]]:
         """Gives the parameters that a script freezes and unfreezes by ``requires_grad_()``."""

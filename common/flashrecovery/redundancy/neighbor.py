@@ -164,7 +164,8 @@ class NeighbourCopies:
         """
         if self._pacing is not None:
             self._pacing.needed()
-        self._background.wait()
+        with self.undo.between.resting():
+            self._background.wait()
         if self._background.error is not None:
             raise self._background.error
         self._check()
@@ -178,7 +179,9 @@ class NeighbourCopies:
         its operations might then still write into a buffer.
         """
         self._halted = True
-        if not self._background.wait(timeout_s):
+        with self.undo.between.resting():
+            ended = self._background.wait(timeout_s)
+        if not ended:
             raise RestoreError(f"the neighbour exchange of rank {self._rank} did not end within {timeout_s} s")
 
     def reset(self, generation: int, version: int) -> None:
@@ -258,9 +261,10 @@ class NeighbourCopies:
         in an operation when the interpreter ends would take the process down.
         """
         # Not halted first: the peers would wait in vain for the rest of this rank's last copy.
-        ended = self._background.wait(timeout_s)
-        self._halted = True
-        ended = self._background.close(timeout_s if ended else 0.0) and ended
+        with self.undo.between.resting():
+            ended = self._background.wait(timeout_s)
+            self._halted = True
+            ended = self._background.close(timeout_s if ended else 0.0) and ended
         self.undo.close()
         return ended
 

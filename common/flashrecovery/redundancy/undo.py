@@ -20,6 +20,7 @@ import torch
 
 from flashrecovery.errors import RestoreError
 from flashrecovery.redundancy.background import Background
+from flashrecovery.redundancy.between import Between
 from flashrecovery.redundancy.flat import NOTHING, Beside, Keep, Layout, Slot, slot_for_next
 from flashrecovery.state.shard import Shard, ShardSource
 
@@ -67,6 +68,7 @@ class UndoCopy:
         self.shards = list(shards)
         self.brief = brief
         self._look = look
+        self.between = Between()
         self._started = -1
         self._captured: list[torch.Tensor] = []
         self._watched: list[torch.Tensor] = []
@@ -99,7 +101,8 @@ class UndoCopy:
     def hold(self, version: int) -> None:
         """Copy the live state as ``version``, now. Does nothing if that version is held."""
         self.begin()
-        self.copy(version, self.capture())
+        with self.between.resting():
+            self.copy(version, self.capture())
 
     def start(self, version: int, beside: Beside = NOTHING) -> None:
         """Like :meth:`hold`, but beside the training thread; see :meth:`before_mutation`."""
@@ -119,14 +122,16 @@ class UndoCopy:
 
     def before_mutation(self) -> None:
         """Returns when the live tensors may be changed. Raises what the copying has raised."""
-        self._copied.wait()
+        with self.between.resting():
+            self._copied.wait()
         self._raise_error()
         if self._copied_event is not None:
             torch.cuda.current_stream().wait_event(self._copied_event)
 
     def wait(self) -> None:
         """Returns when no copy is being made. Raises what the copying has raised."""
-        self._background.wait()
+        with self.between.resting():
+            self._background.wait()
         self._raise_error()
 
     def _raise_error(self) -> None:
@@ -177,12 +182,21 @@ class UndoCopy:
                 self._copied.set()  # the device's stream waits for the rest; the host need not
             if event is not None:
                 event.synchronize()
-            if self._look is None or self._look(capture.watched) == capture.seen:
+            if self._unchanged(capture):
                 slot.finish(version, capture.beside)
             self._reserve_if_wanted(version, slot)
             return slot
         finally:
             self._copied.set()
+
+    def _unchanged(self, capture: Capture) -> bool:
+        """Whether nothing has been written to the tensors since they were captured."""
+        look = self._look
+        if look is None:
+            return True
+        if look(capture.watched) != capture.seen:
+            return False
+        return self.between.ask(lambda: look(capture.watched)) == capture.seen
 
     def _copy_tensors(
         self, views: list[torch.Tensor], live: list[torch.Tensor], ready: torch.cuda.Event | None
@@ -275,7 +289,8 @@ class UndoCopy:
 
     def wait_idle(self, timeout_s: float) -> bool:
         """True when no copy of :meth:`start` is under way; errors stay where they are."""
-        return self._background.wait(timeout_s)
+        with self.between.resting():
+            return self._background.wait(timeout_s)
 
     def nbytes(self) -> int:
         """Host memory taken now, bytes."""
@@ -283,7 +298,8 @@ class UndoCopy:
 
     def close(self) -> None:
         """End the thread and free the memory."""
-        self._background.close(5.0)
+        with self.between.resting():
+            self._background.close(5.0)
         self._decided.set()
         self._slots = {0: Slot(), 1: Slot()}
 

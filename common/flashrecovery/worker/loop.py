@@ -33,11 +33,12 @@ from flashrecovery.worker.overhead import Overhead, TimedHooks
 from flashrecovery.worker.proving import Proving
 from flashrecovery.worker.recoverer import Recoverer
 from flashrecovery.worker.registry import Drawn, Registry
+from flashrecovery.worker.script_frames import check_loop
 from flashrecovery.worker.sealing import Sealing
 from flashrecovery.worker.stops import Stops
 from flashrecovery.worker.touches import Touches
 from flashrecovery.worker.transaction import Transaction
-from flashrecovery.worker.unregistered import Unregistered, check_loop
+from flashrecovery.worker.unregistered import Unregistered
 from flashrecovery.worker.void_run import VoidRun
 from flashrecovery.worker.worker import Worker
 

@@ -1,0 +1,132 @@
+"""The functions of a script that are running, their variables, and what their text says of them."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flashrecovery.worker import loop_form
+from flashrecovery.worker.ahead import Installed
+from flashrecovery.worker.carried import AnyLoop, carried_by_class, carried_by_loop, changed_by_loop, loop_around
+from flashrecovery.worker.marks import PLAIN, attributes_of
+
+STATIC = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
+"""What a script's variables hold besides its state."""
+_FRAMES = 8
+_HERE = os.path.dirname(__file__)
+
+
+def check_loop(frame: types.FrameType) -> None:
+    """``frame``: where the ``with step:`` is. Raises RegistrationError if its loop takes something along with each step
+    that would part from the steps."""
+    around = loop_in(frame)
+    if around is not None:
+        one, loop = around
+        variables = variables_of(one)
+        loop_form.check(loop, place_of(one, loop.lineno), lambda name: gives_steps(resolve(variables, name)))
+
+
+def frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    """The script's own, from ``frame`` outwards."""
+    count = 0
+    while frame is not None and count < _FRAMES:
+        if is_own_file(frame.f_code.co_filename):
+            count += 1
+            yield frame
+        frame = frame.f_back
+
+
+def loop_in(frame: types.FrameType) -> tuple[types.FrameType, ast.For] | None:
+    """The innermost loop around ``frame``'s line, in it or in a function that has called it, if it is a ``for``."""
+    for one in frames(frame):
+        loop = loop_at(one.f_code.co_filename, one.f_lineno)
+        if loop is not None:
+            return (one, loop) if isinstance(loop, ast.For) else None
+    return None
+
+
+def variables_of(frame: types.FrameType) -> dict[str, Any]:
+    """Of a function: its own, and the global ones that it names."""
+    names = frame.f_code.co_names
+    used = {name: frame.f_globals[name] for name in names if name in frame.f_globals}
+    own = frame.f_locals if frame.f_locals is not frame.f_globals else {}
+    return {name: v for name, v in {**used, **own}.items() if not isinstance(v, STATIC)}
+
+
+def set_elsewhere(frame: types.FrameType) -> dict[str, Any]:
+    """Numbers and the like that other functions can set (``global``, ``nonlocal``), and the own loop does not."""
+    if frame.f_locals is frame.f_globals:
+        return {}
+    own = {name: frame.f_locals[name] for name in frame.f_code.co_cellvars if name in frame.f_locals}
+    loop = loop_at(frame.f_code.co_filename, frame.f_lineno)
+    by_loop = frozenset() if loop is None else changed_by_loop(loop)
+    found = {**{name: value for name, value in frame.f_globals.items() if not name.startswith("__")}, **own}
+    return {name: v for name, v in found.items() if isinstance(v, PLAIN) and name not in by_loop}
+
+
+def resolve(variables: Mapping[str, Any], path: str) -> object:
+    """The value of a dotted name; itself as a module, which is never plain, if it has none."""
+    first, *rest = path.split(".")
+    value = variables.get(first, sys)
+    for name in rest:
+        value = attributes_of(value).get(name, sys)
+    return value
+
+
+def gives_steps(value: object) -> bool:
+    """What ``recovery.steps()`` returns, or another generator of ours."""
+    return isinstance(value, types.GeneratorType) and os.path.dirname(value.gi_code.co_filename) == _HERE
+
+
+@functools.lru_cache(maxsize=64)
+def tree_of(file: str) -> ast.AST | None:
+    try:
+        return ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError):  # a notebook's cell, or code that was made by a program
+        return None
+
+
+@functools.lru_cache(maxsize=64)
+def loop_at(file: str, line: int) -> AnyLoop | None:
+    tree = tree_of(file)
+    return None if tree is None else loop_around(tree, line)
+
+
+@functools.lru_cache(maxsize=64)
+def carried_by_loop_at(file: str, line: int) -> tuple[str, ...]:
+    loop = loop_at(file, line)
+    return () if loop is None else tuple(sorted(carried_by_loop(loop)))
+
+
+@functools.lru_cache(maxsize=1024)
+def carried_by_class_in(file: str, name: str) -> frozenset[str]:
+    tree = tree_of(file)
+    return frozenset() if tree is None else carried_by_class(tree, name)
+
+
+def place_of(frame: types.FrameType, line: int) -> str:
+    return f"{Path(frame.f_code.co_filename).name}:{line}"
+
+
+def is_own(kind: type) -> bool:
+    """Of a class: defined by the script, and by nothing that is installed."""
+    return is_own_file(file_of(kind))
+
+
+def is_own_file(file: str) -> bool:
+    return bool(file) and not file.startswith("<") and not _installed().has_file(file)
+
+
+@functools.cache
+def _installed() -> Installed:
+    return Installed()
+
+
+def file_of(kind: type) -> str:
+    return str(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")

@@ -1,0 +1,131 @@
+"""A copy that is made while an operation writes is not whole, though the operation has not counted its writing yet."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from flashrecovery.adapter.shards import FixedShard
+from flashrecovery.redundancy.between import Between
+from flashrecovery.redundancy.undo import UndoCopy
+from flashrecovery.state.shard import Shard
+from flashrecovery.worker.glance import glance_at_tensors
+
+LARGE = 60_000_000
+
+
+def look(tensors: Sequence[torch.Tensor]) -> int:
+    return glance_at_tensors(tensors, 0)
+
+
+def shard_of(tensor: torch.Tensor) -> Shard:
+    return FixedShard("x", [0], tensor)
+
+
+@pytest.fixture
+def late_copies(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Copies of the background thread begin so much later: in the middle of what the script does next."""
+    delay = [0.02]
+    copy = torch._foreach_copy_
+
+    def later(*args: Any) -> None:
+        time.sleep(delay[0])
+        copy(*args)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", later)
+    return delay
+
+
+def test_what_is_copied_in_the_middle_of_an_operation_is_not_kept(late_copies: list[float]) -> None:
+    base = torch.ones(LARGE)
+    undo = UndoCopy([shard_of(base[:1000])], look=look)
+    undo.start(1)
+    base.mul_(2).mul_(2).mul_(2).mul_(2)  # takes some 50 ms each
+    undo.wait()
+    if undo.versions():
+        assert undo.source("x", 1).tensors[0].eq(1).all()
+    undo.close()
+
+
+def test_what_is_copied_before_an_operation_is_kept(late_copies: list[float]) -> None:
+    late_copies[0] = 0.0
+    tensor = torch.ones(1000)
+    undo = UndoCopy([shard_of(tensor)], look=look)
+    undo.start(1)
+    while not undo.versions():
+        time.sleep(0.001)
+    tensor.mul_(2)
+    undo.wait()
+    assert undo.versions() == [1] and undo.source("x", 1).tensors[0].eq(1).all()
+    undo.close()
+
+
+def test_a_look_waits_for_the_end_of_an_operation() -> None:
+    between, order = Between(), []
+    asked = threading.Event()
+
+    def other() -> None:
+        asked.set()
+        order.append(f"seen by {between.ask(threading.get_ident) == threading.main_thread().ident}")
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    asked.wait()
+    torch.ones(LARGE).mul_(2), order.append("written")
+    thread.join(5)
+    assert not thread.is_alive()
+    assert order[-1] == "seen by True" or order == ["seen by True", "written"]
+
+
+def test_who_is_held_up_is_not_waited_for_without_end() -> None:
+    between, found = Between(), []
+
+    def other() -> None:
+        time.sleep(0.05)
+        found.append((between.ask(threading.get_ident), threading.get_ident()))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    ctypes.CDLL(None).usleep(400_000)  # without the interpreter's lock, and without a bytecode
+    held_up = found[:]
+    thread.join(5)
+    assert held_up and held_up[0][0] == held_up[0][1], "the thread has looked by itself"
+
+
+def test_one_who_rests_answers() -> None:
+    between, found = Between(), []
+    thread = threading.Thread(target=lambda: found.append(between.ask(lambda: 7)))
+    with between.resting():
+        thread.start()
+        thread.join(5)
+    assert found == [7]
+
+
+def test_what_the_look_raises_is_raised_where_it_was_asked_for() -> None:
+    between, found = Between(), []
+
+    def other() -> None:
+        try:
+            between.ask(lambda: 1 // 0)
+        except ZeroDivisionError:
+            found.append("raised")
+
+    thread = threading.Thread(target=other)
+    with between.resting():
+        thread.start()
+        thread.join(5)
+    assert found == ["raised"]
+
+
+def test_an_own_copy_may_be_made_by_the_training_thread_itself() -> None:
+    tensor = torch.ones(4)
+    undo = UndoCopy([shard_of(tensor)], look=look)
+    undo.hold(3)
+    assert undo.versions() == [3]
+    undo.close()

@@ -34,7 +34,8 @@ SESSION, LOOP, STEP, SEALING, HABITS, TOUCHES, PROVING, COLLECTIVES, STOPS, STAR
         "optimizer_watch",
     )
 )
-MODES = "common/flashrecovery/adapter/modes.py"
+MODES, GRADIENTS = "common/flashrecovery/adapter/modes.py", "common/flashrecovery/adapter/gradients.py"
+UNDO = "common/flashrecovery/redundancy/undo.py"
 KEPT = "    def committed(self) -> None:\n        pass"
 UNIT = (
     "data_stream",  # before any that leaves gRPC's threads behind: it forks data loaders' workers
@@ -49,6 +50,8 @@ UNIT = (
     "scaler",
     "optimizer_watch",
     "unregistered",
+    "copy_beside_writes",
+    "gradient_watch",
 )
 LAUNCHER = "tests/integration/test_launcher.py"
 LOOPS = (*(f"tests/unit/test_{name}.py" for name in UNIT), "tests/conformance/test_loops.py")
@@ -69,6 +72,10 @@ MUTANTS = (
     Mutant("freezing-unseen", MODES, "if now != then]", "if False]"),
     Mutant("attributes-stay", MODES, "state.get(place, then)", "attributes.get(key)"),
     Mutant("strangers-step", OPTIMIZERS, "!= version:", "!= version and False:"),
+    Mutant(
+        "gradients-may-stay", GRADIENTS, "                raise UnsupportedError(ACROSS_STEPS)", "                pass"
+    ),
+    Mutant("looks-in-the-midst", UNDO, "self.between.ask(lambda: look(capture.watched))", "look(capture.watched)"),
     Mutant("loop-counts-along", LOOP, "            check_loop(frame)", "            pass"),
     # -- a version is complete when it is handed out ------------------------------------------------
     Mutant("resumed-is-settled", LOOP, "self._unsettled, self._committed = True, False", "self._committed = False"),

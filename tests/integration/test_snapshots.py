@@ -38,8 +38,17 @@ def start(run_dir: Path, layout: Layout, config: dict[str, Any], *options: str, 
 
 
 def snapshot_process(job: RunningJob) -> psutil.Process:
-    (found,) = [p for p in psutil.Process(job.popen.pid).children() if "flashrecovery.snapshot.process" in p.cmdline()]
+    children = psutil.Process(job.popen.pid).children()
+    (found,) = [p for p in children if "flashrecovery.snapshot.process" in command_of(p)]
     return found
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """Empty if it has just ended."""
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
 
 
 def end_of(process: psutil.Process) -> None:

@@ -109,20 +109,37 @@ def damaged(folder: Path, saved: SavedMemory) -> str:
 
 def load(folder: Path, saved: SavedMemory) -> SharedMemory | None:
     """The memory that was saved; None if the file is damaged. Raises OSError if there is no room for it."""
-    if damaged(folder, saved):
-        return None
     fd = os.memfd_create("flashrecovery-copy", os.MFD_CLOEXEC)
-    os.ftruncate(fd, saved.size)
-    pieces = _pieces(folder / saved.file)
-    rest = b""
-    for begin, nbytes in saved.parts:
-        at = begin
-        while at < begin + nbytes:
-            rest = rest or next(pieces)
-            piece, rest = rest[: begin + nbytes - at], rest[begin + nbytes - at :]
-            os.pwrite(fd, piece, at)
-            at += len(piece)
+    try:
+        os.ftruncate(fd, saved.size)
+        whole = _read_into(fd, folder / saved.file, saved)
+    except BaseException:
+        os.close(fd)
+        raise
+    if not whole:
+        os.close(fd)
+        return None
     return SharedMemory.of(fd)
+
+
+def _read_into(fd: int, path: Path, saved: SavedMemory) -> bool:
+    """Put the file's content into its places; False if it is not what was written."""
+    hasher = xxhash.xxh3_128()
+    parts = iter([part for part in saved.parts if part[1]])
+    at, left = next(parts, (0, 0))
+    try:
+        for piece in _pieces(path):
+            hasher.update(piece)
+            while piece:
+                if not left:
+                    at, left = next(parts, (0, 0))
+                    if not left:
+                        return False  # it is longer than what was written
+                count = os.pwrite(fd, piece[:left], at)
+                at, left, piece = at + count, left - count, piece[count:]
+    except FileNotFoundError:
+        return False
+    return not left and next(parts, None) is None and hasher.hexdigest() == saved.digest
 
 
 def _pieces(path: Path) -> Iterator[bytes]:

@@ -22,10 +22,11 @@ class Script:
         self.watch.begin(closely)
 
     def backward(self) -> None:
-        self.watch.backward_begins()
+        self.watch.used()
         self.model(torch.ones(1, 2)).sum().backward()
 
     def step(self) -> None:
+        self.watch.used()
         self.optimizer.step()
         self.watch.stepped()
 
@@ -61,7 +62,7 @@ def test_a_micro_batch_a_step_is_refused(closely: bool) -> None:
     it.begin(closely=closely)
     it.backward()
     it.begin(closely=closely)
-    with pytest.raises(UnsupportedError, match="adds to gradients of an earlier step"):
+    with pytest.raises(UnsupportedError, match="uses gradients of an earlier step"):
         it.backward()
 
 
@@ -74,8 +75,17 @@ def test_a_script_that_never_sets_them_to_zero_is_refused_in_a_step_that_is_look
     it.backward()
     it.step()
     it.begin()
-    with pytest.raises(UnsupportedError, match="adds to gradients of an earlier step"):
+    with pytest.raises(UnsupportedError, match="uses gradients of an earlier step"):
         it.backward()
+
+
+def test_a_step_on_the_gradients_of_the_step_before_is_refused() -> None:
+    it = Script()
+    it.begin()
+    it.backward()
+    it.begin()
+    with pytest.raises(UnsupportedError, match="uses gradients of an earlier step"):
+        it.step()
 
 
 def test_where_a_framework_adds_them_up() -> None:
@@ -83,12 +93,12 @@ def test_where_a_framework_adds_them_up() -> None:
     parameter.main_grad = torch.zeros(2)  # type: ignore[attr-defined]
     watch = GradientWatch(lambda: [parameter], "main_grad")
     watch.begin(True)
-    watch.backward_begins()
+    watch.used()
     parameter.main_grad += 1  # type: ignore[attr-defined]
     watch.begin(True)
     parameter.main_grad.zero_()  # type: ignore[attr-defined]
-    watch.backward_begins()
+    watch.used()
     parameter.main_grad += 1  # type: ignore[attr-defined]
     watch.begin(True)
     with pytest.raises(UnsupportedError):
-        watch.backward_begins()
+        watch.used()

@@ -158,7 +158,7 @@ class TorchAdapter(Adapter):
 
     def _backward_starts(self, _grad: torch.Tensor) -> None:
         if self._gradients is not None:
-            self._gradients.backward_begins()
+            self._gradients.used()
         if self._hooks is not None:
             self._hooks.sealed(recheck=True)
 
@@ -170,6 +170,8 @@ class TorchAdapter(Adapter):
             )
         if id(optimizer) in self._stepped:
             self._stepped.clear()  # a second round without a forward in between
+        if self._gradients is not None and not self.whole_framework:  # whose kernels may write without counting
+            self._gradients.used()
         if self._hooks is not None:
             self._gradients_ready()
             self._hooks.mutating()

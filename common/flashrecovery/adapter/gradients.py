@@ -1,8 +1,8 @@
 """Gradients that live from one step to the next: the step is refused, by name.
 
-A script that takes each micro-batch for a step of its own adds up its gradients across steps. A recovery drops the
-gradients of the step that was cut short, and a replacement has none; the sum would be another one on all ranks alike,
-so that no comparison could find it.
+A script that takes each micro-batch for a step of its own adds up its gradients across steps; another one steps on
+those of the step before. A recovery drops the gradients of the step that was cut short, and a replacement has none; the
+result would be another one on all ranks alike, so that no comparison could find it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch.distributed.tensor import DTensor
 from flashrecovery.errors import UnsupportedError
 
 ACROSS_STEPS = (
-    "the backward pass adds to gradients of an earlier step, which no recovery could bring back: put all micro-batches "
-    "of one optimizer step into one `with step:`, and set the gradients to zero in it before its first backward pass "
-    "(docs/limits.md)"
+    "this step uses gradients of an earlier step, which no recovery could bring back: put all micro-batches of one "
+    "optimizer step, and the optimizer step itself, into one `with step:`, and set the gradients to zero in it before "
+    "its first backward pass (docs/limits.md)"
 )
 _SAMPLES = 3
 
 
 class GradientWatch:
-    """Looks at a few parameters' gradients, from the beginning of a step to its first backward pass.
+    """Looks at a few parameters' gradients, from the beginning of a step to their first use.
 
     Args:
         parameters: gives those that the backward pass adds gradients to.
@@ -50,8 +50,9 @@ class GradientWatch:
         """An optimizer has stepped."""
         self._stepped = True
 
-    def backward_begins(self) -> None:
-        """Raises UnsupportedError if it adds to what an earlier step has left."""
+    def used(self) -> None:
+        """The backward pass begins, or an optimizer is about to step. Raises UnsupportedError if what an earlier step
+        has left is still there."""
         left, self._left = self._left, []
         for parameter, gradient, versions in left:
             same = getattr(parameter, self._attribute, None) is gradient and _versions(gradient) == versions

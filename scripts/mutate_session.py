@@ -75,7 +75,9 @@ MUTANTS = (
     Mutant(
         "gradients-may-stay", GRADIENTS, "                raise UnsupportedError(ACROSS_STEPS)", "                pass"
     ),
-    Mutant("looks-in-the-midst", UNDO, "self.between.ask(lambda: look(capture.watched))", "look(capture.watched)"),
+    Mutant(
+        "looks-in-the-midst", UNDO, "self.between.ask(lambda: look(capture.watched), bound_s)", "look(capture.watched)"
+    ),
     Mutant("loop-counts-along", LOOP, "            check_loop(frame)", "            pass"),
     # -- a version is complete when it is handed out ------------------------------------------------
     Mutant("resumed-is-settled", LOOP, "self._unsettled, self._committed = True, False", "self._committed = False"),

@@ -72,7 +72,7 @@ def test_a_look_waits_for_the_end_of_an_operation() -> None:
 
     def other() -> None:
         asked.set()
-        order.append(f"seen by {between.ask(threading.get_ident) == threading.main_thread().ident}")
+        order.append(f"seen by {between.ask(threading.get_ident, 5.0) == threading.main_thread().ident}")
 
     thread = threading.Thread(target=other)
     thread.start()
@@ -88,7 +88,7 @@ def test_who_is_held_up_is_not_waited_for_without_end() -> None:
 
     def other() -> None:
         time.sleep(0.05)
-        found.append((between.ask(threading.get_ident), threading.get_ident()))
+        found.append((between.ask(threading.get_ident, 0.1), threading.get_ident()))
 
     thread = threading.Thread(target=other)
     thread.start()
@@ -100,7 +100,7 @@ def test_who_is_held_up_is_not_waited_for_without_end() -> None:
 
 def test_one_who_rests_answers() -> None:
     between, found = Between(), []
-    thread = threading.Thread(target=lambda: found.append(between.ask(lambda: 7)))
+    thread = threading.Thread(target=lambda: found.append(between.ask(lambda: 7, 5.0)))
     with between.resting():
         thread.start()
         thread.join(5)
@@ -112,7 +112,7 @@ def test_what_the_look_raises_is_raised_where_it_was_asked_for() -> None:
 
     def other() -> None:
         try:
-            between.ask(lambda: 1 // 0)
+            between.ask(lambda: 1 // 0, 5.0)
         except ZeroDivisionError:
             found.append("raised")
 

@@ -18,8 +18,6 @@ import ctypes
 from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
 
-BOUND_S = 0.2
-"""So long is waited at most."""
 _CALLBACK = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object)
 _add_pending_call = ctypes.pythonapi.Py_AddPendingCall
 _add_pending_call.argtypes = [_CALLBACK, ctypes.py_object]
@@ -43,9 +41,9 @@ class _Question:
             except Exception as e:  # noqa: BLE001 - kept for the thread that has asked
                 self._answers.put(e)
 
-    def wait(self) -> int:
+    def wait(self, bound_s: float) -> int:
         try:
-            found = self._answers.get(timeout=BOUND_S)
+            found = self._answers.get(timeout=bound_s)
         except Empty:
             return self._look()
         if isinstance(found, BaseException):
@@ -60,15 +58,16 @@ class Between:
         self._question: _Question | None = None
         self._resting = 0
 
-    def ask(self, look: Callable[[], int]) -> int:
-        """What ``look()`` returns between two operations of the training thread. In any other thread."""
+    def ask(self, look: Callable[[], int], bound_s: float) -> int:
+        """What ``look()`` returns between two operations of the training thread, or after ``bound_s`` seconds. In any
+        other thread."""
         question = _Question(look)
         self._question = question
         if self._resting:  # whoever begins to rest looks for a question; whoever asks, for somebody at rest
             question.answer()
         else:
             _pend(question)
-        found = question.wait()
+        found = question.wait(bound_s)
         self._question = None
         return found
 

@@ -26,6 +26,8 @@ from flashrecovery.state.shard import Shard, ShardSource
 
 _KEPT = 2
 """Versions that are kept; one more while one of them is reserved."""
+_LONGEST_S, _SLOWEST = 2.0, 500e6
+"""An operation of the script takes at most so many seconds, and writes at least so many bytes a second."""
 ChangeCounter = Callable[[Sequence[torch.Tensor]], int]
 """Gives another number when one of the tensors has been changed."""
 
@@ -196,7 +198,9 @@ class UndoCopy:
             return True
         if look(capture.watched) != capture.seen:
             return False
-        return self.between.ask(lambda: look(capture.watched)) == capture.seen
+        written_by_host = self._layout.nbytes if capture.ready is None else 0
+        bound_s = _LONGEST_S + written_by_host / _SLOWEST
+        return self.between.ask(lambda: look(capture.watched), bound_s) == capture.seen
 
     def _copy_tensors(
         self, views: list[torch.Tensor], live: list[torch.Tensor], ready: torch.cuda.Event | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -84,18 +84,19 @@ def test_a_look_waits_for_the_end_of_an_operation() -> None:
 
 
 def test_who_is_held_up_is_not_waited_for_without_end() -> None:
-    between, found = Between(), []
+    """By somebody who waits for this very answer."""
+    between, (reading, writing) = Between(), os.pipe()
 
     def other() -> None:
         time.sleep(0.05)
-        found.append((between.ask(threading.get_ident, 0.1), threading.get_ident()))
+        between.ask(threading.get_ident, 0.1)
+        os.write(writing, b"x")
 
     thread = threading.Thread(target=other)
     thread.start()
-    ctypes.CDLL(None).usleep(400_000)  # without the interpreter's lock, and without a bytecode
-    held_up = found[:]
+    assert os.read(reading, 1) == b"x"  # without the interpreter's lock, and without a bytecode
     thread.join(5)
-    assert held_up and held_up[0][0] == held_up[0][1], "the thread has looked by itself"
+    os.close(reading), os.close(writing)
 
 
 def test_one_who_rests_answers() -> None:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from flashrecovery.adapter import (
     CheckpointFormat,
+    GradientWatch,
     Method,
     ParamRecord,
     ParamShard,
@@ -182,8 +183,8 @@ class EngineAdapter(TorchAdapter):
             assert gradient is not None  # made with the engine
             gradient.zero_()
 
-    def _gradient_watch(self) -> None:
-        return None  # see _check_accumulation
+    def _gradient_watch(self) -> GradientWatch:
+        return GradientWatch(tuple)  # see _check_accumulation
 
     def look_closely(self, closely: bool) -> None:
         super().look_closely(closely)

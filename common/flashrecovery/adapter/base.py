@@ -85,8 +85,8 @@ class TorchAdapter(Adapter):
     def _find_parameters(self) -> tuple[ParamRecord, ...]:
         """Every parameter once (tied ones under their first name), equal order on all ranks."""
 
-    def _gradient_watch(self) -> GradientWatch | None:
-        """None if the adapter itself sees gradients that live across steps."""
+    def _gradient_watch(self) -> GradientWatch:
+        """Of no parameters if the adapter itself sees gradients that live across steps."""
         return GradientWatch(lambda: [p for o in self.optimizers for group in o.param_groups for p in group["params"]])
 
     def _trainable(self) -> Callable[[], Sequence[nn.Parameter]]:
@@ -157,8 +157,7 @@ class TorchAdapter(Adapter):
                 leaf.register_hook(self._backward_starts)
 
     def _backward_starts(self, _grad: torch.Tensor) -> None:
-        if self._gradients is not None:
-            self._gradients.used()
+        self._gradients.used()
         if self._hooks is not None:
             self._hooks.sealed(recheck=True)
 
@@ -170,7 +169,7 @@ class TorchAdapter(Adapter):
             )
         if id(optimizer) in self._stepped:
             self._stepped.clear()  # a second round without a forward in between
-        if self._gradients is not None and not self.whole_framework:  # whose kernels may write without counting
+        if not self.whole_framework:  # whose kernels may write without counting
             self._gradients.used()
         if self._hooks is not None:
             self._gradients_ready()
@@ -178,8 +177,7 @@ class TorchAdapter(Adapter):
 
     def _after_optimizer(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._stepped.add(id(optimizer))
-        if self._gradients is not None:
-            self._gradients.stepped()
+        self._gradients.stepped()
         if not self._parameters_checked:
             check_state(self.optimizers, [r.get() for r in self._records])
             self._parameters_checked = True
@@ -243,8 +241,11 @@ class TorchAdapter(Adapter):
         return set(presence)
 
     def capture_rank(self) -> dict[str, Any]:
-        own: dict[str, Any] = {"buffers": self._buffers.capture(), "modes": self._modes.capture()}
-        own["attributes"] = self._attributes.capture()
+        own: dict[str, Any] = {
+            "buffers": self._buffers.capture(),
+            "modes": self._modes.capture(),
+            "attributes": self._attributes.capture(),
+        }
         streams = self._tracked_streams()
         return own if streams is None else {**own, "rng_tracker": streams}
 
@@ -255,8 +256,7 @@ class TorchAdapter(Adapter):
 
     def look_closely(self, closely: bool) -> None:
         self._buffers.look_closely(closely)
-        if self._gradients is not None:
-            self._gradients.begin(closely)
+        self._gradients.begin(closely)
 
     def silent(self) -> list[str]:
         return self._buffers.silent

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from flashrecovery.adapter.placement import local_tensor
 from flashrecovery.errors import UnsupportedError
 
 ACROSS_STEPS = (
@@ -56,13 +56,9 @@ class GradientWatch:
         left, self._left = self._left, []
         for parameter, gradient, versions in left:
             same = getattr(parameter, self._attribute, None) is gradient and _versions(gradient) == versions
-            if same and bool(_local(gradient).any()):
+            if same and bool(local_tensor(gradient).any()):
                 raise UnsupportedError(ACROSS_STEPS)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _versions(tensor: torch.Tensor) -> tuple[int, ...]:
-    return tensor._version, _local(tensor)._version
+    return tensor._version, local_tensor(tensor)._version

@@ -29,14 +29,10 @@ def mark(thing: object) -> Any:
     """Another value when ``thing`` has changed, as far as that is seen without running code of the script."""
     generator = as_stateful(thing)
     if generator is not None:
-        return _state_text(generator.state_dict())
+        return repr(generator.state_dict())  # some hold arrays, which cannot be compared like other values
     if isinstance(thing, torch.nn.Module):
         return [(identity(t), t._version) for t in (*thing.parameters(), *thing.buffers())]
     return {name: plain_mark(value) for name, value in attributes_of(thing).items()}
-
-
-def _state_text(state: Any) -> str:
-    return f"{state!r}" if not isinstance(state, bytes) else state.hex()
 
 
 def plain_mark(value: Any) -> Any:

@@ -149,8 +149,12 @@ def _completed_by_peers(run: Run, start: int) -> set[tuple[int, int]]:
     """Rank and step of the victims that died in a step before its line, while their peers could complete it, and of the
     survivors that could not and were given their peers' state."""
     found = {(rank, step - 1) for rank, step in _given(run)}
+    resumed = {e["generation"]: e["resume_step"] for e in run.of("recovery_finished")}
     for rank, logs in run.by_rank().items():
         talking = [log for log in logs if log.lines]
+        # In its last step: its replacement finds all steps done.
+        if talking and logs[-1] is not talking[-1] and resumed.get(logs[-1].generation) == talking[-1].lines[-1][0] + 2:
+            found.add((rank, resumed[logs[-1].generation] - 1))
         if talking and talking[0].generation > 0 and talking[0].lines[0][0] == start + 1:
             found.add((rank, start))
         for before, after in pairwise(talking):

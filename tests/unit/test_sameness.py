@@ -86,6 +86,17 @@ def test_a_checkpoint_may_be_gone_back_to() -> None:
     assert differences(run, undisturbed()) == []
 
 
+def test_a_last_step_without_a_line_may_be_completed_by_peers() -> None:
+    run = recovered()
+    run.events[1]["step"], run.events[3]["resume_step"] = STEPS - 1, STEPS
+    run.logs[1:3] = [log(1, 0, *range(STEPS - 1)), log(1, 1)]
+    assert not differences(run, undisturbed())
+    run.logs[1:3] = [log(1, 0, *range(STEPS - 2)), log(1, 1)]
+    assert any("no loss" in line for line in differences(run, undisturbed()))
+    run.logs[1:3] = [log(1, 0, *range(STEPS - 1))]
+    assert any("no loss" in line for line in differences(run, undisturbed()))
+
+
 def test_a_first_step_without_a_line_may_be_completed_by_peers() -> None:
     run = recovered()
     run.events[1]["step"], run.events[-1]["resume_step"] = 0, 1

@@ -254,13 +254,13 @@ MUTANTS = (
     Mutant(
         "undo-not-torn",
         RECOVER,
-        "                worker.gate.torn()\n                self._loop.copies.restore_undo",
-        "                self._loop.copies.restore_undo",
+        "                worker.gate.torn()\n                self._loop.copies.restore_own",
+        "                self._loop.copies.restore_own",
     ),
     Mutant(
         "undo-not-restored",
         RECOVER,
-        "                self._loop.copies.restore_undo(shard, version)\n",
+        "                self._loop.copies.restore_own(shard, version)\n",
         "                pass\n",
     ),
     Mutant(

@@ -194,9 +194,11 @@ class TlsSettings(_Model):
 class Settings(_Model):
     """What a worker needs to know (handed over in :data:`CONFIG_ENV`)."""
 
-    redundancy: Literal["auto", "replica", "neighbor", "none"] = Field(
-        "auto", description="copies of what no peer holds"
+    redundancy: Literal["auto", "replica", "neighbor", "parity", "none"] = Field(
+        "auto", description="copies, or parity, of what no peer holds"
     )
+    parity: Literal[1, 2] = Field(1, description="of a parity group, how many ranks may be lost at once")
+    parity_group: int = Field(8, ge=2, description="ranks of a parity group at most, if they can be divided so")
     undo: Literal["auto", "always", "never"] = Field("auto", description="own pre-step copy of the state")
     verify: bool = Field(True, description="compare the digest of every restored shard with its source's")
     checkpoint: CheckpointSettings = Field(CheckpointSettings(), description="fallback checkpoint")
@@ -420,12 +422,27 @@ def load_run_config(file: Path | None, overrides: dict[str, Any]) -> RunConfig:
         check_fault(spec.fault, spec.at)
         if spec.rank >= config.world_size:
             raise ConfigError(f"inject: rank {spec.rank} is outside the world of {config.world_size} ranks")
-    if config.world_size == 1 and config.redundancy in ("replica", "neighbor"):
+    if config.world_size == 1 and config.redundancy in ("replica", "neighbor", "parity"):
         raise ConfigError(
             f"redundancy: {config.redundancy!r} needs another rank to hold the copy, but the world size is 1; "
             "allowed here: 'auto' or 'none' (with a checkpoint)"
         )
+    _check_parity(config)
     return config
+
+
+def _check_parity(config: RunConfig) -> None:
+    """Whether parity groups can be formed. Raises ConfigError."""
+    if config.redundancy != "parity":
+        return
+    if config.parity_group <= config.parity:
+        raise ConfigError(f"parity_group = {config.parity_group}: more than parity ({config.parity}) is allowed")
+    places, what = (config.nnodes, "nodes") if config.nnodes > 1 else (config.world_size, "ranks")
+    if places <= config.parity:
+        raise ConfigError(
+            f"redundancy: 'parity' with parity = {config.parity} needs at least {config.parity + 1} {what}, and there "
+            f"are {places}; allowed here: 'auto', 'neighbor'" + (", parity = 1" if places == config.parity == 2 else "")
+        )
 
 
 def _check_nodes(config: RunConfig) -> None:

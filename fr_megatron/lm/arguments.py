@@ -26,8 +26,14 @@ def _add(group: Any) -> None:
     )
     group.add_argument(
         "--flash-recovery-redundancy",
-        choices=("auto", "replica", "neighbor", "none"),
+        choices=("auto", "replica", "neighbor", "parity", "none"),
         help="copies of what no other rank holds (shards of the distributed optimizer); default: the launcher's",
+    )
+    group.add_argument(
+        "--flash-recovery-parity",
+        type=int,
+        choices=(1, 2),
+        help="with redundancy parity: how many ranks of a group may be lost at once; default: the launcher's",
     )
     group.add_argument(
         "--flash-recovery-undo", choices=("auto", "always", "never"), help="own pre-step copy; default: the launcher's"
@@ -62,7 +68,7 @@ def given(args: argparse.Namespace, name: str) -> Any:
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """What the flags set, as :func:`flashrecovery.init` takes it."""
     result: dict[str, Any] = {
-        name: value for name in ("redundancy", "undo", "verify") if (value := given(args, name)) is not None
+        name: value for name in ("redundancy", "parity", "undo", "verify") if (value := given(args, name)) is not None
     }
     if (seconds := given(args, "hang_timeout")) is not None:
         result["timeouts"] = {"hang_floor_s": seconds}

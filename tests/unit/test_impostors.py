@@ -586,7 +586,7 @@ def test_a_set_up_log_that_cannot_be_fetched_is_missed_by_its_rank_only(
             with closing(RunDir(tmp_path / "run")) as run_dir:
                 agent = Agent(config, [str(script)], run_dir, Identity.of(config, "127.0.0.1"), ACCESS)
                 agent.connect(said.append, lambda message: None)
-                replace = pb.Replace(detached=True, setup_from="127.0.0.1:1" if what == "closed" else middle.address)
+                replace = pb.Replace(detached=True, setup_from=["127.0.0.1:1" if what == "closed" else middle.address])
                 agent.handle(pb.Command(rank=0, generation=1, replace=replace))
                 await until(lambda: agent.finished.done() or any(m.HasField("started") for m in said), 30)
                 assert not agent.finished.done(), agent.finished.exception()

@@ -19,7 +19,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     for layer in (
         "_version errors finding import_hooks kinds versions clock complaints grpc_private proto",
         "plan handshake security state",
-        "config patches events",
+        "config patches events parity_messages",
         "sealed tls heartbeat health",
         "access",
         "runtime",

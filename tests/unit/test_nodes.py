@@ -56,8 +56,8 @@ def test_copies_go_to_another_domain() -> None:
 def test_each_agent_gets_its_part_of_the_rank_table() -> None:
     entries = [pb.RankEntry(rank=r, node=f"n{r // 2}", peer=f"n{r // 2}:1") for r in range(10)]
     parts = Parts(RankTable(tuple(entries), stride=2))
-    assert {e.rank for e in parts.part_for("n1").ranks} == {2, 3, 4, 5, 6}  # itself, n2 its keeper, n3 in the ring
-    assert {e.rank for e in parts.part_for("n4").ranks} == {8, 9, 0, 1, 2}
+    assert {e.rank for e in parts.part_for("n1").ranks} == {2, 3, 4, 5, 6, 7}  # itself, its keepers
+    assert {e.rank for e in parts.part_for("n4").ranks} == {8, 9, 0, 1, 2, 3}
     assert {e.rank for e in parts.part_for("spare").ranks} == {0, 2}
 
 

@@ -31,12 +31,7 @@ READ_AS_A_WHOLE = {
 FOR_CALLERS = {
     "flashrecovery.groups.exchange": {"AttachReport"},  # docs/groups.md: a library of its own
     "flashrecovery.groups.registry": {"OpInfo.sequence"},
-    "flashrecovery.plan.parity": {
-        "DecodePlan",
-        "DecodeTask",
-        "Traffic.frames",
-        "Undecodable.reason",
-    },  # no job uses it yet
+    "flashrecovery.plan.parity": {"DecodePlan", "DecodeTask", "Traffic.frames"},  # what tests hold a plan to
     "flashrecovery.plan.parity_groups": {"Grouping", "Uncovered"},  # the same
     "flashrecovery.plan.types": {"LocalRestore", "NoCut", "RestorePlan", "Transfer"},  # what tests hold a decision to
     "flashrecovery.worker.transfer": {"TransferReport.bytes_sent"},

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from flashrecovery.agent.gpu_fence import GpuFence
 from flashrecovery.agent.logs import LogTail
 from flashrecovery.agent.orphans import Orphans
-from flashrecovery.agent.peers import NOT_HANDED_OVER, said_by
 from flashrecovery.agent.process import WorkerProcess
 from flashrecovery.agent.setup_logs import SetupLogs
 from flashrecovery.agent.snapshots import NodeSnapshots
@@ -159,15 +158,14 @@ class ProcessManager:
         """Whether it has been ended while somebody else was waited for; its page may have been given back."""
         return process.dead or self.ending
 
-    async def _inherit_setup_log(self, process: WorkerProcess, keeper: str) -> None:
-        """What the rank's set-up collectives had returned, from the agent that keeps it for the lost node."""
-        try:
-            log = await self._setup_logs.fetch(keeper, process.place)
-            if not self._is_over(process):
-                process.page.write_setup_log(log)
-        except NOT_HANDED_OVER as e:
-            text = f"the results of its set-up collectives are lost, {keeper} was to have them: {said_by(e)}"
+    async def _inherit_setup_log(self, process: WorkerProcess, keepers: Sequence[str]) -> None:
+        """What the rank's set-up collectives had returned, from an agent that keeps it for the lost node."""
+        found = await self._setup_logs.fetch(keepers, process.place)
+        if isinstance(found, str):
+            text = f"the results of its set-up collectives are lost, {found}"
             self._foreman.notice(process.place, NoticeKind.SETUP_LOG_LOST, text)
+        elif not self._is_over(process):
+            process.page.write_setup_log(found)
 
     async def replenish(self) -> None:
         """As many standbys as there should be; what has ended without anybody waiting for it is buried."""

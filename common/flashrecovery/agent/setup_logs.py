@@ -1,14 +1,15 @@
-"""Each rank's set-up log on a second node, for when its own is lost."""
+"""Each rank's set-up log on other nodes, for when its own is lost."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from flashrecovery.access import Access
 from flashrecovery.agent.peers import NOT_HANDED_OVER, fetch_from, keep_there, said_by
 from flashrecovery.agent.process import WorkerProcess
+from flashrecovery.plan.placement import setup_log_keepers
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 log = logging.getLogger("flashrecovery")
@@ -19,11 +20,11 @@ class SetupLogs:
 
     def __init__(self, access: Access) -> None:
         self._access = access
-        self._kept: dict[int, tuple[int, str]] = {}  # rank -> (pid whose log it is, keeper)
+        self._kept: dict[tuple[int, str], int] = {}  # (rank, keeper) -> pid whose log it is
         self._lock = asyncio.Lock()
 
     async def spread(self, table: pb.RankTable, processes: Mapping[int, WorkerProcess], here: str) -> None:
-        """Give the log of each rank of this node to the agent of its neighbour, unless that has it already.
+        """Give the log of each rank of this node to the agents that keep it, unless they have it already.
 
         A keeper that cannot be reached is about to be found lost; the next table names another one.
         """
@@ -32,19 +33,28 @@ class SetupLogs:
             return
         async with self._lock:
             for rank, process in list(processes.items()):
-                keeper = entries.get((rank + table.stride) % table.world_size)
-                if keeper is None or not keeper.peer or keeper.node == here:
-                    continue
-                data = process.page.read_setup_log() if not process.dead else None
-                if data is None or self._kept.get(rank) == (process.pid, keeper.peer):
-                    continue
-                try:
-                    await keep_there(keeper.peer, self._access, rank, data)
-                except NOT_HANDED_OVER as e:
-                    log.warning("the set-up log of rank %d is not kept at %s: %s", rank, keeper.peer, said_by(e))
-                    continue
-                self._kept[rank] = (process.pid, keeper.peer)
+                keepers = [entries.get(k) for k in setup_log_keepers(rank, table.stride, table.world_size)]
+                peers = dict.fromkeys(k.peer for k in keepers if k is not None and k.peer and k.node != here)
+                wanting = [peer for peer in peers if self._kept.get((rank, peer)) != process.pid]
+                data = process.page.read_setup_log() if wanting and not process.dead else None
+                if data is not None:
+                    for peer in wanting:
+                        await self._give(peer, rank, data, process.pid)
 
-    async def fetch(self, keeper: str, rank: int) -> bytes:
-        """Raises as :func:`fetch_from`."""
-        return await fetch_from(keeper, self._access, rank)
+    async def _give(self, peer: str, rank: int, data: bytes, pid: int) -> None:
+        try:
+            await keep_there(peer, self._access, rank, data)
+        except NOT_HANDED_OVER as e:
+            log.warning("the set-up log of rank %d is not kept at %s: %s", rank, peer, said_by(e))
+        else:
+            self._kept[rank, peer] = pid
+
+    async def fetch(self, keepers: Sequence[str], rank: int) -> bytes | str:
+        """The log of ``rank``, from the first of these agents that has it; in words why none has given it."""
+        said = []
+        for keeper in keepers:
+            try:
+                return await fetch_from(keeper, self._access, rank)
+            except NOT_HANDED_OVER as e:
+                said.append(f"{keeper} was to have them: {said_by(e)}")
+        return "; ".join(said)

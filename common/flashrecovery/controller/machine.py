@@ -285,7 +285,7 @@ class Machine:
             for record in records:
                 record.place = Place.STOPPED
                 record.needs = needs or record.needs
-                record.take_inventory(message.live_version, message.held)
+                record.take_inventory(message.live_version, message.held, message.parity)
                 record.late = frozenset(message.late)
                 record.capsules = ()  # as its page was when it started; the process knows what is in it now
         elif what is Ordered.RESTORE and self.job.round is not None:

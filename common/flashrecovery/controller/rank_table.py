@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
+from flashrecovery.plan.placement import setup_log_keepers
 from flashrecovery.plan.ring import OBSERVERS, following, preceding
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -49,17 +50,18 @@ class Parts:
 
     def concerned_by(self, rank: int) -> set[str]:
         """The nodes whose part has the entry of ``rank``, or may have it."""
-        entries = self._entries
-        node, owner = entries[rank].node, entries[(rank - self._table.stride) % len(entries)].node
-        return {node, owner, *itertools.islice(preceding(node, self._ring), OBSERVERS)}
+        entries, stride = self._entries, self._table.stride
+        node = entries[rank].node
+        owners = {entries[r].node for r in setup_log_keepers(rank, -stride, len(entries))}
+        return {node, *owners, *itertools.islice(preceding(node, self._ring), OBSERVERS)}
 
     def part_for(self, node: str) -> pb.RankTable:
-        """What the agent of ``node`` needs to know: its own ranks, the ranks that keep their copies, and one rank of
+        """What the agent of ``node`` needs to know: its own ranks, those that keep something for them, and one rank of
         each of the next nodes in the ring; if it has all ranks, the next ones that have none."""
         entries, stride = self._entries, self._table.stride
         wanted = {e.rank: e for e in self._of.get(node, ())}
-        keepers = [entries[(rank + stride) % len(entries)] for rank in wanted]
-        wanted.update({e.rank: e for e in keepers})
+        keepers = [k for rank in wanted for k in setup_log_keepers(rank, stride, len(entries))]
+        wanted.update({rank: entries[rank] for rank in keepers})
         near = [self._of[n][0] for n in itertools.islice(following(node, self._ring), OBSERVERS)]
         wanted.update({e.rank: e for e in near})
         others = itertools.islice(following(node, sorted(self._others)), OBSERVERS)

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from flashrecovery.controller.crashes import Crashes
+from flashrecovery.parity_messages import parity_held
 from flashrecovery.plan import Holding, Kind, Need
+from flashrecovery.plan.decoding import ParityHeld
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
@@ -66,6 +68,7 @@ class RankRecord:
         heard_at: when the last heartbeat told of it, CLOCK_MONOTONIC seconds.
         own_s, own_least_s: its own work in a step, and the least of its last steps; 0: not known yet.
         overhead_s: what recovery takes of a step; 0: not known yet.
+        parity: what it has said of parity; None: it keeps none, or has not said so yet.
         kept, kept_age_s: newest version of which it keeps a whole copy for another rank (-1: none), and for how long
             it had when last heard.
     """
@@ -100,6 +103,7 @@ class RankRecord:
     own_s: float = 0.0
     own_least_s: float = 0.0
     overhead_s: float = 0.0
+    parity: ParityHeld | None = None
     kept: int = -1
     kept_age_s: float = 0.0
     held_at: HeldAt = field(default_factory=HeldAt)
@@ -127,6 +131,7 @@ class RankRecord:
         self.place = Place.EMPTY
         self.live = -1
         self._said = []
+        self.parity = None
         self.tag = -2
         self.kept = -1
 
@@ -154,7 +159,7 @@ class RankRecord:
         self.needs = {n.name: n.nbytes for n in message.needs}
         self.digests = {n.name: n.digest for n in message.needs if n.digest}
         self.start = list(message.start)
-        self.take_inventory(-1, message.held)
+        self.take_inventory(-1, message.held, message.parity)
 
     def heard(self, health: pb.RankHealth, now: float) -> None:
         """A heartbeat has come, which says everything but what follows from the generation."""
@@ -163,10 +168,11 @@ class RankRecord:
         self.own_s, self.own_least_s = health.own_s, health.own_least_s
         self.overhead_s, self.kept, self.kept_age_s = health.overhead_s, health.kept - 1, health.kept_age_s
 
-    def take_inventory(self, live: int, held: Iterable[pb.Held]) -> None:
+    def take_inventory(self, live: int, held: Iterable[pb.Held], parity: pb.Parity | None = None) -> None:
         """Replace what is known of this rank's versions by its own word. It is read only as far as somebody asks."""
         self.live = live
         self._said = list(held)
+        self.parity = None if parity is None else parity_held(self.rank, parity)
         self.late = frozenset()
 
     def forget_early(self, versions: Set[int]) -> bool:

@@ -9,7 +9,9 @@ from functools import cached_property
 
 from flashrecovery.controller.records import RankRecord
 from flashrecovery.errors import JobFailedError
-from flashrecovery.plan import Cut, Holding, Need, NoCut, RestorePlan, newest_cut, plain_reason, plan_restore
+from flashrecovery.parity_messages import decode_message
+from flashrecovery.plan import Cut, Holding, Kind, Need, NoCut, RestorePlan, newest_cut, plain_reason, plan_restore
+from flashrecovery.plan.decoding import Decodable, DecodeOrder, decodable, needed
 from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -19,7 +21,8 @@ _SPARE_SOURCES = 256
 
 @dataclass
 class RestoreRound:
-    """One execution of a plan: who takes part, what they reported. ``needs``, ``holdings``: what the plan is about."""
+    """One execution of a plan: who takes part, what they reported. ``needs``, ``holdings``: what the plan is about.
+    ``decodes``: what is decoded before, group by group."""
 
     version: int
     reason: str
@@ -28,6 +31,7 @@ class RestoreRound:
     needs: list[Need] = field(default_factory=list)
     holdings: list[Holding] = field(default_factory=list)
     excluded: frozenset[tuple[str, int]] = frozenset()
+    decodes: tuple[DecodeOrder, ...] = ()
     reports: dict[int, pb.Reply] = field(default_factory=dict)
 
     @staticmethod
@@ -37,9 +41,9 @@ class RestoreRound:
 
     @property
     def busy(self) -> set[int]:
-        """The ranks that have shards to send, to receive or to take from what they hold themselves."""
+        """The ranks that have shards to send, to receive, to decode or to take from what they hold themselves."""
         transfers, local = self._items
-        return transfers.keys() | local.keys()
+        return transfers.keys() | local.keys() | self._decodes.keys()
 
     def command(self, rank: int | None, checkpoint: str, deadline_s: float) -> pb.Restore:
         """What ``rank`` has to do; None: what the others have."""
@@ -48,9 +52,16 @@ class RestoreRound:
             version=self.version,
             transfers=transfers.get(rank, ()) if rank is not None else (),
             local=local.get(rank, ()) if rank is not None else (),
+            decode=self._decodes.get(rank) if rank is not None else None,
             checkpoint=checkpoint,
             deadline_s=deadline_s,
         )
+
+    @cached_property
+    def _decodes(self) -> dict[int, pb.Decode]:
+        """By the ranks that take part."""
+        messages = [(order, decode_message(order)) for order in self.decodes]
+        return {rank: message for order, message in messages for rank in order.ranks}
 
     @cached_property
     def _items(self) -> tuple[dict[int, list[pb.TransferItem]], dict[int, list[str]]]:
@@ -67,7 +78,7 @@ class RestoreRound:
 
     def report(self, rank: int, reply: pb.Reply) -> None:
         """What ``rank`` says of its transfers."""
-        if reply.sent_digests or reply.received_digests:
+        if reply.sent_digests or reply.received_digests or reply.bytes_received:
             self.reports[rank] = reply
 
     def bytes_received(self) -> int:
@@ -95,7 +106,7 @@ class RestoreRound:
         dests = {(t.dest, t.shard) for t in self.plan.transfers if t.shard in shards}
         needs = [n for n in self.needs if (n.rank, n.shard) in dests]
         plan = plan_restore(needs, self.holdings, self.version, excluded=excluded)
-        return replace(self, plan=plan, excluded=excluded, reports={})
+        return replace(self, plan=plan, excluded=excluded, decodes=(), reports={})
 
 
 @dataclass(frozen=True)
@@ -116,21 +127,29 @@ def decide(records: Mapping[int, RankRecord], checkpoint: tuple[int, str] | None
     """Which version all ranks go to, and from whom they get it. Raises JobFailedError if neither a cut nor a checkpoint
     exists."""
     forgotten = _forget_early(records.values())
-    cut = _plain_cut(records) or _any_cut(records)
+    parity = _decodable(records)
+    cut = _plain_cut(records, parity) or _any_cut(records, parity)
     if isinstance(cut, NoCut):
         reason = cut.reason + forgotten
         if checkpoint is None:
             raise JobFailedError(f"the job cannot be recovered: {reason}; and there is no checkpoint")
         return Decision.from_checkpoint(checkpoint, records, reason)
-    return _from_memory(cut, records)
+    return _from_memory(cut, records, parity)
 
 
-def _from_memory(cut: Cut, records: Mapping[int, RankRecord]) -> Decision:
+def _decodable(records: Mapping[int, RankRecord]) -> list[Decodable]:
+    """What parity can give back."""
+    return decodable([record.parity for record in records.values() if record.parity is not None])
+
+
+def _from_memory(cut: Cut, records: Mapping[int, RankRecord], parity: Collection[Decodable]) -> Decision:
     # Whoever is live at the version needs nothing: mostly all but a few ranks.
     needs = [n for r in records.values() if r.live != cut.version for n in r.need_list()]
     holdings = list(_sources(records.values(), cut.version, Counter(n.shard for n in needs)))
+    holdings += [h for one in parity if one.order.version == cut.version for h in one.holdings]
     plan = plan_restore(needs, holdings, cut.version)
-    return Decision(RestoreRound(cut.version, cut.reason, plan, tuple(records), needs, holdings))
+    orders = needed(parity, cut.version, {(i.rank, i.shard) for i in plan.local if i.kind is Kind.PARITY})
+    return Decision(RestoreRound(cut.version, cut.reason, plan, tuple(records), needs, holdings, decodes=orders))
 
 
 def from_snapshots(records: Mapping[int, RankRecord]) -> Decision | NoCut | None:
@@ -138,8 +157,9 @@ def from_snapshots(records: Mapping[int, RankRecord]) -> Decision | NoCut | None
     that is not one whole version."""
     if all(record.newest <= 0 for record in records.values()):
         return None
-    cut = _any_cut(records)
-    return cut if isinstance(cut, NoCut) else _from_memory(cut, records)
+    parity = _decodable(records)
+    cut = _any_cut(records, parity)
+    return cut if isinstance(cut, NoCut) else _from_memory(cut, records, parity)
 
 
 def _forget_early(records: Collection[RankRecord]) -> str:
@@ -171,13 +191,14 @@ def _sources(records: Iterable[RankRecord], version: int, lacking: Mapping[str, 
         yield from record.copies_at(version, of_any)
 
 
-def _any_cut(records: Mapping[int, RankRecord]) -> Cut | NoCut:
+def _any_cut(records: Mapping[int, RankRecord], parity: Iterable[Decodable]) -> Cut | NoCut:
     needs = [n for r in records.values() for n in r.need_list()]
     holdings = [h for r in records.values() for h in r.holdings()]
+    holdings += [h for one in parity for h in one.holdings]
     return newest_cut(needs, holdings)
 
 
-def _plain_cut(records: Mapping[int, RankRecord]) -> Cut | None:
+def _plain_cut(records: Mapping[int, RankRecord], parity: Iterable[Decodable]) -> Cut | None:
     """The usual case, found without writing down who holds what: everything exists at one version, and nothing at a
     newer one. None in every other case."""
     newest = max((r.newest for r in records.values()), default=-1)
@@ -185,6 +206,9 @@ def _plain_cut(records: Mapping[int, RankRecord]) -> Cut | None:
     if newest < 0 or not any(r.needs for r in records.values()):
         return None
     lacking = {shard for r in others for shard in r.needs}  # what the ranks that are live need, they have
+    for one in parity:
+        if one.order.version == newest:
+            lacking.difference_update(h.shard for h in one.holdings)
     for record in records.values():
         if not lacking:
             break

@@ -7,7 +7,7 @@ from flashrecovery.controller.nodes import NodeRecord, NodeState, rooms
 from flashrecovery.controller.rank_table import RankTable
 from flashrecovery.controller.records import Place, RankRecord
 from flashrecovery.kinds import NoticeKind, Ordered
-from flashrecovery.plan.placement import place
+from flashrecovery.plan.placement import place, setup_log_keepers
 from flashrecovery.plan.stores import choose, store_count
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -68,19 +68,20 @@ class Staffing:
             local_rank=record.local_rank,
             node_rank=record.rank // self._job.config.nproc_per_node,
             stride=self._job.stride,
-            setup_from=self._keeper_of(record) if detached else "",
+            setup_from=self._keepers_of(record) if detached else (),
             stores=() if detached else self._job.start_stores,
         )
         limits = self._job.config.timeouts
         deadline = now + limits.fence_s + (limits.replacement_s if detached else limits.startup_s)
         self._job.command(record.rank, pb.Command(replace=replace), deadline, Ordered.REPLACE)
 
-    def _keeper_of(self, record: RankRecord) -> str:
-        """The agent that keeps the rank's set-up log for when its own node is lost; "" if its node still has it."""
+    def _keepers_of(self, record: RankRecord) -> list[str]:
+        """The agents that keep the rank's set-up log for when its own node is lost; none if its node still has it."""
         if record.page_on == record.home:
-            return ""
-        node = self._job.nodes.get(self._job.keeper_of_copies(record.rank).page_on)
-        return node.peer if node is not None and node.alive else ""
+            return []
+        ranks = setup_log_keepers(record.rank, self._job.stride, len(self._job.ranks))
+        nodes = [self._job.nodes.get(self._job.ranks[rank].page_on) for rank in ranks]
+        return list(dict.fromkeys(node.peer for node in nodes if node is not None and node.alive))
 
     def store(self) -> tuple[str, int]:
         """Host and port of the TCPStore for a process's own start: the first node's that holds ranks and lives."""

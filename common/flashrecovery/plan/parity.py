@@ -347,26 +347,34 @@ def decode_plan(
     anyway. So each chunk goes to the survivor that is least busy, and the lost member receives its own bytes and
     nothing else.
     """
-    lost = tuple(m for m in range(layout.members) if m not in held or version not in held[m].data)
+    lost = lost_members(layout, held, version)
     planner = _Planner(layout, held, version, frozenset(avoid), chunk, lost)
+    problems = planner.problems()
+    if problems:
+        return Undecodable(f"version {version} cannot be decoded: " + "; ".join(problems[:3]))
     data: list[DecodeTask] = []
     parity: list[DecodeTask] = []
-    problems: list[str] = []
     for stripe in range(layout.members):
-        missing = [m for m in lost if layout.part(stripe, m) is StripePart.DATA and layout.unit(stripe, m)[1]]
-        usable = [part for part in layout.parts() if planner.usable(stripe, part)]
+        missing, usable = planner.missing(stripe), planner.usable_parts(stripe)
         unmade = [part for part in layout.parts() if part not in usable]
-        if len(missing) > len(usable):
-            problems.append(planner.problem(stripe, missing, usable))
-            continue
         # What has to be gathered for the data gives the lost parity as well, if all columns come out of it.
         data += planner.tasks(stripe, missing, usable[: len(missing)], unmade if missing else []) if missing else []
         parity += planner.tasks(stripe, [], [], unmade) if unmade and not missing else []
-    if problems:
-        return Undecodable(f"version {version} cannot be decoded: " + "; ".join(problems[:3]))
     return DecodePlan(
         version, lost, tuple(data), tuple(parity), tuple(planner.sent), tuple(planner.received), planner.largest
     )
+
+
+def lost_members(layout: ParityLayout, held: Mapping[int, Held], version: int) -> tuple[int, ...]:
+    """The members that do not have that version of their own shards."""
+    return tuple(m for m in range(layout.members) if m not in held or version not in held[m].data)
+
+
+def undecodable(layout: ParityLayout, held: Mapping[int, Held], version: int) -> Undecodable | None:
+    """Why the group cannot come to ``version``; None if it can. Quick, however much has to be decoded."""
+    planner = _Planner(layout, held, version, frozenset(), CHUNK, lost_members(layout, held, version))
+    problems = planner.problems()
+    return Undecodable(f"version {version} cannot be decoded: " + "; ".join(problems[:3])) if problems else None
 
 
 def newest_decodable(layout: ParityLayout, held: Mapping[int, Held]) -> int | None:
@@ -375,7 +383,7 @@ def newest_decodable(layout: ParityLayout, held: Mapping[int, Held]) -> int | No
     for one in held.values():
         versions |= one.data
         versions |= {version for known in one.parity.values() for version in known}
-    found = (v for v in sorted(versions, reverse=True) if isinstance(decode_plan(layout, held, v), DecodePlan))
+    found = (v for v in sorted(versions, reverse=True) if undecodable(layout, held, v) is None)
     return next(found, None)
 
 
@@ -396,6 +404,24 @@ class _Planner:
         self._step = max(1, chunk // layout.bucket)
         self.sent, self.received = [0] * layout.members, [0] * layout.members
         self.largest = 0
+
+    def missing(self, stripe: int) -> list[int]:
+        """The lost members that have something in this stripe."""
+        layout = self._layout
+        lost = sorted(self._lost)
+        return [m for m in lost if layout.part(stripe, m) is StripePart.DATA and layout.unit(stripe, m)[1]]
+
+    def usable_parts(self, stripe: int) -> list[StripePart]:
+        return [part for part in self._layout.parts() if self.usable(stripe, part)]
+
+    def problems(self) -> list[str]:
+        """The stripes that cannot be decoded, in words."""
+        found = []
+        for stripe in range(self._layout.members):
+            missing, usable = self.missing(stripe), self.usable_parts(stripe)
+            if len(missing) > len(usable):
+                found.append(self.problem(stripe, missing, usable))
+        return found
 
     def usable(self, stripe: int, part: StripePart) -> bool:
         """Whether this parity is clean at the version."""

@@ -52,6 +52,17 @@ def place(ranks: Sequence[int], rooms: Sequence[Room], lost_domain: str = "") ->
     return places
 
 
+_SETUP_LOGS = 2
+"""Other ranks' agents that keep a rank's set-up log: so that two nodes may be lost at once."""
+
+
+def setup_log_keepers(rank: int, stride: int, world: int) -> tuple[int, ...]:
+    """The ranks whose agents keep the set-up log of ``rank`` for when its own node is lost: the one that keeps its
+    copies, and the next one in the same ring."""
+    ring = dict.fromkeys((rank + step * stride) % world for step in range(1, _SETUP_LOGS + 1))
+    return tuple(keeper for keeper in ring if keeper != rank)
+
+
 def neighbour_stride(domains: Sequence[str], ranks_per_node: int) -> int:
     """Rank r's copies go to rank ``r + stride`` (modulo the world size), on another node and as far as possible in
     another failure domain. ``domains``: of each node, in node order. One node: the next rank.

@@ -23,6 +23,8 @@ class Kind(str, Enum):
     """The rank's own copy of its state before or after the last step."""
     COPY = "copy"
     """A copy that the rank keeps for another rank (neighbour copy)."""
+    PARITY = "parity"
+    """Not there, but what is left of the rank's parity group gives it."""
     PAGE = "page"
     """A capsule in the shared page that the agent keeps of that rank, also when the process is dead."""
     CHECKPOINT = "checkpoint"
@@ -43,6 +45,7 @@ _WORDS: Mapping[Kind, str] = {
     Kind.LIVE: "live",
     Kind.UNDO: "undo copy",
     Kind.COPY: "neighbour copy",
+    Kind.PARITY: "parity",
     Kind.PAGE: "capsule page",
     Kind.CHECKPOINT: "checkpoint",
 }

@@ -1029,6 +1029,196 @@ class Held(_message.Message):
 Global___Held: _TypeAlias = Held  # noqa: Y015
 
 @_typing.final
+class Parity(_message.Message):
+    """All that a rank says of parity. ranks: of its group, in order (none: this rank keeps no parity). doubted: versions of
+    which something has turned out to be wrong.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANKS_FIELD_NUMBER: _builtins.int
+    OWN_FIELD_NUMBER: _builtins.int
+    ENCODINGS_FIELD_NUMBER: _builtins.int
+    TOLD_FIELD_NUMBER: _builtins.int
+    DOUBTED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def own(self) -> _containers.RepeatedCompositeFieldContainer[Global___OwnBytes]: ...
+    @_builtins.property
+    def encodings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Encoding]: ...
+    @_builtins.property
+    def told(self) -> _containers.RepeatedCompositeFieldContainer[Global___Told]: ...
+    @_builtins.property
+    def doubted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+        own: _abc.Iterable[Global___OwnBytes] | None = ...,
+        encodings: _abc.Iterable[Global___Encoding] | None = ...,
+        told: _abc.Iterable[Global___Told] | None = ...,
+        doubted: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["doubted", b"doubted", "encodings", b"encodings", "own", b"own", "ranks", b"ranks", "told", b"told"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Parity: _TypeAlias = Parity  # noqa: Y015
+
+@_typing.final
+class OwnBytes(_message.Message):
+    """A version of which the rank has its own unique shards whole, and their length laid out."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    nbytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        nbytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nbytes", b"nbytes", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OwnBytes: _TypeAlias = OwnBytes  # noqa: Y015
+
+@_typing.final
+class Encoding(_message.Message):
+    """The parity of one layout: sizes of all members; versions of the first parity of the stripe with the rank's own number
+    in the group, and of the second one of the stripe before, that are whole.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    SIZES_FIELD_NUMBER: _builtins.int
+    LOSSES_FIELD_NUMBER: _builtins.int
+    BUCKET_FIELD_NUMBER: _builtins.int
+    P_FIELD_NUMBER: _builtins.int
+    Q_FIELD_NUMBER: _builtins.int
+    key: _builtins.int
+    losses: _builtins.int
+    bucket: _builtins.int
+    @_builtins.property
+    def sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def p(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def q(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        key: _builtins.int = ...,
+        sizes: _abc.Iterable[_builtins.int] | None = ...,
+        losses: _builtins.int = ...,
+        bucket: _builtins.int = ...,
+        p: _abc.Iterable[_builtins.int] | None = ...,
+        q: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "key", b"key", "losses", b"losses", "p", b"p", "q", b"q", "sizes", b"sizes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Encoding: _TypeAlias = Encoding  # noqa: Y015
+
+@_typing.final
+class Told(_message.Message):
+    """The rank knows how the unique shards of owner are laid out at this version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
+    owner: _builtins.int
+    version: _builtins.int
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def nbytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        owner: _builtins.int = ...,
+        version: _builtins.int = ...,
+        shards: _abc.Iterable[_builtins.str] | None = ...,
+        nbytes: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nbytes", b"nbytes", "owner", b"owner", "shards", b"shards", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Told: _TypeAlias = Told  # noqa: Y015
+
+@_typing.final
+class Decode(_message.Message):
+    """To all members of a group alike: decode the version of the restore. lost: numbers of the members that get their shards
+    back; tellers: for each of them, the rank that knows its layout. p, q: stripes whose parities are whole.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANKS_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    SIZES_FIELD_NUMBER: _builtins.int
+    LOSSES_FIELD_NUMBER: _builtins.int
+    BUCKET_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    P_FIELD_NUMBER: _builtins.int
+    Q_FIELD_NUMBER: _builtins.int
+    TELLERS_FIELD_NUMBER: _builtins.int
+    key: _builtins.int
+    losses: _builtins.int
+    bucket: _builtins.int
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def lost(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def p(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def q(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def tellers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+        key: _builtins.int = ...,
+        sizes: _abc.Iterable[_builtins.int] | None = ...,
+        losses: _builtins.int = ...,
+        bucket: _builtins.int = ...,
+        lost: _abc.Iterable[_builtins.int] | None = ...,
+        p: _abc.Iterable[_builtins.int] | None = ...,
+        q: _abc.Iterable[_builtins.int] | None = ...,
+        tellers: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "key", b"key", "losses", b"losses", "lost", b"lost", "p", b"p", "q", b"q", "ranks", b"ranks", "sizes", b"sizes", "tellers", b"tellers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Decode: _TypeAlias = Decode  # noqa: Y015
+
+@_typing.final
 class StartLine(_message.Message):
     """A line of the script, and how long a replacement was there, or in what it calls, before its first step."""
 
@@ -1068,6 +1258,7 @@ class Joined(_message.Message):
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
     CHECKPOINT_INTERVAL_S_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
+    PARITY_FIELD_NUMBER: _builtins.int
     IN_SNAPSHOTS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     generation: _builtins.int
@@ -1091,6 +1282,8 @@ class Joined(_message.Message):
     def start(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartLine]:
         """of a replacement: where its time went, longest first"""
 
+    @_builtins.property
+    def parity(self) -> Global___Parity: ...
     def __init__(
         self,
         *,
@@ -1103,11 +1296,12 @@ class Joined(_message.Message):
         checkpoints: _builtins.bool = ...,
         checkpoint_interval_s: _builtins.float = ...,
         start: _abc.Iterable[Global___StartLine] | None = ...,
+        parity: Global___Parity | None = ...,
         in_snapshots: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["parity", b"parity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "generation", b"generation", "hang_floor_s", b"hang_floor_s", "held", b"held", "in_snapshots", b"in_snapshots", "needs", b"needs", "rank", b"rank", "start", b"start", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "generation", b"generation", "hang_floor_s", b"hang_floor_s", "held", b"held", "in_snapshots", b"in_snapshots", "needs", b"needs", "parity", b"parity", "rank", b"rank", "start", b"start", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1230,6 +1424,7 @@ class Reply(_message.Message):
     FATAL_FIELD_NUMBER: _builtins.int
     ALSO_FIELD_NUMBER: _builtins.int
     OUTSIDE_FIELD_NUMBER: _builtins.int
+    PARITY_FIELD_NUMBER: _builtins.int
     LATE_FIELD_NUMBER: _builtins.int
     serial: _builtins.int
     generation: _builtins.int
@@ -1265,6 +1460,10 @@ class Reply(_message.Message):
         """further ranks that answer the same"""
 
     @_builtins.property
+    def parity(self) -> Global___Parity:
+        """of a stop"""
+
+    @_builtins.property
     def late(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of a stop: versions whose capsule, here, was not what it had been early"""
 
@@ -1287,11 +1486,12 @@ class Reply(_message.Message):
         fatal: _builtins.bool = ...,
         also: _abc.Iterable[_builtins.int] | None = ...,
         outside: _builtins.bool = ...,
+        parity: Global___Parity | None = ...,
         late: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["parity", b"parity", "position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_on_device", b"bytes_on_device", "bytes_received", b"bytes_received", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "late", b"late", "live_version", b"live_version", "needs", b"needs", "outside", b"outside", "position", b"position", "rank", b"rank", "received_digests", b"received_digests", "sent_digests", b"sent_digests", "serial", b"serial"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_on_device", b"bytes_on_device", "bytes_received", b"bytes_received", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "late", b"late", "live_version", b"live_version", "needs", b"needs", "outside", b"outside", "parity", b"parity", "position", b"position", "rank", b"rank", "received_digests", b"received_digests", "sent_digests", b"sent_digests", "serial", b"serial"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1686,8 +1886,10 @@ class Replace(_message.Message):
     node_rank: _builtins.int
     stride: _builtins.int
     """rank r's copies go to rank r + stride"""
-    setup_from: _builtins.str
-    """Peer service of the agent that keeps the rank's set-up log; empty: the old process's page"""
+    @_builtins.property
+    def setup_from(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Peer services of the agents that keep the rank's set-up log; none: it is in the old process's page."""
+
     @_builtins.property
     def stores(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreServer]:
         """of a start with several: the groups are spread over them; the first one as above"""
@@ -1702,7 +1904,7 @@ class Replace(_message.Message):
         local_rank: _builtins.int = ...,
         node_rank: _builtins.int = ...,
         stride: _builtins.int = ...,
-        setup_from: _builtins.str = ...,
+        setup_from: _abc.Iterable[_builtins.str] | None = ...,
         stores: _abc.Iterable[Global___StoreServer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -1994,6 +2196,7 @@ class Restore(_message.Message):
     TRANSFERS_FIELD_NUMBER: _builtins.int
     LOCAL_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     checkpoint: _builtins.str
@@ -2008,6 +2211,10 @@ class Restore(_message.Message):
     def local(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """shards of which this rank, or its page, has the version itself"""
 
+    @_builtins.property
+    def decode(self) -> Global___Decode:
+        """before all else"""
+
     def __init__(
         self,
         *,
@@ -2015,11 +2222,12 @@ class Restore(_message.Message):
         transfers: _abc.Iterable[Global___TransferItem] | None = ...,
         local: _abc.Iterable[_builtins.str] | None = ...,
         checkpoint: _builtins.str = ...,
+        decode: Global___Decode | None = ...,
         deadline_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "deadline_s", b"deadline_s", "local", b"local", "transfers", b"transfers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "deadline_s", b"deadline_s", "decode", b"decode", "local", b"local", "transfers", b"transfers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

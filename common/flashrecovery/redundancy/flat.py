@@ -88,6 +88,23 @@ class Layout:
         ]
 
 
+class FirstShards:
+    """The part of a layout that some of its shards take, its first ones: one range of the buffer."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = frozenset(names)
+        self._full = self._part = Layout()
+
+    def of(self, full: Layout) -> Layout:
+        """The layout of that range."""
+        if self._full is not full:
+            entries = tuple(e for e in full.entries if e[0] in self.names)
+            rest = [e[3] for e in full.entries if e[0] not in self.names]
+            shards = tuple(n for n in full.shards if n in self.names)
+            self._full, self._part = full, Layout(shards, entries, min(rest, default=full.nbytes))
+        return self._part
+
+
 @dataclass(frozen=True)
 class Outliving:
     """Where a slot's memory is kept so that it outlives this process.
@@ -165,7 +182,8 @@ class Slot:
             self.version = -1
 
     def shape(self, layout: Layout, *, pin: bool, share: bool = False) -> None:
-        """Make room for ``layout``; the content is then undefined. Memory is kept if it fits exactly.
+        """Make room for ``layout``; the content is then undefined, but for what lies between tensors: that is zero, so
+        that equal tensors are equal bytes. Memory is kept if it fits exactly.
 
         ``pin``: page-locked memory. ``share``: memory that another process can map. Page-locked memory can be, too.
         """
@@ -174,10 +192,12 @@ class Slot:
         if fits and self._is(layout):
             return
         self.views = []
-        if not fits or self.buffer.numel() != layout.nbytes:
+        outlives = self._outliving is not None
+        if fits and self.buffer.numel() == layout.nbytes and (self.shared is not None or not outlives):
+            self.buffer.zero_()
+        else:
             self.free()
             self._pinned = pin
-            outlives = self._outliving is not None
             if outlives or ((share or pin) and layout.nbytes > 0):
                 self.shared = SharedMemory.create(layout.nbytes, notes=outlives)
                 self.shared.version = -1
@@ -187,7 +207,7 @@ class Slot:
                 if pin and layout.nbytes > 0:
                     pinned.pin(self.shared, self.buffer)
             else:
-                self.buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
+                self.buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
         self.layout = layout
         self.views = layout.views(self.buffer)
 

@@ -4,10 +4,9 @@ At each commit the live shards are copied to this rank's own undo buffer (the tw
 there sent to the neighbour, while the next forward pass runs; at the same time the copies of another rank
 arrive. Both sides keep two versions, so that a copy that is cut off halfway is never the only one.
 
-Why every rank may go on when its *own* exchange is complete: ``wait`` comes before this rank's last
-contribution to the gradient synchronisation. A rank that leaves that synchronisation knows that every rank has
-passed ``wait``, hence that all copies of version i have arrived, before anybody changes its state to i+1.
-Until then version i-1 is still held everywhere: by its owner (undo) and by the neighbour (other slot).
+Why every rank may go on when its *own* exchange is complete stands in :mod:`.exchange`: all copies of version i have
+arrived before anybody changes its state to i+1. Until then version i-1 is still held everywhere: by its owner (undo)
+and by the neighbour (other slot).
 
 One exchange, on a process group of its own, to the destination and from the source at once::
 
@@ -25,32 +24,28 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from enum import IntEnum
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from flashrecovery.errors import ProtocolError, RestoreError, StepInterrupted
-from flashrecovery.redundancy.background import Background
-from flashrecovery.redundancy.flat import NOTHING, Beside, Keep, Layout, Slot
-from flashrecovery.redundancy.pacing import Network, Pacing
-from flashrecovery.redundancy.undo import Capture, ChangeCounter, UndoCopy
+from flashrecovery.errors import ProtocolError, RestoreError
+from flashrecovery.redundancy.exchange import MESSAGE_BYTES, STREAMS, CopyHolding, Exchange, byte_tensor, plain_source
+from flashrecovery.redundancy.flat import NOTHING, Beside, FirstShards, Keep, Layout, Slot
+from flashrecovery.redundancy.pacing import Network
+from flashrecovery.redundancy.undo import ChangeCounter, UndoCopy
 from flashrecovery.snapshot.memory import MemoryAddress, SharedMemory
 from flashrecovery.state import codec
 from flashrecovery.state.shard import Shard, ShardSource
-from flashrecovery.state.spec import ShardSpec, TensorSpec
 
 _T = TypeVar("_T")
 _MAGIC = 0x46524E43
 _TAG = 0x4E43
 _ANSWER_TAG = 0x4E41
-_MESSAGE_BYTES = 64 << 20
 _BUFFERS = 3
 """Buffers in which a rank makes its own copies: two, and one more while a checkpoint is written from the third."""
-STREAMS = 4
-"""TCP connections for the tensors: one alone does not fill a fast network. A message after another goes to the next."""
 
 
 class _Memory(IntEnum):
@@ -59,17 +54,6 @@ class _Memory(IntEnum):
     SENT = 0
     OFFERED = 1
     MAPPED = 2
-
-
-@dataclass(frozen=True)
-class CopyHolding:
-    """One shard of another rank that this rank holds whole at ``version``. ``nbytes`` of payload. ``early``: a
-    capsule that is not final."""
-
-    shard: str
-    version: int
-    nbytes: int
-    early: bool = False
 
 
 class NeighbourCopies:
@@ -108,16 +92,13 @@ class NeighbourCopies:
             raise ValueError(f"neighbour map {targets} is not a permutation of {world} ranks without fixed points")
         self.destination = targets[rank]
         self.source_rank = targets.index(rank)
-        self._group = group
         self._rank = rank
         self._world = world
         self._targets = targets
         self._unique = [s for s in shards if s.holders == (rank,)]
-        self._unique_names = frozenset(s.name for s in self._unique)
+        self._sent = FirstShards([s.name for s in self._unique])
         self._capsule_name = capsule_name
-        self._generation = generation
         self._on_kept = on_kept
-        self._pacing = None if network is None else Pacing(network)
         # Unique shards first: what is sent is then one range of the undo buffer.
         ordered = [*self._unique, *(s for s in shards if s.holders != (rank,))]
         self.undo = UndoCopy(ordered, share=True, look=look, keep=keep)
@@ -125,12 +106,10 @@ class NeighbourCopies:
         for slot in self._slots:
             if slot.beside.owner != self.source_rank:
                 slot.version = -1  # of another rank, when the ranks were placed otherwise
-        self._background = Background("flashrecovery-neighbour")
-        self._halted = False
+        self._talk = Exchange(group, self.undo, "neighbour", generation, network)
         self._sent_layout: int | None = None
         self._mapped_there: OrderedDict[int, bool] = OrderedDict()  # inodes of own buffers offered: has it mapped them?
         self._mapped: OrderedDict[int, SharedMemory] = OrderedDict()  # buffers of the other rank, by inode
-        self._wire_layout: tuple[Layout, Layout] | None = None
         self._received_layout = Layout()
 
     # -- each step --------------------------------------------------------------------------------
@@ -143,18 +122,11 @@ class NeighbourCopies:
         Also to be called when training resumes after a recovery: it makes whole again what the lost rank
         held. Every rank must call it for the same versions. Raises what the previous exchange raised.
         """
-        self.wait()
-        if self._pacing is not None:
-            self._pacing.committed()
-        capture = self.undo.capture(beside)
-        self.undo.begin()
-        self._background.submit(lambda: self._exchange(version, capsule, early, capture))
+        self._talk.commit(version, beside, lambda v, own: self._exchange(v, capsule, early, own))
 
     def before_mutation(self) -> None:
         """Returns when the live tensors may be changed: they have been copied."""
-        self.undo.before_mutation()
-        if self._background.error is not None:
-            raise self._background.error
+        self._talk.before_mutation()
 
     def wait(self) -> None:
         """Returns when the exchange of the last commit is complete.
@@ -162,13 +134,7 @@ class NeighbourCopies:
         Raises what the exchange has raised (a peer is gone), and StepInterrupted from :meth:`halt` to
         :meth:`reset`.
         """
-        if self._pacing is not None:
-            self._pacing.needed()
-        with self.undo.between.resting():
-            self._background.wait()
-        if self._background.error is not None:
-            raise self._background.error
-        self._check()
+        self._talk.wait()
 
     # -- recovery ---------------------------------------------------------------------------------
 
@@ -178,21 +144,13 @@ class NeighbourCopies:
         Copies that are whole stay. Raises RestoreError if the exchange has not ended within ``timeout_s``;
         its operations might then still write into a buffer.
         """
-        self._halted = True
-        with self.undo.between.resting():
-            ended = self._background.wait(timeout_s)
-        if not ended:
-            raise RestoreError(f"the neighbour exchange of rank {self._rank} did not end within {timeout_s} s")
+        self._talk.halt(timeout_s)
 
     def reset(self, generation: int, version: int) -> None:
         """All ranks are at ``version`` in a new generation: forget newer copies and start afresh."""
-        self.halt(0.0)
-        self._generation = generation
-        self._halted = False
+        self._talk.reset(generation, version)
         self._sent_layout = None
         self._mapped_there.clear()
-        self._background.clear_error()
-        self.undo.reset(version)
         for slot in self._slots:
             slot.drop_after(version)
         self._on_kept(self._newest_kept())
@@ -200,7 +158,7 @@ class NeighbourCopies:
     @property
     def error(self) -> BaseException | None:
         """What ended the last exchange before it was complete."""
-        return self._background.error
+        return self._talk.error
 
     def holdings(self) -> list[CopyHolding]:
         """What this rank holds whole for the rank whose neighbour it is. Its own copies: ``undo.versions()``."""
@@ -223,8 +181,7 @@ class NeighbourCopies:
             if owner == self.source_rank and slot.version == version:
                 plain = slot.beside.plain.get(shard)
                 if plain is not None:
-                    data = torch.frombuffer(bytearray(plain or b"\0"), dtype=torch.uint8)[: len(plain)]
-                    return ShardSource(shard, ShardSpec({"bytes": TensorSpec((len(data),), torch.uint8)}), [data])
+                    return plain_source(shard, plain)
                 if shard in slot.layout.payload:
                     return ShardSource(shard, *slot.content(shard))
         held = sorted({s.version for s in self._slots if s.version >= 0})
@@ -238,7 +195,7 @@ class NeighbourCopies:
     def describe(self) -> str:
         """One line: memory cost, bytes a step, what is survived."""
         sizes = {s.name: sum(t.nbytes for t in s.spec().tensors.values()) for s in self.undo.shards}
-        sent = sum(n for name, n in sizes.items() if name in self._unique_names)
+        sent = sum(n for name, n in sizes.items() if name in self._sent.names)
         own = sum(sizes.values())
         if self._world == 2:
             survives = "the loss of either rank"
@@ -260,36 +217,31 @@ class NeighbourCopies:
         False if that takes longer than ``timeout_s``. The caller should then abandon the groups: a thread that is still
         in an operation when the interpreter ends would take the process down.
         """
-        # Not halted first: the peers would wait in vain for the rest of this rank's last copy.
-        with self.undo.between.resting():
-            ended = self._background.wait(timeout_s)
-            self._halted = True
-            ended = self._background.close(timeout_s if ended else 0.0) and ended
-        self.undo.close()
-        return ended
+        return self._talk.close(timeout_s)
 
     # -- the exchange, in the background thread ---------------------------------------------------
 
-    def _exchange(self, version: int, capsule: bytes | None, early: bool, capture: Capture) -> None:
-        own = self.undo.copy(version, capture)
+    def _exchange(self, version: int, capsule: bytes | None, early: bool, own: Slot) -> None:
         capsule = capsule if own.version == version else None
         memory, address = self._offer(own)
-        nbytes = self._layout_on_the_wire(own.layout).nbytes
+        nbytes = self._sent.of(own.layout).nbytes
         paced: AbstractContextManager[None] = nullcontext()
-        if self._pacing is not None and memory is _Memory.SENT and nbytes:
-            paced = self._pacing.sending(nbytes, len(_parts(own.buffer[:nbytes])[:STREAMS]))
+        pacing = self._talk.pacing
+        if pacing is not None and memory is _Memory.SENT and nbytes:
+            paced = pacing.sending(nbytes, len(_parts(own.buffer[:nbytes])[:STREAMS]))
         with paced:
             self._send_and_receive(version, capsule, early, own, memory, address)
 
     def _send_and_receive(
         self, version: int, capsule: bytes | None, early: bool, own: Slot, memory: _Memory, address: MemoryAddress
     ) -> None:
-        layout = self._layout_on_the_wire(own.layout)
-        values = {name: v for name, v in own.values.items() if name in self._unique_names}
+        layout = self._sent.of(own.layout)
+        values = {name: v for name, v in own.values.items() if name in self._sent.names}
         new_layout = layout.encoded if layout.ident != self._sent_layout else None
-        header = _bytes(codec.dumps((capsule, early, values, new_layout)))
+        header = byte_tensor(codec.dumps((capsule, early, values, new_layout)))
         sizes = (layout.ident, layout.nbytes, header.numel())
-        frame = torch.tensor([_MAGIC, self._generation, version, *sizes, memory, *astuple(address)], dtype=torch.int64)
+        words = [_MAGIC, self._talk.generation, version, *sizes, memory, *astuple(address)]
+        frame = torch.tensor(words, dtype=torch.int64)
         theirs = torch.zeros_like(frame)
         sends = [self._send(frame), self._send(header)]
         if memory is _Memory.SENT:
@@ -322,8 +274,7 @@ class NeighbourCopies:
     def _accepted(self, address: MemoryAddress) -> bool:
         """The neighbour's answer to an offer."""
         answer = torch.zeros(1, dtype=torch.int64)
-        self._check()
-        self._wait(self._group.recv([answer], self.destination, _ANSWER_TAG))
+        self._wait(self._talk.recv(answer, self.destination, _ANSWER_TAG))
         mapped = bool(answer.item())
         _remember(self._mapped_there, address.inode, mapped)
         return mapped
@@ -334,10 +285,10 @@ class NeighbourCopies:
         """The slot for this version, whether its tensors will be sent, and what belongs to them; None if nothing of it
         is to be kept. Answers an offer; a send ends when it is received, so nothing waits for that here."""
         magic, generation, their_version, ident, nbytes, header_nbytes, memory = frame[:7]
-        if (magic, generation, their_version) != (_MAGIC, self._generation, version):
+        if (magic, generation, their_version) != (_MAGIC, self._talk.generation, version):
             raise ProtocolError(
                 f"rank {self.source_rank} sends version {their_version} of generation {generation}, but version "
-                f"{version} of generation {self._generation} was expected"
+                f"{version} of generation {self._talk.generation} was expected"
             )
         header = torch.empty(header_nbytes, dtype=torch.uint8)
         self._wait(self._recv(header))
@@ -349,7 +300,7 @@ class NeighbourCopies:
             raise ProtocolError(f"rank {self.source_rank} sends copies of a layout that it has not announced")
         slot, mapped = self._slot_for(MemoryAddress(*frame[7:]), layout, _Memory(memory))
         if memory == _Memory.OFFERED:
-            sends.append(self._group.send([torch.tensor([int(mapped)])], self.source_rank, _ANSWER_TAG))
+            sends.append(self._talk.send(torch.tensor([int(mapped)]), self.source_rank, _ANSWER_TAG))
         slot.values = values
         owner = self.source_rank
         return slot, not mapped, None if capsule is None else Beside(owner, {self._capsule_name(owner): capsule}, early)
@@ -373,39 +324,21 @@ class NeighbourCopies:
         slot.adopt(mapped, layout)
         return slot, True
 
-    def _layout_on_the_wire(self, full: Layout) -> Layout:
-        """The part of the undo copy's layout that is sent: its first shards."""
-        if self._wire_layout is None or self._wire_layout[0] is not full:
-            entries = tuple(e for e in full.entries if e[0] in self._unique_names)
-            rest = [e[3] for e in full.entries if e[0] not in self._unique_names]
-            names = tuple(n for n in full.shards if n in self._unique_names)
-            self._wire_layout = full, Layout(names, entries, min(rest, default=full.nbytes))
-        return self._wire_layout[1]
-
     def _send_tensors(self, buffer: torch.Tensor) -> list[dist.Work | None]:
         return [self._send(part, self._tag(i)) for i, part in enumerate(_parts(buffer))]
 
     def _tag(self, part: int) -> int:
         """The tag of a message that holds tensors."""
-        return _TAG if self._pacing is None else self._pacing.first_tag + part % STREAMS
+        return self._talk.content_tag(_TAG, part)
 
     def _send(self, tensor: torch.Tensor, tag: int = _TAG) -> dist.Work | None:
-        self._check()
-        return self._group.send([tensor], self.destination, tag) if tensor.numel() else None
+        return self._talk.send(tensor, self.destination, tag)
 
     def _recv(self, tensor: torch.Tensor, tag: int = _TAG) -> dist.Work | None:
-        self._check()
-        return self._group.recv([tensor], self.source_rank, tag) if tensor.numel() else None
+        return self._talk.recv(tensor, self.source_rank, tag)
 
     def _wait(self, work: dist.Work | None) -> None:
-        if work is not None:
-            work.wait()
-        # Without this check an operation on a group that is already detached would pass for a received copy.
-        self._check()
-
-    def _check(self) -> None:
-        if self._halted:
-            raise StepInterrupted
+        self._talk.wait_for(work)
 
 
 def _remember(known: OrderedDict[int, _T], inode: int, value: _T) -> None:
@@ -416,9 +349,5 @@ def _remember(known: OrderedDict[int, _T], inode: int, value: _T) -> None:
         known.popitem(last=False)
 
 
-def _bytes(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
 def _parts(buffer: torch.Tensor) -> list[torch.Tensor]:
-    return list(buffer.split(_MESSAGE_BYTES)) if buffer.numel() else []
+    return list(buffer.split(MESSAGE_BYTES)) if buffer.numel() else []

@@ -15,7 +15,7 @@ ones.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -29,6 +29,12 @@ from flashrecovery.redundancy.xor import Buffer, Xor, xor
 NO_BASE = -1
 """Of a version that is encoded whole, as if the one before it were zeros."""
 _ABSENT = bytes(DIGEST_BYTES)
+
+
+ParityPlace = tuple[int, StripePart]
+"""Which parity: (stripe, P or Q)."""
+FrameStream = tuple[int, int]
+"""Of frames, from one member to another."""
 
 
 def digest(data: Buffer) -> bytes:
@@ -122,6 +128,7 @@ def deltas(
     old: Buffer | None = None,
     route: Route = Route.RELAY,
     arithmetic: Xor | None = None,
+    places: Collection[ParityPlace] | None = None,
 ) -> Iterator[Frame]:
     """What ``member`` sends so that the group's parity becomes that of ``version``; a frame's target is the holder of
     its part. All stripes side by side, so that no holder waits for the others'.
@@ -129,16 +136,17 @@ def deltas(
     Args:
         new, old: the member's flat bytes at ``version`` and ``base``; neither may change meanwhile. Without ``old``
             everything is sent as it is.
+        places: the parities that are made, the same for all members; all of them if not given.
     """
     compute = arithmetic or xor()
     now, before = _flat(new, layout.sizes[member]), None if old is None else _flat(old, layout.sizes[member])
     if (before is None) != (base == NO_BASE):
         raise ValueError("a base and its bytes belong together")
-    parts = layout.parts() if route is Route.DIRECT else (StripePart.P,)
+    parts = {stripe: _sent_to(layout, stripe, route, places) for stripe in layout.data_stripes(member)}
     scratch = memoryview(bytearray(layout.bucket))
-    stripes = layout.data_stripes(member)
+    stripes = [stripe for stripe in layout.data_stripes(member) if parts[stripe]]
     sent = dict.fromkeys(stripes, 0)
-    for bucket in range(max(map(layout.buckets, stripes))):
+    for bucket in range(max(map(layout.buckets, stripes), default=0)):
         for stripe in stripes:
             offset, length = layout.data_bucket(stripe, bucket, member)
             if not length:
@@ -150,11 +158,35 @@ def deltas(
                     continue
             sent[stripe] += 1
             known = digest(content)
-            for part in parts:
+            for part in parts[stripe]:
                 yield Frame(FrameKind.DELTA, part, version, base, member, stripe, bucket, known, payload)
     for stripe in stripes:
-        for part in parts:
+        for part in parts[stripe]:
             yield Frame(FrameKind.DONE, part, version, base, member, stripe, sent[stripe])
+
+
+def _sent_to(
+    layout: ParityLayout, stripe: int, route: Route, places: Collection[ParityPlace] | None
+) -> tuple[StripePart, ...]:
+    """The parities to whose holders the members themselves send."""
+    made = [part for part in layout.parts() if places is None or (stripe, part) in places]
+    relayed = route is Route.RELAY and StripePart.P in made
+    return tuple(part for part in made if part is StripePart.P or not relayed)
+
+
+def streams(
+    layout: ParityLayout, places: Collection[ParityPlace] | None = None, route: Route = Route.RELAY
+) -> set[FrameStream]:
+    """(sender, target) of all frames with which these parities are made (None: all of them)."""
+    found = set()
+    for stripe in range(layout.members):
+        direct = _sent_to(layout, stripe, route, places)
+        for part in direct:
+            target = layout.holder(stripe, part)
+            found |= {(layout.member(stripe, column), target) for column in range(layout.columns)}
+        if direct == (StripePart.P,) and layout.parity == 2 and (places is None or (stripe, StripePart.Q) in places):
+            found.add((layout.holder(stripe, StripePart.P), layout.holder(stripe, StripePart.Q)))
+    return found
 
 
 # -- what a holder keeps -------------------------------------------------------------------------
@@ -471,6 +503,11 @@ class _Relay:
         return self._ready(frame)
 
     @property
+    def ended(self) -> bool:
+        """Whether all of it has been sent on."""
+        return len(self._done) == self._layout.columns
+
+    @property
     def waiting_bytes(self) -> int:
         """Of sums that are not complete yet."""
         return sum(len(total) for total, _ in self._sums.values())
@@ -498,14 +535,15 @@ class ParityMember:
         self,
         layout: ParityLayout,
         member: int,
-        memory: Mapping[tuple[int, StripePart], Buffer] | None = None,
+        memory: Mapping[ParityPlace, Buffer] | None = None,
         route: Route = Route.RELAY,
         arithmetic: Xor | None = None,
     ) -> None:
         """``memory``: for each of :meth:`places`; without it, of this process."""
         self.layout, self.member = layout, member
         self._xor = arithmetic or xor()
-        self._relays = route is Route.RELAY and layout.parity == 2
+        self._route = route
+        self._summed: frozenset[int] = frozenset()
         self._relay: dict[int, _Relay] = {}
         self.stores = {
             place: ParityStore(layout, *place, memory[place] if memory else bytearray(nbytes), self._xor)
@@ -513,7 +551,7 @@ class ParityMember:
         }
 
     @staticmethod
-    def places(layout: ParityLayout, member: int) -> dict[tuple[int, StripePart], int]:
+    def places(layout: ParityLayout, member: int) -> dict[ParityPlace, int]:
         """(stripe, part) that this member holds, and the bytes of memory that each takes."""
         return {
             (stripe, part): ParityStore.nbytes(layout, stripe, part)
@@ -522,15 +560,26 @@ class ParityMember:
             if layout.holder(stripe, part) == member
         }
 
-    def begin(self, version: int, base: int = NO_BASE) -> None:
-        """Before the first frame of ``version``."""
-        for store in self.stores.values():
-            store.begin(version, base)
-        self._relay = {
-            stripe: _Relay(self.layout, stripe, self._xor)
-            for stripe, part in self.stores
-            if part is StripePart.P and self._relays
-        }
+    def begin(self, version: int, base: int = NO_BASE, places: Collection[ParityPlace] | None = None) -> None:
+        """Before the first frame of ``version``. ``places``: see :func:`deltas`; the parities that are not made stay as
+        they are."""
+        layout = self.layout
+        for place, store in self.stores.items():
+            if places is None or place in places:
+                store.begin(version, base)
+        both = {s for s in range(layout.members) if {p for q, p in places or () if q == s} == {*layout.parts()}}
+        self._summed = frozenset()
+        if self._route is Route.RELAY and layout.parity == 2:
+            self._summed = frozenset(range(layout.members) if places is None else both)
+        held = {stripe for stripe, part in self.stores if part is StripePart.P}
+        self._relay = {stripe: _Relay(layout, stripe, self._xor) for stripe in self._summed & held}
+
+    def owes_sums(self, target: int) -> bool:
+        """Whether a sum of others' deltas has still to be sent on to that member."""
+        return any(
+            not relay.ended and self.layout.holder(stripe, StripePart.Q) == target
+            for stripe, relay in self._relay.items()
+        )
 
     def receive(self, frame: Frame) -> list[Frame]:
         """Take a frame in; returns those to be sent on, each to the holder of its part. A parity becomes clean with the
@@ -541,7 +590,7 @@ class ParityMember:
                 f"member {self.member} does not make version {frame.version} from {frame.base} of {frame.part.value} "
                 f"of stripe {frame.stripe}"
             )
-        layout, summed = self.layout, self._relays and frame.part is StripePart.Q
+        layout, summed = self.layout, frame.part is StripePart.Q and frame.stripe in self._summed
         if summed:
             senders, kind = {layout.holder(frame.stripe, StripePart.P)}, FrameKind.SUM
         else:
@@ -567,7 +616,7 @@ class ParityMember:
             store.flip()
         return onward
 
-    def clean(self) -> dict[tuple[int, StripePart], list[int]]:
+    def clean(self) -> dict[ParityPlace, list[int]]:
         """Versions held whole, of each parity."""
         return {place: store.clean() for place, store in self.stores.items()}
 

@@ -255,6 +255,10 @@ class UndoCopy:
         """Versions held whole, ascending."""
         return sorted({s.version for s in self._slots.values() if s.version >= 0})
 
+    def slot(self, version: int) -> Slot | None:
+        """The copy of ``version``, if it is held whole."""
+        return next((s for s in self._slots.values() if s.version == version), None)
+
     def held(self) -> list[tuple[int, tuple[str, ...], Beside]]:
         """(version, names of the shards, what belongs to them) of each version held whole, ascending."""
         whole = [s for s in self._slots.values() if s.version >= 0]
@@ -271,11 +275,7 @@ class UndoCopy:
 
     def restore(self, version: int, shard: Shard) -> None:
         """Write the copy back into the live tensors. Raises RestoreError if it is not held."""
-        source = self.source(shard.name, version)
-        live = shard.allocate(source.spec)
-        with torch.no_grad():
-            for key, tensor in zip(source.spec.tensors, source.tensors, strict=True):
-                live[key].detach().copy_(tensor)
+        write_back(self.source(shard.name, version), shard)
 
     def drop_after(self, version: int) -> None:
         """Forget versions that belong to steps which have been undone."""
@@ -306,6 +306,14 @@ class UndoCopy:
             self._background.close(5.0)
         self._decided.set()
         self._slots = {0: Slot(), 1: Slot()}
+
+
+def write_back(source: ShardSource, shard: Shard) -> None:
+    """Write what was kept of a shard into its live tensors."""
+    live = shard.allocate(source.spec)
+    with torch.no_grad():
+        for key, tensor in zip(source.spec.tensors, source.tensors, strict=True):
+            live[key].detach().copy_(tensor)
 
 
 def _same_objects(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

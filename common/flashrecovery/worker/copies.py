@@ -20,19 +20,23 @@ from flashrecovery.config import Settings
 from flashrecovery.errors import RestoreError, UnsupportedError
 from flashrecovery.groups.pace import PacedNetwork
 from flashrecovery.plan import Kind
+from flashrecovery.plan.decoding import DecodeOrder, ParityHeld
+from flashrecovery.plan.parity_groups import UniqueShard, form_groups
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy import checkpoint
+from flashrecovery.redundancy.exchange import PeerCopies
 from flashrecovery.redundancy.flat import Beside, Outliving
 from flashrecovery.redundancy.neighbor import NeighbourCopies
-from flashrecovery.redundancy.undo import ChangeCounter, UndoCopy
+from flashrecovery.redundancy.parity_copies import ParityCopies
+from flashrecovery.redundancy.undo import ChangeCounter, UndoCopy, write_back
 from flashrecovery.runtime.environment import STRIDE_ENV
 from flashrecovery.snapshot.client import Keeper
-from flashrecovery.snapshot.memory import SharedMemory
+from flashrecovery.snapshot.memory import SharedMemory, host_id
 from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.worker.glance import glance_at_tensors
 from flashrecovery.worker.registry import Registry
 
-NEIGHBOUR_GROUP = "flashrecovery-neighbour"
+NEIGHBOUR_GROUP, PARITY_GROUP = "flashrecovery-neighbour", "flashrecovery-parity"
 _CLOSE_S = 60.0
 """Seconds that the job's end waits for the checkpoint part that is being written."""
 
@@ -48,17 +52,20 @@ class Copies:
         on_published: Callable[[checkpoint.Published], None],
         on_error: Callable[[BaseException], None],
         on_kept: Callable[[int], None],
+        on_risk: Callable[[str], None],
     ) -> None:
-        """``on_kept`` gets the newest version that is kept whole for another rank (-1: none), in any thread.
+        """``on_kept`` gets the newest version that is kept whole for another rank (-1: none), ``on_risk`` says in words
+        what has turned out to be protected worse than was said at the start; in any thread.
 
-        Raises UnsupportedError if copies are asked for where there is one rank only, or ``redundancy: replica``
-        where a shard has no replica, ConfigError if the checkpoint directory cannot be written."""
+        Raises UnsupportedError if copies are asked for where there is one rank only, ``redundancy: replica`` where a
+        shard has no replica, or parity where the nodes do not allow it; ConfigError if the checkpoint directory cannot
+        be written."""
         self._registry = registry
         self._limits = settings.timeouts
         # Only where touches can be seen is it known that nothing else has changed a tensor beside its copy.
         seen = all(adapter.touch_mark() is not None for adapter in registry.adapters if adapter.shards())
         self._look: ChangeCounter | None = _look if seen else None
-        if registry.world_size == 1 and settings.redundancy in ("replica", "neighbor"):
+        if registry.world_size == 1 and settings.redundancy in ("replica", "neighbor", "parity"):
             raise UnsupportedError(
                 f"redundancy = {settings.redundancy!r}: a world of one rank has nobody to hold a copy; "
                 "allowed here: auto, none"
@@ -67,9 +74,10 @@ class Copies:
         if unique and settings.redundancy == "replica":
             raise UnsupportedError(
                 f"redundancy 'replica': {len(unique)} shards of rank {registry.rank} exist on no other rank, "
-                f"the first is {unique[0].name!r}; allowed here: auto, neighbor, none"
+                f"the first is {unique[0].name!r}; allowed here: auto, neighbor, parity, none"
             )
-        self._neighbour: NeighbourCopies | None = None
+        self._peers: PeerCopies | None = None
+        self._parity: ParityCopies | None = None
         self._capsules_only = False
         self._undo: UndoCopy | None = None
         self._undo_allowed = settings.undo != "never"
@@ -83,7 +91,11 @@ class Copies:
             )
         self._snapshot: UndoCopy | None = None
         if registry.world_size > 1 and settings.redundancy != "none":
-            self._keep_for_neighbour(registry, anywhere(bool(unique)), on_kept)
+            unique_somewhere = anywhere(bool(unique))
+            if unique_somewhere and settings.redundancy == "parity":
+                self._keep_parity(registry, settings, on_kept, on_risk)
+            else:
+                self._keep_for_neighbour(registry, unique_somewhere, on_kept)
         if settings.snapshots.keep == "always" and self._keeper is not None and not self._own_copies:
             self._snapshot = UndoCopy(_part_of_snapshot(registry), share=True, look=self._look, keep=self._outliving)
         if self._undo_always:
@@ -111,7 +123,7 @@ class Copies:
         group = groups.create_control_group(NEIGHBOUR_GROUP)
         assert group is not None
         self._capsules_only = not unique
-        self._neighbour = NeighbourCopies(
+        self._peers = NeighbourCopies(
             group,
             registry.rank,
             world,
@@ -121,6 +133,41 @@ class Copies:
             network=PacedNetwork(),
             look=self._look,
             keep=self._outliving if self._keeper is not None and unique else None,
+        )
+
+    def _keep_parity(
+        self, registry: Registry, settings: Settings, on_kept: Callable[[int], None], on_risk: Callable[[str], None]
+    ) -> None:
+        """Have a group of ranks on different nodes keep parity of what no other rank holds, and each other's capsules.
+        Where all ranks are on one node, a rank is lost with nothing but its process."""
+        several = placement()[1] > 1
+        on_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if several else 1
+        nodes = [f"node {rank // on_a_node}" for rank in range(registry.world_size)]
+        everybody = [UniqueShard(rank, "shards", "what no other rank holds", 0) for rank in range(registry.world_size)]
+        found = form_groups(everybody, nodes, settings.parity, settings.parity_group)
+        for uncovered in found.uncovered:
+            raise UnsupportedError(f"redundancy 'parity': {uncovered.reason}; allowed here: auto, neighbor, none")
+        (ranks,) = (group.ranks for group in found.groups if registry.rank in group.ranks)
+        group = groups.create_control_group(PARITY_GROUP)
+        assert group is not None
+
+        def on_together(one: int, other: int) -> None:
+            on_risk(
+                f"ranks {one} and {other} of parity group {list(ranks)} are on one node now, and lost with it at once"
+            )
+
+        self._peers = self._parity = ParityCopies(
+            group,
+            registry.rank,
+            ranks,
+            registry.tensor_shards(),
+            losses=settings.parity,
+            domain=host_id() if several else -1,
+            on_kept=on_kept,
+            on_together=on_together,
+            network=PacedNetwork(),
+            look=self._look,
+            keep=self._outliving if self._keeper is not None else None,
         )
 
     def _outliving(self, name: str) -> Outliving:
@@ -165,8 +212,8 @@ class Copies:
                 "replicas: every shard lives on several ranks; each rank's own state (random numbers, data position) "
                 "is kept by a rank of another node; survives all but one of a replica set, and the loss of any one node"
             )
-        if self._neighbour is not None:
-            return self._neighbour.describe()
+        if self._peers is not None:
+            return self._peers.describe()
         if self._registry.world_size == 1:
             return "no copies: a world of one rank has nobody to hold them"
         if self._registry.unique_shards():
@@ -181,10 +228,10 @@ class Copies:
             self._undo.start(version)
         if self._snapshot is not None:
             self._snapshot.start(version, self._beside(version))
-        if self._neighbour is not None:
+        if self._peers is not None:
             capsule = self._registry.capsule.at(version)
             assert capsule is not None
-            self._neighbour.commit(version, capsule, beside=self._beside(version))
+            self._peers.commit(version, capsule, beside=self._beside(version))
 
     def _beside(self, version: int) -> Beside:
         """The plain state of ``version``."""
@@ -215,9 +262,9 @@ class Copies:
         Where survivors keep no copy of the version before, whoever dies in the mutation is brought to the *new*
         version: its capsule must have left it by then. Not ``sealed``: it is not known yet, and nothing is kept of it.
         """
-        assert self._neighbour is not None
-        self._neighbour.commit(version, self._registry.capsule.at(version) if sealed else None, early=True)
-        self._neighbour.wait()
+        assert self._peers is not None
+        self._peers.commit(version, self._registry.capsule.at(version) if sealed else None, early=True)
+        self._peers.wait()
 
     def save_checkpoint_if_due(self, version: int, generation: int) -> None:
         """The live state is ``version``, and does not change before :meth:`start` has been called for it."""
@@ -243,8 +290,8 @@ class Copies:
 
     def wait(self) -> None:
         """The copies of the last committed version are complete. Raises what the exchange has raised."""
-        if self._neighbour is not None:
-            self._neighbour.wait()
+        if self._peers is not None:
+            self._peers.wait()
         if self._snapshot is not None:
             self._snapshot.wait()
 
@@ -253,8 +300,8 @@ class Copies:
         own copy that is made only now would not be one of ``version``."""
         if self._snapshot is not None:
             self._snapshot.before_mutation()
-        if self._neighbour is not None and not self._capsules_only:
-            self._neighbour.before_mutation()
+        if self._peers is not None and not self._capsules_only:
+            self._peers.before_mutation()
         elif self._undo is not None and self._undo.started(version):
             self._undo.before_mutation()
         elif self._undo is not None and not touched:
@@ -279,8 +326,8 @@ class Copies:
 
     def stop(self) -> None:
         """After the groups have been abandoned: end what is under way."""
-        if self._neighbour is not None:
-            self._neighbour.halt(self._limits.drain_s)
+        if self._peers is not None:
+            self._peers.halt(self._limits.drain_s)
         for copies in self._alone:
             if not copies.wait_idle(self._limits.drain_s):
                 raise RestoreError(f"this rank's own pre-step copy was not made within {self._limits.drain_s:g} s")
@@ -289,8 +336,8 @@ class Copies:
         """All ranks are at ``version``: newer copies are void."""
         if self.checkpoint is not None:
             self.checkpoint.withdraw()
-        if self._neighbour is not None:
-            self._neighbour.reset(generation, version)
+        if self._peers is not None:
+            self._peers.reset(generation, version)
         for copies in self._alone:
             copies.reset(version)
 
@@ -312,7 +359,7 @@ class Copies:
 
     def close(self) -> None:
         """The job is over."""
-        if self._neighbour is not None and not self._neighbour.close():
+        if self._peers is not None and not self._peers.close():
             groups.abandon("the job is over")  # frees its thread, which the end of the interpreter must not meet
         for copies in self._alone:
             copies.close()
@@ -322,17 +369,17 @@ class Copies:
     @property
     def _own_copy(self) -> UndoCopy | None:
         """Makes this rank's own pre-step copy; neighbour copies include one."""
-        return self._neighbour.undo if self._own_copies and self._neighbour is not None else self._undo
+        return self._peers.undo if self._own_copies and self._peers is not None else self._undo
 
     @property
     def _own_copies(self) -> bool:
         """Whether the neighbour copies include own ones."""
-        return self._neighbour is not None and not self._capsules_only
+        return self._peers is not None and not self._capsules_only
 
     @property
     def _every_step(self) -> UndoCopy | None:
         """Makes a copy, in every step, of at least what this rank writes to checkpoints."""
-        return self._neighbour.undo if self._own_copies and self._neighbour is not None else self._snapshot
+        return self._peers.undo if self._own_copies and self._peers is not None else self._snapshot
 
     @property
     def _kept(self) -> UndoCopy | None:
@@ -359,8 +406,8 @@ class Copies:
             for version, names, _ in undo.held():
                 if {*known} <= {*names}:
                     held.append(pb.Held(kind=Kind.UNDO, version=version, shards=known))
-        if self._neighbour is not None:
-            for holding in self._neighbour.holdings():
+        if self._peers is not None:
+            for holding in self._peers.holdings():
                 held.append(
                     pb.Held(
                         kind=Kind.COPY,
@@ -372,9 +419,25 @@ class Copies:
                 )
         return held
 
-    def restore_undo(self, shard: Shard, version: int) -> None:
-        """Put the own copy of ``version`` back. Raises RestoreError if it is not held."""
-        self._holder_of(shard.name, version).restore(version, shard)
+    def restore_own(self, shard: Shard, version: int) -> None:
+        """Put what this rank has of ``version`` besides its live state back: decoded, or its own copy. Raises
+        RestoreError if it has neither."""
+        decoded = None if self._parity is None else self._parity.decoded(shard.name, version)
+        if decoded is not None:
+            write_back(decoded, shard)
+        else:
+            self._holder_of(shard.name, version).restore(version, shard)
+
+    def parity(self, live: int) -> ParityHeld | None:
+        """What this rank has to say of parity; ``live``: the version of its tensors, -1: none."""
+        return None if self._parity is None else self._parity.held(live)
+
+    def decode(self, group: dist.ProcessGroup, order: DecodeOrder, live: int) -> int:
+        """This rank's part in decoding what its parity group has lost. Returns the bytes that it has got itself. Raises
+        RestoreError."""
+        if self._parity is None:
+            raise RestoreError(f"rank {self._registry.rank} keeps no parity")
+        return self._parity.decode(group, order, live)
 
     def _holder_of(self, shard: str, version: int) -> UndoCopy:
         """Raises RestoreError if this rank has no own copy of this shard."""
@@ -387,8 +450,8 @@ class Copies:
         """A copy in the form of a transfer's source. Raises RestoreError if it is not held."""
         if kind == Kind.UNDO:
             return self._holder_of(shard, version).source(shard, version)
-        if kind == Kind.COPY and self._neighbour is not None:
-            return self._neighbour.source(owner, shard, version)
+        if kind == Kind.COPY and self._peers is not None:
+            return self._peers.source(owner, shard, version)
         raise RestoreError(f"no {kind} of {shard!r} here")
 
 

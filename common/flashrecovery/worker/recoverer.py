@@ -15,6 +15,7 @@ from flashrecovery import groups
 from flashrecovery.errors import DrainError, FlashRecoveryError, RegroupError, RestoreError
 from flashrecovery.groups.accelerator import on_device
 from flashrecovery.kinds import NoticeKind
+from flashrecovery.parity_messages import decode_order, parity_message
 from flashrecovery.plan import Kind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.checkpoint import published
@@ -99,6 +100,9 @@ class Recoverer:
             start=worker.connection.start_profile.stop(),
             in_snapshots=self._loop.copies.in_snapshots,
         )
+        parity = self._loop.copies.parity(-1)
+        if parity is not None:
+            message.parity.CopyFrom(parity_message(parity))
         if not worker.connection.detached:
             worker.gate.live = 0
         worker.send(pb.FromWorker(joined=message))
@@ -181,6 +185,9 @@ class Recoverer:
             worker.gate.torn()
         reply.live_version = worker.gate.live
         reply.held.extend(self._held())
+        parity = self._loop.copies.parity(worker.gate.live)
+        if parity is not None:
+            reply.parity.CopyFrom(parity_message(parity))
         reply.late.extend(sorted(v for v, late in self._loop.sealing.late.items() if late))
         needs = self._needs(digests=False)
         if self._told != (command.stop.needs_known, needs):
@@ -216,12 +223,22 @@ class Recoverer:
                 )
             self._fresh = True  # the data stands somewhere else, too
         else:
+            if restore.HasField("decode"):
+                reply.bytes_received += self._decode(restore, version)
             self._take_local(restore, version)
             if not self._transfer(restore, version, reply, corrupt):
                 return  # the controller sees the digests, and sends the wrong shards again from other sources
         # Where it has never been, its data sources cannot go back by themselves.
         self._loop.restore_plain(version, fresh=self._fresh or version < self._came_at)
         worker.faults.hit("recovery:verifying", worker.gate.version)
+
+    def _decode(self, restore: pb.Restore, version: int) -> int:
+        """Do this rank's part in decoding what its parity group has lost. Returns the bytes that it has got itself."""
+        group = groups.control_group()
+        if group is None:
+            raise RestoreError("no process group to decode over")
+        with within(restore.deadline_s):
+            return self._loop.copies.decode(group, decode_order(restore.decode, version), self._worker.gate.live)
 
     def _take_local(self, restore: pb.Restore, version: int) -> None:
         """Put back what this rank itself, or its page, holds at ``version``."""
@@ -236,7 +253,7 @@ class Recoverer:
                     shard.keep(version, data)
             else:
                 worker.gate.torn()
-                self._loop.copies.restore_undo(shard, version)
+                self._loop.copies.restore_own(shard, version)
 
     def _transfer(self, restore: pb.Restore, version: int, reply: pb.Reply, corrupt: bool) -> bool:
         """Do this rank's part of the transfers. False if something has arrived that is not what was sent."""
@@ -269,7 +286,8 @@ class Recoverer:
             shard = worker.registry.shards[name]
             if isinstance(shard, ObjectShard):
                 shard.adopt(version)
-        reply.bytes_received, reply.bytes_on_device = report.bytes_received, report.bytes_on_device
+        reply.bytes_received += report.bytes_received
+        reply.bytes_on_device = report.bytes_on_device
         reply.sent_digests.update(report.sent_digests)
         reply.received_digests.update(report.received_digests)
         return not wrong

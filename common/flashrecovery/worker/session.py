@@ -78,7 +78,14 @@ class Session:
         registry.habits.own = sorted({*registry.habits.own, *own})
         worker.tell_own(own)
         on_kept = worker.connection.page.set_kept
-        copies = Copies(registry, worker.settings, self._checkpoint_published, self._checkpoint_failed, on_kept)
+        copies = Copies(
+            registry,
+            worker.settings,
+            self._checkpoint_published,
+            self._checkpoint_failed,
+            on_kept,
+            lambda text: worker.notice(NoticeKind.REDUNDANCY, text),
+        )
         self._loop = Loop(worker, copies, own_calls=num_steps is None)
         if worker.rank == 0 and not worker.connection.detached:
             worker.notice(NoticeKind.REDUNDANCY, copies.describe())

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from flashrecovery import groups
 from flashrecovery.errors import ProtocolError, RestoreError
 from flashrecovery.groups.accelerator import accelerator
+from flashrecovery.runtime.side_by_side import run_side_by_side
 from flashrecovery.state import codec
 from flashrecovery.state.digest import shard_digest
 from flashrecovery.state.shard import Shard, ShardSource
@@ -150,7 +151,7 @@ class _Exchange:
             jobs.append(functools.partial(self._move, self._device))
         if self._unique:
             jobs.append(self._hash)
-        _run_all(jobs)
+        run_side_by_side(jobs, "flashrecovery-transfer")
         self._report.sent_digests = {name: future.result() for name, future in self._digests.items()}
         return self._report
 
@@ -412,30 +413,6 @@ def _placed(
 def _first(tensors: Sequence[torch.Tensor]) -> int:
     """The first one that is not empty."""
     return next(i for i, t in enumerate(tensors) if t.numel())
-
-
-def _run_all(jobs: Sequence[Callable[[], None]]) -> None:
-    """All jobs side by side; returns when all have ended, then raises the first error."""
-    errors: list[BaseException] = []
-
-    def guarded(job: Callable[[], None]) -> None:
-        try:
-            job()
-        except BaseException as e:  # noqa: BLE001 - raised below, in the caller's thread
-            errors.append(e)
-
-    if not jobs:
-        return
-    threads = [
-        threading.Thread(target=guarded, args=(job,), name="flashrecovery-transfer", daemon=True) for job in jobs[1:]
-    ]
-    for thread in threads:
-        thread.start()
-    guarded(jobs[0])
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def _checked(name: str, key: str, tensor: torch.Tensor, wanted: TensorSpec) -> torch.Tensor:

@@ -2,7 +2,7 @@
 exactly.
 
 A parent in the controller's place stops the survivors, plans the cut with ``plan``, and has the lost shards
-sent from the neighbours' copies. Real processes, real SIGKILL, real process groups.
+sent from the neighbours' copies, or decoded from parity. Real processes, real SIGKILL, real process groups.
 """
 
 from __future__ import annotations
@@ -29,23 +29,28 @@ import torch.distributed as dist
 from flashrecovery import groups
 from flashrecovery.errors import StepInterrupted
 from flashrecovery.plan import Cut, Holding, Kind, Need, NoCut, newest_cut, plan_restore
+from flashrecovery.plan.decoding import DecodeOrder, ParityHeld, decodable, needed
+from flashrecovery.redundancy.exchange import PeerCopies
 from flashrecovery.redundancy.neighbor import NeighbourCopies
+from flashrecovery.redundancy.parity_copies import ParityCopies
+from flashrecovery.redundancy.undo import write_back
 from flashrecovery.snapshot import memory
 from flashrecovery.state.object_shard import ObjectShard
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.worker.transfer import exchange
 from tests.integration.test_neighbour import capsule_of, shards_of
 
-WORLD = 4
+WORLD = 5
 WHOLE = 2
 """A version at which every rank has copies; before the first ones are whole nothing can be survived."""
 NUMEL = 1 << 19
+NEIGHBOUR, NEIGHBOUR_APART, PARITY_1, PARITY_2 = "neighbour", "neighbour-apart", "parity-1", "parity-2"
 
 
 class Rank:
     """One training process: its step, its stop, its part of a recovery."""
 
-    def __init__(self, rank: int, pipe: Any, folder: Path, generation: int) -> None:
+    def __init__(self, rank: int, pipe: Any, folder: Path, generation: int, how: str) -> None:
         self.rank, self.pipe, self.folder, self.generation = rank, pipe, folder, generation
         self.fresh = generation > 0
         groups.install()
@@ -54,7 +59,14 @@ class Rank:
         group = groups.create_control_group("copies")
         self.shards = shards_of(rank, WORLD, NUMEL)
         self.capsule = ObjectShard(f"capsule@{rank}", (rank,))
-        self.copies = NeighbourCopies(group, rank, WORLD, self.shards, generation=generation)
+        self.parity: ParityCopies | None = None
+        if how in (PARITY_1, PARITY_2):
+            losses = 1 if how == PARITY_1 else 2
+            ranks = list(range(WORLD))
+            self.parity = ParityCopies(
+                group, rank, ranks, self.shards, losses=losses, generation=generation, bucket=1 << 16
+            )
+        self.copies: PeerCopies = self.parity or NeighbourCopies(group, rank, WORLD, self.shards, generation=generation)
         self.live = -1 if self.fresh else 0
         self.target = 1 << 60
         self.stopped = threading.Event()
@@ -123,13 +135,21 @@ class Rank:
         self.copies.halt(10.0)
         assert groups.drain(5.0).quiet
         groups.detach_all()
-        self.pipe.send(("held", self.live, self.holdings()))
-        _, generation, version, transfers, local = self.inbox_until("restore")
+        held = None if self.parity is None else self.parity.held(self.live)
+        self.pipe.send(("held", self.live, self.holdings(), held))
+        _, generation, version, transfers, local, orders = self.inbox_until("restore")
         groups.attach(self.store(generation), generation, 30.0)
         mine = {s.name: s for s in self.shards}
+        for order in orders:
+            assert self.parity is not None
+            self.parity.decode(groups.control_group(), order, self.live)
         for name in local:
             if name != self.capsule.name:
-                self.copies.undo.restore(version, mine[name])
+                decoded = None if self.parity is None else self.parity.decoded(name, version)
+                if decoded is not None:
+                    write_back(decoded, mine[name])
+                else:
+                    self.copies.undo.restore(version, mine[name])
         outgoing: dict[int, list[ShardSource]] = {}
         incoming: dict[int, list[str]] = {}
         for t in transfers:
@@ -184,13 +204,13 @@ class Rank:
         assert self.capsule.at(version) == capsule_of(self.rank, version)
 
 
-def _rank_main(rank: int, pipe: Any, folder: Path, generation: int, apart: bool) -> None:
-    if apart:
+def _rank_main(rank: int, pipe: Any, folder: Path, generation: int, how: str) -> None:
+    if how == NEIGHBOUR_APART:
         memory.host_id = lambda: rank  # copies are sent, as between hosts
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        pipe.send(("ended", Rank(rank, pipe, folder, generation).run()))
+        pipe.send(("ended", Rank(rank, pipe, folder, generation, how).run()))
         pipe.recv()  # stay until all have ended
     except EOFError:
         pass
@@ -203,9 +223,9 @@ def _rank_main(rank: int, pipe: Any, folder: Path, generation: int, apart: bool)
 class Job:
     """The parent's side: processes, pipes, and a recovery in the controller's words."""
 
-    def __init__(self, folder: Path, apart: bool) -> None:
+    def __init__(self, folder: Path, how: str) -> None:
         self.folder = folder
-        self.apart = apart
+        self.how = how
         self.context = multiprocessing.get_context("fork")
         self.processes: dict[int, Any] = {}
         self.pipes: dict[int, Any] = {}
@@ -215,7 +235,7 @@ class Job:
 
     def start(self, rank: int) -> None:
         mine, theirs = self.context.Pipe()
-        process = self.context.Process(target=_rank_main, args=(rank, theirs, self.folder, self.generation, self.apart))
+        process = self.context.Process(target=_rank_main, args=(rank, theirs, self.folder, self.generation, self.how))
         process.start()
         theirs.close()
         self.processes[rank], self.pipes[rank] = process, mine
@@ -241,17 +261,21 @@ class Job:
             self.pipes[rank].send(("stop",))
         for rank in victims:
             self.start(rank)
-        holdings = [h for rank in range(WORLD) for h in self.receive(rank, "held")[2]]
+        said = [self.receive(rank, "held") for rank in range(WORLD)]
+        parity = decodable([held for *_, held in said if isinstance(held, ParityHeld)])
+        holdings = [h for _, _, held, _ in said for h in held] + [h for one in parity for h in one.holdings]
         names = {r: [*(s.name for s in shards_of(r, WORLD, 1)), f"capsule@{r}"] for r in range(WORLD)}
         needs = [Need(r, name, 0) for r, mine in names.items() for name in mine]
         cut = newest_cut(needs, holdings)
         if isinstance(cut, NoCut):
             return cut
         plan = plan_restore(needs, holdings, cut.version)
+        orders = needed(parity, cut.version, {(i.rank, i.shard) for i in plan.local if i.kind is Kind.PARITY})
         for rank in range(WORLD):
             transfers = [t for t in plan.transfers if rank in (t.source, t.dest)]
             local = [i.shard for i in plan.local if i.rank == rank]
-            self.pipes[rank].send(("restore", self.generation, cut.version, transfers, local))
+            mine: list[DecodeOrder] = [order for order in orders if rank in order.ranks]
+            self.pipes[rank].send(("restore", self.generation, cut.version, transfers, local, mine))
         for rank in range(WORLD):
             self.receive(rank, "restored")
         for rank in range(WORLD):
@@ -277,8 +301,8 @@ class Job:
 
 
 @contextmanager
-def job(folder: Path, apart: bool = False) -> Iterator[Job]:
-    running = Job(folder, apart)
+def job(folder: Path, how: str = NEIGHBOUR) -> Iterator[Job]:
+    running = Job(folder, how)
     try:
         yield running
     finally:
@@ -290,23 +314,37 @@ def _backend() -> None:
     groups.build()
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["one-host", "apart"])
+# What is killed together, and what is killed before the loss before it is whole again.
+ONE = ([[1], [3], [0], [4], [2], [1]], 0.3)
+SOME = ([[1], [3], [0], [0, 2], [2], [1, 3]], 0.3)
+ANY_TWO = ([[1, 2], [3], [0, 1], [2, 4], [4, 0], [1, 3]], 0.3)
+# Again before what the first loss has cost is whole again: what is left must stay whole.
+AGAIN = ([[1], [1], [3], [1], [1], [3], [3], [1]], 0.01)
+TWO_AGAIN = ([[1, 2], [1, 2], [3, 4], [3], [0, 1], [1], [4]], 0.01)
+
+
 @pytest.mark.parametrize(
-    ("series", "longest_s"),
+    ("how", "series"),
     [
-        ([[1], [3], [0], [0, 2], [2], [1, 3]], 0.3),
-        # Again before what the first loss has cost is whole again: the copies that are left must stay whole.
-        ([[1], [1], [3], [1], [1], [3], [3], [1, 3]], 0.01),
+        (NEIGHBOUR, SOME),
+        (NEIGHBOUR, AGAIN),
+        (NEIGHBOUR_APART, SOME),
+        (NEIGHBOUR_APART, AGAIN),
+        (PARITY_1, ONE),
+        (PARITY_1, AGAIN),
+        (PARITY_2, ANY_TWO),
+        (PARITY_2, TWO_AGAIN),
     ],
 )
 def test_kills_at_random_moments_are_survived_exactly(
-    tmp_path: Path, series: list[list[int]], longest_s: float, apart: bool
+    tmp_path: Path, how: str, series: tuple[list[list[int]], float]
 ) -> None:
-    chance = random.Random(len(series))
-    with job(tmp_path, apart) as running:
+    losses, longest_s = series
+    chance = random.Random(len(losses))
+    with job(tmp_path, how) as running:
         last, before = 0, list[int]()
-        for victims in series:
-            if victims != before:
+        for victims in losses:
+            if not {*victims} <= {*before}:
                 # The loss of a rank whose own copies are not whole again is not survived.
                 running.wait_whole()
             before = victims
@@ -322,10 +360,14 @@ def test_kills_at_random_moments_are_survived_exactly(
         assert len({running.receive(rank, "ended")[1] for rank in range(WORLD)}) == 1
 
 
-def test_two_neighbours_at_once_are_not_survived_and_it_says_so(tmp_path: Path) -> None:
-    with job(tmp_path) as running:
+@pytest.mark.parametrize(("how", "victims"), [(NEIGHBOUR, [1, 2]), (PARITY_1, [1, 3]), (PARITY_2, [0, 2, 3])])
+def test_more_losses_than_are_protected_are_not_survived_and_it_says_so(
+    tmp_path: Path, how: str, victims: list[int]
+) -> None:
+    with job(tmp_path, how) as running:
         running.wait_whole()
-        running.kill([1, 2])
-        cut = running.recover([1, 2])
+        running.kill(victims)
+        cut = running.recover(victims)
         assert isinstance(cut, NoCut)
-        assert {(1, "w#1"), (1, "bias#1")} <= set(cut.missing), cut
+        first = victims[0]
+        assert {(first, f"w#{first}"), (first, f"bias#{first}")} <= set(cut.missing), cut

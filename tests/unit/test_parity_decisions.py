@@ -1,0 +1,85 @@
+"""What the members of a parity group conclude from what they tell each other at the beginning of an exchange."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flashrecovery.errors import ProtocolError
+from flashrecovery.plan.parity import ParityLayout, StripePart
+from flashrecovery.redundancy.parity import NO_BASE
+from flashrecovery.redundancy.parity_copies import MemberState, key_of, to_make
+
+P, Q = StripePart.P, StripePart.Q
+KEY = 9
+
+
+def states(n: int, newest: int, before: int, losses: int = 1) -> list[MemberState]:
+    held = {KEY: (newest, newest if losses == 2 else -1)}
+    return [MemberState(True, 100, 1, before, -1, 10, held) for _ in range(n)]
+
+
+def layout(n: int, losses: int = 1) -> ParityLayout:
+    return ParityLayout((100,) * n, losses, 64)
+
+
+@pytest.mark.parametrize("losses", [1, 2])
+def test_in_most_steps_all_parities_are_made_from_the_version_before(losses: int) -> None:
+    making = to_make(layout(4, losses), KEY, 8, states(4, 7, 7, losses))
+    assert making.base == 7 and len(making.places) == 4 * losses
+
+
+def test_at_first_and_with_another_layout_everything_is_sent() -> None:
+    assert to_make(layout(3), KEY, 0, states(3, -1, -1)).base == NO_BASE
+    assert to_make(layout(3), KEY + 1, 8, states(3, 7, 7)).base == NO_BASE
+
+
+def test_what_is_whole_is_left_alone() -> None:
+    """After a recovery the same version comes again, and only a replacement has to be given its parity."""
+    said = states(4, 7, 6)
+    said[2] = replace(said[2], before=-1, held={})
+    making = to_make(layout(4), KEY, 7, said)
+    assert making.base == NO_BASE and making.places == {(2, P)}
+    assert to_make(layout(4), KEY, 7, states(4, 7, 6)).places == frozenset()
+
+
+def test_a_second_parity_is_made_again_alone() -> None:
+    said = states(4, 7, 6, losses=2)
+    said[2] = replace(said[2], held={KEY: (7, -1)})
+    assert to_make(layout(4, 2), KEY, 7, said).places == {(1, Q)}
+
+
+@pytest.mark.parametrize("member", range(3))
+def test_a_member_without_the_base_makes_all_send_everything(member: int) -> None:
+    said = states(3, 7, 7)
+    said[member] = replace(said[member], before=-1)
+    assert to_make(layout(3), KEY, 8, said).base == NO_BASE
+    said[member] = replace(said[member], before=6)
+    assert to_make(layout(3), KEY, 8, said).base == NO_BASE
+
+
+def test_parities_of_different_versions_have_no_common_base() -> None:
+    said = states(3, 7, 7)
+    said[1] = replace(said[1], held={KEY: (6, -1)})
+    making = to_make(layout(3), KEY, 8, said)
+    assert making.base == NO_BASE and len(making.places) == 3
+
+
+def test_a_newer_parity_is_an_error() -> None:
+    with pytest.raises(ProtocolError, match="version 9"):
+        to_make(layout(3), KEY, 8, states(3, 9, 9))
+
+
+def test_what_a_member_says_travels_whole() -> None:
+    state = MemberState(True, 100, 1, 6, 12345, 10, {KEY: (7, 6), 11: (-1, 3)})
+    assert MemberState.of(state.words()) == state and len(state.words()) == MemberState.LENGTH
+    none = MemberState(False, 0, 0, -1, -1, 0)
+    assert MemberState.of(none.words()) == none
+
+
+def test_a_key_says_all() -> None:
+    first = key_of([1, 2], [3, 4], 1, 64)
+    assert first == key_of([1, 2], [3, 4], 1, 64) >= 0
+    others = {key_of([1, 3], [3, 4], 1, 64), key_of([1, 2], [3, 5], 1, 64), key_of([1, 2], [3, 4], 2, 64)}
+    assert first not in {*others, key_of([1, 2], [3, 4], 1, 128)} and len(others) == 3

@@ -8,6 +8,7 @@ import pytest
 
 from flashrecovery.errors import ProtocolError
 from flashrecovery.plan.parity import ParityLayout, StripePart
+from flashrecovery.plan.parity_groups import groups_of_all, launch_domains
 from flashrecovery.redundancy.parity import NO_BASE
 from flashrecovery.redundancy.parity_copies import MemberState, key_of, to_make
 
@@ -83,3 +84,30 @@ def test_a_key_says_all() -> None:
     assert first == key_of([1, 2], [3, 4], 1, 64) >= 0
     others = {key_of([1, 3], [3, 4], 1, 64), key_of([1, 2], [3, 5], 1, 64), key_of([1, 2], [3, 4], 2, 64)}
     assert first not in {*others, key_of([1, 2], [3, 4], 1, 128)} and len(others) == 3
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shared", "domains"),
+    [
+        (1, (), ["rank 0", "rank 1", "rank 2", "rank 3"]),
+        (2, (), ["node 0", "node 0", "node 1", "node 1"]),
+        (4, (0, 0, 1, 1), ["domain 0", "domain 0", "domain 1", "domain 1"]),
+    ],
+)
+def test_the_failure_domains_of_the_launch(nodes: int, shared: tuple[int, ...], domains: list[str]) -> None:
+    assert launch_domains(4, nodes, shared) == domains
+
+
+def test_groups_of_all_ranks_stay_as_long_as_their_members_are_apart() -> None:
+    nodes = ["a", "a", "b", "b", "c", "c"]
+    assert groups_of_all(nodes, 1, 8) == ((0, 2, 4), (1, 3, 5))
+    moved = ["a", "a", "s", "s", "c", "c"]
+    assert groups_of_all(moved, 1, 8, [(0, 2, 4), (1, 3, 5)]) == ((0, 2, 4), (1, 3, 5))
+    together = ["a", "a", "c", "s", "c", "s"]
+    now = groups_of_all(together, 1, 8, [(0, 2, 4), (1, 3, 5)])
+    assert not isinstance(now, str) and sorted(rank for ranks in now for rank in ranks) == list(range(6))
+    assert all(len({together[rank] for rank in ranks}) == len(ranks) for ranks in now)
+    stale = [now[0], now[0], (0, 2, 4), now[1], now[1], now[1]]
+    assert groups_of_all(together, 1, 8, stale) == now, "a rank that has just come knows only of the launch"
+    reason = groups_of_all(["a", "a", "a", "b"], 1, 8)
+    assert isinstance(reason, str) and "there are 1" in reason

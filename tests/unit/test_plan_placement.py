@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashrecovery.plan.placement import Room, neighbour_stride, place
+from flashrecovery.plan.placement import Room, neighbour_stride, place, shared_domains
 from flashrecovery.plan.ring import following, preceding
 
 PAIR = [2, 3]
@@ -89,3 +89,8 @@ def test_who_follows_is_preceded() -> None:
     for node in ring:
         for distance, other in enumerate(following(node, ring)):
             assert list(preceding(other, ring))[distance] == node
+
+
+def test_failure_domains_have_numbers_only_where_nodes_share_one() -> None:
+    assert shared_domains(["a", "b", "c"]) == ()
+    assert shared_domains(["s1", "s1", "s2", "s1"]) == (0, 0, 1, 0)

@@ -63,6 +63,7 @@ class Agent:
         self._gather = Gather(_unsent)
         self._generation = 0
         self._attempt = 0
+        self._domains: tuple[int, ...] = ()
         self._ended_by: str | None = None
         self._checkpoint: pb.CheckpointSaved | None = None
         self.finished: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
@@ -145,6 +146,7 @@ class Agent:
         """This node's first message on a connection: who it is, and what its workers and pages hold."""
         message = self._identity.register(self._store.port, self._peers.port if self._peers is not None else 0)
         message.generation, message.attempt, message.stride = self._generation, self._attempt, self._table.stride
+        message.domains.extend(self._domains)
         message.command.extend(self._command)
         message.settings.update(self._config.shared())
         known = [p for p in self._ranks.values() if p.exited or not (p.dead or p.failed or p.returncode == 0)]
@@ -255,7 +257,7 @@ class Agent:
 
     async def _replace(self, command: pb.Command) -> None:
         """Fill a rank with a new process."""
-        self._attempt = command.replace.attempt
+        self._attempt, self._domains = command.replace.attempt, tuple(command.replace.domains)
         filled = await self._processes.fill(command, hear_out=self._faults.armed(command.rank))
         if filled is not None:
             process, started = filled

@@ -29,6 +29,7 @@ class JobState:
         generation: grows with each recovery and each new start; whatever is of an older one is void.
         places: how many ranks are in each place; their sum is the world size.
         stride: distance in ranks to the neighbour that keeps copies.
+        domains: at the launch, see :func:`~flashrecovery.plan.placement.shared_domains`.
         checkpoint: the newest complete one, its version and directory.
         recovery: the one under way; over when every rank has taken a step again.
         last_failure: in words, for commands and for the end.
@@ -62,6 +63,7 @@ class JobState:
     places: Counter[Place] = field(default_factory=Counter)
     nodes: dict[str, NodeRecord] = field(default_factory=dict)
     stride: int = 1
+    domains: tuple[int, ...] = ()
     checkpoints: list[tuple[int, str]] = field(default_factory=list)
     recovery: HistoryEntry | None = None
     history: list[HistoryEntry] = field(default_factory=list)

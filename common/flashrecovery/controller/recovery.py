@@ -20,6 +20,7 @@ from flashrecovery.controller.starting import Starting
 from flashrecovery.errors import JobFailedError
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered
 from flashrecovery.plan import NoCut, NoSourceError
+from flashrecovery.plan.parity_groups import Groups, groups_of_all, launch_domains
 from flashrecovery.plan.transitions import State
 from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -230,10 +231,27 @@ class RecoverySteps:
         limit = self._job.config.timeouts.regroup_s
         for record in self._job.ranks.values():
             record.place = Place.RECOVERING
-        command = pb.Command(regroup=pb.Regroup(stores=stores, deadline_s=limit))
+        parity = [pb.ParityRanks(ranks=ranks) for ranks in self._other_parity_groups()]
+        command = pb.Command(regroup=pb.Regroup(stores=stores, deadline_s=limit, parity=parity))
         self._job.command_all(self._job.ranks.values(), command, now + 2 * limit, Ordered.REGROUP)
         if not decision.checkpoint:
             self._restore_idle(now + 2 * limit)
+
+    def _other_parity_groups(self) -> Groups:
+        """The parity groups from now on, where members of those of the launch have come to be on one failure domain.
+        Empty: those of the launch, also where there is no way to have better ones."""
+        config, records = self._job.config, self._job.ranks
+        if config.redundancy != "parity" or config.nnodes == 1:
+            return ()
+        at_launch = launch_domains(len(records), config.nnodes, self._job.domains)
+        first = groups_of_all(at_launch, config.parity, config.parity_group)
+        told = [r.parity.ranks for r in records.values() if r.parity is not None]
+        nodes = [self._job.nodes.get(record.home) for record in records.values()]
+        if isinstance(first, str) or not told or any(node is None for node in nodes):
+            return ()
+        domains = [node.domain for node in nodes if node is not None]
+        now = groups_of_all(domains, config.parity, config.parity_group, told)
+        return () if isinstance(now, str) or now == first else now
 
     def _adopt(self, decision: Decision, now: float) -> None:
         self._job.round, self._job.restore_from = decision.round, decision.checkpoint

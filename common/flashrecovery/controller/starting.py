@@ -9,7 +9,7 @@ from flashrecovery.controller.records import Place
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.errors import ConfigError
 from flashrecovery.kinds import NoticeKind, Ordered
-from flashrecovery.plan.placement import neighbour_stride
+from flashrecovery.plan.placement import neighbour_stride, shared_domains
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -58,6 +58,7 @@ class Starting:
             node.state = NodeState.ACTIVE if node.name in chosen else NodeState.SPARE
         nproc = self._job.config.nproc_per_node
         self._job.stride = neighbour_stride([n.domain for n in order], nproc)
+        self._job.domains = shared_domains([n.domain for n in order])
         for record in self._job.ranks.values():
             record.home, record.local_rank = order[record.rank // nproc].name, record.rank % nproc
         for record in self._job.ranks.values():

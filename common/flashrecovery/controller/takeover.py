@@ -70,6 +70,7 @@ class TakeOver:
             self._adopt_page(self._job.ranks[page.rank], page, node, message.generation)
         self._job.generation = max(self._job.generation, message.generation)
         self._job.stride = message.stride or self._job.stride
+        self._job.domains = tuple(message.domains) or self._job.domains
         self._job.restarts = max(self._job.restarts, message.attempt)
         if all(r.home for r in self._job.ranks.values()):
             self._take_over(now)

@@ -12,7 +12,7 @@ go together: parity is as long as the longest member.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -137,6 +137,44 @@ def regroup(
         if reason:
             uncovered.append(Uncovered(kind, tuple(here), reason))
     return Grouping(tuple(sorted(groups, key=lambda g: (g.kind, g.ranks))), tuple(uncovered), frozenset(kept))
+
+
+_EVERYTHING = "what no other rank holds"
+Groups = tuple[tuple[int, ...], ...]
+"""The ranks of each group, ascending."""
+
+
+def launch_domains(world: int, nodes: int, shared: Sequence[int] = ()) -> list[str]:
+    """The failure domain of each rank when a job is launched on so many nodes: its node, or what that shares with
+    others (``shared``: a number for each node); of a single node, its process."""
+    if nodes == 1:
+        return [f"rank {rank}" for rank in range(world)]
+    on = [rank // (world // nodes) for rank in range(world)]
+    return [f"domain {shared[node]}" if shared else f"node {node}" for node in on]
+
+
+def groups_of_all(
+    domains: Sequence[str], losses: int, max_size: int, old: Iterable[Sequence[int]] = ()
+) -> Groups | str:
+    """Groups of all ranks, whatever each of them has; why there are none, in words.
+
+    Args:
+        old: the ranks' groups as each of those that live has them. They stay where they can, see :func:`regroup`. Where
+            two have a rank in common, the one that more ranks name is meant: a rank that has just come knows only of
+            the launch.
+    """
+    shards = [UniqueShard(rank, _EVERYTHING, _EVERYTHING, 0) for rank in range(len(domains))]
+    all_members = _members(shards, domains).get(_EVERYTHING, {})
+    named = Counter(tuple(ranks) for ranks in old)
+    known: list[tuple[int, ...]] = []
+    for ranks in sorted(named, key=lambda ranks: (-named[ranks], ranks)):
+        if not any({*ranks} & {*others} for others in known):
+            known.append(ranks)
+    before = [ShardingGroup(_EVERYTHING, tuple(all_members[rank] for rank in ranks), losses) for ranks in known]
+    found = regroup(before, shards, domains, losses, max_size)
+    if found.uncovered:
+        return found.uncovered[0].reason
+    return tuple(group.ranks for group in found.groups)
 
 
 def _members(shards: Iterable[UniqueShard], domains: Sequence[str]) -> dict[str, dict[int, Member]]:

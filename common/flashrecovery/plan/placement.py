@@ -52,6 +52,12 @@ def place(ranks: Sequence[int], rooms: Sequence[Room], lost_domain: str = "") ->
     return places
 
 
+def shared_domains(domains: Sequence[str]) -> tuple[int, ...]:
+    """A number for the failure domain of each node, counted as they come; empty if no two nodes share one."""
+    numbers = {domain: number for number, domain in enumerate(dict.fromkeys(domains))}
+    return tuple(numbers[domain] for domain in domains) if len(numbers) < len(domains) else ()
+
+
 _SETUP_LOGS = 2
 """Other ranks' agents that keep a rank's set-up log: so that two nodes may be lost at once."""
 

@@ -219,6 +219,7 @@ class Register(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     STRIDE_FIELD_NUMBER: _builtins.int
+    DOMAINS_FIELD_NUMBER: _builtins.int
     SUSPECT_FIELD_NUMBER: _builtins.int
     COMMAND_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
@@ -251,6 +252,10 @@ class Register(_message.Message):
     @_builtins.property
     def checkpoint(self) -> Global___CheckpointSaved: ...
     @_builtins.property
+    def domains(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """as in Replace"""
+
+    @_builtins.property
     def command(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """the script and its arguments, as this node was told"""
 
@@ -279,6 +284,7 @@ class Register(_message.Message):
         checkpoint: Global___CheckpointSaved | None = ...,
         attempt: _builtins.int = ...,
         stride: _builtins.int = ...,
+        domains: _abc.Iterable[_builtins.int] | None = ...,
         suspect: _builtins.str = ...,
         command: _abc.Iterable[_builtins.str] | None = ...,
         pages: _abc.Iterable[Global___PageOf] | None = ...,
@@ -286,7 +292,7 @@ class Register(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoint", b"checkpoint", "command", b"command", "domain", b"domain", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "node", b"node", "node_rank", b"node_rank", "pages", b"pages", "peer_port", b"peer_port", "settings", b"settings", "slots", b"slots", "spare", b"spare", "store_port", b"store_port", "stride", b"stride", "suspect", b"suspect", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoint", b"checkpoint", "command", b"command", "domain", b"domain", "domains", b"domains", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "node", b"node", "node_rank", b"node_rank", "pages", b"pages", "peer_port", b"peer_port", "settings", b"settings", "slots", b"slots", "spare", b"spare", "store_port", b"store_port", "stride", b"stride", "suspect", b"suspect", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1875,6 +1881,7 @@ class Replace(_message.Message):
     LOCAL_RANK_FIELD_NUMBER: _builtins.int
     NODE_RANK_FIELD_NUMBER: _builtins.int
     STRIDE_FIELD_NUMBER: _builtins.int
+    DOMAINS_FIELD_NUMBER: _builtins.int
     SETUP_FROM_FIELD_NUMBER: _builtins.int
     STORES_FIELD_NUMBER: _builtins.int
     detached: _builtins.bool
@@ -1886,6 +1893,10 @@ class Replace(_message.Message):
     node_rank: _builtins.int
     stride: _builtins.int
     """rank r's copies go to rank r + stride"""
+    @_builtins.property
+    def domains(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of the nodes at the launch, in order, a number for each failure domain; none: all differ"""
+
     @_builtins.property
     def setup_from(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Peer services of the agents that keep the rank's set-up log; none: it is in the old process's page."""
@@ -1904,12 +1915,13 @@ class Replace(_message.Message):
         local_rank: _builtins.int = ...,
         node_rank: _builtins.int = ...,
         stride: _builtins.int = ...,
+        domains: _abc.Iterable[_builtins.int] | None = ...,
         setup_from: _abc.Iterable[_builtins.str] | None = ...,
         stores: _abc.Iterable[Global___StoreServer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "detached", b"detached", "local_rank", b"local_rank", "node_rank", b"node_rank", "setup_from", b"setup_from", "store_host", b"store_host", "store_port", b"store_port", "stores", b"stores", "stride", b"stride"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "detached", b"detached", "domains", b"domains", "local_rank", b"local_rank", "node_rank", b"node_rank", "setup_from", b"setup_from", "store_host", b"store_host", "store_port", b"store_port", "stores", b"stores", "stride", b"stride"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2137,28 +2149,54 @@ Global___Stop: _TypeAlias = Stop  # noqa: Y015
 
 @_typing.final
 class Regroup(_message.Message):
-    """stores: the groups are spread over them, on each rank alike (plan/stores.py)."""
+    """stores: the groups are spread over them, on each rank alike (plan/stores.py).
+    parity: the ranks of all parity groups from the resume on, if they are not those of the launch.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STORES_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
+    PARITY_FIELD_NUMBER: _builtins.int
     deadline_s: _builtins.float
     @_builtins.property
     def stores(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreServer]: ...
+    @_builtins.property
+    def parity(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParityRanks]: ...
     def __init__(
         self,
         *,
         stores: _abc.Iterable[Global___StoreServer] | None = ...,
         deadline_s: _builtins.float = ...,
+        parity: _abc.Iterable[Global___ParityRanks] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "stores", b"stores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "parity", b"parity", "stores", b"stores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Regroup: _TypeAlias = Regroup  # noqa: Y015
+
+@_typing.final
+class ParityRanks(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranks", b"ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ParityRanks: _TypeAlias = ParityRanks  # noqa: Y015
 
 @_typing.final
 class TransferItem(_message.Message):

@@ -190,10 +190,9 @@ class ParityCopies:
         self._spare = [keep(f"parity-{i}") for i in range(_ENCODINGS)] if keep is not None else []
         self._encodings: list[Encoding] = []
         self._take_over()
-        n = len(self.ranks)
-        self._told = [(self._me + i) % n for i in range(1, losses + 1)]
-        self._tellers = [(self._me - i) % n for i in range(1, losses + 1)]
-        self._slots = {teller: self._slots_of(number) for number, teller in enumerate(self._tellers)}
+        self._next_ranks = self.ranks
+        self._pairs = [self._slots_of(number) for number in range(losses)]
+        self._meet()
         self._sent_layout = -1
         self._layouts: dict[int, tuple[int, bytes]] = {}  # of the members that tell this one, with their idents
         self._doubted: set[int] = set()
@@ -202,10 +201,18 @@ class ParityCopies:
     def _slots_of(self, number: int) -> tuple[Slot, Slot]:
         """For two versions of what a member tells this one."""
         slots = [Slot(None if self._keep is None else self._keep(f"told-{number}-{i}")) for i in range(2)]
-        for slot in slots:
-            if slot.beside.owner != self.ranks[self._tellers[number]]:
-                slot.version = -1  # of another rank, when the ranks were placed otherwise
         return slots[0], slots[1]
+
+    def _meet(self) -> None:
+        """Who tells whom in this group."""
+        n = len(self.ranks)
+        self._told = [(self._me + i) % n for i in range(1, self.losses + 1)]
+        self._tellers = [(self._me - i) % n for i in range(1, self.losses + 1)]
+        self._slots = dict(zip(self._tellers, self._pairs, strict=True))
+        for teller, slots in self._slots.items():
+            for slot in slots:
+                if slot.beside.owner != self.ranks[teller]:
+                    slot.version = -1  # of a rank of another group
 
     # -- each step --------------------------------------------------------------------------------
 
@@ -242,11 +249,26 @@ class ParityCopies:
         self._sent_layout = -1
         self._doubted = set()
         self._decoded = None
+        self._change_group()
         for encoding in self._encodings:
             encoding.member.drop_after(version)
         for slot in self._told_slots():
             slot.drop_after(version)
         self._on_kept(self._newest_kept())
+
+    def regroup(self, ranks: Sequence[int]) -> None:
+        """The ranks of this one's group from the next :meth:`reset` on. If they are others, all parity is made anew by
+        the next exchange."""
+        self._next_ranks = tuple(ranks)
+
+    def _change_group(self) -> None:
+        if self._next_ranks == self.ranks:
+            return
+        self.ranks, self._me = self._next_ranks, self._next_ranks.index(self._rank)
+        for encoding in list(self._encodings):
+            self._drop(encoding)
+        self._layouts.clear()
+        self._meet()
 
     @property
     def error(self) -> BaseException | None:

@@ -21,6 +21,8 @@ ZYGOTE_ENV = "FLASHRECOVERY_ZYGOTE_FD"
 """The file descriptor of the first zygote's socket."""
 STRIDE_ENV = "FLASHRECOVERY_NEIGHBOUR_STRIDE"
 """Rank r's copies are kept by rank r + stride, modulo the world size."""
+DOMAINS_ENV = "FLASHRECOVERY_DOMAINS"
+"""Numbers of the nodes' failure domains at the launch, JSON; unset if no two nodes share one."""
 
 
 def common_env(config: RunConfig) -> dict[str, str]:
@@ -53,6 +55,8 @@ def rank_env(config: RunConfig, rank: int, generation: int, replace: pb.Replace)
     store apart by it. A recovery is no restart.
     """
     several = {STORES_ENV: json.dumps([[s.host, s.port] for s in replace.stores])} if len(replace.stores) > 1 else {}
+    if replace.domains:
+        several[DOMAINS_ENV] = json.dumps(list(replace.domains))
     return {
         **several,
         "RANK": str(rank),

@@ -8,6 +8,7 @@ are *snapshots*: held by a process of the node, too, and so also there when all 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from flashrecovery.errors import RestoreError, UnsupportedError
 from flashrecovery.groups.pace import PacedNetwork
 from flashrecovery.plan import Kind
 from flashrecovery.plan.decoding import DecodeOrder, ParityHeld
-from flashrecovery.plan.parity_groups import UniqueShard, form_groups
+from flashrecovery.plan.parity_groups import groups_of_all, launch_domains
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy import checkpoint
 from flashrecovery.redundancy.exchange import PeerCopies
@@ -29,7 +30,7 @@ from flashrecovery.redundancy.flat import Beside, Outliving
 from flashrecovery.redundancy.neighbor import NeighbourCopies
 from flashrecovery.redundancy.parity_copies import ParityCopies
 from flashrecovery.redundancy.undo import ChangeCounter, UndoCopy, write_back
-from flashrecovery.runtime.environment import STRIDE_ENV
+from flashrecovery.runtime.environment import DOMAINS_ENV, STRIDE_ENV
 from flashrecovery.snapshot.client import Keeper
 from flashrecovery.snapshot.memory import SharedMemory, host_id
 from flashrecovery.state.shard import Shard, ShardSource
@@ -140,14 +141,13 @@ class Copies:
     ) -> None:
         """Have a group of ranks on different nodes keep parity of what no other rank holds, and each other's capsules.
         Where all ranks are on one node, a rank is lost with nothing but its process."""
-        several = placement()[1] > 1
-        on_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if several else 1
-        nodes = [f"node {rank // on_a_node}" for rank in range(registry.world_size)]
-        everybody = [UniqueShard(rank, "shards", "what no other rank holds", 0) for rank in range(registry.world_size)]
-        found = form_groups(everybody, nodes, settings.parity, settings.parity_group)
-        for uncovered in found.uncovered:
-            raise UnsupportedError(f"redundancy 'parity': {uncovered.reason}; allowed here: auto, neighbor, none")
-        (ranks,) = (group.ranks for group in found.groups if registry.rank in group.ranks)
+        nodes = placement()[1]
+        shared = json.loads(os.environ.get(DOMAINS_ENV, "[]"))
+        domains = launch_domains(registry.world_size, nodes, shared)  # a replacement finds the same
+        found = groups_of_all(domains, settings.parity, settings.parity_group)
+        if isinstance(found, str):
+            raise UnsupportedError(f"redundancy 'parity': {found}; allowed here: auto, neighbor, none")
+        (ranks,) = (ranks for ranks in found if registry.rank in ranks)
         group = groups.create_control_group(PARITY_GROUP)
         assert group is not None
 
@@ -162,7 +162,7 @@ class Copies:
             ranks,
             registry.tensor_shards(),
             losses=settings.parity,
-            domain=host_id() if several else -1,
+            domain=host_id() if nodes > 1 else -1,
             on_kept=on_kept,
             on_together=on_together,
             network=PacedNetwork(),
@@ -431,6 +431,12 @@ class Copies:
     def parity(self, live: int) -> ParityHeld | None:
         """What this rank has to say of parity; ``live``: the version of its tensors, -1: none."""
         return None if self._parity is None else self._parity.held(live)
+
+    def regroup(self, everybody: Sequence[Sequence[int]]) -> None:
+        """The parity groups from the next :meth:`resumed` on."""
+        if self._parity is not None:
+            (ranks,) = (ranks for ranks in everybody if self._registry.rank in ranks)
+            self._parity.regroup(ranks)
 
     def decode(self, group: dist.ProcessGroup, order: DecodeOrder, live: int) -> int:
         """This rank's part in decoding what its parity group has lost. Returns the bytes that it has got itself. Raises

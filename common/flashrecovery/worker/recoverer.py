@@ -206,6 +206,8 @@ class Recoverer:
         worker = self._worker
         worker.faults.hit("recovery:regrouping", worker.gate.version)
         message = command.regroup
+        if message.parity:
+            self._loop.copies.regroup([group.ranks for group in message.parity])
         addresses = tuple((server.host, server.port) for server in message.stores)
         groups.attach(groups.Servers(addresses, message.deadline_s), command.generation, message.deadline_s)
 

@@ -42,7 +42,7 @@ DEVICE, STEP, LOOP, CONTROL, RECOVER, ERRORS, COPIES, LEFT, AHEAD, BOOT, WARM = 
 )
 FENCE, PROCESSES, STANDBY = (f"{CORE}/agent/{name}.py" for name in ("gpu_fence", "process_manager", "standby"))
 ENV, ENVIRONMENT, CHECKS = (f"{CORE}/{name}.py" for name in ("runtime/nccl_env", "runtime/environment", "cli/checks"))
-FLAT, EXCHANGE = f"{CORE}/redundancy/flat.py", f"{CORE}/redundancy/exchange.py"
+FLAT, COPIES_EXCHANGE = f"{CORE}/redundancy/flat.py", f"{CORE}/redundancy/exchange.py"
 PACE, BUFFERS, ADAPTER = f"{CORE}/groups/native/pace.h", f"{CORE}/adapter/buffers.py", f"{CORE}/adapter/base.py"
 REDUCER, ORDER = f"{CORE}/torch_native/ddp_reducer.py", f"{CORE}/controller/recovery.py"
 MEGATRON = "fr_megatron/support.py"
@@ -417,7 +417,7 @@ ROWS = (
                 "        if True:\n",
                 *_unit("torch_native", "test_of_several_micro_batches_only_the_last_one_synchronises"),
             ),
-            _out("11-one-stream", EXCHANGE, "STREAMS = 4\n", "STREAMS = 1\n", *_unit("pacing")),
+            _out("11-one-stream", COPIES_EXCHANGE, "STREAMS = 4\n", "STREAMS = 1\n", *_unit("pacing")),
             _out(
                 "11-copies-are-not-held-back",
                 PACE,

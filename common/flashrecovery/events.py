@@ -100,9 +100,10 @@ class RecoveryFinished(Event):
 
     ``sources``: transfers by source rank. ``survivors_given``: ranks that were given state although they live: the
     failure has kept them from completing a step that others have completed. ``bytes``: bytes of state that went over
-    the wire; ``device_bytes``: how many of them from device to device, the others through host memory and
-    TCP. ``phases``: seconds by name. ``reason``: why the job went on from ``resume_step``. ``start``: lines of the
-    script in which the slowest replacement spent most time before its first step, longest first.
+    the wire; ``device_bytes``: how many of them from device to device, the others through host memory and TCP;
+    ``decoded_bytes``: how many of them came out of parity. ``phases``: seconds by name. ``reason``: why the job went on
+    from ``resume_step``. ``start``: lines of the script in which the slowest replacement spent most time before its
+    first step, longest first.
     """
 
     event: Literal["recovery_finished"] = "recovery_finished"
@@ -112,6 +113,7 @@ class RecoveryFinished(Event):
     survivors_given: list[int] = Field(default_factory=list)
     bytes: int = 0
     device_bytes: int = 0
+    decoded_bytes: int = 0
     phases: dict[str, float] = Field(default_factory=dict)
     total_s: float = 0.0
     cause: str = ""

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from flashrecovery import groups
-from flashrecovery.errors import StepInterrupted
+from flashrecovery.errors import RestoreError, StepInterrupted
 from flashrecovery.plan import Cut, Holding, Kind, Need, NoCut, newest_cut, plan_restore
 from flashrecovery.plan.decoding import DecodeOrder, ParityHeld, decodable, needed
 from flashrecovery.redundancy.exchange import PeerCopies
@@ -72,6 +72,7 @@ class Rank:
         self.stopped = threading.Event()
         self.stops = 0
         self.asked = False
+        self.spoil = ""
         self.inbox: queue.Queue[tuple[Any, ...]] = queue.Queue()
         threading.Thread(target=self.listen, daemon=True).start()
 
@@ -83,6 +84,9 @@ class Rank:
             message = self.pipe.recv()
             if message[0] == "whole?":
                 self.asked = True
+                continue
+            if message[0] == "spoil":
+                self.spoil = message[1]
                 continue
             if message[0] == "target":
                 self.target = message[1]
@@ -135,6 +139,7 @@ class Rank:
         self.copies.halt(10.0)
         assert groups.drain(5.0).quiet
         groups.detach_all()
+        self.do_spoil()
         held = None if self.parity is None else self.parity.held(self.live)
         self.pipe.send(("held", self.live, self.holdings(), held))
         _, generation, version, transfers, local, orders = self.inbox_until("restore")
@@ -142,7 +147,11 @@ class Rank:
         mine = {s.name: s for s in self.shards}
         for order in orders:
             assert self.parity is not None
-            self.parity.decode(groups.control_group(), order, self.live)
+            try:
+                self.parity.decode(groups.control_group(), order, self.live, groups.abandon)
+            except (RestoreError, RuntimeError) as e:  # the other ranks hear that one has ended
+                self.pipe.send(("refused", f"{type(e).__name__}: {e}"))
+                os._exit(1)
         for name in local:
             if name != self.capsule.name:
                 decoded = None if self.parity is None else self.parity.decoded(name, version)
@@ -171,6 +180,20 @@ class Rank:
         self.live = version
         self.copies.reset(generation, version)
         self.commit()
+
+    def do_spoil(self) -> None:
+        """Change one byte of what this rank holds: of its parity, or of its own copies."""
+        assert not self.spoil or self.parity is not None
+        if self.spoil == "parity" and self.parity is not None:
+            for encoding in self.parity._encodings:
+                for store in encoding.member.stores.values():
+                    for slot in (0, 1):
+                        store._content(slot, 0)[10] ^= 1
+        elif self.spoil == "own" and self.parity is not None:
+            for version in self.parity.undo.versions():
+                slot = self.parity.undo.slot(version)
+                assert slot is not None
+                slot.buffer[:: 1 << 12] ^= 1
 
     def inbox_until(self, kind: str) -> tuple[Any, ...]:
         while (message := self.inbox.get(timeout=30))[0] != kind:
@@ -276,19 +299,25 @@ class Job:
             local = [i.shard for i in plan.local if i.rank == rank]
             mine: list[DecodeOrder] = [order for order in orders if rank in order.ranks]
             self.pipes[rank].send(("restore", self.generation, cut.version, transfers, local, mine))
-        for rank in range(WORLD):
-            self.receive(rank, "restored")
+        waiting = {self.pipes[rank]: rank for rank in range(WORLD)}
+        while waiting:  # who refuses says so at once; others may wait for it until they are told to stop
+            ready = multiprocessing.connection.wait(list(waiting), 40)
+            assert ready, f"ranks {sorted(waiting.values())} have not been restored"
+            for pipe in ready:
+                kind, what = self.receive(waiting.pop(pipe), "restored", "refused")
+                if kind == "refused" and "digest" in what:
+                    raise RestoreError(what)
         for rank in range(WORLD):
             self.pipes[rank].send(("resume",))
         return cut
 
-    def receive(self, rank: int, kind: str) -> tuple[Any, ...]:
+    def receive(self, rank: int, kind: str, other: str = "") -> tuple[Any, ...]:
         assert self.pipes[rank].poll(40), f"rank {rank}: no {kind!r}"
         try:
             message: tuple[Any, ...] = self.pipes[rank].recv()
         except EOFError:
             raise AssertionError(f"rank {rank} ended before {kind!r}") from None
-        assert message[0] == kind, message
+        assert message[0] in (kind, other), message
         return message
 
     def close(self) -> None:
@@ -371,3 +400,15 @@ def test_more_losses_than_are_protected_are_not_survived_and_it_says_so(
         assert isinstance(cut, NoCut)
         first = victims[0]
         assert {(first, f"w#{first}"), (first, f"bias#{first}")} <= set(cut.missing), cut
+
+
+@pytest.mark.parametrize("what", ["parity", "own"])
+def test_what_does_not_have_its_digest_is_refused(tmp_path: Path, what: str) -> None:
+    """A byte is wrong on one of those that are left: nothing that comes out of it is taken for the lost rank's."""
+    with job(tmp_path, PARITY_1) as running:
+        running.wait_whole()
+        for rank in (2, 3):
+            running.pipes[rank].send(("spoil", what))
+        running.kill([1])
+        with pytest.raises(RestoreError, match="digest"):
+            running.recover([1])

@@ -39,6 +39,7 @@ class HistoryEntry:
     given: set[int] = field(default_factory=set)
     bytes_on_wire: int = 0
     bytes_on_device: int = 0
+    bytes_decoded: int = 0
     total_s: float = 0.0
     _open: tuple[str, float] | None = None
 
@@ -68,6 +69,9 @@ class HistoryEntry:
             key = str(transfer.source)
             self.sources[key] = self.sources.get(key, 0) + 1
             self.given.add(transfer.dest)
+        for order in done.decodes:
+            self.bytes_decoded += sum(order.sizes[member] for member in order.lost)
+            self.given.update(order.ranks[member] for member in order.lost)
 
     def finish(self, now: float) -> None:
         self.enter(State.FINISHED, now)
@@ -83,6 +87,7 @@ class HistoryEntry:
             survivors_given=sorted(self.given.difference(self.victims)),
             bytes=self.bytes_on_wire,
             device_bytes=self.bytes_on_device,
+            decoded_bytes=self.bytes_decoded,
             phases=dict(self.phases),
             total_s=self.total_s,
             cause=self.cause,

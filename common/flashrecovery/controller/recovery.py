@@ -303,9 +303,9 @@ class RecoverySteps:
         """Every restored shard must have its source's digest; if not, it is taken from the next source."""
         assert self._job.round is not None
         wrong = self._job.round.mismatches() if self._job.config.verify else []
+        if self._job.recovery is not None:
+            self._job.recovery.add_round(self._job.round)
         if not wrong:
-            if self._job.recovery is not None:
-                self._job.recovery.add_round(self._job.round)
             self.send_resume(self._job.round.version, now)
             return
         for shard, source in wrong:

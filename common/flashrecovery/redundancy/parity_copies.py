@@ -326,9 +326,18 @@ class ParityCopies:
 
     # -- decoding ---------------------------------------------------------------------------------
 
-    def decode(self, group: dist.ProcessGroup, order: DecodeOrder, live: int) -> int:
+    def decode(
+        self,
+        group: dist.ProcessGroup,
+        order: DecodeOrder,
+        live: int,
+        give_up: Callable[[str], object],
+        *,
+        corrupt: bool = False,
+    ) -> int:
         """This rank's part in giving the lost members their shards back, over ``group`` (of all ranks). Returns the
         bytes that this rank itself has got; they are there for :meth:`decoded` until the next :meth:`reset`.
+        ``give_up``, ``corrupt``: see :class:`.Decoding`.
 
         Raises RestoreError, and what the group's operations raise.
         """
@@ -345,7 +354,7 @@ class ParityCopies:
                     f"{order.sizes[self._me]}"
                 )
         try:
-            nbytes = Decoding(group, order, self._rank, own, member, to).run()
+            nbytes = Decoding(group, order, self._rank, own, member, to, give_up, corrupt).run()
         except WrongParityError:
             self._doubted.add(order.version)
             raise

@@ -10,8 +10,9 @@ belongs to the first chunk that is not done is under way, and nobody can wait fo
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -36,14 +37,16 @@ _WINDOW = 2
 
 
 class WrongParityError(RestoreError):
-    """What was decoded does not have its digest."""
+    """What is held, or comes out of it, does not have its digest: trying again would not help."""
 
 
 class Decoding:
     """One member's part in carrying out an order.
 
     Args: group: process group of all ranks. own: this member's own bytes at the version, None if it is lost. parity:
-        what it holds; None if nothing. to: where a lost member's bytes go.
+        what it holds; None if nothing. to: where a lost member's bytes go. give_up: called with the reason when this
+        member cannot go on; it is to end all communication of this process, because others wait for it, and its own
+        threads for others. corrupt (fault injection): one bit of what a lost member receives is flipped.
     """
 
     def __init__(
@@ -54,11 +57,13 @@ class Decoding:
         own: memoryview | None,
         parity: ParityMember | None,
         to: memoryview | None,
+        give_up: Callable[[str], object],
+        corrupt: bool = False,
     ) -> None:
-        self._group, self._order = group, order
+        self._group, self._order, self._give_up = group, order, give_up
         self._me = order.ranks.index(rank)
         self._layout: ParityLayout = order.layout
-        self._own, self._parity, self._to = own, parity, to
+        self._own, self._parity, self._to, self._corrupt = own, parity, to, corrupt
         plan = decode_plan(self._layout, order.held, order.version)
         if isinstance(plan, Undecodable):
             raise RestoreError(plan.reason)
@@ -70,8 +75,16 @@ class Decoding:
         Raises WrongParityError, RestoreError if this member lacks what the order says it has, and what the group's
         operations raise.
         """
-        run_side_by_side([self._gather, self._send, self._receive], "flashrecovery-parity-decode")
+        jobs = [functools.partial(self._guarded, job) for job in (self._gather, self._send, self._receive)]
+        run_side_by_side(jobs, "flashrecovery-parity-decode")
         return len(self._to) if self._to is not None else 0
+
+    def _guarded(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except RestoreError as e:
+            self._give_up(str(e))
+            raise
 
     # -- three threads ----------------------------------------------------------------------------
 
@@ -103,7 +116,11 @@ class Decoding:
         for task in self._tasks:
             for result in _data(task):
                 if result.member == self._me:
-                    self._put(task, result, self._get(self._length(task, result, with_digests=True), task.at))
+                    data = self._get(self._length(task, result, with_digests=True), task.at)
+                    if self._corrupt:
+                        data[0] ^= 1
+                        self._corrupt = False
+                    self._put(task, result, data)
 
     # -- pieces -----------------------------------------------------------------------------------
 
@@ -210,9 +227,8 @@ class Decoding:
         for number, length in enumerate(lengths):
             piece = data[at : at + length]
             if length and digest(piece) != bytes(digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]):
-                raise WrongParityError(
-                    f"bucket {task.buckets[0] + number} of stripe {task.stripe} did not arrive whole"
-                )
+                place = f"bucket {task.buckets[0] + number} of stripe {task.stripe}"
+                raise RestoreError(f"{place} did not arrive with its digest")
             self._to[start + at : start + at + length] = piece
             at += length
 

@@ -438,12 +438,12 @@ class Copies:
             (ranks,) = (ranks for ranks in everybody if self._registry.rank in ranks)
             self._parity.regroup(ranks)
 
-    def decode(self, group: dist.ProcessGroup, order: DecodeOrder, live: int) -> int:
-        """This rank's part in decoding what its parity group has lost. Returns the bytes that it has got itself. Raises
-        RestoreError."""
+    def decode(self, group: dist.ProcessGroup, order: DecodeOrder, live: int, *, corrupt: bool) -> int:
+        """This rank's part in decoding what its parity group has lost. Returns the bytes that it has got itself.
+        ``corrupt`` (fault injection): one bit of them is flipped on the way. Raises RestoreError."""
         if self._parity is None:
             raise RestoreError(f"rank {self._registry.rank} keeps no parity")
-        return self._parity.decode(group, order, live)
+        return self._parity.decode(group, order, live, groups.abandon, corrupt=corrupt)
 
     def _holder_of(self, shard: str, version: int) -> UndoCopy:
         """Raises RestoreError if this rank has no own copy of this shard."""

@@ -226,7 +226,7 @@ class Recoverer:
             self._fresh = True  # the data stands somewhere else, too
         else:
             if restore.HasField("decode"):
-                reply.bytes_received += self._decode(restore, version)
+                reply.bytes_received += self._decode(restore, version, corrupt)
             self._take_local(restore, version)
             if not self._transfer(restore, version, reply, corrupt):
                 return  # the controller sees the digests, and sends the wrong shards again from other sources
@@ -234,13 +234,14 @@ class Recoverer:
         self._loop.restore_plain(version, fresh=self._fresh or version < self._came_at)
         worker.faults.hit("recovery:verifying", worker.gate.version)
 
-    def _decode(self, restore: pb.Restore, version: int) -> int:
+    def _decode(self, restore: pb.Restore, version: int, corrupt: bool) -> int:
         """Do this rank's part in decoding what its parity group has lost. Returns the bytes that it has got itself."""
         group = groups.control_group()
         if group is None:
             raise RestoreError("no process group to decode over")
         with within(restore.deadline_s):
-            return self._loop.copies.decode(group, decode_order(restore.decode, version), self._worker.gate.live)
+            order = decode_order(restore.decode, version)
+            return self._loop.copies.decode(group, order, self._worker.gate.live, corrupt=corrupt)
 
     def _take_local(self, restore: pb.Restore, version: int) -> None:
         """Put back what this rank itself, or its page, holds at ``version``."""

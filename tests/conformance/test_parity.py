@@ -1,0 +1,123 @@
+"""Parity in running jobs, layout by layout: ranks die, what only they held is decoded, and the end is the same, bit for
+bit. Snapshots are off: a replacement on the same node would find everything there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support import megatron as mg
+from tests.support.jobs import FSDP, HSDP, Job, Layout, References, check_fired, check_same, run_job
+
+STEPS = 16
+TIMEOUT_S = 400
+DEEPSPEED = [Layout(f"zero{stage}", "train_deepspeed.py", ("--zero", str(stage))) for stage in (1, 2, 3)]
+PIPELINE = Layout("zero1-pipeline", "train_deepspeed.py", ("--zero", "1", "--pipeline", "2"))
+EXPERTS = Layout("zero2-moe", "train_deepspeed.py", ("--zero", "2", "--moe", "4"))
+MEGATRON = [
+    mg.DP4_DISTRIBUTED,
+    mg.gpt("tp2-dp2-distributed", *mg.TP, *mg.DISTRIBUTED),
+    mg.gpt("pp2-dp2-distributed", *mg.PP, *mg.DISTRIBUTED),
+    mg.FSDP2_DP4,
+    mg.MEGATRON_FSDP_DP4,
+]
+PHASES = ("between", "forward", "backward", "optimizer", "commit")
+pytestmark = pytest.mark.timeout(TIMEOUT_S)
+
+
+def _cases() -> list[object]:
+    quick = {("fsdp", 2), ("zero2", 1), ("dp4-distributed", 1)}
+    needs = {"train_deepspeed.py": [pytest.mark.deepspeed], "pretrain_gpt.py": [pytest.mark.megatron]}
+    return [
+        pytest.param(
+            *(layout, losses),
+            id=f"{layout.name}-{losses}",
+            marks=[*needs.get(layout.script, []), *([] if (layout.name, losses) in quick else [pytest.mark.grid])],
+        )
+        for layout in (FSDP, *DEEPSPEED, PIPELINE, EXPERTS, *MEGATRON)
+        for losses in (1, 2)
+    ]
+
+
+def run(run_dir: Path, layout: Layout, *options: str, inject: list[str] | None = None) -> Job:
+    env = mg.ENVIRONMENT if layout.script == "pretrain_gpt.py" else None
+    return run_job(
+        run_dir, layout, steps=STEPS, inject=inject or [], options=options, env=env, timeout_s=TIMEOUT_S, standby=1
+    )
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Job]:
+    return References(lambda: tmp_path_factory.mktemp("reference"), run)
+
+
+def check(job: Job, expected: Job, losses: int, failures: int) -> None:
+    """Each time at least what ``losses`` ranks hold alone came out of parity."""
+    check_fired(job, failures * losses)
+    finished = job.of("recovery_finished")
+    assert len(finished) == failures and all(e["decoded_bytes"] > 0 for e in finished), job.explain()
+    assert not job.of("fallback_started")
+    check_same(job, expected)
+
+
+@pytest.mark.parametrize(("layout", "losses"), _cases())
+def test_what_ranks_hold_alone_is_decoded(
+    layout: Layout, losses: int, tmp_path: Path, reference: Callable[[Layout], Job]
+) -> None:
+    """First one set of ranks, which follow each other, then another one; in their first step, too."""
+    inject = []
+    for first, step, phase in ((1, 1, "backward"), (2, 8, "forward")):
+        inject += [f"rank={(first + i) % 4},fault=sigkill,at={phase},step={step}" for i in range(losses)]
+    options = ("--redundancy", "parity", "--parity", str(losses), "--snapshots", "never")
+    check(run(tmp_path / "run", layout, *options, inject=inject), reference(layout), losses, 2)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("losses", [1, 2])
+def test_in_every_phase(phase: str, losses: int, tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
+    inject = [f"rank={rank},fault=sigkill,at={phase},step=6" for rank in range(losses)]
+    options = ("--redundancy", "parity", "--parity", str(losses), "--snapshots", "never")
+    check(run(tmp_path / "run", FSDP, *options, inject=inject), reference(FSDP), losses, 1)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("state", ["quiescing", "regrouping", "restoring", "verifying"])
+def test_a_second_rank_dies_while_the_first_is_recovered(
+    state: str, tmp_path: Path, reference: Callable[[Layout], Job]
+) -> None:
+    inject = ["rank=1,fault=sigkill,at=backward,step=6", f"rank=3,fault=sigkill,at=recovery:{state}"]
+    options = ("--redundancy", "parity", "--parity", "2", "--snapshots", "never")
+    job = run(tmp_path / "run", FSDP, *options, inject=inject)
+    check_fired(job, 2)
+    check_same(job, reference(FSDP))
+
+
+@pytest.mark.grid
+def test_a_bit_that_flips_on_the_way_is_noticed_and_asked_for_again(
+    tmp_path: Path, reference: Callable[[Layout], Job]
+) -> None:
+    inject = ["rank=1,fault=sigkill,at=backward,step=6", "rank=1,fault=corrupt,at=recovery:restoring"]
+    job = run(tmp_path / "run", FSDP, "--redundancy", "parity", "--snapshots", "never", inject=inject)
+    check_fired(job, 2)
+    assert any("did not arrive with its digest" in e["text"] for e in job.notices("restore_failed")), job.explain()
+    check_same(job, reference(FSDP))
+
+
+@pytest.mark.grid
+def test_where_every_shard_has_a_replica_there_is_nothing_to_do(
+    tmp_path: Path, reference: Callable[[Layout], Job]
+) -> None:
+    inject = ["rank=1,fault=sigkill,at=backward,step=6"]
+    job = run(tmp_path / "run", HSDP, "--redundancy", "parity", inject=inject)
+    assert [e["decoded_bytes"] for e in job.of("recovery_finished")] == [0]
+    check_same(job, reference(HSDP))
+
+
+def test_more_than_parity_covers_ends_the_job_and_says_what_is_lost(tmp_path: Path) -> None:
+    inject = [f"rank={rank},fault=sigkill,at=backward,step=6" for rank in (1, 2)]
+    job = run(tmp_path / "run", FSDP, "--redundancy", "parity", "--snapshots", "never", inject=inject)
+    assert job.code != 0
+    assert any("no version exists for every shard" in e["reason"] for e in job.of("job_failed")), job.explain()

@@ -19,6 +19,7 @@ from pathlib import Path
 from flashrecovery.errors import FlashRecoveryError
 from flashrecovery.finding import Finding, Level
 from flashrecovery.patches import ENTRY_POINTS, PatchTable
+from flashrecovery.runtime.host_memory import available_memory
 from flashrecovery.runtime.lifeline import Lifeline
 from flashrecovery.runtime.page import Page
 from flashrecovery.versions import in_range, range_text, version_of
@@ -242,16 +243,6 @@ def memory() -> list[Finding]:
     else:
         findings.append(Finding("/dev/shm", Level.OK, found, "for data loaders; recovery itself uses none"))
     return findings
-
-
-def available_memory() -> int:
-    """Bytes that new allocations can have: the machine's, or what the control group leaves."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()).isdigit():
-        free = min(free, int(text) - int(used.read_text()))
-    return free
 
 
 def clock() -> list[Finding]:

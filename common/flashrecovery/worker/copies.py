@@ -8,8 +8,6 @@ are *snapshots*: held by a process of the node, too, and so also there when all 
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,7 +20,6 @@ from flashrecovery.errors import RestoreError, UnsupportedError
 from flashrecovery.groups.pace import PacedNetwork
 from flashrecovery.plan import Kind
 from flashrecovery.plan.decoding import DecodeOrder, ParityHeld
-from flashrecovery.plan.parity_groups import groups_of_all, launch_domains
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy import checkpoint
 from flashrecovery.redundancy.exchange import PeerCopies
@@ -30,10 +27,10 @@ from flashrecovery.redundancy.flat import Beside, Outliving
 from flashrecovery.redundancy.neighbor import NeighbourCopies
 from flashrecovery.redundancy.parity_copies import ParityCopies
 from flashrecovery.redundancy.undo import ChangeCounter, UndoCopy, write_back
-from flashrecovery.runtime.environment import DOMAINS_ENV, STRIDE_ENV
 from flashrecovery.snapshot.client import Keeper
 from flashrecovery.snapshot.memory import SharedMemory, host_id
 from flashrecovery.state.shard import Shard, ShardSource
+from flashrecovery.worker.copy_choice import anywhere, choice, parity_groups, placement
 from flashrecovery.worker.glance import glance_at_tensors
 from flashrecovery.worker.registry import Registry
 
@@ -80,6 +77,7 @@ class Copies:
         self._peers: PeerCopies | None = None
         self._parity: ParityCopies | None = None
         self._capsules_only = False
+        self._chosen = ""
         self._undo: UndoCopy | None = None
         self._undo_allowed = settings.undo != "never"
         self._undo_always = settings.undo == "always"
@@ -93,7 +91,13 @@ class Copies:
         self._snapshot: UndoCopy | None = None
         if registry.world_size > 1 and settings.redundancy != "none":
             unique_somewhere = anywhere(bool(unique))
-            if unique_somewhere and settings.redundancy == "parity":
+            parity = settings.redundancy == "parity"
+            chosen = choice(registry, settings) if unique_somewhere else None
+            if chosen is not None:
+                self._chosen, parity = chosen.reason, chosen.parity
+                if not chosen.fits and registry.rank == 0:
+                    on_risk(f"the copies may not fit into the nodes' memory: {chosen.reason}")
+            if unique_somewhere and parity:
                 self._keep_parity(registry, settings, on_kept, on_risk)
             else:
                 self._keep_for_neighbour(registry, unique_somewhere, on_kept)
@@ -141,10 +145,7 @@ class Copies:
     ) -> None:
         """Have a group of ranks on different nodes keep parity of what no other rank holds, and each other's capsules.
         Where all ranks are on one node, a rank is lost with nothing but its process."""
-        nodes = placement()[1]
-        shared = json.loads(os.environ.get(DOMAINS_ENV, "[]"))
-        domains = launch_domains(registry.world_size, nodes, shared)  # a replacement finds the same
-        found = groups_of_all(domains, settings.parity, settings.parity_group)
+        found = parity_groups(registry, settings)
         if isinstance(found, str):
             raise UnsupportedError(f"redundancy 'parity': {found}; allowed here: auto, neighbor, none")
         (ranks,) = (ranks for ranks in found if registry.rank in ranks)
@@ -162,7 +163,7 @@ class Copies:
             ranks,
             registry.tensor_shards(),
             losses=settings.parity,
-            domain=host_id() if nodes > 1 else -1,
+            domain=host_id() if placement()[1] > 1 else -1,
             on_kept=on_kept,
             on_together=on_together,
             network=PacedNetwork(),
@@ -195,7 +196,8 @@ class Copies:
 
     def describe(self) -> str:
         """In words: what is protected by which copies, what that costs, and which losses it survives."""
-        return self._describe_copies() + ("; " + self._describe_snapshots() if self.in_snapshots else "")
+        parts = [self._describe_copies(), self._chosen, self._describe_snapshots() if self.in_snapshots else ""]
+        return "; ".join(part for part in parts if part)
 
     def _describe_snapshots(self) -> str:
         if self._snapshot is None:
@@ -478,18 +480,3 @@ def _part_of_snapshot(registry: Registry) -> list[Shard]:
         if registry.rank in keepers:
             part.append(shard)
     return part
-
-
-def placement() -> tuple[int, int]:
-    """(stride, nodes): rank r's copies go to rank r + stride; how many nodes hold ranks. From the environment that the
-    agent has made."""
-    return int(os.environ.get(STRIDE_ENV, "1")), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-
-
-def anywhere(flag: bool) -> bool:
-    """Whether ``flag`` is set on any rank; a collective (a replacement gets the recorded answer)."""
-    group = groups.control_group()
-    tensor = torch.tensor([int(flag)])
-    if group is not None:
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
-    return bool(tensor.item())

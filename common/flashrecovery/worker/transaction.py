@@ -15,7 +15,8 @@ from flashrecovery.errors import JobFailedError, StepInterrupted, UnsupportedErr
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.worker import proof
 from flashrecovery.worker.collectives import CollectiveWatch
-from flashrecovery.worker.copies import Copies, anywhere
+from flashrecovery.worker.copies import Copies
+from flashrecovery.worker.copy_choice import anywhere
 from flashrecovery.worker.habits import TOUCHED
 from flashrecovery.worker.proving import Proving
 from flashrecovery.worker.registry import Drawn

@@ -1,0 +1,81 @@
+"""Which copies a job can have, and which ``auto`` chooses: by the nodes, the sizes of shards and free memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from flashrecovery import groups
+from flashrecovery.config import Settings
+from flashrecovery.plan.choice import CopyChoice, Sizes, choose
+from flashrecovery.plan.parity_groups import Groups, groups_of_all, launch_domains
+from flashrecovery.runtime.environment import DOMAINS_ENV, STRIDE_ENV
+from flashrecovery.runtime.host_memory import available_memory
+from flashrecovery.state.shard import Shard
+from flashrecovery.worker.registry import Registry
+
+
+def choice(registry: Registry, settings: Settings) -> CopyChoice | None:
+    """Neighbour copies or parity of what no other rank holds; None where that is not left to us, or makes no
+    difference: on one node neighbour copies take no memory of their own. A collective."""
+    if settings.redundancy != "auto" or placement()[1] == 1:
+        return None
+    return choose(sizes_everywhere(registry), parity_groups(registry, settings), settings.parity)
+
+
+def placement() -> tuple[int, int]:
+    """(stride, nodes): rank r's copies go to rank r + stride; how many nodes hold ranks. From the environment that the
+    agent has made."""
+    return int(os.environ.get(STRIDE_ENV, "1")), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+
+
+def parity_groups(registry: Registry, settings: Settings) -> Groups | str:
+    """The parity groups of all ranks, as the job was launched; why there are none, in words. A replacement finds the
+    same: it follows from what the agent has put into the environment."""
+    shared = json.loads(os.environ.get(DOMAINS_ENV, "[]"))
+    domains = launch_domains(registry.world_size, placement()[1], shared)
+    return groups_of_all(domains, settings.parity, settings.parity_group)
+
+
+def sizes_everywhere(registry: Registry) -> Sizes:
+    """The largest rank's shards and the least free memory of a node; a collective (a replacement gets the recorded
+    answer). State that optimizers have not made yet is counted as Adam's or momentum's would be."""
+
+    def nbytes(shards: Sequence[Shard]) -> int:
+        return sum(t.nbytes for s in shards for t in s.spec().tensors.values())
+
+    own, unique = nbytes(registry.tensor_shards()), nbytes(registry.unique_shards())
+    to_come = state_to_come(registry.optimizers)
+    here = [own + to_come, unique + to_come * unique // max(own, 1), -available_memory()]
+    found = torch.tensor(here, dtype=torch.int64)
+    group = groups.control_group()
+    if group is not None:
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return Sizes(int(found[0]), int(found[1]), -int(found[2]), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def state_to_come(optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Bytes of state that these optimizers make in their first step, as far as their settings tell."""
+    found = 0
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            moments = 2 if "betas" in group else int(bool(group.get("momentum")))
+            for p in group["params"]:
+                if p.requires_grad and not optimizer.state.get(p):
+                    local = p.to_local() if isinstance(p, DTensor) else p
+                    found += moments * local.nbytes
+    return found
+
+
+def anywhere(flag: bool) -> bool:
+    """Whether ``flag`` is set on any rank; a collective (a replacement gets the recorded answer)."""
+    group = groups.control_group()
+    tensor = torch.tensor([int(flag)])
+    if group is not None:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    return bool(tensor.item())

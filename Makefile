@@ -112,7 +112,7 @@ simulate: $(BIN)/.setup-done  ## SEEDS=100000 histories of the real controller a
 gpu-check: setup $(BIN)/.frameworks-done  ## on a machine with NVIDIA GPUs: a rank killed in every phase, each layout, the same bits, and a report
 	$(BIN)/python -m tests.gpu_check $(GPU_CHECK_ARGS)
 
-chaos: setup  ## 200 random faults of ranks, nodes, links and controllers on four hosts, without and with relays (needs root)
+chaos: setup  ## 200 random faults of ranks, nodes, links and controllers on four hosts: streams, relays, parity (needs root)
 	$(BIN)/python -m pytest -m chaos -s $(PYTEST_ARGS)
 
 $(BIN)/.docs-done: $(BIN)/.setup-done

@@ -1,7 +1,8 @@
 """Many faults in a row, chosen at random, of ranks, agents, nodes, links and the controller's node, in one job.
 
 At the end the same bits as without any, and nothing is left behind. Once every agent has a stream to the controller,
-once one carries two others. ``FLASHRECOVERY_CHAOS_FAULTS`` and ``FLASHRECOVERY_CHAOS_SEED`` change the number and the
+once one carries two others, once no rank holds what another one has, and parity protects it.
+``FLASHRECOVERY_CHAOS_FAULTS`` and ``FLASHRECOVERY_CHAOS_SEED`` change the number and the
 choice.
 """
 
@@ -19,7 +20,7 @@ import pytest
 
 from tests.support import hosts
 from tests.support.hosts import Host, Network
-from tests.support.jobs import DDP, Layout, check_same
+from tests.support.jobs import DDP, FSDP, Layout, check_same
 from tests.support.nodes import NodesJob
 
 pytestmark = [
@@ -136,6 +137,7 @@ class Chaos:
         self.job.wait_for(event, count, RECOVERY_S)
 
 
+THREE = Layout("fsdp-on-three", FSDP.script, nproc=3)
 CHOICE = (
     *(Chaos.rank_killed,) * 3,
     Chaos.rank_stopped,
@@ -148,19 +150,23 @@ CHOICE = (
 )
 
 
-@pytest.mark.parametrize("direct_agents", [64, 2], ids=["streams", "relays"])
-def test_chaos(direct_agents: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "nnodes", "settings"),
+    [(DDP, 2, "direct_agents: 64"), (DDP, 2, "direct_agents: 2"), (THREE, 3, "redundancy: parity")],
+    ids=["streams", "relays", "parity"],
+)
+def test_chaos(layout: Layout, nnodes: int, settings: str, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
-    config.write_text(f"direct_agents: {direct_agents}\n")
+    config.write_text(f"{settings}\n")
     steps = FAULTS * STEPS_A_FAULT + SPARE_STEPS
-    layout = Layout("ddp-chaos", DDP.script, ("--steps", str(steps)))
+    layout = Layout("chaos", layout.script, ("--steps", str(steps)), nproc=layout.nproc)
     rng = random.Random(SEED)
     times: dict[str, list[float]] = defaultdict(list)
     detections: dict[str, list[float]] = defaultdict(list)
-    with hosts.network(2) as net:
-        reference = NodesJob(net, tmp_path / "reference", layout, step_ms=0).wait(4 * 3600)
+    with hosts.network(nnodes) as net:
+        reference = NodesJob(net, tmp_path / "reference", layout, nnodes=nnodes, step_ms=0).wait(4 * 3600)
     with hosts.network(4) as net:
-        job = NodesJob(net, tmp_path / "run", layout, step_ms=STEP_MS, options=["--config", str(config)])
+        job = NodesJob(net, tmp_path / "run", layout, nnodes=nnodes, step_ms=STEP_MS, config=config)
         job.wait_for_step(5)
         chaos = Chaos(net, job, rng)
         for number in range(FAULTS):

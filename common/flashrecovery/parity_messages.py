@@ -10,6 +10,8 @@ def parity_message(held: ParityHeld) -> pb.Parity:
     """What a rank says. Its own number is that of the sender."""
     return pb.Parity(
         ranks=held.ranks,
+        losses=held.losses,
+        max_size=held.max_size,
         own=[pb.OwnBytes(version=version, nbytes=nbytes) for version, nbytes in sorted(held.own.items())],
         encodings=[
             pb.Encoding(key=e.key, sizes=e.sizes, losses=e.losses, bucket=e.bucket, p=sorted(e.p), q=sorted(e.q))
@@ -30,6 +32,8 @@ def parity_held(rank: int, message: pb.Parity) -> ParityHeld | None:
     return ParityHeld(
         rank,
         tuple(message.ranks),
+        message.losses,
+        message.max_size,
         {own.version: own.nbytes for own in message.own},
         tuple(
             EncodingHeld(e.key, tuple(e.sizes), e.losses, e.bucket, frozenset(e.p), frozenset(e.q))

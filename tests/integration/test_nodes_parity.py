@@ -129,6 +129,36 @@ def test_a_node_is_lost_with_all_ranks_of_the_others(net: Network, tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_groups_are_formed_anew_where_two_members_have_come_to_be_on_one_node(
+    net: Network, tmp_path: Path, reference: References
+) -> None:
+    """There is no spare node, but room for two ranks on each. Losing the node with two is survived, too: by then they
+    are in different groups."""
+    controller, *nodes = net.hosts[:5]
+    config = tmp_path / "config.yaml"
+    config.write_text("redundancy: parity\n")
+    job = NodesJob(
+        net,
+        tmp_path / "run",
+        FOUR,
+        nnodes=4,
+        spare=0,
+        steps=STEPS,
+        config=config,
+        options=["--slots", "2"],
+        alone=True,
+    )
+    job.wait_for_step(KILL_AFTER)
+    job.kill_node(nodes[3])
+    job.wait_for("recovery_finished")
+    job.wait_for_step(KILL_AFTER + 6)
+    (crowded,) = (host for host in nodes if len(job.worker_pids(host)) == 2)
+    job.kill_node(crowded)
+    left = [host for host in nodes[:3] if host != crowded]
+    check(job.wait(of=[*left, controller]), reference, FOUR, [nodes[3], crowded])
+
+
+@pytest.mark.slow
 def test_more_nodes_are_lost_than_parity_covers(net: Network, tmp_path: Path) -> None:
     """It ends, and says what is lost."""
     first, second, third, *_ = net.hosts

@@ -29,7 +29,7 @@ def group(ranks: tuple[int, ...], losses: int, version: int = VERSION) -> dict[i
     for member, rank in enumerate(ranks):
         owners = [ranks[(member - step) % n] for step in range(1, losses + 1)]
         told = tuple(Told(owner, v, shards_of(owner)) for owner in owners for v in sorted(versions))
-        found[rank] = ParityHeld(rank, ranks, dict.fromkeys(versions, 512), (encoding,), told)
+        found[rank] = ParityHeld(rank, ranks, losses, 8, dict.fromkeys(versions, 512), (encoding,), told)
     return found
 
 
@@ -62,28 +62,28 @@ def test_orders_are_for_what_is_lacking_only() -> None:
 
 def test_who_lives_but_does_not_have_the_version_is_given_it_too() -> None:
     held = group((0, 1, 2), 1)
-    held[1] = ParityHeld(1, (0, 1, 2), {VERSION - 1: 512}, held[1].encodings, held[1].told)
+    held[1] = ParityHeld(1, (0, 1, 2), 1, 8, {VERSION - 1: 512}, held[1].encodings, held[1].told)
     assert [one.order.lost for one in decodable(held.values())] == [(1,)]
 
 
 def test_own_shards_of_another_length_are_not_those_that_parity_is_of() -> None:
     held = group((0, 1, 2), 1)
     del held[1]
-    held[2] = ParityHeld(2, (0, 1, 2), {VERSION: 511}, held[2].encodings, held[2].told)
+    held[2] = ParityHeld(2, (0, 1, 2), 1, 8, {VERSION: 511}, held[2].encodings, held[2].told)
     assert decodable(held.values()) == []
 
 
 def test_a_doubted_version_does_not_count() -> None:
     held = group((0, 1, 2), 1)
     del held[1]
-    held[0] = ParityHeld(0, (0, 1, 2), held[0].own, held[0].encodings, held[0].told, frozenset({VERSION}))
+    held[0] = ParityHeld(0, (0, 1, 2), 1, 8, held[0].own, held[0].encodings, held[0].told, frozenset({VERSION}))
     assert [one.order.version for one in decodable(held.values())] == [VERSION - 1]
 
 
 def test_nobody_knows_the_layout() -> None:
     held = group((0, 1, 2), 1)
     del held[1]
-    held[2] = ParityHeld(2, (0, 1, 2), held[2].own, held[2].encodings, ())
+    held[2] = ParityHeld(2, (0, 1, 2), 1, 8, held[2].own, held[2].encodings, ())
     assert decodable(held.values()) == []
 
 
@@ -99,7 +99,7 @@ def test_as_many_as_parity_covers(n: int, losses: int, rng: random.Random) -> No
         p = encoding.p - {VERSION} if (m, "p") in unmade else encoding.p
         q = encoding.q - {VERSION} if (m, "q") in unmade else encoding.q
         encoding = EncodingHeld(KEY, encoding.sizes, losses, 64, p, q)
-        held[m] = ParityHeld(m, held[m].ranks, held[m].own, (encoding,), held[m].told)
+        held[m] = ParityHeld(m, held[m].ranks, losses, 8, held[m].own, (encoding,), held[m].told)
     for m in gone:
         del held[m]
 

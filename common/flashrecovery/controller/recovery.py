@@ -240,17 +240,17 @@ class RecoverySteps:
     def _other_parity_groups(self) -> Groups:
         """The parity groups from now on, where members of those of the launch have come to be on one failure domain.
         Empty: those of the launch, also where there is no way to have better ones."""
-        config, records = self._job.config, self._job.ranks
-        if config.redundancy != "parity" or config.nnodes == 1:
+        records, nnodes = self._job.ranks, self._job.config.nnodes
+        told = [r.parity for r in records.values() if r.parity is not None]
+        if not told or nnodes == 1:
             return ()
-        at_launch = launch_domains(len(records), config.nnodes, self._job.domains)
-        first = groups_of_all(at_launch, config.parity, config.parity_group)
-        told = [r.parity.ranks for r in records.values() if r.parity is not None]
+        losses, max_size = told[0].losses, told[0].max_size
+        first = groups_of_all(launch_domains(len(records), nnodes, self._job.domains), losses, max_size)
         nodes = [self._job.nodes.get(record.home) for record in records.values()]
-        if isinstance(first, str) or not told or any(node is None for node in nodes):
+        if isinstance(first, str) or any(node is None for node in nodes):
             return ()
         domains = [node.domain for node in nodes if node is not None]
-        now = groups_of_all(domains, config.parity, config.parity_group, told)
+        now = groups_of_all(domains, losses, max_size, [one.ranks for one in told])
         return () if isinstance(now, str) or now == first else now
 
     def _adopt(self, decision: Decision, now: float) -> None:

@@ -68,7 +68,7 @@ class Staffing:
             local_rank=record.local_rank,
             node_rank=record.rank // self._job.config.nproc_per_node,
             stride=self._job.stride,
-            domains=self._job.domains if self._job.config.redundancy == "parity" else (),
+            domains=self._job.domains,
             setup_from=self._keepers_of(record) if detached else (),
             stores=() if detached else self._job.start_stores,
         )

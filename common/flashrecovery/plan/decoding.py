@@ -48,12 +48,15 @@ class ParityHeld:
 
     Attributes:
         ranks: of its group, in order.
+        losses, max_size: of groups, as the rank is configured.
         own: bytes of its own shards, by version of which it has them whole.
         doubted: versions of which something has turned out to be wrong.
     """
 
     rank: int
     ranks: tuple[int, ...]
+    losses: int
+    max_size: int
     own: Mapping[int, int]
     encodings: tuple[EncodingHeld, ...] = ()
     told: tuple[Told, ...] = ()

@@ -1037,16 +1037,20 @@ Global___Held: _TypeAlias = Held  # noqa: Y015
 @_typing.final
 class Parity(_message.Message):
     """All that a rank says of parity. ranks: of its group, in order (none: this rank keeps no parity). doubted: versions of
-    which something has turned out to be wrong.
+    which something has turned out to be wrong. losses, max_size: of groups, as this rank is configured.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    LOSSES_FIELD_NUMBER: _builtins.int
+    MAX_SIZE_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     OWN_FIELD_NUMBER: _builtins.int
     ENCODINGS_FIELD_NUMBER: _builtins.int
     TOLD_FIELD_NUMBER: _builtins.int
     DOUBTED_FIELD_NUMBER: _builtins.int
+    losses: _builtins.int
+    max_size: _builtins.int
     @_builtins.property
     def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1060,6 +1064,8 @@ class Parity(_message.Message):
     def __init__(
         self,
         *,
+        losses: _builtins.int = ...,
+        max_size: _builtins.int = ...,
         ranks: _abc.Iterable[_builtins.int] | None = ...,
         own: _abc.Iterable[Global___OwnBytes] | None = ...,
         encodings: _abc.Iterable[Global___Encoding] | None = ...,
@@ -1068,7 +1074,7 @@ class Parity(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["doubted", b"doubted", "encodings", b"encodings", "own", b"own", "ranks", b"ranks", "told", b"told"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["doubted", b"doubted", "encodings", b"encodings", "losses", b"losses", "max_size", b"max_size", "own", b"own", "ranks", b"ranks", "told", b"told"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

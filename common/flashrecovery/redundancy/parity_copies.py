@@ -147,10 +147,10 @@ class ParityCopies:
 
     Args: group: process group used by nothing else, of all ranks, with a handle that stays valid over recoveries.
         rank: this rank; ranks: those of its parity group, this one among them, in the same order on all of them.
-        losses: how many members may be lost, 1 or 2. shards: all shards of this rank that a rollback concerns; parity
-        is of those with ``holders == (rank,)``. domain: this process's failure domain. on_together: gets two ranks of
-        the group that have turned out to be on one failure domain. bucket: bytes. The others as for
-        :class:`.neighbor.NeighbourCopies`.
+        losses: how many members may be lost, 1 or 2; max_size: members of a group at most. shards: all shards of this
+        rank that a rollback concerns; parity is of those with ``holders == (rank,)``. domain: this process's failure
+        domain. on_together: gets two ranks of the group that have turned out to be on one failure domain. bucket:
+        bytes. The others as for :class:`.neighbor.NeighbourCopies`.
     """
 
     def __init__(
@@ -161,6 +161,7 @@ class ParityCopies:
         shards: Sequence[Shard],
         *,
         losses: int = 1,
+        max_size: int = 8,
         domain: int = -1,
         capsule_name: Callable[[int], str] = "capsule@{}".format,
         generation: int = 0,
@@ -174,7 +175,7 @@ class ParityCopies:
         if len(ranks) <= losses:
             raise ValueError(f"a parity group of ranks {list(ranks)}: more than {losses} are needed (losses)")
         self.ranks = tuple(ranks)
-        self.losses = losses
+        self.losses, self._max_size = losses, max_size
         self._rank, self._me = rank, self.ranks.index(rank)
         self._domain = domain
         self._capsule_name = capsule_name
@@ -294,7 +295,8 @@ class ParityCopies:
             if slot.version >= 0:
                 sizes = Layout.decode(slot.beside.plain[_LAYOUT]).payload
                 told.append(Told(slot.beside.owner, slot.version, tuple(sizes.items())))
-        return ParityHeld(self._rank, self.ranks, own, tuple(encodings), tuple(told), frozenset(self._doubted))
+        found = tuple(encodings), tuple(told), frozenset(self._doubted)
+        return ParityHeld(self._rank, self.ranks, self.losses, self._max_size, own, *found)
 
     def holdings(self) -> list[CopyHolding]:
         """The capsules of other ranks that this rank holds."""
@@ -341,17 +343,18 @@ class ParityCopies:
 
         Raises RestoreError, and what the group's operations raise.
         """
-        lost = self._me in order.lost
+        me = order.ranks.index(self._rank)  # a process that has just come knows only of the launch's groups
+        lost = me in order.lost
         slot = self._exchange_layouts(group, order)
         encoding = next((e for e in self._encodings if e.key == order.key), None)
         member = None if encoding is None else encoding.member
         own = None if lost else self._flat(order.version, live)
         to = None if slot is None else _bytes_of(slot.buffer)
         for what, found in ((own, "has"), (to, "is to get")):
-            if what is not None and len(what) != order.sizes[self._me]:
+            if what is not None and len(what) != order.sizes[me]:
                 raise RestoreError(
                     f"rank {self._rank} {found} {len(what)} bytes of version {order.version}, and its parity is of "
-                    f"{order.sizes[self._me]}"
+                    f"{order.sizes[me]}"
                 )
         try:
             nbytes = Decoding(group, order, self._rank, own, member, to, give_up, corrupt).run()
@@ -368,11 +371,11 @@ class ParityCopies:
         works, slot = [], None
         for member, teller in zip(order.lost, order.tellers, strict=True):
             if teller == self._rank:
-                told = self._told_of(self.ranks[member], order.version)
+                told = self._told_of(order.ranks[member], order.version)
                 data = byte_tensor(codec.dumps((told.beside.plain[_LAYOUT], told.values)))
                 for tensor in (torch.tensor([data.numel()]), data):
-                    works.append((group.send([tensor], self.ranks[member], _TAG), tensor))
-            if member == self._me:
+                    works.append((group.send([tensor], order.ranks[member], _TAG), tensor))
+            if order.ranks[member] == self._rank:
                 length = torch.zeros(1, dtype=torch.int64)
                 group.recv([length], teller, _TAG).wait()
                 data = torch.empty(int(length.item()), dtype=torch.uint8)

@@ -163,6 +163,7 @@ class Copies:
             ranks,
             registry.tensor_shards(),
             losses=settings.parity,
+            max_size=settings.parity_group,
             domain=host_id() if placement()[1] > 1 else -1,
             on_kept=on_kept,
             on_together=on_together,

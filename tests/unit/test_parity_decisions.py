@@ -80,10 +80,16 @@ def test_what_a_member_says_travels_whole() -> None:
 
 
 def test_a_key_says_all() -> None:
-    first = key_of([1, 2], [3, 4], 1, 64)
-    assert first == key_of([1, 2], [3, 4], 1, 64) >= 0
-    others = {key_of([1, 3], [3, 4], 1, 64), key_of([1, 2], [3, 5], 1, 64), key_of([1, 2], [3, 4], 2, 64)}
-    assert first not in {*others, key_of([1, 2], [3, 4], 1, 128)} and len(others) == 3
+    first = key_of([0, 1], [1, 2], [3, 4], 1, 64)
+    assert first == key_of([0, 1], [1, 2], [3, 4], 1, 64) >= 0
+    others = {
+        key_of([0, 2], [1, 2], [3, 4], 1, 64),
+        key_of([0, 1], [1, 3], [3, 4], 1, 64),
+        key_of([0, 1], [1, 2], [3, 5], 1, 64),
+        key_of([0, 1], [1, 2], [3, 4], 2, 64),
+        key_of([0, 1], [1, 2], [3, 4], 1, 128),
+    }
+    assert first not in others and len(others) == 5
 
 
 @pytest.mark.parametrize(

@@ -137,9 +137,9 @@ class Encoding:
             self.outliving.keep(None)
 
 
-def key_of(sizes: Sequence[int], idents: Sequence[int], losses: int, bucket: int) -> int:
-    """63 bits that say all about an encoding: equal for equal layouts of all members' tensors."""
-    return xxhash.xxh3_64_intdigest(codec.dumps((tuple(sizes), tuple(idents), losses, bucket))) >> 1
+def key_of(ranks: Sequence[int], sizes: Sequence[int], idents: Sequence[int], losses: int, bucket: int) -> int:
+    """63 bits that say all about an encoding: equal for the same members with equal layouts of their tensors."""
+    return xxhash.xxh3_64_intdigest(codec.dumps((*map(tuple, (ranks, sizes, idents)), losses, bucket))) >> 1
 
 
 class ParityCopies:
@@ -522,7 +522,7 @@ class ParityCopies:
 
     def _encode(self, version: int, own: Slot, layout: Layout, states: Sequence[MemberState]) -> None:
         sizes, idents = [s.nbytes for s in states], [s.ident for s in states]
-        key = key_of(sizes, idents, self.losses, self._bucket)
+        key = key_of(self.ranks, sizes, idents, self.losses, self._bucket)
         parity = ParityLayout(tuple(sizes), self.losses, self._bucket)
         making = to_make(parity, key, version, states)
         if not making.places:

@@ -21,7 +21,7 @@ GPU_CHECK_ARGS ?=
 SEEDS ?= 2000
 SIMULATE_ARGS ?=
 
-.PHONY: help setup demo test test-asan test-tsan test-cuda-build test-slurm lint format grid grid-deepspeed grid-megatron soak soak-deepspeed soak-megatron chaos gpu-check bench bench-setup mutate mutate-session mutate-nccl simulate docs clean
+.PHONY: help setup demo test test-asan test-tsan test-cuda-build test-slurm lint format grid grid-deepspeed grid-megatron soak soak-deepspeed soak-megatron chaos gpu-check bench bench-setup mutate mutate-session mutate-parity mutate-nccl simulate docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -131,6 +131,9 @@ mutate: $(BIN)/.mutate-done  ## change the code in small ways and list what no u
 
 mutate-session: $(BIN)/.setup-done  ## the same for the worker's session, with whole jobs as the tests (MUTATE="void --jobs 2")
 	$(BIN)/python scripts/mutate_session.py $(MUTATE)
+
+mutate-parity: $(BIN)/.setup-done  ## the same for parity, with processes that are killed as the tests (MUTATE="digests --jobs 2")
+	$(BIN)/python scripts/mutate_parity.py $(MUTATE)
 
 mutate-nccl: $(BIN)/.setup-done  ## take each mend for NCCL out again: a test must notice, without a GPU (MUTATE="04- 17-")
 	$(BIN)/python scripts/mutate_nccl.py $(MUTATE)

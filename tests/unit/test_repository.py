@@ -102,6 +102,9 @@ def test_what_the_mutation_runs_name_is_there() -> None:
     assert by_hand.chosen(by_hand.MUTANTS, []) == [*by_hand.MUTANTS]
     for tests in (by_hand.LOOPS, by_hand.QUICK, by_hand.ALL):
         assert [name for name in tests if not _is_test(name)] == []
+    parity = _script("mutate_parity")
+    assert parity.chosen(parity.MUTANTS, []) == [*parity.MUTANTS]
+    assert [name for name in parity.TESTS if not _is_test(name)] == []
     for only, patterns in _script("mutate").TARGETS.values():
         assert [p for p in only if not list((ROOT / "common").glob(p))] == []
         assert [p for p in patterns if not list((ROOT / "tests" / "unit").glob(p))] == []

@@ -1,0 +1,113 @@
+"""Break parity in listed ways, one at a time, and say which ways no test notices.
+
+    scripts/mutate_parity.py [NAME...]    names of mutants, or parts of them (default: all)
+
+Parity is worth nothing where it is quietly wrong: a group that goes on without noticing that its parity is not that of
+its bytes loses its state with the next node. It works in copies of the tree below ``--folder`` and ends with exit
+status 1 if a mutant has survived.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from mutants import ROOT, Mutant, Trial, chosen, run
+
+REDUNDANCY = "common/flashrecovery/redundancy"
+COPIES, ROUNDS, DECODE, EXCHANGE, FLAT = (
+    f"{REDUNDANCY}/{name}.py" for name in ("parity_copies", "parity_rounds", "parity_decode", "exchange", "flat")
+)
+DECODING = "common/flashrecovery/plan/decoding.py"
+GROUPS = "common/flashrecovery/plan/parity_groups.py"
+TESTS = (
+    *(f"tests/unit/test_{name}.py" for name in ("parity_decisions", "plan_decoding", "plan_choice", "flat")),
+    "tests/integration/test_parity_copies.py",
+    "tests/integration/test_copies_recovery.py",
+)
+
+MUTANTS = (
+    # -- an exchange ------------------------------------------------------------------------------
+    Mutant("base-that-a-member-lacks", COPIES, " | {s.before for s in states}", ""),
+    Mutant("always-from-nothing", COPIES, "bases.pop() if len(bases) == 1 else NO_BASE", "NO_BASE"),
+    Mutant("what-is-whole-is-made-again", COPIES, "if newest < version)", "if newest <= version)"),
+    Mutant("nothing-is-made-after-a-loss", COPIES, "if newest < version)", "if 0 <= newest < version)"),
+    Mutant("without-asking", COPIES, "if all(state.whole for state in states):", "if True:"),
+    Mutant(
+        "capsule-of-an-unvouched-version",
+        COPIES,
+        "            if states[member].whole:\n",
+        "            if data.numel():\n",
+    ),
+    Mutant(
+        "told-one-member-only",
+        COPIES,
+        "for i in range(1, self.losses + 1)]\n        self._tellers",
+        "for i in range(1, 2)]\n        self._tellers",
+    ),
+    Mutant("key-without-layouts", COPIES, "(ranks, sizes, idents)), losses", "(ranks, sizes)), losses"),
+    Mutant("old-encoding-goes-too-early", COPIES, "if e.newest < newest]", "if e.newest <= newest]"),
+    Mutant("no-wait", EXCHANGE, "        with self.undo.between.resting():\n            self._background.wait()\n", ""),
+    Mutant("last-batch-too-early", ROUNDS, "last and not self._member.owes_sums(to)", "last"),
+    Mutant("gaps-are-not-zero", FLAT, "            self.buffer.zero_()\n", "            pass\n"),
+    # -- a recovery -------------------------------------------------------------------------------
+    Mutant("void-parity-stays", COPIES, "            encoding.member.drop_after(version)\n", "            pass\n"),
+    Mutant("void-capsules-stay", COPIES, "            slot.drop_after(version)\n", "            pass\n"),
+    Mutant("old-group-stays", COPIES, "        self._change_group()\n", ""),
+    Mutant(
+        "group-changes-at-once",
+        COPIES,
+        "        self._next_ranks = tuple(ranks)\n",
+        "        self._next_ranks = tuple(ranks)\n        self._change_group()\n",
+    ),
+    Mutant("digests-are-not-compared", DECODE, "columns, parity, wanted)", "columns, parity)"),
+    Mutant(
+        "parity-is-not-compared",
+        DECODE,
+        "found += store.bucket(version, bucket)",
+        "found += store._content(store._record(version).slots[bucket], bucket)",
+    ),
+    Mutant("doubt-is-forgotten", DECODING, " - doubted\n", "\n"),
+    Mutant(
+        "own-shards-of-any-length",
+        DECODING,
+        "own = members[rank].own.get(version) == layout.sizes[member]",
+        "own = version in members[rank].own",
+    ),
+    Mutant(
+        "more-than-parity-covers",
+        DECODING,
+        "if not lost or undecodable(layout, held, version) is not None:",
+        "if not lost:",
+    ),
+    Mutant("layout-of-any-version", DECODING, "(told.owner, told.version) == (owner, version)", "told.owner == owner"),
+    Mutant("second-parity-of-its-own-stripe", DECODING, "((member - 1) % n, StripePart.Q)", "(member, StripePart.Q)"),
+    Mutant(
+        "stale-groups-count",
+        GROUPS,
+        "key=lambda ranks: (-named[ranks], ranks)",
+        "key=lambda ranks: (named[ranks], ranks)",
+    ),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "mutants" / "parity")
+    parser.add_argument("--jobs", type=int, default=1, help="at the same time (a job has up to six ranks)")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for one mutant")
+    args = parser.parse_args()
+    survivors = run(
+        chosen(MUTANTS, args.names),
+        lambda mutant: TESTS,
+        lambda number: Trial(args.folder / f"copy{number}"),
+        jobs=args.jobs,
+        limit_s=args.limit,
+    )
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

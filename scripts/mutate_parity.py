@@ -105,6 +105,7 @@ def main() -> int:
         lambda number: Trial(args.folder / f"copy{number}"),
         jobs=args.jobs,
         limit_s=args.limit,
+        minutes=None,
     )
     return 1 if survivors else 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashrecovery.plan.choice import ROOM, Sizes, choose, neighbour_memory, parity_memory
+from flashrecovery.plan.choice import ROOM, Sizes, choose, neighbour_memory, own_memory, parity_memory, refusal
 from flashrecovery.worker.copy_choice import state_to_come
 
 GROUPS = ((0, 2, 4, 6), (1, 3, 5, 7))
@@ -52,3 +52,10 @@ def test_state_that_optimizers_have_not_made_yet_is_counted() -> None:
     weight.grad = torch.ones(100)
     adam.step()
     assert state_to_come([adam]) == 0, "it is there"
+
+
+def test_what_cannot_be_kept_is_refused() -> None:
+    assert own_memory(sizes(1)) == 2 * 2 * 5 * GB
+    assert refusal(sizes(20), own_memory(sizes(20))) == ""
+    why = refusal(sizes(19.5), own_memory(sizes(19.5)))
+    assert "need 20.00 GB" in why and "19.50 GB are free" in why and "redundancy 'none'" in why

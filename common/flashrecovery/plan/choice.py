@@ -47,6 +47,22 @@ def parity_memory(sizes: Sizes, groups: Groups, losses: int) -> int:
     return sizes.ranks * _VERSIONS * (sizes.own + -(-sizes.unique * losses // (members - losses)))
 
 
+def own_memory(sizes: Sizes) -> int:
+    """Host memory of a node for own copies alone, bytes: of ranks of one node the neighbours' are the same memory."""
+    return sizes.ranks * _VERSIONS * sizes.own
+
+
+def refusal(sizes: Sizes, need: int) -> str:
+    """Why the copies cannot be kept, in words: they need more than there is. Empty if they do not."""
+    if need <= sizes.free:
+        return ""
+    return (
+        f"the copies need {_gb(need)} GB of host memory on a node ({sizes.ranks} ranks, {_VERSIONS} versions each), "
+        f"and {_gb(sizes.free)} GB are free on the node with least; allowed: fewer ranks on a node, or redundancy "
+        "'none', with which only a checkpoint helps"
+    )
+
+
 def choose(sizes: Sizes, groups: Groups | str, losses: int) -> CopyChoice:
     """``groups``: those of parity, or why there are none."""
     room, copies = ROOM * sizes.free, neighbour_memory(sizes)

@@ -19,6 +19,7 @@ from flashrecovery.config import Settings
 from flashrecovery.errors import RestoreError, UnsupportedError
 from flashrecovery.groups.pace import PacedNetwork
 from flashrecovery.plan import Kind
+from flashrecovery.plan.choice import CopyChoice
 from flashrecovery.plan.decoding import DecodeOrder, ParityHeld
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy import checkpoint
@@ -56,8 +57,8 @@ class Copies:
         what has turned out to be protected worse than was said at the start; in any thread.
 
         Raises UnsupportedError if copies are asked for where there is one rank only, ``redundancy: replica`` where a
-        shard has no replica, or parity where the nodes do not allow it; ConfigError if the checkpoint directory cannot
-        be written."""
+        shard has no replica, or parity where the nodes do not allow it; ConfigError if there is not enough host
+        memory, or the checkpoint directory cannot be written."""
         self._registry = registry
         self._limits = settings.timeouts
         # Only where touches can be seen is it known that nothing else has changed a tensor beside its copy.
@@ -91,13 +92,11 @@ class Copies:
         self._snapshot: UndoCopy | None = None
         if registry.world_size > 1 and settings.redundancy != "none":
             unique_somewhere = anywhere(bool(unique))
-            parity = settings.redundancy == "parity"
-            chosen = choice(registry, settings) if unique_somewhere else None
-            if chosen is not None:
-                self._chosen, parity = chosen.reason, chosen.parity
-                if not chosen.fits and registry.rank == 0:
-                    on_risk(f"the copies may not fit into the nodes' memory: {chosen.reason}")
-            if unique_somewhere and parity:
+            chosen = choice(registry, settings) if unique_somewhere else CopyChoice(False, True, "")
+            self._chosen = chosen.reason if chosen.fits else ""
+            if not chosen.fits and registry.rank == 0:
+                on_risk(f"the copies may not fit into the nodes' memory: {chosen.reason}")
+            if chosen.parity:
                 self._keep_parity(registry, settings, on_kept, on_risk)
             else:
                 self._keep_for_neighbour(registry, unique_somewhere, on_kept)

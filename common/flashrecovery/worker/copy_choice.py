@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from flashrecovery import groups
 from flashrecovery.config import Settings
-from flashrecovery.plan.choice import CopyChoice, Sizes, choose
+from flashrecovery.errors import ConfigError
+from flashrecovery.plan.choice import CopyChoice, Sizes, choose, neighbour_memory, own_memory, parity_memory, refusal
 from flashrecovery.plan.parity_groups import Groups, groups_of_all, launch_domains
 from flashrecovery.runtime.environment import DOMAINS_ENV, STRIDE_ENV
 from flashrecovery.runtime.host_memory import available_memory
@@ -20,12 +21,29 @@ from flashrecovery.state.shard import Shard
 from flashrecovery.worker.registry import Registry
 
 
-def choice(registry: Registry, settings: Settings) -> CopyChoice | None:
-    """Neighbour copies or parity of what no other rank holds; None where that is not left to us, or makes no
-    difference: on one node neighbour copies take no memory of their own. A collective."""
-    if settings.redundancy != "auto" or placement()[1] == 1:
-        return None
-    return choose(sizes_everywhere(registry), parity_groups(registry, settings), settings.parity)
+def choice(registry: Registry, settings: Settings) -> CopyChoice:
+    """Whether parity is kept of what no other rank holds, or neighbour copies. A collective.
+
+    Raises ConfigError if they need more host memory than there is even without what optimizers will make.
+    """
+    now, expected = sizes_everywhere(registry)
+    found = parity_groups(registry, settings)
+    several = placement()[1] > 1
+    if settings.redundancy == "auto" and several:
+        chosen = choose(expected, found, settings.parity)
+    else:  # on one node neighbour copies take no memory of their own
+        chosen = CopyChoice(settings.redundancy == "parity", True, "")
+
+    def need(sizes: Sizes) -> int:
+        if chosen.parity and not isinstance(found, str):
+            return parity_memory(sizes, found, settings.parity)
+        return neighbour_memory(sizes) if several else own_memory(sizes)
+
+    if why := refusal(now, need(now)):
+        raise ConfigError(f"redundancy = {settings.redundancy!r}: {why}")
+    if chosen.fits and (why := refusal(expected, need(expected))):
+        return CopyChoice(chosen.parity, False, f"with what optimizers are about to make, {why}")
+    return chosen
 
 
 def placement() -> tuple[int, int]:
@@ -42,21 +60,24 @@ def parity_groups(registry: Registry, settings: Settings) -> Groups | str:
     return groups_of_all(domains, settings.parity, settings.parity_group)
 
 
-def sizes_everywhere(registry: Registry) -> Sizes:
-    """The largest rank's shards and the least free memory of a node; a collective (a replacement gets the recorded
-    answer). State that optimizers have not made yet is counted as Adam's or momentum's would be."""
+def sizes_everywhere(registry: Registry) -> tuple[Sizes, Sizes]:
+    """The largest rank's shards and the least free memory of a node: as they are now, and with the state that
+    optimizers have not made yet, counted as Adam's or momentum's. A collective, on all ranks before any of them keeps
+    anything (a replacement gets the recorded answer)."""
 
     def nbytes(shards: Sequence[Shard]) -> int:
         return sum(t.nbytes for s in shards for t in s.spec().tensors.values())
 
     own, unique = nbytes(registry.tensor_shards()), nbytes(registry.unique_shards())
     to_come = state_to_come(registry.optimizers)
-    here = [own + to_come, unique + to_come * unique // max(own, 1), -available_memory()]
+    here = [own, unique, own + to_come, unique + to_come * unique // max(own, 1), -available_memory()]
     found = torch.tensor(here, dtype=torch.int64)
     group = groups.control_group()
     if group is not None:
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return Sizes(int(found[0]), int(found[1]), -int(found[2]), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    own, unique, own_then, unique_then, least = (int(number) for number in found)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return Sizes(own, unique, -least, ranks), Sizes(own_then, unique_then, -least, ranks)
 
 
 def state_to_come(optimizers: Sequence[torch.optim.Optimizer]) -> int:

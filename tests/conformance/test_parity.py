@@ -120,4 +120,6 @@ def test_more_than_parity_covers_ends_the_job_and_says_what_is_lost(tmp_path: Pa
     inject = [f"rank={rank},fault=sigkill,at=backward,step=6" for rank in (1, 2)]
     job = run(tmp_path / "run", FSDP, "--redundancy", "parity", "--snapshots", "never", inject=inject)
     assert job.code != 0
-    assert any("no version exists for every shard" in e["reason"] for e in job.of("job_failed")), job.explain()
+    (reason,) = (e["reason"] for e in job.of("job_failed"))
+    assert "no version exists for every shard" in reason, job.explain()
+    assert "the parity group of ranks 0, 1, 2 and 3: version" in reason and "lacks the shards of members 1, 2" in reason

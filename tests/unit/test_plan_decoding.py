@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flashrecovery.parity_messages import decode_message, decode_order, parity_held, parity_message
 from flashrecovery.plan import Kind
-from flashrecovery.plan.decoding import Decodable, EncodingHeld, ParityHeld, Told, decodable, needed
+from flashrecovery.plan.decoding import Decodable, EncodingHeld, ParityHeld, Told, decodable, needed, why_not
 from flashrecovery.plan.parity import DecodePlan, decode_plan
 
 KEY = 77
@@ -78,6 +78,17 @@ def test_a_doubted_version_does_not_count() -> None:
     del held[1]
     held[0] = ParityHeld(0, (0, 1, 2), 1, 8, held[0].own, held[0].encodings, held[0].told, frozenset({VERSION}))
     assert [one.order.version for one in decodable(held.values())] == [VERSION - 1]
+
+
+def test_why_a_group_cannot_give_back_what_it_has_lost() -> None:
+    held = group((0, 2, 4, 6), 1)
+    assert why_not(held.values()) == ""
+    del held[2]
+    assert why_not(held.values()) == ""
+    del held[6]
+    why = why_not(held.values())
+    assert why.startswith("the parity group of ranks 0, 2, 4 and 6: version 5 cannot be decoded: stripe ")
+    assert "lacks the shards of members 1, 3" in why
 
 
 def test_nobody_knows_the_layout() -> None:

@@ -11,7 +11,7 @@ from flashrecovery.controller.records import RankRecord
 from flashrecovery.errors import JobFailedError
 from flashrecovery.parity_messages import decode_message
 from flashrecovery.plan import Cut, Holding, Kind, Need, NoCut, RestorePlan, newest_cut, plain_reason, plan_restore
-from flashrecovery.plan.decoding import Decodable, DecodeOrder, decodable, needed
+from flashrecovery.plan.decoding import Decodable, DecodeOrder, decodable, needed, why_not
 from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -130,7 +130,8 @@ def decide(records: Mapping[int, RankRecord], checkpoint: tuple[int, str] | None
     parity = _decodable(records)
     cut = _plain_cut(records, parity) or _any_cut(records, parity)
     if isinstance(cut, NoCut):
-        reason = cut.reason + forgotten
+        because = why_not([record.parity for record in records.values() if record.parity is not None])
+        reason = cut.reason + forgotten + (f"; {because}" if because else "")
         if checkpoint is None:
             raise JobFailedError(f"the job cannot be recovered: {reason}; and there is no checkpoint")
         return Decision.from_checkpoint(checkpoint, records, reason)

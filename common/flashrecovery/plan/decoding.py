@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from flashrecovery.plan.parity import Held, ParityLayout, StripePart, lost_members, undecodable
 from flashrecovery.plan.types import Holding, Kind
+from flashrecovery.plan.words import ranks_text
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,34 @@ def needed(found: Iterable[Decodable], version: int, lacking: Collection[tuple[i
     return tuple(orders.values())
 
 
+def why_not(held: Collection[ParityHeld]) -> str:
+    """In words why a group cannot give back what it has lost, for the first such group and its newest version; empty if
+    there is none."""
+    groups: dict[tuple[int, ...], dict[int, ParityHeld]] = defaultdict(dict)
+    for one in held:
+        groups[one.ranks][one.rank] = one
+    for ranks, members in sorted(groups.items()):
+        by_rank = {rank: e for rank, m in members.items() for e in m.encodings}
+        versions = frozenset[int]().union(*(e.p | e.q for e in by_rank.values()))
+        if not versions:
+            continue
+        layout, known = _members_at(ranks, members, by_rank, max(versions))
+        why = undecodable(layout, known, max(versions))
+        if why is not None:
+            return f"the parity group of {ranks_text(ranks)}: {why.reason}"
+    return ""
+
+
+def _members_at(
+    ranks: tuple[int, ...], members: Mapping[int, ParityHeld], encodings: Mapping[int, EncodingHeld], version: int
+) -> tuple[ParityLayout, dict[int, Held]]:
+    """The layout of an encoding, and what the members have of it at this version."""
+    first = next(iter(encodings.values()))
+    layout = ParityLayout(first.sizes, first.losses, first.bucket)
+    known = {m: _held(members, encodings, rank, m, layout, version) for m, rank in enumerate(ranks) if rank in members}
+    return layout, known
+
+
 def _of_group(ranks: tuple[int, ...], members: Mapping[int, ParityHeld]) -> Iterable[Decodable]:
     doubted = frozenset[int]().union(*(m.doubted for m in members.values()))
     encodings: dict[int, dict[int, EncodingHeld]] = defaultdict(dict)
@@ -149,8 +178,7 @@ def _of_version(
     ranks: tuple[int, ...], members: Mapping[int, ParityHeld], encodings: Mapping[int, EncodingHeld], version: int
 ) -> Decodable | None:
     first = next(iter(encodings.values()))
-    layout = ParityLayout(first.sizes, first.losses, first.bucket)
-    held = {m: _held(members, encodings, rank, m, layout, version) for m, rank in enumerate(ranks) if rank in members}
+    layout, held = _members_at(ranks, members, encodings, version)
     lost = [m for m in lost_members(layout, held, version) if layout.sizes[m]]
     if not lost or undecodable(layout, held, version) is not None:
         return None

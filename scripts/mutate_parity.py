@@ -35,12 +35,6 @@ MUTANTS = (
     Mutant("nothing-is-made-after-a-loss", COPIES, "if newest < version)", "if 0 <= newest < version)"),
     Mutant("without-asking", COPIES, "if all(state.whole for state in states):", "if True:"),
     Mutant(
-        "capsule-of-an-unvouched-version",
-        COPIES,
-        "            if states[member].whole:\n",
-        "            if data.numel():\n",
-    ),
-    Mutant(
         "told-one-member-only",
         COPIES,
         "for i in range(1, self.losses + 1)]\n        self._tellers",

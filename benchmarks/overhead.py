@@ -4,7 +4,8 @@ A step of about 100 ms, most of it a sleep in the place of an accelerator's work
 this machine's cores: what recovery adds on the host shows in full, what it could take from the device does
 not. DDP has all state replicated and copies nothing, unless snapshots are asked for (``--layouts ddp+snapshots``; with
 ``--sleep-ms 370`` a step of 400 ms). With FSDP, DeepSpeed's ZeRO-2 (``--layouts zero2``) and Megatron's distributed
-optimizer (``--layouts megatron``, both overlaps on) the neighbour holds copies of each rank's shards of every step.
+optimizer (``--layouts megatron``, both overlaps on) the neighbour holds copies of each rank's shards of every step;
+with ``fsdp+parity`` parity takes their place.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import harness
@@ -20,16 +22,17 @@ from peers import deepspeed_zero2, megatron_gpt, ours
 from workload import Job
 
 WARM_UP = 10
-GOALS = {"ddp": 0.005, "ddp+snapshots": 0.01, "fsdp": 0.03, "zero2": 0.03, "megatron": 0.03}
+GOALS = {"ddp": 0.005, "ddp+snapshots": 0.01, "fsdp": 0.03, "fsdp+parity": 0.03, "zero2": 0.03, "megatron": 0.03}
+OPTIONS = {"snapshots": ("--snapshots", "always"), "parity": ("--redundancy", "parity")}
 UNIQUE = {"zero2": deepspeed_zero2.unique_bytes, "megatron": megatron_gpt.unique_bytes}
 """Bytes that a rank's neighbour gets each step."""
 
 
-def mean_step(job: Job, recovery: bool, limit_s: float, *, snapshots: bool = False) -> float:
+def mean_step(job: Job, recovery: bool, limit_s: float, options: Sequence[str] = ()) -> float:
     """Seconds a step after the warm-up, on rank 0. Raises TimeoutError."""
     directory = Path(job.directory)
     launch = harness.Launch(directory / "output.log")
-    _start(job, launch, recovery, snapshots)
+    _start(job, launch, recovery, options)
     deadline = time.monotonic() + limit_s
     try:
         while time.monotonic() < deadline:
@@ -45,7 +48,7 @@ def mean_step(job: Job, recovery: bool, limit_s: float, *, snapshots: bool = Fal
         launch.stop()
 
 
-def _start(job: Job, launch: harness.Launch, recovery: bool, snapshots: bool) -> None:
+def _start(job: Job, launch: harness.Launch, recovery: bool, options: Sequence[str]) -> None:
     if job.layout == "zero2":
         deepspeed_zero2.start_protected(job, launch, standby=0) if recovery else deepspeed_zero2.start_bare(job, launch)
     elif job.layout == "megatron":
@@ -55,7 +58,7 @@ def _start(job: Job, launch: harness.Launch, recovery: bool, snapshots: bool) ->
         else:
             megatron_gpt.start_bare(job, launch, layout)
     elif recovery:
-        ours.start(job, launch, standby=0, options=["--snapshots", "always"] if snapshots else [])
+        ours.start(job, launch, standby=0, options=options)
     else:
         launch.start(
             [
@@ -93,8 +96,8 @@ def main() -> None:
                         step_time_ms=args.sleep_ms,
                         layout=layout.partition("+")[0],
                     )
-                    snapshots = layout.endswith("+snapshots")
-                    times[recovery].append(mean_step(job, recovery, limit_s=240, snapshots=snapshots))
+                    options = OPTIONS.get(layout.partition("+")[2], ())
+                    times[recovery].append(mean_step(job, recovery, 240, options))
             print(f"  {layout} {i + 1}/{pairs}: on {times[True][-1] * 1e3:.2f}, off {times[False][-1] * 1e3:.2f} ms")
         off = statistics.median(times[False])
         # Of the pairs' own ratios: the machine drifts by more between pairs than within one.

@@ -91,6 +91,15 @@ def test_why_a_group_cannot_give_back_what_it_has_lost() -> None:
     assert "lacks the shards of members 1, 3" in why
 
 
+def test_the_layout_is_known_at_another_version_only() -> None:
+    """At the other one it may have been laid out otherwise."""
+    held = group((0, 1, 2), 1)
+    del held[1]
+    told = tuple(t for t in held[2].told if t.version != VERSION)
+    held[2] = ParityHeld(2, (0, 1, 2), 1, 8, held[2].own, held[2].encodings, told)
+    assert [one.order.version for one in decodable(held.values())] == [VERSION - 1]
+
+
 def test_nobody_knows_the_layout() -> None:
     held = group((0, 1, 2), 1)
     del held[1]

@@ -41,7 +41,7 @@ from flashrecovery.errors import (
 )
 from flashrecovery.redundancy.background import Background
 from flashrecovery.redundancy.dcp import join_parts, read_into, read_whole, write_part
-from flashrecovery.redundancy.host import HostCopies
+from flashrecovery.redundancy.host import HostCopies, LaterCopies
 from flashrecovery.runtime.durable import write_durably
 from flashrecovery.state import codec
 from flashrecovery.state.checkpoint_format import CheckpointFormat
@@ -184,14 +184,19 @@ class CheckpointFallback:
         common: bytes,
         generation: int,
     ) -> None:
-        """Like :meth:`commit`, from a copy of ``version`` that is being made anyway, in the core's format: training is
-        not held up.
+        """Like :meth:`commit`, from a copy of ``version`` that is being made anyway: training is held up only for what
+        a framework's own format has besides the shards.
 
-        ``copy``: waits for it, in the background; gives each shard's content by name, None if there is none.
-        ``release``: called when it has been written.
+        ``shards``: those of the copy. ``copy``: waits for it, in the background; gives each shard's content by name,
+        None if there is none. ``release``: called when it has been written.
         """
         began = time.monotonic()
         mine = [s for s in shards if writer_of(s) == self._rank]
+        later, write, k0_s = None, None, 0.0
+        if self._form is not None:
+            later = LaterCopies(shards)
+            write = self._form.capture(self.directory, _name(version), later)
+            k0_s = time.monotonic() - began
 
         def job() -> None:
             try:
@@ -205,16 +210,13 @@ class CheckpointFallback:
                     for key, tensor in zip(found[s.name].spec.tensors, found[s.name].tensors, strict=True)
                 }
                 owned = [(s.name, len(s.holders) > 1, found[s.name].spec) for s in mine]
-                self._write(version, generation, owned, tensors, None, capsule, common, began, 0.0)
+                if later is not None:
+                    later.fill(content)
+                self._write(version, generation, owned, tensors, write, capsule, common, began, k0_s)
             finally:
                 release()
 
         self._submit(job)
-
-    @property
-    def in_core_format(self) -> bool:
-        """Whether the tensors are written in no framework's own format."""
-        return self._form is None
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """True when nothing is being written. Raises what writing has raised if there is no ``on_error``."""

@@ -273,14 +273,14 @@ class Copies:
         if self.checkpoint is not None and self.checkpoint.due(version):
             capsule, common = self._registry.capsule.at(version), self._registry.common.at(version)
             assert capsule is not None and common is not None
-            shards = self._registry.tensor_shards()
             copies = self._every_step
-            if copies is None or not self.checkpoint.in_core_format:
+            if copies is None:
+                shards = self._registry.tensor_shards()
                 self.checkpoint.commit(version, shards, capsule=capsule, common=common, generation=generation)
                 return
             copies.reserve(version)  # the copy that start() is about to make
             self.checkpoint.commit_copy(
-                *(version, shards, copies.reserved, copies.release),
+                *(version, copies.shards, copies.reserved, copies.release),
                 capsule=capsule,
                 common=common,
                 generation=generation,

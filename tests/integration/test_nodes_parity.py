@@ -49,6 +49,7 @@ def check(ended: Job, reference: References, layout: Layout, lost: list[Host]) -
     check_same(ended, reference(layout))
 
 
+@pytest.mark.slow
 def test_a_node_of_three_is_lost(net: Network, tmp_path: Path, reference: References) -> None:
     first, second, lost, spare, *_ = net.hosts
     job = launch(net, tmp_path, THREE)

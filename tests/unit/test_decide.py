@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from flashrecovery.controller.records import RankRecord, capsule_name
 from flashrecovery.controller.restore import decide
 from flashrecovery.errors import JobFailedError
 from flashrecovery.plan import Kind, NoCut, newest_cut, plan_restore
+from flashrecovery.plan.decoding import EncodingHeld
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
@@ -66,3 +68,74 @@ def test_of_thousands_of_equal_holders_as_many_are_looked_at_as_can_make_a_diffe
     assert sources[700, "model/700"] in (1700, 2700) and sources[701, "model/701"] in (1701, 2701)
     assert sources[700, capsule_name(700)] == 708 and sources[700, "common"] not in lost
     assert len(sources) == 6
+
+
+# -- parity ---------------------------------------------------------------------------------------
+
+SHARD = 512
+
+
+def protected(world: int, losses: int, newest: int = 7) -> dict[int, RankRecord]:
+    """Each rank has a shard of its own; all are live at ``newest``; parity is whole there and one version before."""
+    ranks, versions = range(world), [newest - 1, newest]
+    records = {}
+    for rank in ranks:
+        record = records[rank] = RankRecord(rank)
+        record.needs = {f"own#{rank}": SHARD, "common": 10, capsule_name(rank): 5}
+        before = [(rank - step) % world for step in range(1, losses + 1)]
+        kept = [pb.Held(kind="copy", version=v, shards=[capsule_name(r)], nbytes=[5]) for r in before for v in versions]
+        kept += [pb.Held(kind="undo", version=newest - 1, shards=[f"own#{rank}", "common", capsule_name(rank)])]
+        encoding = pb.Encoding(key=3, sizes=[SHARD] * world, losses=losses, bucket=64, p=versions)
+        encoding.q.extend(versions if losses == 2 else [])
+        parity = pb.Parity(
+            ranks=ranks,
+            losses=losses,
+            max_size=8,
+            own=[pb.OwnBytes(version=v, nbytes=SHARD) for v in versions],
+            encodings=[encoding],
+            told=[pb.Told(owner=r, version=v, shards=[f"own#{r}"], nbytes=[SHARD]) for r in before for v in versions],
+        )
+        record.take_inventory(newest, kept, parity)
+    return records
+
+
+@pytest.mark.parametrize(("losses", "lost"), [(1, [2]), (2, [2]), (2, [1, 2])])
+def test_what_only_lost_ranks_had_is_decoded_where_it_is_needed(losses: int, lost: list[int]) -> None:
+    records = protected(4, losses)
+    for rank in lost:
+        records[rank].vacate()
+    found = decide(records, None).round
+    assert found.version == 7
+    (order,) = found.decodes
+    assert [order.ranks[m] for m in order.lost] == lost and found.busy == {0, 1, 2, 3}
+    assert {(i.rank, i.shard) for i in found.plan.local if i.kind is Kind.PARITY} == {(r, f"own#{r}") for r in lost}
+    assert {(t.dest, t.shard) for t in found.plan.transfers} == {
+        (r, name) for r in lost for name in ("common", capsule_name(r))
+    }
+    assert all(found.command(rank, "", 1.0).HasField("decode") for rank in records)
+    assert not found.retry([("common", 0)]).decodes, "what has been decoded stays"
+
+
+def test_a_version_that_some_have_not_made_parity_of_yet_is_not_gone_to() -> None:
+    """Rank 0 is live at 7, and the others were still in the exchange of its parity: all go back to 6."""
+    records = protected(4, 1)
+    records[2].vacate()
+    for rank in (0, 1, 3):
+        parity = records[rank].parity
+        assert parity is not None
+        old = [EncodingHeld(3, (SHARD,) * 4, 1, 64, frozenset({6}), frozenset()) for _ in parity.encodings]
+        records[rank].parity = replace(parity, encodings=tuple(old))
+    found = decide(records, None).round
+    assert found.version == 6 and [o.version for o in found.decodes] == [6]
+
+
+def test_more_than_parity_covers_says_so() -> None:
+    records = protected(4, 1)
+    for rank in (1, 3):
+        records[rank].vacate()
+    with pytest.raises(JobFailedError, match="no version exists .* the parity group of ranks 0, 1, 2 and 3"):
+        decide(records, None)
+
+
+def test_where_nothing_is_lost_nothing_is_decoded() -> None:
+    assert decide(protected(4, 1), None).round.decodes == ()

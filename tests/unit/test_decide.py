@@ -133,7 +133,7 @@ def test_more_than_parity_covers_says_so() -> None:
     records = protected(4, 1)
     for rank in (1, 3):
         records[rank].vacate()
-    with pytest.raises(JobFailedError, match="no version exists .* the parity group of ranks 0, 1, 2 and 3"):
+    with pytest.raises(JobFailedError, match=r"no version exists .* the parity group of ranks 0, 1, 2 and 3"):
         decide(records, None)
 
 

@@ -40,10 +40,10 @@ class Pair:
             self.commit(version)
             self.copies.wait()
             self.copies.before_mutation()
-        assert self.copies._pacing is not None
-        self.copies._pacing._windows.clear()
-        self.copies._pacing._windows.append(window_s)
-        self.copies._pacing._rates.clear()
+        assert self.copies._talk.pacing is not None
+        self.copies._talk.pacing._windows.clear()
+        self.copies._talk.pacing._windows.append(window_s)
+        self.copies._talk.pacing._rates.clear()
         dist.barrier()
 
     def commit(self, version: int) -> None:

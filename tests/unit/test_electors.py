@@ -401,6 +401,14 @@ def test_only_an_elected_controller_is_followed_where_there_are_electors() -> No
     assert agent.follows(1, known=False)
 
 
+def test_a_term_that_others_have_told_of_is_not_forgotten_when_older_electors_are_named() -> None:
+    """Its controller was elected once more while the message was on its way (simulation, seed 1421)."""
+    agent = Nodes("abc").agents["b"]
+    agent.term = 3
+    agent.learn(pb.Electors(term=1, version=2, leader="a"))
+    assert (agent.term, agent.version) == (3, 2)
+
+
 def test_the_newest_is_followed() -> None:
     agent = Nodes("abc").agents["b"]
     seen = [Seen("a", True), Seen("c", True, term=3, controller="c:9"), Seen("d", True, term=2, controller="d:9")]

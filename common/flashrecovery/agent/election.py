@@ -67,8 +67,10 @@ class Election:
         self.term, self.version, self._leader, self.electors, self.before = 0, 0, "", (), ()
 
     def learn(self, message: pb.Electors) -> None:
-        """The controller has named its electors."""
-        self.term, self.version, self._leader = message.term, message.version, message.leader
+        """The controller has named its electors. That it has been elected once more may have been heard from others
+        already, while this was on its way."""
+        self.term = max(self.term, message.term)
+        self.version, self._leader = message.version, message.leader
         self.electors = tuple(Elector(e.node, e.peer, e.incarnation) for e in message.electors)
         self.before = tuple(Elector(e.node, e.peer, e.incarnation) for e in message.before)
 

@@ -5,6 +5,7 @@ The scripts beside it say which mutants there are, and which tests are to notice
 
 from __future__ import annotations
 
+import argparse
 import ast
 import os
 import queue
@@ -158,6 +159,16 @@ def chosen(mutants: Sequence[Mutant], names: Sequence[str]) -> list[Mutant]:
     for mutant in mutants:
         mutated(mutant)
     return [m for m in mutants if not names or any(name in m.name for name in names)]
+
+
+def arguments(said: str | None, name: str, limit_s: float) -> argparse.ArgumentParser:
+    """Of a run: the names of mutants, and those that all runs have. ``name``: of the folder."""
+    parser = argparse.ArgumentParser(description=said, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "mutants" / name)
+    parser.add_argument("--limit", type=float, default=limit_s, help="seconds for one mutant")
+    parser.add_argument("--minutes", type=float, help="begin no other mutant after so long")
+    return parser
 
 
 def run(

@@ -11,13 +11,12 @@ mutant has survived.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from mutants import ROOT, SURVIVED, Mutant, Trial, chosen, run
+from mutants import SURVIVED, Mutant, Trial, arguments, chosen, run
 
 CORE = "common/flashrecovery"
 NATIVE = f"{CORE}/groups/native/backend_base.h"
@@ -713,11 +712,7 @@ def _unchanged(folder: Path, limit_s: float) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "mutants" / "nccl")
-    parser.add_argument("--limit", type=float, default=300, help="seconds for one mutant")
-    parser.add_argument("--minutes", type=float, help="begin no other mutant after so long")
+    parser = arguments(__doc__, "nccl", 300)
     args = parser.parse_args()
     names = [name for name in args.names if name != UNCHANGED]
     failed = 0

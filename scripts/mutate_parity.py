@@ -9,11 +9,9 @@ status 1 if a mutant has survived.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 
-from mutants import ROOT, Mutant, Trial, chosen, run
+from mutants import Mutant, Trial, arguments, chosen, run
 
 REDUNDANCY = "common/flashrecovery/redundancy"
 COPIES, ROUNDS, DECODE, EXCHANGE, FLAT = (
@@ -87,11 +85,8 @@ MUTANTS = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "mutants" / "parity")
+    parser = arguments(__doc__, "parity", 600)
     parser.add_argument("--jobs", type=int, default=1, help="at the same time (a job has up to six ranks)")
-    parser.add_argument("--limit", type=float, default=600, help="seconds for one mutant")
     args = parser.parse_args()
     survivors = run(
         chosen(MUTANTS, args.names),
@@ -99,7 +94,7 @@ def main() -> int:
         lambda number: Trial(args.folder / f"copy{number}"),
         jobs=args.jobs,
         limit_s=args.limit,
-        minutes=None,
+        minutes=args.minutes,
     )
     return 1 if survivors else 0
 

@@ -9,11 +9,9 @@ below ``--folder`` and ends with exit status 1 if a mutant has survived. docs/te
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 
-from mutants import ROOT, Mutant, Trial, chosen, run
+from mutants import Mutant, Trial, arguments, chosen, run
 
 SESSION, LOOP, STEP, SEALING, HABITS, TOUCHES, PROVING, COLLECTIVES, STOPS, START, RECOVER, VOID, SCALER, OPTIMIZERS = (
     f"common/flashrecovery/worker/{name}.py"
@@ -295,13 +293,9 @@ MUTANTS = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "mutants" / "session")
+    parser = arguments(__doc__, "session", 900)
     parser.add_argument("--all-tests", action="store_true", help="more of the launcher's tests, and plain PyTorch's")
     parser.add_argument("--jobs", type=int, default=1, help="at the same time (a job has up to four ranks)")
-    parser.add_argument("--limit", type=float, default=900, help="seconds for one mutant")
-    parser.add_argument("--minutes", type=float, help="begin no other mutant after so long")
     args = parser.parse_args()
     survivors = run(
         chosen(MUTANTS, args.names),

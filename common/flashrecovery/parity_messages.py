@@ -6,8 +6,10 @@ from flashrecovery.plan.decoding import DecodeOrder, EncodingHeld, ParityHeld, T
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
-def parity_message(held: ParityHeld) -> pb.Parity:
-    """What a rank says. Its own number is that of the sender."""
+def parity_message(held: ParityHeld | None) -> pb.Parity:
+    """What a rank says; of None, that it keeps no parity. Its own number is that of the sender."""
+    if held is None:
+        return pb.Parity()
     return pb.Parity(
         ranks=held.ranks,
         losses=held.losses,

@@ -8,43 +8,37 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import megatron as mg
 from tests.support.jobs import FSDP, HSDP, Job, Layout, References, check_fired, check_same, run_job
+from tests.support.unique_state import FRAMEWORKS, TIMEOUT_S, environment, marks
 
 STEPS = 16
-TIMEOUT_S = 400
-DEEPSPEED = [Layout(f"zero{stage}", "train_deepspeed.py", ("--zero", str(stage))) for stage in (1, 2, 3)]
-PIPELINE = Layout("zero1-pipeline", "train_deepspeed.py", ("--zero", "1", "--pipeline", "2"))
-EXPERTS = Layout("zero2-moe", "train_deepspeed.py", ("--zero", "2", "--moe", "4"))
-MEGATRON = [
-    mg.DP4_DISTRIBUTED,
-    mg.gpt("tp2-dp2-distributed", *mg.TP, *mg.DISTRIBUTED),
-    mg.gpt("pp2-dp2-distributed", *mg.PP, *mg.DISTRIBUTED),
-    mg.FSDP2_DP4,
-    mg.MEGATRON_FSDP_DP4,
-]
 PHASES = ("between", "forward", "backward", "optimizer", "commit")
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
 
 def _cases() -> list[object]:
     quick = {("fsdp", 2), ("zero2", 1), ("dp4-distributed", 1)}
-    needs = {"train_deepspeed.py": [pytest.mark.deepspeed], "pretrain_gpt.py": [pytest.mark.megatron]}
     return [
         pytest.param(
             *(layout, losses),
             id=f"{layout.name}-{losses}",
-            marks=[*needs.get(layout.script, []), *([] if (layout.name, losses) in quick else [pytest.mark.grid])],
+            marks=marks(layout, quick=(layout.name, losses) in quick),
         )
-        for layout in (FSDP, *DEEPSPEED, PIPELINE, EXPERTS, *MEGATRON)
+        for layout in (FSDP, *FRAMEWORKS)
         for losses in (1, 2)
     ]
 
 
 def run(run_dir: Path, layout: Layout, *options: str, inject: list[str] | None = None) -> Job:
-    env = mg.ENVIRONMENT if layout.script == "pretrain_gpt.py" else None
     return run_job(
-        run_dir, layout, steps=STEPS, inject=inject or [], options=options, env=env, timeout_s=TIMEOUT_S, standby=1
+        run_dir,
+        layout,
+        steps=STEPS,
+        inject=inject or [],
+        options=options,
+        env=environment(layout),
+        timeout_s=TIMEOUT_S,
+        standby=1,
     )
 
 

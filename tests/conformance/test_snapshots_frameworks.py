@@ -11,49 +11,35 @@ import pytest
 
 from tests.support import megatron as mg
 from tests.support.jobs import HSDP, Job, Layout, References, RunningJob, check_same, run_job
+from tests.support.unique_state import FRAMEWORKS, TIMEOUT_S, environment, marks
 
 STEPS = 30
-TIMEOUT_S = 400
 ALWAYS = ("--snapshots", "always")
-DEEPSPEED = [Layout(f"zero{stage}", "train_deepspeed.py", ("--zero", str(stage))) for stage in (1, 2, 3)]
-PIPELINE = Layout("zero1-pipeline", "train_deepspeed.py", ("--zero", "1", "--pipeline", "2"))
-EXPERTS = Layout("zero2-moe", "train_deepspeed.py", ("--zero", "2", "--moe", "4"))
-MEGATRON = [
-    mg.DP4_DISTRIBUTED,
-    mg.gpt("tp2-dp2-distributed", *mg.TP, *mg.DISTRIBUTED),
-    mg.gpt("pp2-dp2-distributed", *mg.PP, *mg.DISTRIBUTED),
-    mg.FSDP2_DP4,
-    mg.MEGATRON_FSDP_DP4,
-]
 REPLICATED = mg.gpt("tp2-dp2", *mg.TP)
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
 
 def _cases() -> list[object]:
     quick = ("zero2", "dp4-distributed")
-    auto = [*DEEPSPEED, PIPELINE, EXPERTS, *MEGATRON]
-    needs = {"train_deepspeed.py": [pytest.mark.deepspeed], "pretrain_gpt.py": [pytest.mark.megatron]}
     return [
         pytest.param(
             layout,
             options,
             id=layout.name,
-            marks=[*needs.get(layout.script, []), *([] if layout.name in quick else [pytest.mark.grid])],
+            marks=marks(layout, quick=layout.name in quick),
         )
-        for layout, options in [*((layout, ()) for layout in auto), (REPLICATED, ALWAYS), (HSDP, ALWAYS)]
+        for layout, options in [*((layout, ()) for layout in FRAMEWORKS), (REPLICATED, ALWAYS), (HSDP, ALWAYS)]
     ]
 
 
 def start(run_dir: Path, layout: Layout, *options: str) -> RunningJob:
-    env = mg.ENVIRONMENT if layout.script == "pretrain_gpt.py" else None
-    return RunningJob(run_dir, layout, steps=STEPS, standby=0, options=options, env=env)
+    return RunningJob(run_dir, layout, steps=STEPS, standby=0, options=options, env=environment(layout))
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Job]:
     def launch(folder: Path, layout: Layout) -> Job:
-        env = mg.ENVIRONMENT if layout.script == "pretrain_gpt.py" else None
-        return run_job(folder, layout, steps=STEPS, standby=0, env=env, timeout_s=TIMEOUT_S)
+        return run_job(folder, layout, steps=STEPS, standby=0, env=environment(layout), timeout_s=TIMEOUT_S)
 
     return References(lambda: tmp_path_factory.mktemp("reference"), launch)
 

@@ -29,6 +29,14 @@ def step(copies: ParityCopies, rank: int, version: int) -> None:
     copies.wait()
 
 
+def advance(copies: ParityCopies, mine: list[Owned], version: int) -> None:
+    """All ranks together go on to ``version``."""
+    dist.barrier()
+    copies.before_mutation()
+    for shard in mine:
+        shard.advance(version)
+
+
 def clean(copies: ParityCopies) -> list[int]:
     """Versions of which this rank holds all of its parity, of any encoding."""
     held = copies.held(-1)
@@ -66,10 +74,7 @@ def _steady(rank: int, world: int, losses: int) -> int:
         if version >= 4:
             assert copies.nbytes() == memory  # reused
         memory = copies.nbytes()
-        dist.barrier()
-        copies.before_mutation()
-        for shard in mine:
-            shard.advance(version + 1)
+        advance(copies, mine, version + 1)
     assert len(copies._encodings) == 1 and "survives" in copies.describe()
     copies.close()
     assert "flashrecovery-parity" not in {t.name for t in threading.enumerate()}
@@ -89,10 +94,7 @@ def _without_one(rank: int, world: int) -> None:
         copies.wait()
         assert clean(copies)[-1] == (1 if version == 2 else version)
         check(copies, clean(copies)[-1] if version != 2 else 1)
-        dist.barrier()
-        copies.before_mutation()
-        for shard in mine:
-            shard.advance(version + 1)
+        advance(copies, mine, version + 1)
     copies.close()
 
 
@@ -108,10 +110,7 @@ def _regrouped(rank: int, world: int) -> None:
     for version in range(3):
         step(copies, rank, version)
         if version < 2:
-            dist.barrier()
-            copies.before_mutation()
-            for shard in mine:
-                shard.advance(version + 1)
+            advance(copies, mine, version + 1)
     check(copies, 2)
     (ranks,) = (ranks for ranks in second if rank in ranks)
     copies.regroup(ranks)
@@ -138,10 +137,7 @@ def _again(rank: int, world: int) -> None:
     for version in range(3):
         step(copies, rank, version)
         if version < 2:
-            dist.barrier()
-            copies.before_mutation()
-            for shard in mine:
-                shard.advance(version + 1)
+            advance(copies, mine, version + 1)
     if rank == 1:
         copies.close()
         copies, fresh = made(rank, world, range(world), 2)
@@ -152,10 +148,7 @@ def _again(rank: int, world: int) -> None:
     assert clean(copies) == ([] if rank == 1 else [1, 2])
     step(copies, rank, 2)
     check(copies, 2)
-    dist.barrier()
-    copies.before_mutation()
-    for shard in mine:
-        shard.advance(3)
+    advance(copies, mine, 3)
     step(copies, rank, 3)
     check(copies, 3)
     copies.close()

@@ -7,8 +7,8 @@ that rank's memory, like an own copy. Which versions exist then follows as for e
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from flashrecovery.plan.parity import Held, ParityLayout, StripePart, lost_members, undecodable
 from flashrecovery.plan.types import Holding, Kind
@@ -109,18 +109,12 @@ class Decodable:
     """Shards that exist because they can be decoded."""
 
     order: DecodeOrder
-    holdings: tuple[Holding, ...] = field(default=())
+    holdings: tuple[Holding, ...]
 
 
 def decodable(held: Collection[ParityHeld]) -> list[Decodable]:
     """What can be decoded of every version, group by group."""
-    found: list[Decodable] = []
-    groups: dict[tuple[int, ...], list[ParityHeld]] = defaultdict(list)
-    for one in held:
-        groups[one.ranks].append(one)
-    for ranks, members in sorted(groups.items()):
-        found += _of_group(ranks, {m.rank: m for m in members})
-    return found
+    return [one for ranks, members in _groups(held) for one in _of_group(ranks, members)]
 
 
 def needed(found: Iterable[Decodable], version: int, lacking: Collection[tuple[int, str]]) -> tuple[DecodeOrder, ...]:
@@ -135,19 +129,38 @@ def needed(found: Iterable[Decodable], version: int, lacking: Collection[tuple[i
 def why_not(held: Collection[ParityHeld]) -> str:
     """In words why a group cannot give back what it has lost, for the first such group and its newest version; empty if
     there is none."""
-    groups: dict[tuple[int, ...], dict[int, ParityHeld]] = defaultdict(dict)
-    for one in held:
-        groups[one.ranks][one.rank] = one
-    for ranks, members in sorted(groups.items()):
-        by_rank = {rank: e for rank, m in members.items() for e in m.encodings}
-        versions = frozenset[int]().union(*(e.p | e.q for e in by_rank.values()))
-        if not versions:
+    for ranks, members in _groups(held):
+        versions = [(max(_versions(by_rank), default=-1), key) for key, by_rank in _encodings(members).items()]
+        newest, key = max(versions, default=(-1, 0))
+        if newest < 0:
             continue
-        layout, known = _members_at(ranks, members, by_rank, max(versions))
-        why = undecodable(layout, known, max(versions))
+        layout, known = _members_at(ranks, members, _encodings(members)[key], newest)
+        why = undecodable(layout, known, newest)
         if why is not None:
             return f"the parity group of {ranks_text(ranks)}: {why.reason}"
     return ""
+
+
+def _groups(held: Iterable[ParityHeld]) -> list[tuple[tuple[int, ...], dict[int, ParityHeld]]]:
+    """The ranks of each group, and its members that have said something, by rank."""
+    groups: dict[tuple[int, ...], dict[int, ParityHeld]] = defaultdict(dict)
+    for one in held:
+        groups[one.ranks][one.rank] = one
+    return sorted(groups.items(), key=lambda group: group[0])
+
+
+def _encodings(members: Mapping[int, ParityHeld]) -> dict[int, dict[int, EncodingHeld]]:
+    """By key and rank."""
+    found: dict[int, dict[int, EncodingHeld]] = defaultdict(dict)
+    for rank, member in members.items():
+        for encoding in member.encodings:
+            found[encoding.key][rank] = encoding
+    return found
+
+
+def _versions(encodings: Mapping[int, EncodingHeld]) -> frozenset[int]:
+    """Of which there is any parity."""
+    return frozenset[int]().union(*(e.p | e.q for e in encodings.values()))
 
 
 def _members_at(
@@ -162,12 +175,8 @@ def _members_at(
 
 def _of_group(ranks: tuple[int, ...], members: Mapping[int, ParityHeld]) -> Iterable[Decodable]:
     doubted = frozenset[int]().union(*(m.doubted for m in members.values()))
-    encodings: dict[int, dict[int, EncodingHeld]] = defaultdict(dict)
-    for rank, member in members.items():
-        for encoding in member.encodings:
-            encodings[encoding.key][rank] = encoding
-    for _, by_rank in sorted(encodings.items()):
-        versions = frozenset[int]().union(*(e.p | e.q for e in by_rank.values())) - doubted
+    for _, by_rank in sorted(_encodings(members).items()):
+        versions = _versions(by_rank) - doubted
         for version in sorted(versions):
             one = _of_version(ranks, members, by_rank, version)
             if one is not None:
@@ -235,8 +244,3 @@ def _teller(members: Mapping[int, ParityHeld], owner: int, version: int) -> tupl
             if (told.owner, told.version) == (owner, version):
                 return rank, told
     return None
-
-
-def ranks_of(orders: Sequence[DecodeOrder]) -> set[int]:
-    """All ranks that take part."""
-    return {rank for order in orders for rank in order.ranks}

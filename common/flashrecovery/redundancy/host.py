@@ -78,10 +78,9 @@ class LaterCopies(HostCopies):
 
     def fill(self, content: Callable[[str], ShardSource]) -> None:
         """``content``: the copy of a shard, by name, with the tensors in their order. Any thread."""
-        sources: dict[str, ShardSource] = {}
+        sources = {name: content(name) for name in {live.shard for _, live, _ in self._to_fill}}
         for room, live, offset in self._to_fill:
-            source = sources.setdefault(live.shard, content(live.shard))
-            copy = source.tensors[live.number].detach().contiguous().view(-1).view(torch.uint8)
+            copy = sources[live.shard].tensors[live.number].detach().contiguous().view(-1).view(torch.uint8)
             room.view(-1).view(torch.uint8).copy_(copy[offset : offset + room.nbytes])
         self._to_fill.clear()
 

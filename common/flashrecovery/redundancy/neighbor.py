@@ -194,7 +194,7 @@ class NeighbourCopies:
 
     def describe(self) -> str:
         """One line: memory cost, bytes a step, what is survived."""
-        sizes = {s.name: sum(t.nbytes for t in s.spec().tensors.values()) for s in self.undo.shards}
+        sizes = {s.name: s.spec().nbytes for s in self.undo.shards}
         sent = sum(n for name, n in sizes.items() if name in self._sent.names)
         own = sum(sizes.values())
         if self._world == 2:

@@ -170,8 +170,14 @@ def _sent_to(
 ) -> tuple[StripePart, ...]:
     """The parities to whose holders the members themselves send."""
     made = [part for part in layout.parts() if places is None or (stripe, part) in places]
-    relayed = route is Route.RELAY and StripePart.P in made
+    relayed = _relayed(layout, stripe, route, places)
     return tuple(part for part in made if part is StripePart.P or not relayed)
+
+
+def _relayed(layout: ParityLayout, stripe: int, route: Route, places: Collection[ParityPlace] | None) -> bool:
+    """Whether the stripe's second parity gets sums from the holder of its first one."""
+    both = layout.parity == 2 and (places is None or all((stripe, part) in places for part in layout.parts()))
+    return both and route is Route.RELAY
 
 
 def streams(
@@ -180,11 +186,10 @@ def streams(
     """(sender, target) of all frames with which these parities are made (None: all of them)."""
     found = set()
     for stripe in range(layout.members):
-        direct = _sent_to(layout, stripe, route, places)
-        for part in direct:
+        for part in _sent_to(layout, stripe, route, places):
             target = layout.holder(stripe, part)
             found |= {(layout.member(stripe, column), target) for column in range(layout.columns)}
-        if direct == (StripePart.P,) and layout.parity == 2 and (places is None or (stripe, StripePart.Q) in places):
+        if _relayed(layout, stripe, route, places):
             found.add((layout.holder(stripe, StripePart.P), layout.holder(stripe, StripePart.Q)))
     return found
 
@@ -567,10 +572,8 @@ class ParityMember:
         for place, store in self.stores.items():
             if places is None or place in places:
                 store.begin(version, base)
-        both = {s for s in range(layout.members) if {p for q, p in places or () if q == s} == {*layout.parts()}}
-        self._summed = frozenset()
-        if self._route is Route.RELAY and layout.parity == 2:
-            self._summed = frozenset(range(layout.members) if places is None else both)
+        stripes = range(layout.members)
+        self._summed = frozenset(stripe for stripe in stripes if _relayed(layout, stripe, self._route, places))
         held = {stripe for stripe, part in self.stores if part is StripePart.P}
         self._relay = {stripe: _Relay(layout, stripe, self._xor) for stripe in self._summed & held}
 

@@ -408,7 +408,7 @@ class ParityCopies:
 
     def describe(self) -> str:
         """One line: memory, bytes a step, what is survived."""
-        sizes = {s.name: sum(t.nbytes for t in s.spec().tensors.values()) for s in self.undo.shards}
+        sizes = {s.name: s.spec().nbytes for s in self.undo.shards}
         sent = sum(n for name, n in sizes.items() if name in self._unique.names)
         columns = len(self.ranks) - self.losses
         factor = 1.0 if self.losses == 1 else (len(self.ranks) - 1) / columns
@@ -528,7 +528,7 @@ class ParityCopies:
         if not making.places:
             return
         known = next((e for e in self._encodings if e.key == key), None)
-        encoding = known or self._new_encoding(key, parity, idents)
+        encoding = known or self._new_encoding(key, parity)
         before = None if making.base == NO_BASE else self._flat(making.base)
         member = encoding.member
         member.begin(version, making.base, making.places)
@@ -554,7 +554,7 @@ class ParityCopies:
         if encoding.outliving is not None:
             self._spare.append(encoding.outliving)
 
-    def _new_encoding(self, key: int, layout: ParityLayout, idents: Sequence[int]) -> Encoding:
+    def _new_encoding(self, key: int, layout: ParityLayout) -> Encoding:
         while len(self._encodings) >= _ENCODINGS:
             self._drop(min(self._encodings, key=lambda e: e.newest))
         outliving = self._spare.pop() if self._spare else None

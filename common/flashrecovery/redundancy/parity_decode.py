@@ -203,7 +203,7 @@ class Decoding:
             for result in results:
                 if lengths[result][bucket]:
                     found[result] += decoded[result.column]
-                known[result] += wanted.get(result.column, bytes(DIGEST_BYTES))
+                known[result] += wanted[result.column]
         return {result: found[result] + known[result] for result in results}
 
     def _digests(self, task: DecodeTask, parts: dict[StripeSource, memoryview]) -> dict[int, dict[int, bytes]]:

@@ -37,6 +37,11 @@ class ShardSpec:
     tensors: Mapping[str, TensorSpec]
     values: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def nbytes(self) -> int:
+        """Of the tensors' content."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
 
 def encode_spec(spec: ShardSpec) -> bytes:
     """A spec as bytes, equal for equal specs with equal key order."""

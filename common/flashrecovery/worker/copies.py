@@ -21,6 +21,7 @@ from flashrecovery.groups.pace import PacedNetwork
 from flashrecovery.plan import Kind
 from flashrecovery.plan.choice import CopyChoice
 from flashrecovery.plan.decoding import DecodeOrder, ParityHeld
+from flashrecovery.plan.parity_groups import Groups
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy import checkpoint
 from flashrecovery.redundancy.exchange import PeerCopies
@@ -31,7 +32,7 @@ from flashrecovery.redundancy.undo import ChangeCounter, UndoCopy, write_back
 from flashrecovery.snapshot.client import Keeper
 from flashrecovery.snapshot.memory import SharedMemory, host_id
 from flashrecovery.state.shard import Shard, ShardSource
-from flashrecovery.worker.copy_choice import anywhere, choice, parity_groups, placement
+from flashrecovery.worker.copy_choice import anywhere, choice, placement
 from flashrecovery.worker.glance import glance_at_tensors
 from flashrecovery.worker.registry import Registry
 
@@ -92,12 +93,13 @@ class Copies:
         self._snapshot: UndoCopy | None = None
         if registry.world_size > 1 and settings.redundancy != "none":
             unique_somewhere = anywhere(bool(unique))
-            chosen = choice(registry, settings) if unique_somewhere else CopyChoice(False, True, "")
+            nothing: tuple[CopyChoice, Groups] = CopyChoice(False, True, ""), ()
+            chosen, parity_groups = choice(registry, settings) if unique_somewhere else nothing
             self._chosen = chosen.reason if chosen.fits else ""
             if not chosen.fits and registry.rank == 0:
                 on_risk(f"the copies may not fit into the nodes' memory: {chosen.reason}")
             if chosen.parity:
-                self._keep_parity(registry, settings, on_kept, on_risk)
+                self._keep_parity(registry, settings, parity_groups, on_kept, on_risk)
             else:
                 self._keep_for_neighbour(registry, unique_somewhere, on_kept)
         if settings.snapshots.keep == "always" and self._keeper is not None and not self._own_copies:
@@ -140,14 +142,16 @@ class Copies:
         )
 
     def _keep_parity(
-        self, registry: Registry, settings: Settings, on_kept: Callable[[int], None], on_risk: Callable[[str], None]
+        self,
+        registry: Registry,
+        settings: Settings,
+        everybody: Groups,
+        on_kept: Callable[[int], None],
+        on_risk: Callable[[str], None],
     ) -> None:
         """Have a group of ranks on different nodes keep parity of what no other rank holds, and each other's capsules.
         Where all ranks are on one node, a rank is lost with nothing but its process."""
-        found = parity_groups(registry, settings)
-        if isinstance(found, str):
-            raise UnsupportedError(f"redundancy 'parity': {found}; allowed here: auto, neighbor, none")
-        (ranks,) = (ranks for ranks in found if registry.rank in ranks)
+        (ranks,) = (ranks for ranks in everybody if registry.rank in ranks)
         group = groups.create_control_group(PARITY_GROUP)
         assert group is not None
 
@@ -202,7 +206,7 @@ class Copies:
     def _describe_snapshots(self) -> str:
         if self._snapshot is None:
             return "snapshots: the own copies outlive all processes of the job, and cost nothing besides"
-        sizes = [sum(t.nbytes for t in s.spec().tensors.values()) for s in self._snapshot.shards]
+        sizes = [s.spec().nbytes for s in self._snapshot.shards]
         return (
             f"snapshots: host memory 2 x {sum(sizes) / 1e6:.1f} MB for this rank's part of the state, which outlives "
             "all processes of the job"

@@ -12,23 +12,28 @@ from torch.distributed.tensor import DTensor
 
 from flashrecovery import groups
 from flashrecovery.config import Settings
-from flashrecovery.errors import ConfigError
+from flashrecovery.errors import ConfigError, UnsupportedError
 from flashrecovery.plan.choice import CopyChoice, Sizes, choose, neighbour_memory, own_memory, parity_memory, refusal
 from flashrecovery.plan.parity_groups import Groups, groups_of_all, launch_domains
 from flashrecovery.runtime.environment import DOMAINS_ENV, STRIDE_ENV
 from flashrecovery.runtime.host_memory import available_memory
-from flashrecovery.state.shard import Shard
 from flashrecovery.worker.registry import Registry
 
 
-def choice(registry: Registry, settings: Settings) -> CopyChoice:
-    """Whether parity is kept of what no other rank holds, or neighbour copies. A collective.
+def choice(registry: Registry, settings: Settings) -> tuple[CopyChoice, Groups]:
+    """Whether parity is kept of what no other rank holds, or neighbour copies; and the groups, if it is parity. A
+    collective.
 
-    Raises ConfigError if they need more host memory than there is even without what optimizers will make.
+    Raises UnsupportedError if parity is asked for and the nodes do not allow it, ConfigError if the copies need more
+    host memory than there is even without what optimizers will make.
     """
-    now, expected = sizes_everywhere(registry)
-    found = parity_groups(registry, settings)
     several = placement()[1] > 1
+    found: Groups | str = ()
+    if settings.redundancy == "parity" or (settings.redundancy == "auto" and several):
+        found = parity_groups(registry, settings)
+    if settings.redundancy == "parity" and isinstance(found, str):
+        raise UnsupportedError(f"redundancy 'parity': {found}; allowed here: auto, neighbor, none")
+    now, expected = sizes_everywhere(registry)
     if settings.redundancy == "auto" and several:
         chosen = choose(expected, found, settings.parity)
     else:  # on one node neighbour copies take no memory of their own
@@ -42,8 +47,8 @@ def choice(registry: Registry, settings: Settings) -> CopyChoice:
     if why := refusal(now, need(now)):
         raise ConfigError(f"redundancy = {settings.redundancy!r}: {why}")
     if chosen.fits and (why := refusal(expected, need(expected))):
-        return CopyChoice(chosen.parity, False, f"with what optimizers are about to make, {why}")
-    return chosen
+        chosen = CopyChoice(chosen.parity, False, f"with what optimizers are about to make, {why}")
+    return chosen, () if isinstance(found, str) else found
 
 
 def placement() -> tuple[int, int]:
@@ -64,18 +69,10 @@ def sizes_everywhere(registry: Registry) -> tuple[Sizes, Sizes]:
     """The largest rank's shards and the least free memory of a node: as they are now, and with the state that
     optimizers have not made yet, counted as Adam's or momentum's. A collective, on all ranks before any of them keeps
     anything (a replacement gets the recorded answer)."""
-
-    def nbytes(shards: Sequence[Shard]) -> int:
-        return sum(t.nbytes for s in shards for t in s.spec().tensors.values())
-
-    own, unique = nbytes(registry.tensor_shards()), nbytes(registry.unique_shards())
+    own, unique = (sum(s.spec().nbytes for s in of) for of in (registry.tensor_shards(), registry.unique_shards()))
     to_come = state_to_come(registry.optimizers)
     here = [own, unique, own + to_come, unique + to_come * unique // max(own, 1), -available_memory()]
-    found = torch.tensor(here, dtype=torch.int64)
-    group = groups.control_group()
-    if group is not None:
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    own, unique, own_then, unique_then, least = (int(number) for number in found)
+    own, unique, own_then, unique_then, least = _most(here)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return Sizes(own, unique, -least, ranks), Sizes(own_then, unique_then, -least, ranks)
 
@@ -95,8 +92,13 @@ def state_to_come(optimizers: Sequence[torch.optim.Optimizer]) -> int:
 
 def anywhere(flag: bool) -> bool:
     """Whether ``flag`` is set on any rank; a collective (a replacement gets the recorded answer)."""
+    return bool(_most([int(flag)])[0])
+
+
+def _most(numbers: Sequence[int]) -> list[int]:
+    """The greatest of all ranks, number by number; a collective."""
+    found = torch.tensor(numbers, dtype=torch.int64)
     group = groups.control_group()
-    tensor = torch.tensor([int(flag)])
     if group is not None:
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
-    return bool(tensor.item())
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return [int(number) for number in found]

@@ -99,10 +99,8 @@ class Recoverer:
             checkpoint_interval_s=_seconds(worker.settings.checkpoint.interval_s),
             start=worker.connection.start_profile.stop(),
             in_snapshots=self._loop.copies.in_snapshots,
+            parity=parity_message(self._loop.copies.parity(-1)),
         )
-        parity = self._loop.copies.parity(-1)
-        if parity is not None:
-            message.parity.CopyFrom(parity_message(parity))
         if not worker.connection.detached:
             worker.gate.live = 0
         worker.send(pb.FromWorker(joined=message))
@@ -185,9 +183,7 @@ class Recoverer:
             worker.gate.torn()
         reply.live_version = worker.gate.live
         reply.held.extend(self._held())
-        parity = self._loop.copies.parity(worker.gate.live)
-        if parity is not None:
-            reply.parity.CopyFrom(parity_message(parity))
+        reply.parity.CopyFrom(parity_message(self._loop.copies.parity(worker.gate.live)))
         reply.late.extend(sorted(v for v, late in self._loop.sealing.late.items() if late))
         needs = self._needs(digests=False)
         if self._told != (command.stop.needs_known, needs):
@@ -336,8 +332,7 @@ class Recoverer:
             if isinstance(shard, ObjectShard):
                 needs.append(pb.ShardNeed(name=shard.name, nbytes=shard.nbytes()))
                 continue
-            nbytes = sum(t.nbytes for t in shard.spec().tensors.values())
-            needs.append(pb.ShardNeed(name=shard.name, nbytes=nbytes, digest=found.get(shard.name, "")))
+            needs.append(pb.ShardNeed(name=shard.name, nbytes=shard.spec().nbytes, digest=found.get(shard.name, "")))
         return needs
 
     def _held(self) -> list[pb.Held]:

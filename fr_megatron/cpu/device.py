@@ -97,7 +97,14 @@ def _manual_seed(seed: int) -> None:
 def install() -> None:
     """Replace them in ``torch``."""
     stream = Stream()
-    properties = SimpleNamespace(major=8, minor=0, multi_processor_count=1, total_memory=_MEMORY, name="cpu")
+    properties = SimpleNamespace(
+        major=8,
+        minor=0,
+        multi_processor_count=1,
+        total_memory=_MEMORY,
+        name="cpu",
+        gcnArchName="cpu",  # read by torch.compile where torch is built without CUDA
+    )
     cuda: Any = torch.cuda
     stand_ins: dict[str, Any] = {
         "current_device": _always(_Device("cpu")),

@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from flashrecovery import handshake
-from flashrecovery.agent import session
+from flashrecovery.agent import lookout, session
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.hearing import Hearing
 from flashrecovery.clock import lease_clock
@@ -142,7 +142,7 @@ REMOVED: dict[str, Callable[[], Any]] = {
     "a new term by votes": lambda: patch.object(ElectorSet, "renew", _raised),
     "heard counts from the sending": lambda: patch.object(ElectorSet, "echoed", _arrived),
     "a broken connection is no proof": lambda: patch.object(Liveness, "_judge", _believes(Liveness._judge)),
-    "a closed door is no proof": lambda: patch.object(session, "reach", _any_door),
+    "a closed door is no proof": lambda: patch.object(lookout, "reach", _any_door),
     "no secret is sent": lambda: patch.object(handshake, "_proof", _proof_with_key(handshake._proof)),
     "an open door is no excuse after a standstill": lambda: patch.object(Hearing, "look_at_clock", _any_time),
     "leases go on while the host is suspended": lambda: patch.object(time, "clock_gettime_ns", _stands),
@@ -247,7 +247,7 @@ BREAKS: dict[str, tuple[str, Callable[[], Any]]] = {
     "a commit counts twice": ("growth", lambda: patch.object(Gate, "commit", _commits_twice(Gate.commit))),
     "an agent goes back a term": (
         "growth",
-        lambda: patch.object(session.ControllerSession, "_follow", _goes_back(session.ControllerSession._follow)),
+        lambda: patch.object(session.ControllerSession, "follow", _goes_back(session.ControllerSession.follow)),
     ),
     "a recovery in the old generation": (
         "growth",

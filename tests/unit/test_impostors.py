@@ -240,7 +240,7 @@ def test_garbage_where_the_controller_was_does_not_end_an_agent(tmp_path: Path) 
             await until(lambda: job.session._stranger and job.agent.halted > 0)
             asked = len(other.calls)
             await until(lambda: len(other.calls) > asked + 1)
-            assert not job.running.done() and job.session._standing is Standing.CUT_OFF
+            assert not job.running.done() and job.session._lookout.standing is Standing.CUT_OFF
         async with controlling(tmp_path / "again", port) as (service, _):
             await until(lambda: service._agents.is_connected("a") and job.agent.gone_on > 0)
             await job.stop()
@@ -263,7 +263,7 @@ def test_an_answer_that_is_left_out_is_a_lost_connection(joined: bool, tmp_path:
                 await until(lambda: service._agents.is_connected("a"))
             middle.change = lambda method, i, up, message: None if not up and method.endswith("Who") else message
             before = len(middle.calls)
-            job.session._drop_connection()
+            job.session.drop()
             await until(lambda: len([c for c in middle.calls[before:] if c[0].endswith("Who")]) > 1)
             assert not job.running.done()
             with pytest.raises(AuthenticationError, match="left out"):
@@ -446,7 +446,7 @@ def test_no_status_from_anybody_ends_an_agent_that_has_joined(tmp_path: Path) ->
                 if code is not grpc.StatusCode.OK:
                     middle.status = lambda method, code=code: (code, "you are not wanted")  # type: ignore[misc]
                     seen = len(middle.calls)
-                    job.session._drop_connection()
+                    job.session.drop()
                     await until(lambda: len(middle.calls) > seen)  # noqa: B023 - awaited here
                     await asyncio.sleep(0.05)
                     assert not job.running.done(), code
@@ -473,13 +473,13 @@ def test_a_stranger_on_the_controllers_port_means_that_it_is_gone(
         stranger = controlling(tmp_path / "x", port, OTHER) if kind.startswith("another") else fake.listening(port)
         async with stranger:
             await until(lambda: job.session._stranger and job.session._hearing.silent_s > SETTINGS.timeouts.lease_s)
-            await until(lambda: job.session._port_answer is Port.REFUSES)
+            await until(lambda: job.session._lookout.port is Port.REFUSES)
             await asyncio.sleep(1.0)
             assert not job.running.done() and job.agent.halted == 0
         assert {method for method, _, _ in fake.calls} <= {HELLO}
         async with controlling(tmp_path / "again", port) as (service, _):
             await until(lambda: service._agents.is_connected("a"))
-            await until(lambda: not job.session._stranger and job.session._standing is Standing.MEMBER)
+            await until(lambda: not job.session._stranger and job.session._lookout.standing is Standing.MEMBER)
             await job.stop()
         assert job.running.result() is None
 
@@ -646,7 +646,7 @@ def test_an_agent_that_can_no_longer_watch_its_controller_ends(tmp_path: Path) -
             async def fails() -> None:
                 raise ZeroDivisionError
 
-            job.session._ask = fails  # type: ignore[method-assign]
+            job.session._lookout.ask = fails  # type: ignore[method-assign]
         await asyncio.wait({job.running}, timeout=10)
         with pytest.raises(ZeroDivisionError):
             job.running.result()

@@ -12,7 +12,7 @@ from typing import cast
 
 import pytest
 
-from flashrecovery.agent import session as session_module
+from flashrecovery.agent import lookout
 from flashrecovery.agent.election import Election
 from flashrecovery.agent.peers import Asking
 from flashrecovery.clock import lease_clock, lease_clock_ns
@@ -147,12 +147,12 @@ def test_answers_from_before_it_slept_say_nothing(
     async def act(scene: Scene) -> None:
         await scene.until(scene.by_datagram)
         session = scene.session
-        monkeypatch.setattr(session_module, "probe_port", probe_port)
-        monkeypatch.setattr(session_module, "probe_all", probe_all)
+        monkeypatch.setattr(lookout, "probe_port", probe_port)
+        monkeypatch.setattr(lookout, "probe_all", probe_all)
         monkeypatch.setattr(session, "_heard", lambda command: None)  # nothing comes any more
         session._fresh, session._hearing.heard_at = False, lease_clock() - 0.5
-        await session._ask()
-        assert session._standing in (Standing.MEMBER, Standing.ORPHANED)
+        await session._lookout.ask()
+        assert session._lookout.standing in (Standing.MEMBER, Standing.ORPHANED)
         assert scene.agent.lent_until < lease_clock()
 
     play(tmp_path, act)

@@ -261,7 +261,7 @@ def test_with_a_new_connection_an_agent_is_straight_again(tmp_path: Path) -> Non
         await scene.add(*"abc")
         await scene.until(lambda: scene.carried(1))
         (child,) = [n for n, relay in scene.via().items() if relay]
-        scene.nodes[child].session._drop_connection()
+        scene.nodes[child].session.drop()
         await scene.until(lambda: scene.via().get(child) == "")
         scene.tell(child, "here")
         await scene.until(lambda: scene.nodes[child].got() == ["here"])

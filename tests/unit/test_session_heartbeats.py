@@ -193,10 +193,10 @@ def test_nothing_is_left_of_connections_that_end_in_a_row(tmp_path: Path) -> Non
             if number % 3 == 0:
                 scene.service._agents.end("a")
             elif number % 3 == 1:
-                scene.session._drop_connection()
+                scene.session.drop()
             else:
                 scene.session._link = Link()  # as for a new controller
-                scene.session._drop_connection()
+                scene.session.drop()
             await scene.until(lambda: not scene.by_datagram())
             gc.collect()
         connected = [t for t in asyncio.all_tasks() if "_speak" in str(t.get_coro())]
@@ -276,11 +276,11 @@ def test_an_answer_that_was_long_on_its_way_restores_nothing(tmp_path: Path) -> 
         await scene.until(scene.by_datagram)
         session, agent = scene.session, scene.agent
         now = lease_clock()
-        agent.gone_on, session._standing, session._hearing.heard_at = 0, Standing.CUT_OFF, now - 9.0
+        agent.gone_on, session._lookout.standing, session._hearing.heard_at = 0, Standing.CUT_OFF, now - 9.0
         session._heard_at_least_at(now - 1.0)
-        assert agent.gone_on == 0 and session._standing is Standing.CUT_OFF and agent.lent_until < now
+        assert agent.gone_on == 0 and session._lookout.standing is Standing.CUT_OFF and agent.lent_until < now
         session._heard_at_least_at(now - 0.1)
-        assert agent.gone_on == 1 and session._standing is Standing.MEMBER  # type: ignore[comparison-overlap]
+        assert agent.gone_on == 1 and session._lookout.standing is Standing.MEMBER  # type: ignore[comparison-overlap]
 
     play(tmp_path, act)
 

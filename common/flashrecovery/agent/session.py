@@ -1,8 +1,7 @@
 """The agent's connection to the controller, for as long as the job runs: made, watched, made again.
 
 Messages are carried by a :class:`~flashrecovery.runtime.link.Link`, so a broken connection loses none. While the
-controller is not heard, :mod:`flashrecovery.plan.membership` says whether this node's workers may go on, and
-:mod:`.election` whether there is another one to follow, or this node has to become it.
+controller is not heard, :mod:`.lookout` finds out where this node stands, and whom it is to follow.
 """
 
 from __future__ import annotations
@@ -11,29 +10,26 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 import grpc
 
 from flashrecovery.access import CONTROLLER, Access, agent_at
 from flashrecovery.agent.agent import Agent
-from flashrecovery.agent.backoff import Backoff, next_attempt_s, next_question_s
+from flashrecovery.agent.backoff import Backoff, next_attempt_s
 from flashrecovery.agent.election import Election
 from flashrecovery.agent.hearing import Hearing
+from flashrecovery.agent.lookout import Lead, Leave, Lookout
 from flashrecovery.agent.peer_service import PeerService
-from flashrecovery.agent.peers import CONTROLLER_KEY, UNREACHED, Asking, probe, probe_all, probe_port
+from flashrecovery.agent.peers import CONTROLLER_KEY, UNREACHED, Asking, probe
 from flashrecovery.agent.relay import Relay
-from flashrecovery.ballot import ask_elector
 from flashrecovery.clock import lease_clock
 from flashrecovery.complaints import Complaints
 from flashrecovery.config import Timeouts
 from flashrecovery.errors import AuthenticationError, ConfigError, ProtocolError, StrangerError
 from flashrecovery.heartbeat.sender import HeartbeatSender
-from flashrecovery.plan.leases import LEASE_PROBE, LOOK_S
-from flashrecovery.plan.membership import FRESH, Port, Seen, Standing, lost, reach, standing
+from flashrecovery.plan.membership import FRESH
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.runtime.addresses import split_address
@@ -51,11 +47,6 @@ _TELL_S = 0.1
 """Pace of telling the workers whether a controller is heard."""
 
 log = logging.getLogger("flashrecovery")
-
-Lead = Callable[[Election, int], Awaitable[str]]
-"""Start a controller here, which has been elected for this term; returns its address."""
-Leave = Callable[[], Awaitable[None]]
-"""Another node's controller is followed now: if there was one in this process, its time is over."""
 
 
 class ControllerSession:
@@ -75,12 +66,14 @@ class ControllerSession:
         self._agent = agent
         self._peers = peers
         self._limits = limits
-        self._lead, self._leave = lead, leave
         self._hearing = Hearing(limits)
         self._election = Election(
-            agent.node, agent.incarnation, self._hearing.nothing_came_s, limits.lease_s, self._drop_connection
+            agent.node, agent.incarnation, self._hearing.nothing_came_s, limits.lease_s, self.drop
         )
         self._election.controller = address
+        self._lookout = Lookout(
+            agent, self, self._hearing, self._election, access, limits, lead, leave, alone=peers is None
+        )
         self._relay = Relay(agent.node, access)
         self._way = self._through = ""
         self._move: asyncio.Task[None] | None = None
@@ -88,7 +81,6 @@ class ControllerSession:
             peers.election, peers.relay, peers.vouch = self._election, self._relay, self._vouch
         self._suspended = False
         self._gathering = False
-        self._lost_at: float | None = None
         self._link: Link[pb.AgentMessage, pb.Command] = Link()
         self._vouches: dict[int, asyncio.Future[bool]] = {}
         self._vouch_numbers = itertools.count(1)
@@ -100,12 +92,9 @@ class ControllerSession:
         self._name_taken_at: float | None = None
         self._answered = False
         self._at_once = asyncio.Event()
-        self._ask_at = 0.0
-        self._standing = Standing.MEMBER
-        self._port_answer = Port.SILENT
         self._stranger = False
         self._complaints = Complaints(log)
-        self._heartbeats = HeartbeatSender(access.token, self._heard_at_least_at, self._drop_connection)
+        self._heartbeats = HeartbeatSender(access.token, self._heard_at_least_at, self.drop)
         self._backoff = Backoff()
         agent.connect(self._send, self._send_heartbeat)
 
@@ -113,6 +102,16 @@ class ControllerSession:
     def joined(self) -> bool:
         """Whether a controller has taken this agent in."""
         return self._joined
+
+    @property
+    def suspended(self) -> bool:
+        """Whether the controller is there, and does not know whether its electors still hear it."""
+        return self._suspended
+
+    @property
+    def stranger(self) -> bool:
+        """Whether somebody else answers at the controller's address."""
+        return self._stranger
 
     @property
     def stranded(self) -> bool:
@@ -144,7 +143,7 @@ class ControllerSession:
         Raises:
             ConfigError: no controller was found, or it refuses this node.
         """
-        watch = asyncio.create_task(self._watch()) if self._peers is not None else None
+        watch = asyncio.create_task(self._lookout.run()) if self._peers is not None else None
         telling = asyncio.create_task(self._tell_workers())
         for task in (watch, telling):
             if task is not None:
@@ -288,8 +287,8 @@ class ControllerSession:
             self._agent.fence()
             self._hearing.answered(command.echo)
             self._link = Link()
-            self._standing = Standing.MEMBER
-            self._drop_connection()  # and connect as the node that it is now
+            self._lookout.fenced()
+            self.drop()  # and connect as the node that it is now
             return
         new = self._link.accept(command)
         self._hearing.came()
@@ -353,22 +352,14 @@ class ControllerSession:
             log.warning("node %s, by way of which this one is to go, is not reached: %s", there.node, seen.evidence)
         elif connection is self._attempt and self._fresh:
             self._through = there.peer
-            self._drop_connection()
+            self.drop()
             self._at_once.set()
 
     def _heard_at_least_at(self, when: float) -> None:
         """The controller has answered something that was sent at that time. Only while the connection holds: what
         counts after that comes on a new one."""
-        if not self._fresh:
-            return
-        self._hearing.heard(when)
-        self._lost_at = None
-        if self._standing is Standing.ORPHANED:
-            self._standing = Standing.MEMBER
-        elif self._standing is Standing.CUT_OFF and self._hearing.silent_s < self._limits.lease_s:
-            self._standing = Standing.MEMBER  # an answer that was long on its way says nothing about now
-            self._agent.go_on()
-        self._lend()
+        if self._fresh:
+            self._lookout.heard(when)
 
     def _give_up_if_late(self) -> None:
         missed_s = time.monotonic() - self._hearing.missed_since
@@ -382,117 +373,28 @@ class ControllerSession:
                 f"the controller at {self._address} has been gone for {missed_s:.0f} s (timeouts.controller_gone_s)"
             )
 
-    # -- while it is not heard --------------------------------------------------------------------
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_S)
-            now = self._hearing.look_at_clock()
-            silent_s = now - self._hearing.heard_at
-            if not self._joined or silent_s < self._limits.lease_s:
-                self._ask_at = now
-                continue
-            if now >= self._ask_at:
-                await self._ask()
-                self._ask_at = now + next_question_s(self._standing, silent_s, self._turn_in_s(), self._limits)
-            patience_s = _BUSY_S if self._port_answer is Port.ACCEPTS else self._limits.node_silence_s
-            stale = self._fresh and silent_s >= patience_s
-            late = not self._fresh and time.monotonic() - self._attempt_at > ATTEMPT_S
-            if stale or late:
-                self._drop_connection()
-
     async def _tell_workers(self) -> None:
         """Whether there is a controller that could stop them."""
         while True:
             heard = self._fresh and self._hearing.silent_s < self._limits.node_silence_s
             self._agent.controller_heard(heard and not self._gathering)
             self._hearing.look_at_clock()
-            self._lend()
+            self._lookout.lend()
             await asyncio.sleep(_TELL_S)
 
-    def _turn_in_s(self) -> float:
-        """Seconds until this node may stand for election the next time."""
-        return float("inf") if self._lost_at is None else self._election.turn_in(time.monotonic() - self._lost_at)
-
-    def _drop_connection(self) -> None:
+    def drop(self) -> None:
         """End the connection, so that a new one is made. What is still on its way in this one may be older than the
         controller's verdict."""
         if self._attempt is not None:
             self._attempt.cancel()
 
-    async def _ask(self) -> None:
-        """Find out where this node stands, and whom it follows."""
-        asked_at = self._hearing.look_at_clock()
-        wait_s = LEASE_PROBE * self._limits.node_probe_s
-        host, port = split_address(self._address, "--controller")
-        electors = self._election.electors
-        asked = {e.peer for e in electors if e.node != self._agent.node} | set(self._agent.neighbours())
-        asking = Asking(self._agent.node, self._agent.incarnation())
-        answer, seen = await asyncio.gather(
-            probe_port(host, port, wait_s), probe_all(sorted(asked), self._access, wait_s, asking)
-        )
-        now = self._hearing.look_at_clock()
-        found = reach(seen, electors, self._agent.node)
-        if self._stranger and answer is Port.ACCEPTS:
-            answer = Port.REFUSES  # the port is somebody else's now: the controller's process is gone
-        self._port_answer = answer
-        if self._hearing.heard_at > asked_at or self._hearing.silent_s < self._limits.lease_s:
-            return
-        if self._standing is not Standing.CUT_OFF:  # once cut off, only the controller itself restores it
-            held = self._hearing.vouched(asked_at, now, found=found.vouched)
-            now_is = standing(
-                Port.SILENT if self._suspended else answer,
-                replace(found, vouched=held),
-                self._hearing.silent_s,
-                self._limits,
-            )
-            if now_is is not self._standing:
-                log.warning("the controller has not been heard for %.2f s: %s", self._hearing.silent_s, now_is.value)
-                self._standing = now_is
-            self._hearing.excused_until = asked_at + self._excused_s(now_is, seen)
-            self._lend()
-            if now_is is Standing.CUT_OFF:
-                self._agent.halt()
-                self._drop_connection()
-        await self._succeed(answer, seen)
-
-    def _excused_s(self, standing: Standing, seen: Sequence[Seen]) -> float:
-        """For how long after the questions that led to a verdict the workers may do without an answer: to the next one.
-        (Not after the verdict: this host may have been suspended since it has asked.) After a standstill a port that
-        accepts is no excuse, for what is behind it may have given the ranks away, nor is a closed one if others
-        lead."""
-        if self._hearing.stood_still and (standing is Standing.MEMBER or self._election.newer(seen) is not None):
-            return 0.0
-        if standing is Standing.ORPHANED:
-            return 2 * self._limits.node_silence_s
-        return 2 * (LOOK_S + LEASE_PROBE * self._limits.node_probe_s) if standing is Standing.MEMBER else 0.0
-
-    def _lend(self) -> None:
-        """Tell the workers how long they may begin to change their state, whatever becomes of this agent."""
-        if self._peers is None or not self._joined:
-            return
-        until = self._hearing.lent_until()
-        if until > float("-inf"):
-            self._agent.lend(until)
-
-    async def _succeed(self, answer: Port, seen: Sequence[Seen]) -> None:
-        """Follow a newer controller, or become one if this one is lost and it is this node's turn."""
-        newer = self._election.newer(seen)
-        if newer is not None and newer.controller == self._address:
-            self._election.term = newer.term  # the same one, which its electors have elected once more
-        elif newer is not None:
-            self._follow(newer.term, newer.controller)
-            await self._leave()
-            return
-        if not lost(self._standing, answer, self._hearing.silent_s, self._limits):
-            return
-        now = time.monotonic()
-        self._lost_at = now if self._lost_at is None else self._lost_at
-        if not self._election.turn(now - self._lost_at):
-            return
-        term = await self._election.stand(lambda e, request: ask_elector(e, request, self._access))
-        if term is not None:
-            self._follow(term, await self._lead(self._election, term))
+    def drop_if_stuck(self, silent_s: float, *, port_accepts: bool) -> None:
+        """End the connection if it has brought nothing for too long (``silent_s``), or does not come about. A
+        controller whose port accepts has more time."""
+        stale = self._fresh and silent_s >= (_BUSY_S if port_accepts else self._limits.node_silence_s)
+        late = not self._fresh and time.monotonic() - self._attempt_at > ATTEMPT_S
+        if stale or late:
+            self.drop()
 
     def join(self, address: str) -> bool:
         """The job runs already, under the controller at ``address``; where this agent began, there is none. Returns
@@ -500,17 +402,18 @@ class ControllerSession:
         if address == self._address:
             return False
         self._election.forget()
-        self._follow(0, address)
+        self.follow(0, address)
         return True
 
-    def _follow(self, term: int, address: str) -> None:
+    def follow(self, term: int, address: str) -> None:
+        """Go over to the controller of that term (0: the job's first one), which listens at ``address`` (HOST:PORT)."""
         log.warning("follows the controller%s at %s", f" of term {term}" if term else "", address)
         self._election.controller = address
-        self._election.term, self._suspended, self._lost_at = term, False, None
-        self._hearing.begin()
+        self._election.term, self._suspended = term, False
+        self._lookout.follows_another()
         self._controller = ""  # any incarnation there
         self._link = Link()
-        self._drop_connection()
+        self.drop()
         self._at_once.set()
 
 

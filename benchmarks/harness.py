@@ -106,12 +106,15 @@ def job_directory() -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Record:
-    """One line that a worker wrote."""
+    """One line that a worker wrote, at time ``t``, with the CPU time so far in seconds: ``own_s`` of the thread that
+    trains, ``all_s`` of the process."""
 
     pid: int
     rank: int
     step: int
     t: float
+    own_s: float = 0.0
+    all_s: float = 0.0
 
 
 def read_records(directory: Path) -> list[Record]:

@@ -6,6 +6,9 @@ not. DDP has all state replicated and copies nothing, unless snapshots are asked
 ``--sleep-ms 370`` a step of 400 ms). With FSDP, DeepSpeed's ZeRO-2 (``--layouts zero2``) and Megatron's distributed
 optimizer (``--layouts megatron``, both overlaps on) the neighbour holds copies of each rank's shards of every step;
 with ``fsdp+parity`` parity takes their place.
+
+The table tells the CPU's share apart: what a step takes more of it in the thread that trains, and what the process's
+other threads take more. The latter holds training up only where ranks have no cores to spare, as here.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import harness
@@ -28,8 +32,24 @@ UNIQUE = {"zero2": deepspeed_zero2.unique_bytes, "megatron": megatron_gpt.unique
 """Bytes that a rank's neighbour gets each step."""
 
 
-def mean_step(job: Job, recovery: bool, limit_s: float, options: Sequence[str] = ()) -> float:
-    """Seconds a step after the warm-up, on rank 0. Raises TimeoutError."""
+@dataclass(frozen=True)
+class StepCost:
+    """Means of one launch's steps after the warm-up on rank 0, seconds. CPU: of the thread that trains, of others."""
+
+    wall: float
+    own_cpu: float
+    other_cpu: float
+
+    @staticmethod
+    def of(records: Sequence[harness.Record]) -> StepCost:
+        """Of consecutive steps."""
+        first, last, n = records[0], records[-1], len(records) - 1
+        own, everything = last.own_s - first.own_s, last.all_s - first.all_s
+        return StepCost((last.t - first.t) / n, own / n, (everything - own) / n)
+
+
+def step_cost(job: Job, recovery: bool, limit_s: float, options: Sequence[str] = ()) -> StepCost:
+    """What a step costs. Raises TimeoutError."""
     directory = Path(job.directory)
     launch = harness.Launch(directory / "output.log")
     _start(job, launch, recovery, options)
@@ -39,7 +59,7 @@ def mean_step(job: Job, recovery: bool, limit_s: float, options: Sequence[str] =
             records = [r for r in harness.read_records(directory) if r.rank == 0]
             # The last step's commit is not logged by the script: the loop hands out no step after it.
             if len(records) >= job.steps - 1:
-                return (records[-1].t - records[WARM_UP].t) / (len(records) - 1 - WARM_UP)
+                return StepCost.of(records[WARM_UP:])
             if launch.processes[0].poll() not in (None, 0):
                 break
             time.sleep(0.1)
@@ -69,6 +89,11 @@ def _start(job: Job, launch: harness.Launch, recovery: bool, options: Sequence[s
         )
 
 
+def _more(couples: Sequence[tuple[StepCost, StepCost]], of: Callable[[StepCost], float]) -> str:
+    """With recovery than without, milliseconds a step: the median of the pairs."""
+    return f"{statistics.median(of(on) - of(off) for on, off in couples) * 1e3:+.2f}"
+
+
 def main() -> None:
     """Measure and judge."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -83,7 +108,7 @@ def main() -> None:
     rows = []
     met = True
     for layout in args.layouts.split(","):
-        times: dict[bool, list[float]] = {True: [], False: []}
+        costs: dict[bool, list[StepCost]] = {True: [], False: []}
         for i in range(pairs):
             # Turn by turn, and every other pair the other way round: the machine drifts.
             for recovery in (True, False) if i % 2 else (False, True):
@@ -97,31 +122,35 @@ def main() -> None:
                         layout=layout.partition("+")[0],
                     )
                     options = OPTIONS.get(layout.partition("+")[2], ())
-                    times[recovery].append(mean_step(job, recovery, 240, options))
-            print(f"  {layout} {i + 1}/{pairs}: on {times[True][-1] * 1e3:.2f}, off {times[False][-1] * 1e3:.2f} ms")
-        off = statistics.median(times[False])
+                    costs[recovery].append(step_cost(job, recovery, 240, options))
+            on, off = costs[True][-1], costs[False][-1]
+            print(f"  {layout} {i + 1}/{pairs}: on {on.wall * 1e3:.2f}, off {off.wall * 1e3:.2f} ms", flush=True)
         # Of the pairs' own ratios: the machine drifts by more between pairs than within one.
-        extra = statistics.median(a / b for a, b in zip(times[True], times[False], strict=True)) - 1
+        couples = list(zip(costs[True], costs[False], strict=True))
+        extra = statistics.median(on.wall / off.wall for on, off in couples) - 1
         if layout in UNIQUE:
             sent = UNIQUE[layout](job)
             # The copies have until the end of the next forward pass, about a third of the step.
             print(
                 f"  {sent / 1e6:.2f} MB a step and rank for a neighbour on another host (none here): free on links of "
-                f"{sent / (off / 3) / 1e6:.1f} MB/s and more"
+                f"{sent / (statistics.median(c.wall for c in costs[False]) / 3) / 1e6:.1f} MB/s and more"
             )
         goal = GOALS[layout]
         met = met and extra <= goal
         rows.append(
             (
                 layout,
-                harness.spread(times[True], 1e3),
-                harness.spread(times[False], 1e3),
+                harness.spread([c.wall for c in costs[True]], 1e3),
+                harness.spread([c.wall for c in costs[False]], 1e3),
                 f"{extra:+.2%}",
+                _more(couples, lambda c: c.own_cpu),
+                _more(couples, lambda c: c.other_cpu),
                 f"<= +{goal:.1%}",
                 "met" if extra <= goal else "NOT MET",
             )
         )
-    head = ("layout", "on, ms", "off, ms", "difference, median of pairs", "goal", "")
+    cpu = ("CPU of the training thread, ms", "CPU of others, ms")
+    head = ("layout", "on, ms", "off, ms", "difference, median of pairs", *cpu, "goal", "")
     harness.table(f"Step time, 4 ranks, {steps - WARM_UP} steps a launch", head, rows)
     sys.exit(0 if met else 1)
 

@@ -134,7 +134,8 @@ class Probe:
 
     def end(self, step: int) -> None:
         """A step has been committed."""
-        self.log.write(json.dumps({"rank": self.rank, "step": step, "t": time.monotonic()}) + "\n")
+        cpu = {"own_s": time.thread_time(), "all_s": time.process_time()}
+        self.log.write(json.dumps({"rank": self.rank, "step": step, "t": time.monotonic(), **cpu}) + "\n")
 
     def _backward_has_come_to_the_first_block(self, _: Tensor) -> None:
         if self.doomed:

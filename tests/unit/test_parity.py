@@ -18,7 +18,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flashrecovery.errors import ProtocolError, RestoreError
-from flashrecovery.plan.parity import DecodePlan, ParityLayout, Route, StripePart, decode_plan, encode_traffic
+from flashrecovery.plan.parity import (
+    BUCKET,
+    DecodePlan,
+    ParityLayout,
+    Route,
+    StripePart,
+    bucket_for,
+    decode_plan,
+    encode_traffic,
+)
 from flashrecovery.redundancy import parity as module
 from flashrecovery.redundancy.parity import (
     NO_BASE,
@@ -526,3 +535,35 @@ def test_both_arithmetics_send_the_same_frames() -> None:
         for compute in (xor(), NumpyXor())
     )
     assert isinstance(xor(), NativeXor) and native == plain and len(native) > 8
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_memory_for_a_payload_may_be_written_to_once_the_next_one_is_asked_for(route: Route) -> None:
+    """A batch is sent before the next frame is asked for, and what arrives then takes its memory."""
+    layout = ParityLayout((1000, 900, 1100, 70), 2, 128)
+    rng = random.Random(3)
+    old, new = rng.randbytes(1000), rng.randbytes(1000)
+    memory = memoryview(bytearray(128))
+    used = 0
+
+    def room(place: tuple[int, StripePart], nbytes: int) -> memoryview:
+        nonlocal used
+        used += 1
+        return memory[:nbytes]
+
+    expected = [(f.header(), bytes(f.payload)) for f in deltas(layout, 0, 2, new, 1, old, route)]
+    found = []
+    for frame in deltas(layout, 0, 2, new, 1, old, route, room=room):
+        found.append((frame.header(), bytes(frame.payload)))
+        memory[:] = bytes(128)
+    assert found == expected
+    assert used == (0 if route is Route.DIRECT else 8)
+
+
+def test_longer_buckets_where_there_are_many() -> None:
+    assert bucket_for((1000, 70), 1) == bucket_for((32 << 20, 1 << 10), 1) == BUCKET
+    assert bucket_for((33 << 20, 0), 1) == 2 * BUCKET
+    assert bucket_for([1 << 40] * 8, 2) == 4 << 20
+    for size in (1 << 28, 1 << 30):
+        layout = ParityLayout((size,) * 4, 1, bucket_for((size,) * 4, 1))
+        assert layout.buckets(0) <= 128

@@ -44,6 +44,10 @@ ROW = 64
 """Bytes; by so much Q's columns are moved against each other. Also the alignment of units."""
 BUCKET = 256 << 10
 """Small enough that parity, a delta and a sum stay in a core's second-level cache together (benchmarks/parity.py)."""
+_BUCKETS = 128
+"""Of a unit at most, if they need not be longer than :data:`_LARGEST` for that: each costs the interpreter some tens of
+microseconds a step, in which training may have to wait for its lock."""
+_LARGEST = 4 << 20
 HEADER_BYTES = 64
 """Before each delta, and alone at the end of a member's deltas for one stripe."""
 DIGEST_BYTES = 16
@@ -63,6 +67,15 @@ class Route(str, Enum):
 
     DIRECT = "direct"
     RELAY = "relay"
+
+
+def bucket_for(sizes: Sequence[int], parity: int) -> int:
+    """Bytes of a bucket for a group with shards of these sizes, in bytes."""
+    longest = max(sizes) / max(len(sizes) - parity, 1)
+    bucket = BUCKET
+    while bucket < _LARGEST and longest > _BUCKETS * bucket:
+        bucket *= 2
+    return bucket
 
 
 @dataclass(frozen=True)

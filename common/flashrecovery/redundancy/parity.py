@@ -15,7 +15,7 @@ ones.
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -35,6 +35,8 @@ ParityPlace = tuple[int, StripePart]
 """Which parity: (stripe, P or Q)."""
 FrameStream = tuple[int, int]
 """Of frames, from one member to another."""
+Room = Callable[[ParityPlace, int], memoryview]
+"""Memory for so many bytes of payload that go to the holder of a parity; valid until it is asked for again."""
 
 
 def digest(data: Buffer) -> bytes:
@@ -129,6 +131,7 @@ def deltas(
     route: Route = Route.RELAY,
     arithmetic: Xor | None = None,
     places: Collection[ParityPlace] | None = None,
+    room: Room | None = None,
 ) -> Iterator[Frame]:
     """What ``member`` sends so that the group's parity becomes that of ``version``; a frame's target is the holder of
     its part. All stripes side by side, so that no holder waits for the others'.
@@ -137,6 +140,7 @@ def deltas(
         new, old: the member's flat bytes at ``version`` and ``base``; neither may change meanwhile. Without ``old``
             everything is sent as it is.
         places: the parities that are made, the same for all members; all of them if not given.
+        room: where a delta that goes to one holder only is written; without it, into memory of its own.
     """
     compute = arithmetic or xor()
     now, before = _flat(new, layout.sizes[member]), None if old is None else _flat(old, layout.sizes[member])
@@ -153,7 +157,9 @@ def deltas(
                 continue
             payload = content = now[offset : offset + length]
             if before is not None:
-                payload = scratch[:length]
+                # What goes to two has to stay until the second one has got it.
+                there = room if len(parts[stripe]) == 1 else None
+                payload = scratch[:length] if there is None else there((stripe, parts[stripe][0]), length)
                 if not compute.delta(payload, before[offset : offset + length], content):
                     continue
             sent[stripe] += 1

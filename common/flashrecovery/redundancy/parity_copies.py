@@ -18,7 +18,7 @@ Why version i-1 is whole until i is, and i until anybody changes its state: :mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -28,13 +28,13 @@ import xxhash
 
 from flashrecovery.errors import ProtocolError, RestoreError
 from flashrecovery.plan.decoding import DecodeOrder, EncodingHeld, ParityHeld, Told
-from flashrecovery.plan.parity import BUCKET, ParityLayout, StripePart
+from flashrecovery.plan.parity import ParityLayout, StripePart, bucket_for
 from flashrecovery.redundancy.exchange import STREAMS, CopyHolding, Exchange, byte_tensor, plain_source
 from flashrecovery.redundancy.flat import NOTHING, Beside, FirstShards, Keep, Layout, Outliving, Slot
 from flashrecovery.redundancy.pacing import Network
-from flashrecovery.redundancy.parity import NO_BASE, ParityMember, ParityPlace, deltas
+from flashrecovery.redundancy.parity import NO_BASE, Frame, ParityMember, ParityPlace, Room, deltas
 from flashrecovery.redundancy.parity_decode import Decoding, WrongParityError
-from flashrecovery.redundancy.parity_rounds import Rounds
+from flashrecovery.redundancy.parity_rounds import BatchMemory, Rounds
 from flashrecovery.redundancy.undo import ChangeCounter, UndoCopy
 from flashrecovery.snapshot.memory import HEADER, SharedMemory
 from flashrecovery.state import codec
@@ -150,7 +150,7 @@ class ParityCopies:
         losses: how many members may be lost, 1 or 2; max_size: members of a group at most. shards: all shards of this
         rank that a rollback concerns; parity is of those with ``holders == (rank,)``. domain: this process's failure
         domain. on_together: gets two ranks of the group that have turned out to be on one failure domain. bucket:
-        bytes. The others as for :class:`.neighbor.NeighbourCopies`.
+        bytes; without it, by the sizes of the shards. The others as for :class:`.neighbor.NeighbourCopies`.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class ParityCopies:
         look: ChangeCounter | None = None,
         network: Network | None = None,
         keep: Keep | None = None,
-        bucket: int = BUCKET,
+        bucket: int | None = None,
     ) -> None:
         if len(ranks) <= losses:
             raise ValueError(f"a parity group of ranks {list(ranks)}: more than {losses} are needed (losses)")
@@ -188,6 +188,7 @@ class ParityCopies:
         self.undo = UndoCopy([*unique, *(s for s in shards if s.holders != (rank,))], share=True, look=look, keep=keep)
         self._talk = Exchange(group, self.undo, "parity", generation, network)
         self._keep = keep
+        self._batches = BatchMemory()
         self._spare = [keep(f"parity-{i}") for i in range(_ENCODINGS)] if keep is not None else []
         self._encodings: list[Encoding] = []
         self._take_over()
@@ -422,7 +423,7 @@ class ParityCopies:
 
     def nbytes(self) -> int:
         """Host memory taken now, bytes."""
-        return self.undo.nbytes() + sum(encoding.nbytes for encoding in self._encodings)
+        return self.undo.nbytes() + sum(encoding.nbytes for encoding in self._encodings) + self._batches.nbytes
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """The job is over, on every rank; see :meth:`.neighbor.NeighbourCopies.close`."""
@@ -522,8 +523,9 @@ class ParityCopies:
 
     def _encode(self, version: int, own: Slot, layout: Layout, states: Sequence[MemberState]) -> None:
         sizes, idents = [s.nbytes for s in states], [s.ident for s in states]
-        key = key_of(self.ranks, sizes, idents, self.losses, self._bucket)
-        parity = ParityLayout(tuple(sizes), self.losses, self._bucket)
+        bucket = self._bucket or bucket_for(sizes, self.losses)
+        key = key_of(self.ranks, sizes, idents, self.losses, bucket)
+        parity = ParityLayout(tuple(sizes), self.losses, bucket)
         making = to_make(parity, key, version, states)
         if not making.places:
             return
@@ -533,12 +535,15 @@ class ParityCopies:
         member = encoding.member
         member.begin(version, making.base, making.places)
         now = _bytes_of(own.buffer[: layout.nbytes])
-        frames = deltas(parity, self._me, version, now, making.base, before, places=making.places)
+
+        def frames(room: Room) -> Iterator[Frame]:
+            return deltas(parity, self._me, version, now, making.base, before, places=making.places, room=room)
+
         paced: AbstractContextManager[None] = nullcontext()
         if self._talk.pacing is not None and layout.nbytes:
             paced = self._talk.pacing.sending(layout.nbytes, STREAMS)
         with paced:
-            Rounds(self._talk, self.ranks, member, making.places).run(frames)
+            Rounds(self._talk, self.ranks, member, making.places, self._batches).run(frames)
 
     # -- encodings --------------------------------------------------------------------------------
 
@@ -578,7 +583,11 @@ class ParityCopies:
             if memory is None or notes is None:
                 continue
             key, ranks, sizes, parity, bucket = codec.loads(notes)
-            if tuple(ranks) != self.ranks or (parity, bucket) != (self.losses, self._bucket):
+            if (
+                tuple(ranks) != self.ranks
+                or parity != self.losses
+                or bucket != (self._bucket or bucket_for(sizes, parity))
+            ):
                 continue
             layout = ParityLayout(tuple(sizes), parity, bucket)
             places = ParityMember.places(layout, self._me)

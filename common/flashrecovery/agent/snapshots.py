@@ -17,6 +17,7 @@ from flashrecovery.errors import ConfigError
 from flashrecovery.snapshot import address
 from flashrecovery.snapshot.client import SnapshotHost
 from flashrecovery.snapshot.files import FOLDER, listed
+from flashrecovery.snapshot.locking import has_swap, lock_limit
 
 log = logging.getLogger("flashrecovery")
 _SHORT_LIFE_S = 2.0
@@ -62,6 +63,12 @@ class NodeSnapshots:
             if self._resumes and on_disk:
                 for file in self._host.load(self._folder):
                     log.warning("%s is damaged; that snapshot is not used", self._folder / file)
+        if has_swap() and (limit := lock_limit()) is not None:
+            log.warning(
+                "this host has swap space, and the snapshot process may lock %.0f MB in memory (ulimit -l): what is "
+                "beyond that may be swapped out, and is slow to read then",
+                limit / 1e6,
+            )
 
     def _take_on(self, host: SnapshotHost, several_nodes: bool) -> None:
         """What an earlier launch has left."""

@@ -35,7 +35,7 @@ ParityPlace = tuple[int, StripePart]
 """Which parity: (stripe, P or Q)."""
 FrameStream = tuple[int, int]
 """Of frames, from one member to another."""
-Room = Callable[[ParityPlace, int], memoryview]
+PayloadRoom = Callable[[ParityPlace, int], memoryview]
 """Memory for so many bytes of payload that go to the holder of a parity; valid until it is asked for again."""
 
 
@@ -131,7 +131,7 @@ def deltas(
     route: Route = Route.RELAY,
     arithmetic: Xor | None = None,
     places: Collection[ParityPlace] | None = None,
-    room: Room | None = None,
+    room: PayloadRoom | None = None,
 ) -> Iterator[Frame]:
     """What ``member`` sends so that the group's parity becomes that of ``version``; a frame's target is the holder of
     its part. All stripes side by side, so that no holder waits for the others'.

@@ -32,7 +32,7 @@ from flashrecovery.plan.parity import ParityLayout, StripePart, bucket_for
 from flashrecovery.redundancy.exchange import STREAMS, CopyHolding, Exchange, byte_tensor, plain_source
 from flashrecovery.redundancy.flat import NOTHING, Beside, FirstShards, Keep, Layout, Outliving, Slot
 from flashrecovery.redundancy.pacing import Network
-from flashrecovery.redundancy.parity import NO_BASE, Frame, ParityMember, ParityPlace, Room, deltas
+from flashrecovery.redundancy.parity import NO_BASE, Frame, ParityMember, ParityPlace, PayloadRoom, deltas
 from flashrecovery.redundancy.parity_decode import Decoding, WrongParityError
 from flashrecovery.redundancy.parity_rounds import BatchMemory, Rounds
 from flashrecovery.redundancy.undo import ChangeCounter, UndoCopy
@@ -536,7 +536,7 @@ class ParityCopies:
         member.begin(version, making.base, making.places)
         now = _bytes_of(own.buffer[: layout.nbytes])
 
-        def frames(room: Room) -> Iterator[Frame]:
+        def frames(room: PayloadRoom) -> Iterator[Frame]:
             return deltas(parity, self._me, version, now, making.base, before, places=making.places, room=room)
 
         paced: AbstractContextManager[None] = nullcontext()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from flashrecovery.plan.parity import HEADER_BYTES
 from flashrecovery.redundancy.exchange import Exchange
-from flashrecovery.redundancy.parity import Frame, ParityMember, ParityPlace, Room, streams
+from flashrecovery.redundancy.parity import Frame, ParityMember, ParityPlace, PayloadRoom, streams
 
 BATCH = 4 << 20
 """Bytes to one member in a round; more by less than a bucket."""
@@ -111,7 +111,7 @@ class Rounds:
         self._sources = [sender for sender, to in sorted(pairs) if to == member.member]
         self._number = 0
 
-    def run(self, frames: Callable[[Room], Iterator[Frame]]) -> int:
+    def run(self, frames: Callable[[PayloadRoom], Iterator[Frame]]) -> int:
         """Send these frames, receive and add up those of the others. Returns the bytes that were sent.
 
         Raises what the group's operations raise, and ProtocolError for what does not belong here."""

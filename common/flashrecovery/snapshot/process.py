@@ -21,6 +21,7 @@ from typing import Any
 from flashrecovery.runtime.process_control import name_thread
 from flashrecovery.snapshot.address import is_ours
 from flashrecovery.snapshot.files import listed, load, save
+from flashrecovery.snapshot.locking import Locking, has_swap
 from flashrecovery.snapshot.memory import SharedMemory
 from flashrecovery.snapshot.wire import receive, send
 
@@ -39,12 +40,15 @@ class SnapshotProcess:
 
     Args:
         folder: where what is held is written if no agent comes back within ``linger_s`` seconds; None: nowhere.
+        lock: whether what is held must not be swapped out.
     """
 
-    def __init__(self, listener: socket.socket, folder: Path | None, linger_s: float) -> None:
+    def __init__(self, listener: socket.socket, folder: Path | None, linger_s: float, *, lock: bool) -> None:
         self._listener = listener
         self._folder, self._linger_s = folder, linger_s
         self._memories: dict[Key, SharedMemory] = {}
+        self._lock = lock
+        self._locking = Locking(self._holds, _say)
         self._agents: set[socket.socket] = set()
         self._alone_since: float | None = time.monotonic()
         self._has_met_agent = False
@@ -72,12 +76,15 @@ class SnapshotProcess:
                     self._accept()
                 elif isinstance(key.fileobj, socket.socket):
                     self._hear(key.fileobj)
-            rest = self._rest_s()
-            if rest is not None and rest <= 0.0:
+            if self._locking.busy:
+                self._locking.step()
+            elif self._rest_s() == 0.0:
                 self._leave()
 
     def _rest_s(self) -> float | None:
-        """Seconds for which an agent is still waited for; None while there is one."""
+        """Seconds until there is something to be done: an agent is still waited for; None: while there is one."""
+        if self._locking.busy:
+            return 0.0
         if self._alone_since is None:
             return None
         without = 0.0 if self._has_met_agent else _FIRST_CALL_S
@@ -90,6 +97,14 @@ class SnapshotProcess:
             saved = save(self._folder, self._all())
             print(f"no agent has come back: {len(saved)} memories were written to {self._folder}", flush=True)
         self._over = True
+
+    def _hold(self, key: Key, memory: SharedMemory) -> None:
+        self._memories[key] = memory
+        if self._lock:
+            self._locking.add(memory)
+
+    def _holds(self, memory: SharedMemory) -> bool:
+        return any(memory is held for held in self._memories.values())
 
     def _all(self) -> list[tuple[int, str, SharedMemory]]:
         return [(rank, name, memory) for (rank, name), memory in sorted(self._memories.items())]
@@ -158,7 +173,7 @@ class SnapshotProcess:
         (fd,) = descriptors
         memory = SharedMemory.of(fd)
         if memory is not None:
-            self._memories[message["rank"], message["name"]] = memory
+            self._hold((message["rank"], message["name"]), memory)
 
     def _drop(self, _: socket.socket, message: Mapping[str, Any], __: list[int]) -> None:
         self._memories.pop((message["rank"], message["name"]), None)
@@ -191,11 +206,15 @@ class SnapshotProcess:
             if memory is None:
                 wrong.append(saved.file)
             else:
-                self._memories[saved.rank, saved.name] = memory
+                self._hold((saved.rank, saved.name), memory)
         return _Answer({"damaged": wrong}, [])
 
     def _end(self, _: socket.socket, __: Mapping[str, Any], ___: list[int]) -> None:
         self._over = True
+
+
+def _say(words: str) -> None:
+    print(words, flush=True)
 
 
 def _has_message(sock: socket.socket) -> bool:
@@ -215,7 +234,7 @@ def main() -> None:
     """Arguments: file descriptor of the listening socket, seconds to linger, folder ("" for none)."""
     listener = socket.socket(fileno=int(sys.argv[1]))
     name_thread("fr-snapshots")
-    SnapshotProcess(listener, Path(sys.argv[3]) if sys.argv[3] else None, float(sys.argv[2])).run()
+    SnapshotProcess(listener, Path(sys.argv[3]) if sys.argv[3] else None, float(sys.argv[2]), lock=has_swap()).run()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from flashrecovery.redundancy.verify import checkpoints_in
 from tests.support import hosts
 from tests.support.hosts import Host, Network
 from tests.support.jobs import FSDP, HSDP, Job, Layout, References, check_same
@@ -115,6 +116,30 @@ def test_a_second_node_is_lost_in_the_recovery_from_the_first(
         time.sleep(0.001)
     job.kill_node(third)
     check(job.wait(of=[first, fourth, *spares]), reference, FOUR, [second, third])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("redundancy", ["parity", "neighbor"])
+def test_a_node_is_lost_while_a_checkpoint_is_written(
+    redundancy: str, net: Network, tmp_path: Path, reference: References
+) -> None:
+    """That checkpoint is never complete; those before and after it are whole, and none of them is needed."""
+    first, second, lost, spare, *_ = net.hosts
+    saved = tmp_path / "checkpoints"
+    config = tmp_path / "config.yaml"
+    config.write_text(f"redundancy: {redundancy}\ncheckpoint: {{dir: {saved}, interval_s: 0.2, keep: 100}}\n")
+    job = NodesJob(net, tmp_path / "run", THREE, nnodes=3, steps=STEPS, config=config)
+    job.wait_for_step(KILL_AFTER)
+    seen = {path.name for path in saved.glob(".pending-*")}
+    deadline = time.monotonic() + 60
+    while not (begun := {path.name for path in saved.glob(".pending-*")} - seen):
+        assert time.monotonic() < deadline, job.stop().explain()
+    job.kill_node(lost)
+    ended = job.wait(of=[first, second, spare])
+    check(ended, reference, THREE, [lost])
+    whole = list(checkpoints_in(saved))
+    assert len(whole) >= 2 and not any(one.wrong for one in whole), whole
+    assert whole[-1].version > max(int(name.removeprefix(".pending-").split(".")[0]) for name in begun)
 
 
 @pytest.mark.slow

@@ -1,11 +1,12 @@
-"""Train a small GPT-2 with the Hugging Face Trainer and DeepSpeed, and keep training when a rank dies::
+"""Train a small GPT-2 with the Hugging Face Trainer, and keep training when a rank dies::
 
     pip install transformers==5.23.0 accelerate==1.15.0
-    flashrecovery run --nproc-per-node 4 --standby 1 examples/gpt/train_hf.py --zero 2
-    torchrun --nproc-per-node 4 examples/gpt/train_hf.py --zero 2        # the same script, without recovery
+    flashrecovery run --nproc-per-node 4 --standby 1 examples/gpt/train_hf.py --by ddp
+    torchrun --nproc-per-node 4 examples/gpt/train_hf.py --by ddp        # the same script, without recovery
 
-The model is made from a config, nothing is downloaded. ``--zero 0..3`` takes ``ds_zero<N>.json`` beside this file. What
-switches recovery on is ``"flash_recovery": {"enabled": true}`` in it, and ``protect(trainer)``.
+The model is made from a config, nothing is downloaded. What switches recovery on is ``protect(trainer)``. ``--by``
+DeepSpeed (the default) takes ``ds_zero<N>.json`` beside this file, in which ``"flash_recovery": {"enabled": true}``
+switches it on.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ if not torch.cuda.is_available():
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import corpus
-import train_deepspeed
 import training
 from data import BlockDataset
 from flashrecovery.trainer import protect
@@ -78,10 +78,17 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def state(trainer: Any) -> Iterator[tuple[str, object]]:
-    """Engine and loop at the end."""
-    yield from train_deepspeed.state(trainer.deepspeed)
-    # The Trainer counts operations by the parameters that are whole at the moment: not always the same with ZeRO-3.
-    zero3 = trainer.deepspeed.zero_optimization_stage() == 3
+    """What was trained, and the loop, at the end."""
+    zero3 = False
+    if trainer.deepspeed is None:
+        yield from training.state(trainer.model_wrapped, trainer.optimizer.optimizer)
+        yield "schedule", trainer.lr_scheduler.state_dict()
+    else:
+        import train_deepspeed
+
+        yield from train_deepspeed.state(trainer.deepspeed)
+        # The Trainer counts operations by the parameters that are whole at the moment: not always the same with ZeRO-3.
+        zero3 = trainer.deepspeed.zero_optimization_stage() == 3
     unsteady = (*_OF_THE_CLOCK, "total_flos") if zero3 else _OF_THE_CLOCK
     history = [
         {k: v for k, v in entry.items() if not any(word in k for word in unsteady)}
@@ -97,19 +104,24 @@ def state(trainer: Any) -> Iterator[tuple[str, object]]:
 def main() -> None:
     """Train as the flags say."""
     flags = training.parser(__doc__)
+    flags.add_argument("--by", choices=("deepspeed", "ddp", "fsdp"), default="deepspeed", help="what trains")
     flags.add_argument("--zero", type=int, default=2, choices=range(4), help="ZeRO stage")
     flags.add_argument("--accumulate", type=int, default=2, help="micro-batches an optimizer step")
     flags.add_argument("--blocks", type=int, default=100, help="blocks an epoch, of all ranks")
     flags.add_argument(
         "--own-optimizer", action="store_true", help="the Trainer's optimizer and schedule, not the config's"
     )
-    flags.add_argument("--switched-off", action="store_true", help="flash_recovery.enabled = false")
+    flags.add_argument("--switched-off", action="store_true", help="flash_recovery.enabled = false, or no protect()")
     flags.add_argument("--output", type=Path, default=Path("runs/hf"), help="where the Trainer saves its checkpoints")
     args = flags.parse_args()
+    if args.by == "deepspeed":
+        import fr_deepspeed  # noqa: F401 - gives the engine its `recovery` under every launcher
 
     arguments = TrainingArguments(
         output_dir=str(args.output),
-        deepspeed=read_config(args),
+        deepspeed=read_config(args) if args.by == "deepspeed" else None,
+        fsdp="full_shard" if args.by == "fsdp" else None,
+        fsdp_config={"version": 2} if args.by == "fsdp" else None,
         max_steps=args.steps,
         per_device_train_batch_size=args.batch_size,
         per_device_eval_batch_size=args.batch_size,
@@ -149,7 +161,8 @@ def main() -> None:
         eval_dataset=Blocks(blocks, range(args.blocks, args.blocks + 20)),
         callbacks=[Losses()] if args.log_all else None,
     )
-    protect(trainer)
+    if args.by == "deepspeed" or not args.switched_off:
+        protect(trainer)
     training.seed_rank(args.seed)
     trainer.train()
 

@@ -186,7 +186,7 @@ def digest(items: Iterable[tuple[str, object]]) -> str:
     return result.hexdigest()
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, object]]:
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, object]]:
     """This rank's parameters, buffers and optimizer state. Sharded tensors contribute their local part."""
     named = sorted(model.named_parameters())
     for name, parameter in named:
@@ -202,7 +202,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple
 
 def state_digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """SHA-256 over this rank's parameters, buffers, optimizer state and random streams. Equal: every bit is."""
-    return digest(_state(model, optimizer))
+    return digest(state(model, optimizer))
 
 
 def print_digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

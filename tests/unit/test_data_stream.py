@@ -67,6 +67,21 @@ def distributed(workers: int = 0) -> DataLoader[torch.Tensor]:
     return DataLoader(Items(), 2, sampler=sampler, num_workers=workers)
 
 
+class LateGenerator(Sampler[int]):
+    """Makes its generator when it is asked first; it goes on from epoch to epoch."""
+
+    def __init__(self) -> None:
+        self.generator: torch.Generator | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        if self.generator is None:
+            self.generator = torch.Generator().manual_seed(5)
+        return iter(torch.randperm(11, generator=self.generator).tolist())
+
+    def __len__(self) -> int:
+        return 11
+
+
 LOADERS: dict[str, Callable[[], Any]] = {
     "shuffled": lambda: DataLoader(Items(), 2, shuffle=True),
     "noise": lambda: DataLoader(Items(noise=True), 2, shuffle=True),
@@ -74,6 +89,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "own generator": own_generator,
     "distributed": distributed,
     "random sampler": lambda: DataLoader(Items(), 2, sampler=RandomSampler(range(11), replacement=True)),
+    "late generator": lambda: DataLoader(Items(), 2, sampler=LateGenerator()),
     "iterable": lambda: DataLoader(Stream(), 2),
     "generator": generator,
     "list": lambda: [torch.ones(2) * i for i in range(5)],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -106,11 +106,3 @@ def test_a_wrong_block_is_refused_before_anything_else(live: FakeRecovery) -> No
 def test_switched_off_nothing_is_asked_of_the_engine(live: FakeRecovery) -> None:
     engine = FakeEngine({}, micro_steps=3)
     assert not attach(engine).enabled and not live.adapters
-
-
-def test_the_trainer_is_refused_without_a_deepspeed_config() -> None:
-    from flashrecovery.trainer import protect
-
-    trainer = SimpleNamespace(accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=None)))
-    with pytest.raises(RegistrationError, match="deepspeed="):
-        protect(trainer)

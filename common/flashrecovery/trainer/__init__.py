@@ -1,6 +1,7 @@
-"""The Hugging Face ``Trainer`` with a DeepSpeed config that enables ``flash_recovery``::
+"""The Hugging Face ``Trainer``, which trains by DistributedDataParallel, by FSDP2, or by DeepSpeed (with a config that
+enables ``flash_recovery``)::
 
-    trainer = Trainer(model, TrainingArguments(..., deepspeed="ds_config.json"), train_dataset=...)
+    trainer = Trainer(model, TrainingArguments(...), train_dataset=...)
     flashrecovery.trainer.protect(trainer)
     trainer.train()
 
@@ -8,7 +9,7 @@ The Trainer keeps its own loop, so every part of it that communicates becomes on
 (:mod:`flashrecovery.worker.calls`):
 
 =====================  ================================================================================
-``train:<n>``          fetching ``n`` micro-batches, counting their items, and all ``n`` training steps
+``train:<n>``          fetching ``n`` micro-batches, counting their items, all ``n`` training steps, and what ends them
 ``log:<flags>``        logging, evaluation and saving after a step or an epoch
 ``flops``, ``save``,   counting operations at the end; ``evaluate()`` and ``save_model()`` of the script
 ``evaluate``
@@ -17,19 +18,21 @@ The Trainer keeps its own loop, so every part of it that communicates becomes on
 The Trainer fetches all micro-batches of an optimizer step before it trains on the first. So the whole step is made in
 ``get_batch_samples``, and its ``training_step`` then hands out the losses one by one: the same operations in the same
 order, only the callbacks of a step see it when it is over. What the loop itself keeps (averages, history, flags) is
-in :mod:`.state`.
+in :mod:`.state`; how a step ends, in :mod:`.plain` and :mod:`.with_deepspeed`.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from flashrecovery import Recovery, init
-from flashrecovery.errors import DataSourceError, RegistrationError, UnsupportedError
-from flashrecovery.trainer.state import TrainerLoop, TrainerLoopAdapter
-from fr_deepspeed import config as flash_config
+from flashrecovery import Recovery
+from flashrecovery.errors import RegistrationError, UnsupportedError
+from flashrecovery.trainer.data import Epochs, WatchedLoader
+from flashrecovery.trainer.plain import PlainTraining
+from flashrecovery.trainer.state import TrainerLoop
+from flashrecovery.trainer.with_deepspeed import DeepSpeedTraining
 
 TESTED = {"transformers": "5.23.0", "accelerate": "1.15.0"}
 """Methods of the Trainer that are not public, and the order of its loop, have been looked up in these."""
@@ -38,28 +41,24 @@ TESTED = {"transformers": "5.23.0", "accelerate": "1.15.0"}
 def protect(trainer: Any) -> None:
     """Let ``trainer`` survive the death of a rank. Call it once, before ``trainer.train()``.
 
-    Changes nothing unless the DeepSpeed config enables ``flash_recovery`` and ``flashrecovery run`` started the script.
+    Changes nothing unless ``flashrecovery run`` started the script and, with DeepSpeed, its config enables
+    ``flash_recovery``.
 
     Raises:
         ConfigError: the ``flash_recovery`` block is wrong.
-        RegistrationError: the Trainer has no DeepSpeed config, or has made its engine already, or is protected already.
-        UnsupportedError: a version or a training argument that cannot be protected, by name.
+        RegistrationError: the Trainer has made its engine already, or is protected already.
+        UnsupportedError: a version, a training argument or a kind of training that cannot be protected, by name.
     """
-    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
-    if plugin is None:
-        raise RegistrationError("protect(trainer) needs TrainingArguments(deepspeed=...)")
     if isinstance(vars(trainer).get("training_step"), _Step):
         raise RegistrationError("this trainer is protected already")
-    block = flash_config.parse(plugin.deepspeed_config)
-    if not (block.enabled and init(**block.overrides()).enabled):
+    by_engine = getattr(trainer.accelerator.state, "deepspeed_plugin", None) is not None
+    kind = DeepSpeedTraining if by_engine else PlainTraining
+    if not kind.enabled(trainer):
         return
-    if trainer.deepspeed is not None:
-        raise RegistrationError(
-            "protect(trainer) comes too late: the trainer has made its engine; call it before train()"
-        )
     _check_versions()
     _check_arguments(trainer)
-    _Protected(trainer)
+    loop = TrainerLoop(trainer)
+    _Protected(trainer, loop, kind(trainer, loop))
 
 
 def _check_versions() -> None:
@@ -99,11 +98,10 @@ class _Step:
 class _Protected:
     """Replaces methods of one Trainer."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._loop = TrainerLoop(trainer)
+    def __init__(self, trainer: Any, loop: TrainerLoop, training: DeepSpeedTraining | PlainTraining) -> None:
+        self._trainer, self._loop, self._training = trainer, loop, training
         self._recovery: Recovery | None = None
-        self._source: _Loader | None = None
+        self._source: WatchedLoader | None = None
         self._train: Callable[..., Any] = trainer.train
         self._loader: Callable[..., Any] = trainer.get_train_dataloader
         self._samples: Callable[..., Any] = trainer.get_batch_samples
@@ -128,11 +126,11 @@ class _Protected:
     # -- calls ------------------------------------------------------------------------------------
 
     def _call(self, kind: str, body: Callable[[], Any], skipped: Callable[[], Any]) -> Any:
-        """One call of the core; ``body`` alone within another one, and before there is an engine."""
-        if self._in_call or self._trainer.deepspeed is None:
+        """One call of the core; ``body`` alone within another one, and before the Trainer has made what it trains."""
+        if self._in_call or not self._training.ready:
             return body()
         if self._recovery is None:
-            self._recovery = self._open(self._trainer.deepspeed)
+            self._recovery = self._open()
         loaders = self._trainer.accelerator.gradient_state
         active = list(loaders.dataloader_references)
 
@@ -147,14 +145,11 @@ class _Protected:
     def _in_call(self) -> bool:
         return self._recovery is not None and self._recovery.in_call
 
-    def _open(self, engine: Any) -> Recovery:
-        """The engine is there, and the loop is about to begin."""
-        recovery: Recovery = engine.recovery
-        scheduler = self._loop.take_scheduler(engine)
-        self._loop.adapter = TrainerLoopAdapter(self._loop, engine)
-        recovery.register_adapter(self._loop.adapter, **scheduler)
+    def _open(self) -> Recovery:
+        """The loop is about to begin."""
+        recovery, self._loop.adapter = self._training.open()
         assert self._source is not None
-        self._source.stream = recovery.data(_Epochs(self._source.loader))
+        self._source.stream = recovery.data(Epochs(self._source.loader))
         return recovery
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
@@ -167,7 +162,7 @@ class _Protected:
         return self._train(resume_from_checkpoint=None, **kwargs)
 
     def get_train_dataloader(self) -> Any:
-        self._source = _Loader(self._loader())
+        self._source = WatchedLoader(self._loader())
         return self._source
 
     def get_batch_samples(self, epoch: Any, num_batches: int, device: Any) -> Any:
@@ -182,9 +177,13 @@ class _Protected:
             batches, items = self._samples(epoch, num_batches, device)
             trainer.current_gradient_accumulation_steps = len(batches)
             for i, inputs in enumerate(batches):
+                last = i == len(batches) - 1
                 step.operations.append(float(self._operations(inputs)))
-                trainer.accelerator.gradient_state._set_sync_gradients(i == len(batches) - 1)
-                step.finish(i, self._training_step(trainer.deepspeed, inputs, items))
+                trainer.accelerator.gradient_state._set_sync_gradients(last)
+                with self._training.synchronised(last=last):
+                    loss = self._training_step(self._training.model, inputs, items)
+                step.finish(i, loss)
+            self._training.finish(step)
             return batches, items
 
         def skipped() -> Any:
@@ -232,75 +231,3 @@ class _Protected:
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         self._call("save", lambda: self._save(*args, **kwargs), lambda: None)
-
-
-# -- data -----------------------------------------------------------------------------------------
-
-
-class _Epochs:
-    """The Trainer's loader as a source for the core. Its state is the epoch, and how many batches have been taken."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        self.sampler = loader
-        """What ``set_epoch`` is called on."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-
-class _Loader:
-    """What the Trainer goes over, epoch after epoch: the stream that rolls back with the step.
-
-    Raises:
-        UnsupportedError: a loader in which ranks communicate.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        from accelerate.data_loader import DataLoaderShard
-
-        if not isinstance(loader, DataLoaderShard) or loader.rng_types:
-            raise UnsupportedError(
-                f"flash_recovery does not support, with the Trainer: a {type(loader).__name__} in which ranks "
-                "communicate; leave dispatch_batches = False and use_seedable_sampler = True in accelerator_config"
-            )
-        self.loader = loader
-        self.stream: Iterable[Any] = ()
-
-    def __iter__(self) -> _Epoch:
-        return _Epoch(self)
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
-
-    def set_epoch(self, epoch: int) -> None:
-        """The stream does it."""
-
-
-class _Epoch:
-    """An iterator over one epoch, which ends when the Trainer has what it wants. ``fetched``: batches so far."""
-
-    def __init__(self, source: _Loader) -> None:
-        self._source = source
-        self.fetched = 0
-
-    def check(self, fetched: int) -> None:
-        """Raises DataSourceError if the Trainer has left the last epoch before its end."""
-        position = self._source.stream.position  # type: ignore[attr-defined]
-        if position.batch % len(self._source) != fetched:
-            raise DataSourceError(
-                f"the Trainer is at batch {fetched} of an epoch, its data at batch {position.batch} of epoch "
-                f"{position.epoch}; ending an epoch early (control.should_epoch_stop) is not supported"
-            )
-
-    def __iter__(self) -> _Epoch:
-        return self
-
-    def __next__(self) -> Any:
-        return next(self._source.stream)  # type: ignore[call-overload]

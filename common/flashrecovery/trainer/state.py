@@ -18,11 +18,18 @@ _COUNTERS = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos")
 
 
 class StepResults:
-    """The losses and operation counts of one optimizer step's micro-batches."""
+    """The losses and operation counts of one optimizer step's micro-batches.
+
+    Attributes:
+        grad_norm, learning_rate: what the loop logs of the step, the same on all ranks; None where a DeepSpeed engine
+            knows them.
+    """
 
     def __init__(self) -> None:
         self.losses: list[torch.Tensor] = []
         self.operations: list[float] = []
+        self.grad_norm: torch.Tensor | float | None = None
+        self.learning_rate: float | None = None
         self._given = [0, 0]
 
     def begin(self) -> None:
@@ -146,17 +153,6 @@ def vars_of(callback: Any) -> dict[str, Any]:
 
 
 class TrainerLoopAdapter(LoopAdapter):
-    """Carries the loop's state, and the gradient norm that the loop logs."""
+    """Carries the loop's state."""
 
     name = "trainer-loop"
-
-    def __init__(self, loop: TrainerLoop, engine: Any) -> None:
-        super().__init__(loop)
-        self._engine = engine
-
-    def capture_common(self) -> dict[str, Any]:
-        norm = self._engine.get_global_grad_norm()
-        return {"grad_norm": float(norm) if norm is not None else None}
-
-    def restore_common(self, state: dict[str, Any]) -> None:
-        self._engine._global_grad_norm = state["grad_norm"]

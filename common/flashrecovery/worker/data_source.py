@@ -24,7 +24,7 @@ from torch.utils.data import (
 from flashrecovery.errors import DataSourceError
 from flashrecovery.worker import accelerated
 from flashrecovery.worker.accelerated import PreparedLoader, ShardIterator
-from flashrecovery.worker.generators import Stateful, generators_of
+from flashrecovery.worker.generators import Stateful, as_stateful, generators_of
 from flashrecovery.worker.rng import RngState, restore_rng
 
 log = logging.getLogger("flashrecovery")
@@ -64,6 +64,12 @@ class Source:
             getattr(loader, "load_state_dict", None)
         )
         self._told_persistent = False
+        self._unset = [
+            (thing, name)
+            for thing in self._parts(loader)
+            for name, value in getattr(thing, "__dict__", {}).items()
+            if value is None
+        ]
         self._refuse_unordered()
         self._check_order()
 
@@ -134,15 +140,29 @@ class Source:
 
     def restore_generators(self, start: Mapping[str, Any]) -> None:
         """Bring the random streams to the state of an epoch's beginning. Raises DataSourceError if they do not fit."""
+        states = start.get("generators", [])
+        self._make_generators(len(states))
+        generators = self._generators()
         if "rng" in start:
             restore_rng(start["rng"])
-        generators, states = self._generators(), start.get("generators", [])
         if len(generators) != len(states):
             raise DataSourceError(
                 f"the {self.name} has {len(generators)} random generators, {len(states)} were captured"
             )
         for generator, state in zip(generators, states, strict=True):
             generator.load_state_dict(state)
+
+    def _make_generators(self, count: int) -> None:
+        """Some samplers make their generator when they are asked first; when an epoch began there were ``count``."""
+        found = len(self._generators())
+        if found < count:
+            for sampler in self._samplers():
+                if not isinstance(sampler, DataLoader):
+                    next(iter(sampler), None)
+        elif found > count:
+            for thing, name in self._unset:
+                if as_stateful(vars(thing).get(name)) is not None:
+                    setattr(thing, name, None)
 
     # -- before the first step ----------------------------------------------------------------------
 
@@ -169,6 +189,9 @@ class Source:
             log.debug("the order of the %s is not probed: it cannot be copied: %s", self.name, e)
             return
         before = RngState.now()
+        next(iter(sampler), None)  # some make their generator when they are asked first
+        if RngState.now() != before:
+            restore_rng(before.plain())
         generators = generators_of(Source._parts(sampler))
         states = [g.state_dict() for g in generators]
         orders = []

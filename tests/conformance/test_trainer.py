@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer with DeepSpeed: kills in its steps, its evaluations, its checkpoints and between them.
+"""The Hugging Face Trainer, by PyTorch alone and with DeepSpeed: kills in steps, evaluations, checkpoints and between.
 
 Its calls, as the versions of the job count them: two steps and a log, an evaluation every fifth step, a checkpoint
 every eighth. 0 1 steps, 2 log, 3 4 steps, 5 log, 6 step, 7 evaluation, 8 step, 9 log, 10 11 steps, 12 log and save,
@@ -34,8 +34,13 @@ def hf(stage: int, name: str = "", *flags: str) -> Layout:
     return Layout(f"hf-zero{stage}{name}", SCRIPT, ("--zero", str(stage), *flags))
 
 
-ZERO2 = hf(2)
-LAYOUTS = (hf(0), hf(1, "-own-optimizer", "--own-optimizer"), ZERO2, hf(3))
+def plain(by: str, name: str = "", *flags: str) -> Layout:
+    return Layout(f"hf-{by}{name}", SCRIPT, ("--by", by, *flags))
+
+
+ZERO2, DDP = hf(2), plain("ddp")
+LAYOUTS = (hf(0), hf(1, "-own-optimizer", "--own-optimizer"), ZERO2, hf(3), DDP, plain("fsdp"))
+WITHOUT_GATHER = (hf(0).name, DDP.name)
 
 
 def _run(path: Path, layout: Layout, **kwargs: Any) -> Job:
@@ -52,7 +57,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.name)
 def test_deaths_in_steps(layout: Layout, tmp_path: Path, reference: Reference) -> None:
     """In the second of two micro-batches too, and at the beginning of a log."""
-    late = "optimizer" if layout.flags[1] == "0" else "param-gather"
+    late = "optimizer" if layout.name in WITHOUT_GATHER else "param-gather"
     inject = faults((0, "backward", 4), (2, late, 10), (3, "between", 15), (1, "grad-sync", 23))
     job = _run(tmp_path / "run", layout, inject=inject)
     check_same(job, reference(layout), printed=Printed.LOGS)
@@ -60,16 +65,23 @@ def test_deaths_in_steps(layout: Layout, tmp_path: Path, reference: Reference) -
     check_recovered(job, [0, 1, 2, 3])
 
 
-def test_deaths_in_evaluation_checkpoint_and_at_both_ends(tmp_path: Path, reference: Reference) -> None:
+@pytest.mark.parametrize("layout", [ZERO2, DDP], ids=lambda x: x.name)
+def test_deaths_in_evaluation_checkpoint_and_at_both_ends(layout: Layout, tmp_path: Path, reference: Reference) -> None:
     inject = faults((3, "backward", 0), (1, "forward", EVALUATION), (2, "commit", CHECKPOINT), (0, "commit", END))
-    job = _run(tmp_path / "run", ZERO2, inject=inject)
-    check_same(job, reference(ZERO2), printed=Printed.LOGS)
+    job = _run(tmp_path / "run", layout, inject=inject)
+    check_same(job, reference(layout), printed=Printed.LOGS)
     check_fired(job, 4)
     check_recovered(job, [0, 1, 2, 3])
 
 
-def test_protection_changes_no_bit(tmp_path: Path, reference: Reference) -> None:
-    """With the key false the Trainer is not touched; its losses, history and state are the same."""
-    job = _run(tmp_path / "run", hf(2, "-off", "--switched-off"), standby=0)
-    check_same(job, reference(ZERO2), printed=Printed.LOGS, launches=0)
+@pytest.mark.parametrize(
+    ("off", "on"),
+    [(hf(2, "-off", "--switched-off"), ZERO2), (plain("ddp", "-off", "--switched-off"), DDP)],
+    ids=lambda x: x.name,
+)
+def test_protection_changes_no_bit(off: Layout, on: Layout, tmp_path: Path, reference: Reference) -> None:
+    """With the key false, or without `protect`, the Trainer is not touched; its losses, history and state are the
+    same."""
+    job = _run(tmp_path / "run", off, standby=0)
+    check_same(job, reference(on), printed=Printed.LOGS, launches=0)
     assert not job.notices("redundancy")

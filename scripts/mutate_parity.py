@@ -42,6 +42,13 @@ MUTANTS = (
     Mutant("old-encoding-goes-too-early", COPIES, "if e.newest < newest]", "if e.newest <= newest]"),
     Mutant("no-wait", EXCHANGE, "        with self.undo.between.resting():\n            self._background.wait()\n", ""),
     Mutant("last-batch-too-early", ROUNDS, "last and not self._member.owes_sums(to)", "last"),
+    Mutant("batch-is-free-before-it-is-sent", ROUNDS, "batches.append(batch)", "self._memory.give(batch)"),
+    Mutant(
+        "batch-has-two-owners",
+        ROUNDS,
+        '    self._batch, self._bytes, self.used = None, memoryview(b""), 0\n',
+        "    self.used = 0\n",
+    ),
     Mutant("gaps-are-not-zero", FLAT, "            self.buffer.zero_()\n", "            pass\n"),
     # -- a recovery -------------------------------------------------------------------------------
     Mutant("void-parity-stays", COPIES, "            encoding.member.drop_after(version)\n", "            pass\n"),

@@ -104,7 +104,7 @@ def state(trainer: Any) -> Iterator[tuple[str, object]]:
 def main() -> None:
     """Train as the flags say."""
     flags = training.parser(__doc__)
-    flags.add_argument("--by", choices=("deepspeed", "ddp", "fsdp"), default="deepspeed", help="what trains")
+    flags.add_argument("--by", choices=("deepspeed", "ddp"), default="deepspeed", help="what trains")
     flags.add_argument("--zero", type=int, default=2, choices=range(4), help="ZeRO stage")
     flags.add_argument("--accumulate", type=int, default=2, help="micro-batches an optimizer step")
     flags.add_argument("--blocks", type=int, default=100, help="blocks an epoch, of all ranks")
@@ -120,8 +120,6 @@ def main() -> None:
     arguments = TrainingArguments(
         output_dir=str(args.output),
         deepspeed=read_config(args) if args.by == "deepspeed" else None,
-        fsdp="full_shard" if args.by == "fsdp" else None,
-        fsdp_config={"version": 2} if args.by == "fsdp" else None,
         max_steps=args.steps,
         per_device_train_batch_size=args.batch_size,
         per_device_eval_batch_size=args.batch_size,

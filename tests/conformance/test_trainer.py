@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.faults import faults
-from tests.support.jobs import Job, Layout, References, check_fired, check_recovered, check_same, run_job
+from tests.support.jobs import ROOT, Job, Layout, References, check_fired, check_recovered, check_same, run_job
 from tests.support.sameness import Printed
 
 pytest.importorskip("deepspeed")
@@ -34,12 +34,9 @@ def hf(stage: int, name: str = "", *flags: str) -> Layout:
     return Layout(f"hf-zero{stage}{name}", SCRIPT, ("--zero", str(stage), *flags))
 
 
-def plain(by: str, name: str = "", *flags: str) -> Layout:
-    return Layout(f"hf-{by}{name}", SCRIPT, ("--by", by, *flags))
-
-
-ZERO2, DDP = hf(2), plain("ddp")
-LAYOUTS = (hf(0), hf(1, "-own-optimizer", "--own-optimizer"), ZERO2, hf(3), DDP, plain("fsdp"))
+ZERO2, DDP = hf(2), Layout("hf-ddp", SCRIPT, ("--by", "ddp"))
+FSDP = Layout("hf-fsdp", str(ROOT / "tests" / "scripts" / "trainer_fsdp.py"), DDP.flags)
+LAYOUTS = (hf(0), hf(1, "-own-optimizer", "--own-optimizer"), ZERO2, hf(3), DDP, FSDP)
 WITHOUT_GATHER = (hf(0).name, DDP.name)
 
 
@@ -76,7 +73,7 @@ def test_deaths_in_evaluation_checkpoint_and_at_both_ends(layout: Layout, tmp_pa
 
 @pytest.mark.parametrize(
     ("off", "on"),
-    [(hf(2, "-off", "--switched-off"), ZERO2), (plain("ddp", "-off", "--switched-off"), DDP)],
+    [(hf(2, "-off", "--switched-off"), ZERO2), (Layout("hf-ddp-off", SCRIPT, (*DDP.flags, "--switched-off")), DDP)],
     ids=lambda x: x.name,
 )
 def test_protection_changes_no_bit(off: Layout, on: Layout, tmp_path: Path, reference: Reference) -> None:

@@ -19,9 +19,11 @@ from tests.support.ranks import results, run_ranks
 BUCKET = 1 << 12
 
 
-def made(rank: int, world: int, ranks: Sequence[int], losses: int) -> tuple[ParityCopies, list[Owned]]:
-    mine = shards_of(rank, world)
-    return ParityCopies(dist.group.WORLD, rank, ranks, mine, losses=losses, bucket=BUCKET), mine
+def made(
+    rank: int, world: int, ranks: Sequence[int], losses: int, numel: int = 5000, bucket: int | None = BUCKET
+) -> tuple[ParityCopies, list[Owned]]:
+    mine = shards_of(rank, world, numel)
+    return ParityCopies(dist.group.WORLD, rank, ranks, mine, losses=losses, bucket=bucket), mine
 
 
 def step(copies: ParityCopies, rank: int, version: int) -> None:
@@ -84,6 +86,21 @@ def _steady(rank: int, world: int, losses: int) -> int:
 @pytest.mark.parametrize(("world", "losses"), [(2, 1), (3, 1), (4, 1), (3, 2), (5, 2)])
 def test_two_versions_are_held_exactly(tmp_path: Path, world: int, losses: int) -> None:
     results(run_ranks(_steady, world, tmp_path, losses))
+
+
+def _large(rank: int, world: int, losses: int) -> None:
+    """Several batches to each member, longer than what lies in a socket's buffers."""
+    copies, mine = made(rank, world, range(world), losses, numel=2 << 20, bucket=None)
+    for version in range(4):
+        step(copies, rank, version)
+        check(copies, version)
+        advance(copies, mine, version + 1)
+    copies.close()
+
+
+@pytest.mark.parametrize(("world", "losses"), [(3, 1), (3, 2)])
+def test_batches_do_not_get_into_each_others_memory(tmp_path: Path, world: int, losses: int) -> None:
+    results(run_ranks(_large, world, tmp_path, losses))
 
 
 def _without_one(rank: int, world: int) -> None:

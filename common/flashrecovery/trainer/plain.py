@@ -48,7 +48,9 @@ class PlainTraining:
     @property
     def ready(self) -> bool:
         """Whether the Trainer has made what it trains."""
-        return self._trainer.optimizer is not None and self._trainer.model_wrapped is not self._trainer.model
+        from accelerate.optimizer import AcceleratedOptimizer
+
+        return isinstance(self._trainer.optimizer, AcceleratedOptimizer)
 
     @property
     def model(self) -> Any:
@@ -72,7 +74,7 @@ class PlainTraining:
         adapter = _PlainLoopAdapter(self._loop)
         recovery.register_adapter(adapter)
         self._scheduler, self._optimize = scheduler, trainer.optimizer.step
-        trainer.optimizer.step = lambda *_, **__: None
+        trainer.optimizer.step = _done
         trainer.lr_scheduler = trainer.callback_handler.lr_scheduler = _Stepped(scheduler)
         return recovery, adapter
 
@@ -100,6 +102,13 @@ class PlainTraining:
         known = self._step.learning_rate
         rate: float = self._rate() if known is None else known
         return rate
+
+
+def _done(*_: object, **__: object) -> None:
+    """In the place of ``optimizer.step`` in the Trainer's loop: the protected call has made the step."""
+
+
+_done._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # else torch's schedules warn
 
 
 class _Stepped:

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from flashrecovery import events as ev
+from flashrecovery.cli.goodput import goodput
 from flashrecovery.cli.history import BOUNDS, PHASES, read_history
 from flashrecovery.cli.output import bytes_text, count_text, seconds_text
 from flashrecovery.cli.report import COLOURS, as_dict, render_html, report
@@ -102,7 +103,10 @@ def test_the_terminal_names_every_fact(tmp_path: Path) -> None:
 def test_json_has_the_facts_and_the_bound(tmp_path: Path) -> None:
     result = CliRunner().invoke(report, [str(write_log(tmp_path, two_recoveries())), "--json"])
     found = json.loads(result.output)
-    assert found == json.loads(json.dumps(as_dict(read_history(two_recoveries()))))
+    history = read_history(two_recoveries())
+    share = goodput(history, two_recoveries())
+    assert found == json.loads(json.dumps(as_dict(history, share)))
+    assert found["goodput"]["share"] == share.share
     assert found["recoveries"][1]["largest_phase"] == "replace"
     assert found["recoveries"][1]["largest_phase_bounded_by"] == BOUNDS["replace"]
     assert found["recoveries"][0]["sources"] == {"0": 2}
@@ -154,7 +158,8 @@ def test_html_is_well_formed_and_draws_every_phase(tmp_path: Path) -> None:
 def test_html_escapes_what_a_worker_said() -> None:
     events = kill(1, 1, 0, 1, FAST)
     first = events[0].model_copy(update={"evidence": "<script>alert(1)</script>"})
-    page = render_html(read_history([first, *events[1:]]), "<b>dir</b>")
+    history = read_history([first, *events[1:]])
+    page = render_html(history, goodput(history, events), "<b>dir</b>")
     assert "<script>" not in page and "<b>dir</b>" not in page
 
 

@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from flashrecovery.cli.goodput import Goodput, goodput
 from flashrecovery.cli.history import BOUNDS, PHASES, JobHistory, RecoveryRecord, read_history
 from flashrecovery.cli.output import bytes_text, count_text, make_console, seconds_text
 from flashrecovery.errors import ConfigError
@@ -38,21 +39,24 @@ _LINES = 5
 def report(run_dir: Path, html: Path | None, as_json: bool) -> None:
     """Show every recovery of the job in RUN_DIR, phase by phase."""
     files = RunFiles(run_dir)
-    history = read_history(files.events())
+    events = list(files.events())
+    history = read_history(events)
+    share = goodput(history, events)
     if html is not None:
-        _write_html(html, render_html(history, str(run_dir)))
+        _write_html(html, render_html(history, share, str(run_dir)))
     if as_json:
-        click.echo(json.dumps(as_dict(history), indent=2))
+        click.echo(json.dumps(as_dict(history, share), indent=2))
         return
     console = make_console()
-    console.print(render_text(history))
+    console.print(render_text(history, share))
     if html is not None:
         console.print(f"Timeline written to {escape(str(html))}", highlight=False)
 
 
-def as_dict(history: JobHistory) -> dict[str, Any]:
+def as_dict(history: JobHistory, share: Goodput) -> dict[str, Any]:
     """The history as plain data; each recovery also names its largest phase and what bounds it."""
     plain = dataclasses.asdict(history)
+    plain["goodput"] = {**dataclasses.asdict(share), "trained_s": share.trained_s, "share": share.share}
     for record, entry in zip(history.recoveries, plain["recoveries"], strict=True):
         entry["largest_phase"] = record.largest
         entry["largest_phase_bounded_by"] = BOUNDS.get(record.largest, "")
@@ -62,9 +66,11 @@ def as_dict(history: JobHistory) -> dict[str, Any]:
 # -- terminal -------------------------------------------------------------------------------------
 
 
-def render_text(history: JobHistory) -> Group:
-    """Headline, table and one phase bar a recovery."""
+def render_text(history: JobHistory, share: Goodput) -> Group:
+    """Headline, goodput, table and one phase bar a recovery."""
     parts: list[Any] = [_headline(history)]
+    if history.launches:
+        parts.append(Text(goodput_text(share)))
     if not history.recoveries:
         parts.append(Text("No recovery was needed."))
         return Group(*parts)
@@ -81,6 +87,17 @@ def render_text(history: JobHistory) -> Group:
         )
         parts += _starts(finished)
     return Group(*parts)
+
+
+def goodput_text(share: Goodput) -> str:
+    """One line."""
+    lost = [f"{seconds_text(share.launch_s)} launch", f"{seconds_text(share.recovery_s)} recoveries"]
+    if share.down_s:
+        lost.append(f"{seconds_text(share.down_s)} between launches")
+    if share.repeated_steps:
+        again = count_text(share.repeated_steps, "step", "steps") + " done again"
+        lost.append(again if share.repeated_s is None else f"{seconds_text(share.repeated_s)} for {again}")
+    return f"Goodput {share.share:.2%}: of {seconds_text(share.wall_s)}, " + ", ".join(lost)
 
 
 def _starts(recoveries: Sequence[RecoveryRecord]) -> list[Any]:
@@ -182,7 +199,7 @@ def largest_phase(recoveries: Sequence[RecoveryRecord]) -> tuple[str, float]:
 # -- HTML -----------------------------------------------------------------------------------------
 
 
-def render_html(history: JobHistory, title: str) -> str:
+def render_html(history: JobHistory, goodput: Goodput, title: str) -> str:
     """One self-contained page: the job's time line, and each recovery's phases to a common scale."""
     from jinja2 import Environment
 
@@ -194,6 +211,8 @@ def render_html(history: JobHistory, title: str) -> str:
     return environment.from_string(template).render(
         title=title,
         history=history,
+        goodput=goodput,
+        goodput_text=goodput_text(goodput),
         started=time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(history.started)) if history.started else "",
         recoveries=[_html_recovery(i, r) for i, r in enumerate(history.recoveries, 1)],
         phases=[p for p in PHASES if any(p in r.phases for r in history.recoveries)],

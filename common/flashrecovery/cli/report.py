@@ -81,9 +81,9 @@ def render_text(history: JobHistory, share: Goodput) -> Group:
     parts.append(_legend(history.recoveries))
     finished = [r for r in history.recoveries if r.finished and r.phases]
     if finished:
-        name, share = largest_phase(finished)
+        name, part = largest_phase(finished)
         parts.append(
-            Text(f"Largest phase: {name} ({share:.0%} of all recovery time). Bounded by {BOUNDS.get(name, '?')}.")
+            Text(f"Largest phase: {name} ({part:.0%} of all recovery time). Bounded by {BOUNDS.get(name, '?')}.")
         )
         parts += _starts(finished)
     return Group(*parts)

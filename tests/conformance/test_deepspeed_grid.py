@@ -249,12 +249,21 @@ def _check_readable(directory: Path, layout: Layout) -> None:
 @pytest.mark.grid
 @pytest.mark.parametrize("layout", [ZERO1, ZERO2], ids=lambda layout: layout.name)
 def test_only_what_is_lost_is_moved(layout: Layout, tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
-    job = _run(tmp_path / "run", layout, standby=1, inject=faults((1, "backward", 5)))
+    without = ("--snapshots", "never")
+    job = _run(tmp_path / "run", layout, standby=1, inject=faults((1, "backward", 5)), options=without)
     check_same(job, reference(layout))
     (moved,) = [e["bytes"] for e in job.of("recovery_finished")]
     computed = _lost_bytes(layout.nproc)
     print(f"{layout.name}: {moved:,} bytes moved, {computed:,} computed, the rest is plain state")
     assert 0 < moved - computed < PLAIN_STATE_BYTES
+
+
+@pytest.mark.grid
+def test_nothing_is_moved_where_the_dead_rank_has_left_it(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
+    """Its own copies are in the snapshot process's memory."""
+    job = _run(tmp_path / "run", ZERO2, standby=1, inject=faults((1, "backward", 5)))
+    check_same(job, reference(ZERO2))
+    assert [e["bytes"] for e in job.of("recovery_finished")] == [0]
 
 
 def _lost_bytes(ranks: int) -> int:

@@ -11,6 +11,7 @@ from flashrecovery import __version__
 from flashrecovery.errors import FlashRecoveryError
 
 _COMMANDS = {
+    "demo": "Train a small GPT here, kill a rank, and end with the same bits.",
     "run": "Start a training job that survives the death of a rank.",
     "controller": "Run only the controller of a job of several nodes.",
     "status": "What a job is doing.",

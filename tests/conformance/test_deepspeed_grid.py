@@ -286,7 +286,8 @@ def test_ten_failures_in_a_row(layout: Layout, tmp_path: Path, reference: Callab
     job = _run(tmp_path / "run", layout, standby=2, inject=inject)
     check_same(job, reference(layout))
     check_fired(job, 10)
-    assert len(job.of("recovery_finished")) == 10, job.explain()
+    # A kill may come before every rank has shown that the last recovery is over; it then counts as a part of that.
+    assert len(job.of("failure_detected")) == 10 and not job.of("fallback_started"), job.explain()
 
 
 @pytest.mark.grid

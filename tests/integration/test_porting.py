@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.scripts.proof import Kill
@@ -11,6 +13,7 @@ from tests.support.jobs import ROOT, Job, Layout, check_clean
 from tests.support.loops import check_loop, run_loop
 
 SCRIPT = ROOT / "tests" / "scripts" / "porting.py"
+NANOGPT = ROOT / "tests" / "scripts" / "nanogpt.py"
 
 
 def port(path: Path, loop: str, steps: int, kills: list[Kill] | None = None, nproc: int = 2) -> Job:
@@ -33,6 +36,22 @@ def test_two_kills_and_the_same_end(loop: str, tmp_path: Path) -> None:
     kills = [Kill(1, 2, "backward", 0), Kill(0, 9, "optimizer", 1)]
     steps = 13  # several epochs
     check_loop(port(tmp_path / "run", loop, steps, kills), port(tmp_path / "reference", loop, steps), kills)
+
+
+def test_nanogpts_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/recipes.md; with evaluation and checkpoint on rank 0 in steps that are killed."""
+    tokens = np.random.default_rng(0).integers(0, 32, 4096).astype(np.uint16)
+    for split in ("train", "val"):
+        tokens.tofile(tmp_path / f"{split}.bin")
+    monkeypatch.setenv("NANOGPT_DATA", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+    def run(name: str, kills: Sequence[Kill] = ()) -> Job:
+        return run_loop(tmp_path / name, Layout("nanogpt", "", nproc=3), 15, kills, NANOGPT)
+
+    places = ((0, 4, "backward"), (1, 5, "data"), (0, 8, "data"), (2, 9, "optimizer"), (0, 12, "optimizer"))
+    kills = [Kill(*place, number) for number, place in enumerate(places)]
+    check_loop(run("run", kills), run("reference"), kills)
 
 
 @pytest.mark.parametrize(

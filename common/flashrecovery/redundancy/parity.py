@@ -506,8 +506,10 @@ class _Relay:
             self._done.add(column)
             return self._ready(frame)
         self._next[column] = frame.bucket + 1
-        length = self._layout.parity_length(self._stripe, StripePart.Q, frame.bucket)
-        total, digests = self._sums.setdefault(frame.bucket, (bytearray(length), {}))
+        if frame.bucket not in self._sums:
+            length = self._layout.parity_length(self._stripe, StripePart.Q, frame.bucket)
+            self._sums[frame.bucket] = bytearray(length), {}
+        total, digests = self._sums[frame.bucket]
         shift = self._layout.shift(StripePart.Q, column)
         self._xor.into(memoryview(total)[shift : shift + len(frame.payload)], frame.payload)
         digests[column] = frame.digest

@@ -16,8 +16,8 @@ import fr_megatron  # noqa: F401 - first: it brings the stand-ins of FR_MEGATRON
 
 import pretrain_gpt
 from flashrecovery import init
-from flashrecovery.redundancy import shared_memory
 from flashrecovery.redundancy.neighbor import NeighbourCopies
+from flashrecovery.snapshot import memory
 
 FATAL = 5
 _receive_header = NeighbourCopies._receive_header
@@ -32,7 +32,7 @@ def _die_in_the_middle(self: NeighbourCopies, version: int, *args: Any) -> Any:
 
 if __name__ == "__main__":
     rank = int(os.environ["RANK"])
-    shared_memory.host_id = lambda: rank
+    memory.host_id = lambda: rank
     if rank == 1 and init().generation == 0:
         NeighbourCopies._receive_header = _die_in_the_middle  # type: ignore[method-assign]
     pretrain_gpt.main()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -14,6 +17,9 @@ import pytest
 from flashrecovery.kinds import FailureKind, NoticeKind
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+OURS = ("flashrecovery", "fr_deepspeed", "fr_megatron")
 
 
 def _toml(name: str):  # type: ignore[no-untyped-def]
@@ -94,6 +100,23 @@ def test_the_files_that_the_architecture_names_are_there() -> None:
     named = set(re.findall(r"`([\w/]+\.(?:py|h|md))`", text))
     assert len(named) > 40
     assert [name for name in sorted(named) if not any(f"/{path}".endswith(f"/{name}") for path in here)] == []
+
+
+def test_what_scripts_import_of_ours_is_there() -> None:
+    """Those that only the long runs start, too."""
+    pytest.importorskip("deepspeed")
+    pytest.importorskip("megatron.core")
+    wrong = []
+    for name in _tracked("tests/*.py", "benchmarks/*.py", "examples/*.py", "scripts/*.py"):
+        for node in ast.walk(ast.parse(_text(name))):
+            if not isinstance(node, ast.ImportFrom) or (node.module or "").partition(".")[0] not in OURS:
+                continue
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                if not hasattr(module, alias.name) and not (hasattr(module, "__path__") and find_spec(inner)):
+                    wrong.append(f"{name}: {inner}")
+    assert not wrong
 
 
 def test_what_the_mutation_runs_name_is_there() -> None:

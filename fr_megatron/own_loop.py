@@ -39,7 +39,10 @@ class OwnLoop:
 
     def restore_common(self, state: Mapping[str, Any]) -> None:
         vars(_calculator()).update(state["micro_batches"])
-        for chunk, hooked in zip(self._chunks, state["hooked"], strict=True):
+        known = state["hooked"]
+        if len(known) != len(self._chunks):  # a checkpoint of another layout; a script does the same with all chunks
+            known = [any(known)] * len(self._chunks)
+        for chunk, hooked in zip(self._chunks, known, strict=True):
             if hooked and not _handles(chunk):
                 chunk.enable_forward_pre_hook()
             elif _handles(chunk) and not hooked:

@@ -410,5 +410,5 @@ def test_what_does_not_have_its_digest_is_refused(tmp_path: Path, what: str) -> 
         for rank in (2, 3):
             running.pipes[rank].send(("spoil", what))
         running.kill([1])
-        with pytest.raises(RestoreError, match=r"^WrongParityError: .* digest"):
+        with pytest.raises(RestoreError, match=r"does not have its digest"):  # whichever rank has said so first
             running.recover([1])

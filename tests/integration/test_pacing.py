@@ -141,6 +141,8 @@ def _receiving(rank: int, size: int, store: dist.Store) -> None:
     work = dist.irecv(message, src=1) if rank == 0 else None
     pair.commit(NEW)
     _soon(lambda: pair.has(NEW))
+    store.set(f"{rank} has it", "")
+    store.get(f"{1 - rank} has it")  # what rank 1 does next would hold back the rest of its own copy
     if work is None:
         dist.send(torch.ones(4), dst=0)
     else:

@@ -418,7 +418,16 @@ class ParityCopies:
             f"parity {self.losses} over ranks {', '.join(map(str, self.ranks))}: at most {sent * factor / 1e6:.1f} MB "
             f"a step from each; host memory 2 x {sum(sizes.values()) / 1e6:.1f} MB for the own last two versions + "
             f"2 x {sent * self.losses / columns / 1e6:.1f} MB of parity; survives the loss of {which} of each group "
-            "at once, with their nodes"
+            f"at once, with their nodes{self._except()}"
+        )
+
+    def _except(self) -> str:
+        """What is not covered, in words: parity is of what one rank alone holds."""
+        few = [s.holders for s in self.undo.shards if 1 < len(s.holders) <= self.losses]
+        if not few:
+            return ""
+        return (
+            f", unless they are the only ones that hold {len(few)} of rank {self._rank}'s shards (ranks {few[0]}, say)"
         )
 
     def nbytes(self) -> int:

@@ -532,9 +532,8 @@ class ParityCopies:
 
     def _encode(self, version: int, own: Slot, layout: Layout, states: Sequence[MemberState]) -> None:
         sizes, idents = [s.nbytes for s in states], [s.ident for s in states]
-        bucket = self._bucket or bucket_for(sizes, self.losses)
-        key = key_of(self.ranks, sizes, idents, self.losses, bucket)
-        parity = ParityLayout(tuple(sizes), self.losses, bucket)
+        parity = self._layout_of(sizes)
+        key = key_of(self.ranks, sizes, idents, self.losses, parity.bucket)
         making = to_make(parity, key, version, states)
         if not making.places:
             return
@@ -553,6 +552,10 @@ class ParityCopies:
             paced = self._talk.pacing.sending(layout.nbytes, STREAMS)
         with paced:
             Rounds(self._talk, self.ranks, member, making.places, self._batches).run(frames)
+
+    def _layout_of(self, sizes: Sequence[int]) -> ParityLayout:
+        """For shards of so many bytes in all, of each member."""
+        return ParityLayout(tuple(sizes), self.losses, self._bucket or bucket_for(sizes, self.losses))
 
     # -- encodings --------------------------------------------------------------------------------
 
@@ -592,13 +595,11 @@ class ParityCopies:
             if memory is None or notes is None:
                 continue
             key, ranks, sizes, parity, bucket = codec.loads(notes)
-            if (
-                tuple(ranks) != self.ranks
-                or parity != self.losses
-                or bucket != (self._bucket or bucket_for(sizes, parity))
-            ):
+            if tuple(ranks) != self.ranks:
                 continue
-            layout = ParityLayout(tuple(sizes), parity, bucket)
+            layout = self._layout_of(sizes)
+            if (parity, bucket) != (layout.parity, layout.bucket):
+                continue
             places = ParityMember.places(layout, self._me)
             if sum(places.values()) > memory.nbytes:
                 continue

@@ -31,7 +31,7 @@ from flashrecovery import Recovery
 from flashrecovery.errors import RegistrationError, UnsupportedError
 from flashrecovery.trainer.data import Epochs, WatchedLoader
 from flashrecovery.trainer.plain import PlainTraining
-from flashrecovery.trainer.state import TrainerLoop
+from flashrecovery.trainer.state import TrainerLoop, refused
 from flashrecovery.trainer.with_deepspeed import DeepSpeedTraining
 
 TESTED = {"transformers": "5.23.0", "accelerate": "1.15.0"}
@@ -82,7 +82,7 @@ def _check_arguments(trainer: Any) -> None:
         if wrong
     ]
     if found:
-        raise UnsupportedError("flash_recovery does not support, with the Trainer: " + "; ".join(found))
+        raise refused("; ".join(found))
 
 
 class _Step:

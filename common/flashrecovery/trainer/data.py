@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from flashrecovery.errors import DataSourceError, UnsupportedError
+from flashrecovery.errors import DataSourceError
+from flashrecovery.trainer.state import refused
 
 
 class Epochs:
@@ -34,9 +35,9 @@ class WatchedLoader:
         from accelerate.data_loader import DataLoaderShard
 
         if not isinstance(loader, DataLoaderShard) or loader.rng_types:
-            raise UnsupportedError(
-                f"flash_recovery does not support, with the Trainer: a {type(loader).__name__} in which ranks "
-                "communicate; leave dispatch_batches = False and use_seedable_sampler = True in accelerator_config"
+            raise refused(
+                f"a {type(loader).__name__} in which ranks communicate; leave dispatch_batches = False and "
+                "use_seedable_sampler = True in accelerator_config"
             )
         self.loader = loader
         self.stream: Iterable[Any] = ()

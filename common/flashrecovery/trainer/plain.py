@@ -14,7 +14,7 @@ import torch
 
 from flashrecovery import Recovery, init
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.trainer.state import StepResults, TrainerLoop, TrainerLoopAdapter
+from flashrecovery.trainer.state import StepResults, TrainerLoop, TrainerLoopAdapter, refused
 
 _TRAINS = ("MULTI_CPU", "MULTI_GPU", "FSDP")
 """Values of accelerate's ``DistributedType``."""
@@ -63,9 +63,7 @@ class PlainTraining:
         if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) or isinstance(
             scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau
         ):
-            raise UnsupportedError(
-                f"flash_recovery does not support, with the Trainer: the scheduler {type(scheduler).__name__}"
-            )
+            raise refused(f"the scheduler {type(scheduler).__name__}")
         # The Trainer sets accelerate's counters before each micro-batch, so they are none of the state.
         optimizer = trainer.optimizer.optimizer
         recovery.register(

@@ -17,6 +17,11 @@ from flashrecovery.errors import UnsupportedError
 _COUNTERS = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos")
 
 
+def refused(what: str) -> UnsupportedError:
+    """The error for what cannot be protected."""
+    return UnsupportedError(f"flash_recovery does not support, with the Trainer: {what}")
+
+
 class StepResults:
     """The losses and operation counts of one optimizer step's micro-batches.
 
@@ -120,30 +125,6 @@ class TrainerLoop:
         from transformers.trainer_callback import ExportableState
 
         return [c for c in self._trainer.callback_handler.callbacks if isinstance(c, ExportableState)]
-
-    # -- the scheduler ----------------------------------------------------------------------------
-
-    def take_scheduler(self, engine: Any) -> dict[str, Any]:
-        """A scheduler that the Trainer would step itself is given to the engine, so that it is stepped within the step.
-        Returns what has to be registered for it.
-
-        Raises:
-            UnsupportedError: a scheduler that is stepped with a metric.
-        """
-        from accelerate.utils import DeepSpeedSchedulerWrapper
-
-        trainer = self._trainer
-        scheduler = trainer.lr_scheduler
-        if isinstance(scheduler, DeepSpeedSchedulerWrapper):
-            return {}
-        if not isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
-            raise UnsupportedError(
-                f"flash_recovery does not support, with the Trainer: the scheduler {type(scheduler).__name__}"
-            )
-        engine.lr_scheduler = scheduler
-        trainer.lr_scheduler = DeepSpeedSchedulerWrapper(scheduler, [trainer.optimizer])
-        trainer.callback_handler.lr_scheduler = trainer.lr_scheduler
-        return {"lr_scheduler": scheduler}
 
 
 def vars_of(callback: Any) -> dict[str, Any]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import torch
+
 from flashrecovery import Recovery, init
 from flashrecovery.errors import RegistrationError
-from flashrecovery.trainer.state import StepResults, TrainerLoop, TrainerLoopAdapter
+from flashrecovery.trainer.state import StepResults, TrainerLoop, TrainerLoopAdapter, refused
 from fr_deepspeed import config as flash_config
 
 
@@ -43,10 +45,30 @@ class DeepSpeedTraining:
         """Register what the engine has not; the loop is about to begin."""
         engine = self._trainer.deepspeed
         recovery: Recovery = engine.recovery
-        scheduler = self._loop.take_scheduler(engine)
+        scheduler = self._take_scheduler(engine)
         adapter = _EngineLoopAdapter(self._loop, engine)
         recovery.register_adapter(adapter, **scheduler)
         return recovery, adapter
+
+    def _take_scheduler(self, engine: Any) -> dict[str, Any]:
+        """A scheduler that the Trainer would step itself is given to the engine, so that it is stepped within the step.
+        Returns what has to be registered for it.
+
+        Raises:
+            UnsupportedError: a scheduler that is stepped with a metric.
+        """
+        from accelerate.utils import DeepSpeedSchedulerWrapper
+
+        trainer = self._trainer
+        scheduler = trainer.lr_scheduler
+        if isinstance(scheduler, DeepSpeedSchedulerWrapper):
+            return {}
+        if not isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+            raise refused(f"the scheduler {type(scheduler).__name__}")
+        engine.lr_scheduler = scheduler
+        trainer.lr_scheduler = DeepSpeedSchedulerWrapper(scheduler, [trainer.optimizer])
+        trainer.callback_handler.lr_scheduler = trainer.lr_scheduler
+        return {"lr_scheduler": scheduler}
 
     def synchronised(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
         """The engine knows by itself."""

@@ -46,7 +46,10 @@ PACE, BUFFERS, ADAPTER = f"{CORE}/groups/native/pace.h", f"{CORE}/adapter/buffer
 REDUCER, ORDER = f"{CORE}/torch_native/ddp_reducer.py", f"{CORE}/controller/recovery.py"
 MEGATRON = "fr_megatron/support.py"
 
+TRANSFER, LANES, DIGEST = f"{CORE}/worker/transfer.py", f"{CORE}/worker/device_lanes.py", f"{CORE}/state/digest.py"
+
 FAKE = "tests/integration/test_nccl.py"
+FAKE_JOBS, DEVICE_TRANSFER = "tests/conformance/test_nccl.py", "tests/integration/test_device_transfer.py"
 
 
 def _unit(name: str, *tests: str) -> tuple[str, ...]:
@@ -518,7 +521,70 @@ ROWS = (
     Row(
         15,
         "restore over NCCL, digests on the device",
-        without="in work; nothing of it can be taken out yet",
+        (
+            _out(
+                "15-through-host-memory",
+                TRANSFER,
+                "        if self._device is not None and any(matched):\n",
+                "        if False:\n",
+                f"{DEVICE_TRANSFER}::test_several_sources_and_destinations_at_once",
+            ),
+            _out(
+                "15-no-group-is-used",
+                RECOVER,
+                "                device=groups.device_group(),\n",
+                "",
+                f"{FAKE_JOBS}::test_a_replica_is_restored_from_device_to_device",
+            ),
+            _out(
+                "15-each-destination-its-own-digest",
+                TRANSFER,
+                "            matched = [both for s in sources for both in masks[s.name]]\n",
+                "            matched = [bool(both) for both in answer.tolist()]\n",
+                f"{DEVICE_TRANSFER}::test_what_lies_in_host_memory_on_one_side_goes_through_it",
+            ),
+            _out(
+                "15-bytes-are-hashed-on-the-host",
+                DIGEST,
+                "        if known and place in known:\n",
+                "        if False:\n",
+                *_unit("fingerprint", "test_shards_wait_for_the_device_once_and_read_the_rest"),
+            ),
+            _out(
+                "15-read-before-it-has-arrived",
+                LANES,
+                "        self._patience.wait(over)\n        with self._reads",
+                "        with self._reads",
+                f"{DEVICE_TRANSFER}::test_the_host_waits_for_the_device_before_it_touches_what_arrives",
+            ),
+            _out(
+                "15-an-abort-passes-for-an-arrival",
+                LANES,
+                "            pause = min(2 * pause, _LONGEST_S)\n        self.check()\n",
+                "            pause = min(2 * pause, _LONGEST_S)\n",
+                f"{DEVICE_TRANSFER}::test_the_torn_end_of_an_abort_is_not_taken_for_an_arrival",
+            ),
+            _out(
+                "15-a-hung-device-is-waited-for",
+                LANES,
+                "            self.check()\n            time.sleep(pause)\n",
+                "            time.sleep(pause)\n",
+                f"{DEVICE_TRANSFER}::test_a_device_that_hangs_is_not_waited_for_once_communication_is_abandoned",
+            ),
+            _out(
+                "15-one-pair-after-another",
+                LANES,
+                "            self._group.start(\n"
+                "                [(m.buffer, m.lane.peer) for m in moving if m.lane.sending],\n"
+                "                [(m.buffer, m.lane.peer) for m in moving if not m.lane.sending],\n"
+                "            )\n",
+                "            for m in sorted(moving, key=lambda m: not m.lane.sending):\n"
+                "                to, of = ([(m.buffer, m.lane.peer)], []) if m.lane.sending else ([], [(m.buffer, m.lane.peer)])\n"
+                "                self._group.start(to, of)\n",
+                f"{DEVICE_TRANSFER}::test_everybody_sends_to_everybody",
+            ),
+        ),
+        without="how fast it is, and that NCCL's own messages carry it, needs GPUs",
     ),
     Row(
         16,

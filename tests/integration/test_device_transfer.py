@@ -383,6 +383,21 @@ def test_an_abort_in_the_middle_never_gives_a_digest_that_agrees() -> None:
     run_ranks(2, body, deadline_s=120)
 
 
+def test_a_device_that_hangs_is_not_waited_for_once_communication_is_abandoned() -> None:
+    """Also if the abort does not free it: such a process is replaced, and has to say so."""
+
+    class Mark:
+        def done(self) -> bool:
+            return False
+
+    def body(rank: int, size: int, store: Any) -> None:
+        threading.Timer(0.3, lambda: groups.abandon("a drill")).start()
+        with pytest.raises(dist.DistBackendError, match="a drill"):
+            Patience().wait(Mark())
+
+    run_ranks(1, body, deadline_s=20)
+
+
 def test_the_torn_end_of_an_abort_is_not_taken_for_an_arrival() -> None:
     """The device comes to the mark because of the abort alone."""
 

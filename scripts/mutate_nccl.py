@@ -579,8 +579,8 @@ ROWS = (
                 "                [(m.buffer, m.lane.peer) for m in moving if not m.lane.sending],\n"
                 "            )\n",
                 "            for m in sorted(moving, key=lambda m: not m.lane.sending):\n"
-                "                to, of = ([(m.buffer, m.lane.peer)], []) if m.lane.sending else ([], [(m.buffer, m.lane.peer)])\n"
-                "                self._group.start(to, of)\n",
+                "                one, sends = [(m.buffer, m.lane.peer)], m.lane.sending\n"
+                "                self._group.start(one * sends, one * (not sends))\n",
                 f"{DEVICE_TRANSFER}::test_everybody_sends_to_everybody",
             ),
         ),

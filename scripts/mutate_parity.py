@@ -19,8 +19,12 @@ COPIES, ROUNDS, DECODE, EXCHANGE, FLAT = (
 )
 DECODING = "common/flashrecovery/plan/decoding.py"
 GROUPS = "common/flashrecovery/plan/parity_groups.py"
+PLACEMENT, SOURCES = (f"common/flashrecovery/plan/{name}.py" for name in ("placement", "sources"))
 TESTS = (
-    *(f"tests/unit/test_{name}.py" for name in ("parity_decisions", "plan_decoding", "plan_choice", "flat")),
+    *(
+        f"tests/unit/test_{name}.py"
+        for name in ("parity_decisions", "plan_decoding", "plan_choice", "plan_placement", "plan_sources", "flat")
+    ),
     "tests/integration/test_parity_copies.py",
     "tests/integration/test_copies_recovery.py",
 )
@@ -50,6 +54,15 @@ MUTANTS = (
         "    self.used = 0\n",
     ),
     Mutant("gaps-are-not-zero", FLAT, "            self.buffer.zero_()\n", "            pass\n"),
+    # -- what it is of ----------------------------------------------------------------------------
+    Mutant(
+        "replicas-count-wherever-they-are", PLACEMENT, "len({domains[h] for h in holders}) > losses or ", "True or "
+    ),
+    Mutant(
+        "one-copy-is-enough-for-two-losses", PLACEMENT, "for h in holders}) > losses or", "for h in holders}) > 1 or"
+    ),
+    Mutant("copy-stays-in-the-domain", PLACEMENT, " or domains[keeper(h)] not in lost]", "]"),
+    Mutant("decoded-though-it-is-there", SOURCES, "{Kind.PARITY: 1, Kind.CHECKPOINT: 2}", "{Kind.CHECKPOINT: 2}"),
     # -- a recovery -------------------------------------------------------------------------------
     Mutant("void-parity-stays", COPIES, "            encoding.member.drop_after(version)\n", "            pass\n"),
     Mutant("void-capsules-stay", COPIES, "            slot.drop_after(version)\n", "            pass\n"),

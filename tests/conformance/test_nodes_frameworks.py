@@ -46,5 +46,11 @@ def test_zero2(net: Network, tmp_path: Path) -> None:
 
 @pytest.mark.megatron
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
+def test_a_node_with_all_replicas_of_a_pipelines_stage(net: Network, tmp_path: Path) -> None:
+    lose_a_node(net, tmp_path, mg.PP2_DP2, dict(mg.ENVIRONMENT))
+
+
+@pytest.mark.megatron
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 def test_megatrons_distributed_optimizer(net: Network, tmp_path: Path) -> None:
     lose_a_node(net, tmp_path, mg.DP4_DISTRIBUTED, dict(mg.ENVIRONMENT))

@@ -61,11 +61,10 @@ def test_what_ranks_hold_alone_is_decoded(
     layout: Layout, losses: int, tmp_path: Path, reference: Callable[[Layout], Job]
 ) -> None:
     """First one set of ranks, which follow each other, then another one; in their first step, too. Of a pipeline with
-    DeepSpeed not both ranks of a stage: its weights are theirs together, of which there is no parity."""
+    DeepSpeed the second set is a whole stage."""
     inject = []
-    apart = 2 if "pipeline" in layout.name else 1
-    for first, distance, step, phase in ((1, 1, 1, "backward"), (2, apart, 8, "forward")):
-        ranks = [(first + i * distance) % 4 for i in range(losses)]
+    for first, step, phase in ((1, 1, "backward"), (2, 8, "forward")):
+        ranks = [(first + i) % 4 for i in range(losses)]
         inject += [f"rank={rank},fault=sigkill,at={phase},step={step}" for rank in ranks]
     options = ("--redundancy", "parity", "--parity", str(losses), "--snapshots", "never")
     check(run(tmp_path / "run", layout, *options, inject=inject), reference(layout), losses, 2)
@@ -101,6 +100,23 @@ def test_a_bit_that_flips_on_the_way_is_noticed_and_asked_for_again(
     check_fired(job, 2)
     assert any("did not arrive with its digest" in e["text"] for e in job.notices("restore_failed")), job.explain()
     check_same(job, reference(FSDP))
+
+
+@pytest.mark.parametrize(
+    "pair", [pytest.param((1, 3), id="replicas"), pytest.param((1, 2), id="others", marks=pytest.mark.grid)]
+)
+def test_two_ranks_that_hold_a_shard_together(
+    pair: tuple[int, int], tmp_path: Path, reference: Callable[[Layout], Job]
+) -> None:
+    """Of a shard with two replicas there is parity, too, if two ranks may be lost; one rank decodes it for both."""
+    inject = [f"rank={rank},fault=sigkill,at=backward,step=6" for rank in pair]
+    options = ("--redundancy", "parity", "--parity", "2", "--snapshots", "never")
+    job = run(tmp_path / "run", HSDP, *options, inject=inject)
+    check_fired(job, 2)
+    (recovery,) = job.of("recovery_finished")
+    assert (recovery["decoded_bytes"] > 0) is (pair == (1, 3)), recovery
+    assert not job.of("fallback_started")
+    check_same(job, reference(HSDP))
 
 
 @pytest.mark.grid

@@ -212,7 +212,7 @@ class Rank:
 
     def source(self, t: Any, version: int) -> ShardSource:
         if t.kind is Kind.COPY:
-            return self.copies.source(t.dest, t.shard, version)
+            return self.copies.source(t.shard, version)
         if t.kind is Kind.UNDO:
             return self.copies.undo.source(t.shard, version)
         shard = next(s for s in self.shards if s.name == t.shard)

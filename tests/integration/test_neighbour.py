@@ -74,7 +74,7 @@ def check(copies: NeighbourCopies, owner: int, version: int, world: int, numel: 
     """What is held for ``owner`` at ``version`` is exact."""
     for shard in shards_of(owner, world, numel):
         if shard.holders == (owner,):
-            source = copies.source(owner, shard.name, version)
+            source = copies.source(shard.name, version)
             assert source.spec.values == {"count": version}
             expected = shard.expected(version)
             assert list(source.spec.tensors) == list(expected)
@@ -83,7 +83,7 @@ def check(copies: NeighbourCopies, owner: int, version: int, world: int, numel: 
                     version,
                     key,
                 )
-    capsule = copies.source(owner, f"capsule@{owner}", version).tensors[0]
+    capsule = copies.source(f"capsule@{owner}", version).tensors[0]
     assert capsule.numpy().tobytes() == capsule_of(owner, version)
 
 
@@ -124,7 +124,7 @@ def _steady(rank: int, world: int, shift: int, apart: bool) -> int:
     assert copies.undo.versions() == [4, 5]
     assert all((s.nbytes > 0) is apart for s in copies._slots)
     with pytest.raises(RestoreError, match=f"at version 3; it holds versions \\[4, 5\\] of rank {owner}"):
-        copies.source(owner, f"w#{owner}", 3)
+        copies.source(f"w#{owner}", 3)
     assert "survives" in copies.describe() and f"to rank {copies.destination}" in copies.describe()
     copies.close()
     assert "flashrecovery-neighbour" not in {t.name for t in threading.enumerate()}
@@ -187,10 +187,10 @@ def _again(rank: int, world: int, apart: bool) -> None:
     for shard in mine:
         copies.undo.restore(4, shard)
         assert all(torch.equal(shard.live[k], v) for k, v in shard.expected(4).items())
-    before = [copies.source(owner, f"w#{owner}", 4).tensors[0].data_ptr()]
+    before = [copies.source(f"w#{owner}", 4).tensors[0].data_ptr()]
     copies.commit(4, capsule_of(rank, 4))
     copies.wait()
-    assert copies.source(owner, f"w#{owner}", 4).tensors[0].data_ptr() in [
+    assert copies.source(f"w#{owner}", 4).tensors[0].data_ptr() in [
         *before,
         *(s.buffer.data_ptr() for s in copies._slots),
     ]

@@ -59,7 +59,7 @@ def check(copies: ParityCopies, version: int) -> None:
     before = {copies.ranks[(me - i) % len(copies.ranks)] for i in range(1, copies.losses + 1)}
     assert {t.owner for t in copies.held(-1).told if t.version == version} == before
     for owner in before:
-        source = copies.source(owner, f"capsule@{owner}", version)
+        source = copies.source(f"capsule@{owner}", version)
         assert source.tensors[0].numpy().tobytes() == capsule_of(owner, version)
     assert {h.shard for h in copies.holdings() if h.version == version} == {f"capsule@{owner}" for owner in before}
 

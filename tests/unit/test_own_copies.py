@@ -47,7 +47,7 @@ def test_it_is_begun_at_the_hand_out_and_not_when_the_mutation_is_about_to_begin
     copies.stop()  # returns when none is under way
     weights.w.fill_(-1)  # what shows when the copy was made
     copies.before_mutation(5)
-    (source,) = copies.source(Kind.UNDO, 0, "w", 5).tensors
+    (source,) = copies.source(Kind.UNDO, "w", 5).tensors
     assert source.tolist() == [5.0] * 4
     copies.close()
 
@@ -59,6 +59,6 @@ def test_where_none_was_begun_it_is_made_before_the_mutation() -> None:
     weights.w.fill_(5)
     copies.before_mutation(5)
     weights.w.fill_(-1)
-    (source,) = copies.source(Kind.UNDO, 0, "w", 5).tensors
+    (source,) = copies.source(Kind.UNDO, "w", 5).tensors
     assert source.tolist() == [5.0] * 4
     copies.close()

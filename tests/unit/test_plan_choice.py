@@ -13,7 +13,7 @@ GB = 10**9
 
 
 def sizes(free: float, unique: float = 4) -> Sizes:
-    return Sizes(own=int(5 * GB), unique=int(unique * GB), free=int(free * GB), ranks=2)
+    return Sizes(own=int(5 * GB), copied=int(unique * GB), in_parity=int(unique * GB), free=int(free * GB), ranks=2)
 
 
 def test_memory_of_a_node() -> None:

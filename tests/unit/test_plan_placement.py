@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import itertools
 
-from flashrecovery.plan.placement import Room, neighbour_stride, place, shared_domains
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashrecovery.plan.placement import Room, copied_by, neighbour_stride, place, shared_domains
 from flashrecovery.plan.ring import following, preceding
 
 PAIR = [2, 3]
@@ -29,8 +33,8 @@ def spare(name: str, domain: str = "", free: int = 2, suspect: bool = False) -> 
     ],
 )
 def test_ranks_go_to_one_node_together(rooms: list[Room], lost_domain: str, node: str) -> None:
-    for given in (rooms, rooms[::-1]):
-        assert place(PAIR, given, lost_domain) == {2: node, 3: node}
+    for order in (rooms, rooms[::-1]):
+        assert place(PAIR, order, lost_domain) == {2: node, 3: node}
 
 
 def test_a_node_without_a_domain_is_in_none_that_was_lost() -> None:
@@ -94,3 +98,43 @@ def test_who_follows_is_preceded() -> None:
 def test_failure_domains_have_numbers_only_where_nodes_share_one() -> None:
     assert shared_domains(["a", "b", "c"]) == ()
     assert shared_domains(["s1", "s1", "s2", "s1"]) == (0, 0, 1, 0)
+
+
+# -- whose shards are copied ----------------------------------------------------------------------
+
+
+@given(st.data())
+def test_whatever_is_lost_at_once_leaves_a_holder_or_a_copy(data: st.DataObject) -> None:
+    """Of parity: of the shards that it is of, at most as many owners are lost as it may lack."""
+    nodes, each, losses = data.draw(st.integers(2, 5)), data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
+    world = nodes * each
+    domains = [f"node {rank // each}" for rank in range(world)]
+    holders = sorted(data.draw(st.sets(st.integers(0, world - 1), min_size=1)))
+    name = data.draw(st.text())
+    by = copied_by(name, holders, domains, losses, lambda rank: (rank + each) % world)
+    assert by is None or by in holders
+    for lost in itertools.combinations({*domains}, losses):
+        left = [rank for rank in holders if domains[rank] not in lost]
+        if losses == 1:
+            kept = by is not None and domains[(by + each) % world] not in lost
+            assert left or kept
+        elif nodes > losses:
+            assert left or by is not None
+    if len({domains[rank] for rank in holders}) > losses:
+        assert by is None, "nothing is copied in vain"
+
+
+def test_a_copy_goes_out_of_the_domain_if_any_holder_can_send_it_there() -> None:
+    domains = ["left", "left", "left", "right"]
+    for name in "abcdefgh":
+        assert copied_by(name, (1, 2), domains, 1, lambda rank: (rank + 1) % 4) == 2
+
+
+def test_of_the_ranks_of_one_domain_only_what_one_alone_holds_is_copied() -> None:
+    assert copied_by("x", (0,), ["all"] * 2, 1) == 0
+    assert copied_by("x", (0, 1), ["all"] * 2, 1) is None
+
+
+def test_holders_share_the_work() -> None:
+    found = {copied_by(f"shard {i}", (0, 1), ["a", "a", "b", "b"], 1, lambda rank: (rank + 2) % 4) for i in range(20)}
+    assert found == {0, 1}

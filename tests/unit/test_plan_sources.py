@@ -82,6 +82,21 @@ def test_checkpoint_is_the_last_resort() -> None:
     assert with_live.transfers == (Transfer("x", 3, 1, 0, LIVE, 10),) and with_live.local == ()
 
 
+def test_what_is_in_memory_somewhere_is_not_decoded() -> None:
+    needs = [Need(0, "s", 10), Need(1, "s", 10), Need(0, "own", 10)]
+    holdings = [Holding(0, "s", 5, PARITY, 10), Holding(1, "s", 5, LIVE, 10), Holding(0, "own", 5, PARITY, 10)]
+    plan = plan_restore(needs, holdings, 5)
+    assert plan.local == (LocalRestore(0, "own", 5, PARITY),)
+    assert plan.transfers == (Transfer("s", 5, 1, 0, LIVE, 10),)
+
+
+def test_one_rank_decodes_a_shard_for_all_that_lack_it() -> None:
+    needs = [Need(rank, "s", 10) for rank in (0, 1, 2)]
+    plan = plan_restore(needs, [Holding(1, "s", 5, PARITY, 10), Holding(3, "s", 5, CHECKPOINT, 10)], 5)
+    assert plan.local == (LocalRestore(1, "s", 5, PARITY),)
+    assert plan.transfers == (Transfer("s", 5, 1, 0, PARITY, 10), Transfer("s", 5, 1, 2, PARITY, 10))
+
+
 def test_size_is_what_the_source_holds() -> None:
     """A fresh replacement does not know yet how large its lazily created optimizer state is."""
     plan = plan_restore([Need(0, "opt", 0)], [Holding(1, "opt", 3, LIVE, 640)], 3)

@@ -149,7 +149,9 @@ def _from_memory(cut: Cut, records: Mapping[int, RankRecord], parity: Collection
     holdings = list(_sources(records.values(), cut.version, Counter(n.shard for n in needs)))
     holdings += [h for one in parity if one.order.version == cut.version for h in one.holdings]
     plan = plan_restore(needs, holdings, cut.version)
-    orders = needed(parity, cut.version, {(i.rank, i.shard) for i in plan.local if i.kind is Kind.PARITY})
+    decoded = {(i.rank, i.shard) for i in plan.local if i.kind is Kind.PARITY}
+    decoded |= {(t.source, t.shard) for t in plan.transfers if t.kind is Kind.PARITY}
+    orders = needed(parity, cut.version, decoded)
     return Decision(RestoreRound(cut.version, cut.reason, plan, tuple(records), needs, holdings, decodes=orders))
 
 

@@ -18,11 +18,13 @@ _VERSIONS = 2
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes. ``own``: of a rank's shards, ``unique``: of those that no other rank holds, both of the rank that has
-    most; ``free``: of the node that has least, before anything is kept; ``ranks``: on a node."""
+    """Bytes. ``own``: of a rank's shards, ``copied``: of those that a neighbour would hold, ``in_parity``: of those
+    that parity would be of, each of the rank that has most; ``free``: of the node that has least, before anything is
+    kept; ``ranks``: on a node."""
 
     own: int
-    unique: int
+    copied: int
+    in_parity: int
     free: int
     ranks: int
 
@@ -38,13 +40,13 @@ class CopyChoice:
 
 def neighbour_memory(sizes: Sizes) -> int:
     """Host memory of a node for own and neighbour copies, bytes."""
-    return sizes.ranks * _VERSIONS * (sizes.own + sizes.unique)
+    return sizes.ranks * _VERSIONS * (sizes.own + sizes.copied)
 
 
 def parity_memory(sizes: Sizes, groups: Groups, losses: int) -> int:
     """Host memory of a node for own copies and parity, bytes."""
     members = min(map(len, groups))
-    return sizes.ranks * _VERSIONS * (sizes.own + -(-sizes.unique * losses // (members - losses)))
+    return sizes.ranks * _VERSIONS * (sizes.own + -(-sizes.in_parity * losses // (members - losses)))
 
 
 def own_memory(sizes: Sizes) -> int:

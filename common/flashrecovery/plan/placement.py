@@ -6,7 +6,8 @@ that the job keeps its shape (tensor parallelism stays within a node). Only if n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -56,6 +57,25 @@ def shared_domains(domains: Sequence[str]) -> tuple[int, ...]:
     """A number for the failure domain of each node, counted as they come; empty if no two nodes share one."""
     numbers = {domain: number for number, domain in enumerate(dict.fromkeys(domains))}
     return tuple(numbers[domain] for domain in domains) if len(numbers) < len(domains) else ()
+
+
+def copied_by(
+    name: str, holders: Sequence[int], domains: Sequence[str], losses: int, keeper: Callable[[int], int] | None = None
+) -> int | None:
+    """The rank that has a shard copied, or added to its parity, because its holders may all be lost at once: they are
+    on no more than ``losses`` failure domains. None if there are more. All ranks come to the same one.
+
+    Args:
+        name: of the shard; it spreads shards with the same holders over them.
+        domains: failure domain of each rank; where there are no more than ``losses`` in all, no copy would help, and
+            one is made only of what a single rank holds.
+        keeper: rank -> the rank that would keep its copy. If it can be, that is one on another domain.
+    """
+    if len(holders) > 1 and (len({domains[h] for h in holders}) > losses or len({*domains}) <= losses):
+        return None
+    lost = {domains[h] for h in holders}
+    safe = [h for h in holders if keeper is None or domains[keeper(h)] not in lost] or list(holders)
+    return safe[zlib.crc32(name.encode()) % len(safe)]
 
 
 _SETUP_LOGS = 2

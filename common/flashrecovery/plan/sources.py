@@ -21,7 +21,8 @@ def plan_restore(
     For each (rank, shard): live at ``version``: nothing. An own copy in memory: restored locally. Otherwise
     one transfer from a holder in memory, such that the busiest sender sends as few bytes as possible (optimal
     for small plans, with a certified bound for large ones, see :mod:`.balance`), live holders before copies
-    where that makes no difference. Checkpoints are used only for shards that no memory holds, a rank's own
+    where that makes no difference. Only shards that no memory holds are decoded, by the rank that had a part in
+    their parity, which then gives them to others; only what cannot be decoded is read from checkpoints, a rank's own
     first.
 
     Args:
@@ -40,7 +41,7 @@ def plan_restore(
     for (rank, shard), nbytes in sorted(lacking.items()):
         sources = found[shard]
         own = sources.kinds.get(rank)
-        if own is not None and (own is not Kind.CHECKPOINT or sources.only_checkpoints):
+        if own is not None and _effort(own) == sources.effort:
             local.append(LocalRestore(rank, shard, version, own))
         elif sources.ranks:
             choices.append(Choice(rank, shard, sources.nbytes or nbytes, sources.ranks))
@@ -72,12 +73,17 @@ def plan_restore(
 @dataclass(frozen=True, slots=True)
 class _Sources:
     """The holders of one shard at one version: the best kind by rank, the ranks to take it from (preferred
-    first)."""
+    first), and what effort these have."""
 
     kinds: dict[int, Kind]
     ranks: tuple[int, ...]
-    only_checkpoints: bool
+    effort: int
     nbytes: int
+
+
+def _effort(kind: Kind) -> int:
+    """What is in memory comes before what has to be decoded, and that before what has to be read."""
+    return {Kind.PARITY: 1, Kind.CHECKPOINT: 2}.get(kind, 0)
 
 
 def _find_sources(
@@ -96,9 +102,9 @@ def _find_sources(
     found = {}
     for shard in shards:
         by_rank = kinds[shard]
-        in_memory = [r for r, kind in by_rank.items() if kind is not Kind.CHECKPOINT]
-        ranked = sorted((by_rank[r].order, r) for r in in_memory or by_rank)
-        found[shard] = _Sources(by_rank, tuple(r for _, r in ranked), not in_memory, sizes[shard])
+        effort = min(map(_effort, by_rank.values()), default=0)
+        ranked = sorted((kind.order, rank) for rank, kind in by_rank.items() if _effort(kind) == effort)
+        found[shard] = _Sources(by_rank, tuple(rank for _, rank in ranked), effort, sizes[shard])
     return found
 
 

@@ -24,7 +24,7 @@ class Kind(str, Enum):
     COPY = "copy"
     """A copy that the rank keeps for another rank (neighbour copy)."""
     PARITY = "parity"
-    """Not there, but what is left of the rank's parity group gives it."""
+    """Not there, but what is left of the rank's parity group gives it. Decoded only if nobody else has it."""
     PAGE = "page"
     """A capsule in the shared page that the agent keeps of that rank, also when the process is dead."""
     CHECKPOINT = "checkpoint"

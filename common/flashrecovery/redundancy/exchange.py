@@ -157,7 +157,7 @@ class CopyHolding:
 
 
 class PeerCopies(Protocol):
-    """Copies of a rank's unique shards and its capsule that other ranks hold."""
+    """What other ranks hold for a rank: copies or parity of some of its shards, and its capsule."""
 
     undo: UndoCopy
 
@@ -179,8 +179,8 @@ class PeerCopies(Protocol):
     def holdings(self) -> Sequence[CopyHolding]:
         """What this rank holds whole for others, and can be taken as it is."""
 
-    def source(self, owner: int, shard: str, version: int) -> ShardSource:
-        """A held copy in the form of a transfer's source. Raises RestoreError if it is not held."""
+    def source(self, shard: str, version: int) -> ShardSource:
+        """What is held in the form of a transfer's source. Raises RestoreError if it is not held."""
 
     def describe(self) -> str:
         """One line: memory cost, bytes a step, what is survived."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -91,7 +91,7 @@ class Layout:
 class FirstShards:
     """The part of a layout that some of its shards take, its first ones: one range of the buffer."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Collection[str]) -> None:
         self.names = frozenset(names)
         self._full = self._part = Layout()
 

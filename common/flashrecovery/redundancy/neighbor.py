@@ -22,7 +22,7 @@ mapped yet is offered with the frame, and the neighbour's answer says whether th
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple
 from enum import IntEnum
@@ -61,8 +61,9 @@ class NeighbourCopies:
 
     Args: group: process group used by nothing else; its ranks are the world's. Its handle stays valid over
         recoveries. rank, world: this rank and the world size (>= 2). shards: all shards of this rank that a
-        rollback concerns. Those with ``holders == (rank,)`` go to the neighbour; of all of them the undo copy
-        is kept, because a cut may lie one step back for every shard. destination: rank -> rank that gets its
+        rollback concerns; of all of them the undo copy is kept, because a cut may lie one step back for every shard.
+        copied: names of those that go to the neighbour; by default all that no other rank holds. destination: rank ->
+        rank that gets its
         copies; a permutation without fixed points. Default: the next rank. capsule_name: rank -> shard name
         under which its capsule is listed. on_kept: gets the newest version that is held whole for another rank,
         -1 for none, whenever it may have changed, in any thread. look: see :class:`.undo.UndoCopy`; of a version
@@ -78,6 +79,7 @@ class NeighbourCopies:
         world: int,
         shards: Sequence[Shard],
         *,
+        copied: Collection[str] | None = None,
         destination: Callable[[int], int] | None = None,
         capsule_name: Callable[[int], str] = "capsule@{}".format,
         generation: int = 0,
@@ -95,12 +97,13 @@ class NeighbourCopies:
         self._rank = rank
         self._world = world
         self._targets = targets
-        self._unique = [s for s in shards if s.holders == (rank,)]
-        self._sent = FirstShards([s.name for s in self._unique])
+        if copied is None:
+            copied = {s.name for s in shards if s.holders == (rank,)}
+        self._sent = FirstShards(copied)
         self._capsule_name = capsule_name
         self._on_kept = on_kept
-        # Unique shards first: what is sent is then one range of the undo buffer.
-        ordered = [*self._unique, *(s for s in shards if s.holders != (rank,))]
+        # What is sent first: it is then one range of the undo buffer.
+        ordered = sorted(shards, key=lambda s: s.name not in copied)
         self.undo = UndoCopy(ordered, share=True, look=look, keep=keep)
         self._slots = (Slot(), Slot()) if keep is None else (Slot(keep("other-0")), Slot(keep("other-1")))
         for slot in self._slots:
@@ -175,10 +178,10 @@ class NeighbourCopies:
     def _newest_kept(self) -> int:
         return max(slot.version for slot in self._slots)
 
-    def source(self, owner: int, shard: str, version: int) -> ShardSource:
+    def source(self, shard: str, version: int) -> ShardSource:
         """A held copy in the form of a transfer's source. Raises RestoreError if it is not held."""
         for slot in self._slots:
-            if owner == self.source_rank and slot.version == version:
+            if slot.version == version:
                 plain = slot.beside.plain.get(shard)
                 if plain is not None:
                     return plain_source(shard, plain)
@@ -186,7 +189,7 @@ class NeighbourCopies:
                     return ShardSource(shard, *slot.content(shard))
         held = sorted({s.version for s in self._slots if s.version >= 0})
         raise RestoreError(
-            f"rank {self._rank} holds no copy of shard {shard!r} of rank {owner} at version {version}; "
+            f"rank {self._rank} holds no copy of shard {shard!r} at version {version}; "
             f"it holds versions {held} of rank {self.source_rank}"
         )
 

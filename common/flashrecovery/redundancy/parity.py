@@ -1,4 +1,4 @@
-"""Parity of a group's unique shards, over plain buffers: encoded by what changes, and decoded.
+"""Parity of a group's shards, over plain buffers: encoded by what changes, and decoded.
 
 :mod:`flashrecovery.plan.parity` says what lies where. Here are the bytes:
 

@@ -18,7 +18,7 @@ Why version i-1 is whole until i is, and i until anybody changes its state: :mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -147,10 +147,11 @@ class ParityCopies:
 
     Args: group: process group used by nothing else, of all ranks, with a handle that stays valid over recoveries.
         rank: this rank; ranks: those of its parity group, this one among them, in the same order on all of them.
-        losses: how many members may be lost, 1 or 2; max_size: members of a group at most. shards: all shards of this
-        rank that a rollback concerns; parity is of those with ``holders == (rank,)``. domain: this process's failure
-        domain. on_together: gets two ranks of the group that have turned out to be on one failure domain. bucket:
-        bytes; without it, by the sizes of the shards. The others as for :class:`.neighbor.NeighbourCopies`.
+        shards: all shards of this rank that a rollback concerns. copied: names of those that parity is of; by default
+        all that no other rank holds. losses: how many members may be lost, 1 or 2; max_size: members of a group at
+        most. domain: this process's failure domain. on_together: gets two ranks of the group that have turned out to be
+        on one failure domain. bucket: bytes; without it, by the sizes of the shards. The others as for
+        :class:`.neighbor.NeighbourCopies`.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class ParityCopies:
         ranks: Sequence[int],
         shards: Sequence[Shard],
         *,
+        copied: Collection[str] | None = None,
         losses: int = 1,
         max_size: int = 8,
         domain: int = -1,
@@ -182,10 +184,12 @@ class ParityCopies:
         self._on_kept, self._on_together = on_kept, on_together
         self._together: tuple[int, int] | None = None
         self._bucket = bucket
-        unique = [s for s in shards if s.holders == (rank,)]
-        self._unique = FirstShards([s.name for s in unique])
-        # Unique shards first: what parity is of is then one range of the undo buffer.
-        self.undo = UndoCopy([*unique, *(s for s in shards if s.holders != (rank,))], share=True, look=look, keep=keep)
+        if copied is None:
+            copied = {s.name for s in shards if s.holders == (rank,)}
+        self._copied = FirstShards(copied)
+        # What parity is of first: it is then one range of the undo buffer.
+        ordered = sorted(shards, key=lambda s: s.name not in copied)
+        self.undo = UndoCopy(ordered, share=True, look=look, keep=keep)
         self._talk = Exchange(group, self.undo, "parity", generation, network)
         self._keep = keep
         self._batches = BatchMemory()
@@ -281,9 +285,9 @@ class ParityCopies:
 
     def held(self, live: int) -> ParityHeld:
         """All that this rank has to say of parity. ``live``: the version of its tensors, -1 if they are torn."""
-        own = {v: self._unique.of(slot.layout).nbytes for v in self.undo.versions() if (slot := self.undo.slot(v))}
+        own = {v: self._copied.of(slot.layout).nbytes for v in self.undo.versions() if (slot := self.undo.slot(v))}
         if live >= 0 and live not in own:
-            own[live] = self._unique.of(Layout.of({s.name: s.tensors() for s in self.undo.shards})).nbytes
+            own[live] = self._copied.of(Layout.of({s.name: s.tensors() for s in self.undo.shards})).nbytes
         encodings = []
         for encoding in self._encodings:
             layout, held = encoding.layout, encoding.held()
@@ -309,11 +313,16 @@ class ParityCopies:
                 found[name, slot.version] = CopyHolding(name, slot.version, size, slot.beside.early)
         return sorted(found.values(), key=lambda h: (h.version, h.shard))
 
-    def source(self, owner: int, shard: str, version: int) -> ShardSource:
-        """A capsule that is held, in the form of a transfer's source. Raises RestoreError if it is not held."""
-        if shard == self._capsule_name(owner):
-            return plain_source(shard, self._told_of(owner, version).beside.plain[shard])
-        raise RestoreError(f"rank {self._rank} holds no copy of {shard!r} of rank {owner}")
+    def source(self, shard: str, version: int) -> ShardSource:
+        """A capsule that is held, or what was decoded, in the form of a transfer's source. Raises RestoreError if it is
+        not held."""
+        decoded = self.decoded(shard, version)
+        if decoded is not None:
+            return decoded
+        for slot in self._told_slots():
+            if slot.version == version and shard == self._capsule_name(slot.beside.owner):
+                return plain_source(shard, slot.beside.plain[shard])
+        raise RestoreError(f"rank {self._rank} holds nothing of {shard!r} at version {version}")
 
     def _told_of(self, owner: int, version: int) -> Slot:
         for slot in self._told_slots():
@@ -390,13 +399,13 @@ class ParityCopies:
         return slot
 
     def _flat(self, version: int, live: int = -1) -> memoryview:
-        """The bytes of this rank's own unique shards. Raises RestoreError if they are not held."""
+        """The bytes of this rank's shards that parity is of. Raises RestoreError if they are not held."""
         if self.undo.slot(version) is None and live == version:
             self.undo.hold(version)
         slot = self.undo.slot(version)
         if slot is None:
             raise RestoreError(f"rank {self._rank} has no own copy of version {version}; held: {self.undo.versions()}")
-        return _bytes_of(slot.buffer[: self._unique.of(slot.layout).nbytes])
+        return _bytes_of(slot.buffer[: self._copied.of(slot.layout).nbytes])
 
     def decoded(self, shard: str, version: int) -> ShardSource | None:
         """What was decoded of a shard, if it was."""
@@ -410,7 +419,7 @@ class ParityCopies:
     def describe(self) -> str:
         """One line: memory, bytes a step, what is survived."""
         sizes = {s.name: s.spec().nbytes for s in self.undo.shards}
-        sent = sum(n for name, n in sizes.items() if name in self._unique.names)
+        sent = sum(n for name, n in sizes.items() if name in self._copied.names)
         columns = len(self.ranks) - self.losses
         factor = 1.0 if self.losses == 1 else (len(self.ranks) - 1) / columns
         which = "any one rank" if self.losses == 1 else "any two ranks"
@@ -418,16 +427,7 @@ class ParityCopies:
             f"parity {self.losses} over ranks {', '.join(map(str, self.ranks))}: at most {sent * factor / 1e6:.1f} MB "
             f"a step from each; host memory 2 x {sum(sizes.values()) / 1e6:.1f} MB for the own last two versions + "
             f"2 x {sent * self.losses / columns / 1e6:.1f} MB of parity; survives the loss of {which} of each group "
-            f"at once, with their nodes{self._except()}"
-        )
-
-    def _except(self) -> str:
-        """What is not covered, in words: parity is of what one rank alone holds."""
-        few = [s.holders for s in self.undo.shards if 1 < len(s.holders) <= self.losses]
-        if not few:
-            return ""
-        return (
-            f", unless they are the only ones that hold {len(few)} of rank {self._rank}'s shards (ranks {few[0]}, say)"
+            "at once, with their nodes"
         )
 
     def nbytes(self) -> int:
@@ -441,10 +441,10 @@ class ParityCopies:
     # -- the exchange, in the background thread ---------------------------------------------------
 
     def _exchange(self, version: int, capsule: bytes | None, early: bool, own: Slot) -> None:
-        layout = self._unique.of(own.layout)
+        layout = self._copied.of(own.layout)
         whole = own.version == version and capsule is not None
         new_layout = layout.encoded if layout.ident != self._sent_layout else None
-        values = {name: v for name, v in own.values.items() if name in self._unique.names}
+        values = {name: v for name, v in own.values.items() if name in self._copied.names}
         described = byte_tensor(codec.dumps((capsule, early, values, new_layout)) if whole else b"")
         self._retire()
         mine = MemberState(
@@ -468,7 +468,7 @@ class ParityCopies:
         """Another version of these shards that is held whole; the newest one."""
         for other in reversed(self.undo.versions()):
             slot = self.undo.slot(other)
-            if other < version and slot is not None and self._unique.of(slot.layout).ident == layout.ident:
+            if other < version and slot is not None and self._copied.of(slot.layout).ident == layout.ident:
                 return other
         return -1
 

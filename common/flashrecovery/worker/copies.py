@@ -32,7 +32,7 @@ from flashrecovery.redundancy.undo import ChangeCounter, UndoCopy, write_back
 from flashrecovery.snapshot.client import Keeper
 from flashrecovery.snapshot.memory import SharedMemory, host_id
 from flashrecovery.state.shard import Shard, ShardSource
-from flashrecovery.worker.copy_choice import anywhere, choice, placement
+from flashrecovery.worker.copy_choice import anywhere, choice, copied_shards, neighbour_of, placement
 from flashrecovery.worker.glance import glance_at_tensors
 from flashrecovery.worker.registry import Registry
 
@@ -92,16 +92,17 @@ class Copies:
             )
         self._snapshot: UndoCopy | None = None
         if registry.world_size > 1 and settings.redundancy != "none":
-            unique_somewhere = anywhere(bool(unique))
+            losses = settings.parity if settings.redundancy == "parity" else 1
+            copied_somewhere = anywhere(bool(copied_shards(registry, losses)))
             nothing: tuple[CopyChoice, Groups] = CopyChoice(False, True, ""), ()
-            chosen, parity_groups = choice(registry, settings) if unique_somewhere else nothing
+            chosen, parity_groups = choice(registry, settings) if copied_somewhere else nothing
             self._chosen = chosen.reason if chosen.fits else ""
             if not chosen.fits and registry.rank == 0:
                 on_risk(f"the copies may not fit into the nodes' memory: {chosen.reason}")
             if chosen.parity:
                 self._keep_parity(registry, settings, parity_groups, on_kept, on_risk)
             else:
-                self._keep_for_neighbour(registry, unique_somewhere, on_kept)
+                self._keep_for_neighbour(registry, copied_somewhere, on_kept)
         if settings.snapshots.keep == "always" and self._keeper is not None and not self._own_copies:
             self._snapshot = UndoCopy(_part_of_snapshot(registry), share=True, look=self._look, keep=self._outliving)
         if self._undo_always:
@@ -118,27 +119,28 @@ class Copies:
                 on_error=on_error,
             )
 
-    def _keep_for_neighbour(self, registry: Registry, unique: bool, on_kept: Callable[[int], None]) -> None:
-        """Have the neighbour keep what a lost node would take with it: shards without a replica, and capsules of its
-        ranks. The agent keeps capsules, too, so among the ranks of one node, whose shards all have replicas,
-        nothing is to be done."""
-        stride, nodes = placement()
-        if not unique and nodes == 1:
+    def _keep_for_neighbour(self, registry: Registry, shards: bool, on_kept: Callable[[int], None]) -> None:
+        """Have the neighbour keep what a lost node would take with it: capsules of its ranks, and, if there are any
+        (``shards``), shards without a replica elsewhere. The agent keeps capsules, too, so among the ranks of one node,
+        whose shards all have replicas, nothing is to be done."""
+        _, nodes = placement()
+        if not shards and nodes == 1:
             return
         world = registry.world_size
         group = groups.create_control_group(NEIGHBOUR_GROUP)
         assert group is not None
-        self._capsules_only = not unique
+        self._capsules_only = not shards
         self._peers = NeighbourCopies(
             group,
             registry.rank,
             world,
-            registry.tensor_shards() if unique else [],
-            destination=lambda rank: (rank + stride) % world,
+            registry.tensor_shards() if shards else [],
+            copied=[s.name for s in copied_shards(registry, 1)],
+            destination=lambda rank: neighbour_of(rank, world),
             on_kept=on_kept,
             network=PacedNetwork(),
             look=self._look,
-            keep=self._outliving if self._keeper is not None and unique else None,
+            keep=self._outliving if self._keeper is not None and shards else None,
         )
 
     def _keep_parity(
@@ -149,7 +151,7 @@ class Copies:
         on_kept: Callable[[int], None],
         on_risk: Callable[[str], None],
     ) -> None:
-        """Have a group of ranks on different nodes keep parity of what no other rank holds, and each other's capsules.
+        """Have a group of ranks on different nodes keep parity of what could be lost, and each other's capsules.
         Where all ranks are on one node, a rank is lost with nothing but its process."""
         (ranks,) = (ranks for ranks in everybody if registry.rank in ranks)
         group = groups.create_control_group(PARITY_GROUP)
@@ -165,6 +167,7 @@ class Copies:
             registry.rank,
             ranks,
             registry.tensor_shards(),
+            copied=[s.name for s in copied_shards(registry, settings.parity)],
             losses=settings.parity,
             max_size=settings.parity_group,
             domain=host_id() if placement()[1] > 1 else -1,
@@ -458,12 +461,12 @@ class Copies:
                 return copies
         raise RestoreError(f"no own copy of {shard!r} at version {version}")
 
-    def source(self, kind: str, owner: int, shard: str, version: int) -> ShardSource:
+    def source(self, kind: str, shard: str, version: int) -> ShardSource:
         """A copy in the form of a transfer's source. Raises RestoreError if it is not held."""
         if kind == Kind.UNDO:
             return self._holder_of(shard, version).source(shard, version)
-        if kind == Kind.COPY and self._peers is not None:
-            return self._peers.source(owner, shard, version)
+        if kind in (Kind.COPY, Kind.PARITY) and self._peers is not None:
+            return self._peers.source(shard, version)
         raise RestoreError(f"no {kind} of {shard!r} here")
 
 

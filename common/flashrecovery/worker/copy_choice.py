@@ -15,14 +15,15 @@ from flashrecovery.config import Settings
 from flashrecovery.errors import ConfigError, UnsupportedError
 from flashrecovery.plan.choice import CopyChoice, Sizes, choose, neighbour_memory, own_memory, parity_memory, refusal
 from flashrecovery.plan.parity_groups import Groups, groups_of_all, launch_domains
+from flashrecovery.plan.placement import copied_by
 from flashrecovery.runtime.environment import DOMAINS_ENV, STRIDE_ENV
 from flashrecovery.runtime.host_memory import available_memory
+from flashrecovery.state.shard import Shard
 from flashrecovery.worker.registry import Registry
 
 
 def choice(registry: Registry, settings: Settings) -> tuple[CopyChoice, Groups]:
-    """Whether parity is kept of what no other rank holds, or neighbour copies; and the groups, if it is parity. A
-    collective.
+    """Whether parity is kept of what could be lost, or neighbour copies; and the groups, if it is parity. A collective.
 
     Raises UnsupportedError if parity is asked for and the nodes do not allow it, ConfigError if the copies need more
     host memory than there is even without what optimizers will make.
@@ -33,7 +34,7 @@ def choice(registry: Registry, settings: Settings) -> tuple[CopyChoice, Groups]:
         found = parity_groups(registry, settings)
     if settings.redundancy == "parity" and isinstance(found, str):
         raise UnsupportedError(f"redundancy 'parity': {found}; allowed here: auto, neighbor, none")
-    now, expected = sizes_everywhere(registry)
+    now, expected = sizes_everywhere(registry, settings.parity)
     if settings.redundancy == "auto" and several:
         chosen = choose(expected, found, settings.parity)
     else:  # on one node neighbour copies take no memory of their own
@@ -57,24 +58,49 @@ def placement() -> tuple[int, int]:
     return int(os.environ.get(STRIDE_ENV, "1")), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
-def parity_groups(registry: Registry, settings: Settings) -> Groups | str:
-    """The parity groups of all ranks, as the job was launched; why there are none, in words. A replacement finds the
-    same: it follows from what the agent has put into the environment."""
+def neighbour_of(rank: int, world: int) -> int:
+    """The rank that keeps the copies of ``rank``."""
+    return (rank + placement()[0]) % world
+
+
+def domains_of_launch(world: int) -> list[str]:
+    """The failure domain of each rank, as the job was launched. A replacement finds the same: it follows from what the
+    agent has put into the environment."""
     shared = json.loads(os.environ.get(DOMAINS_ENV, "[]"))
-    domains = launch_domains(registry.world_size, placement()[1], shared)
-    return groups_of_all(domains, settings.parity, settings.parity_group)
+    return launch_domains(world, placement()[1], shared)
 
 
-def sizes_everywhere(registry: Registry) -> tuple[Sizes, Sizes]:
+def parity_groups(registry: Registry, settings: Settings) -> Groups | str:
+    """The parity groups of all ranks, as the job was launched; why there are none, in words."""
+    return groups_of_all(domains_of_launch(registry.world_size), settings.parity, settings.parity_group)
+
+
+def copied_shards(registry: Registry, losses: int) -> list[Shard]:
+    """The shards of tensors that this rank has copied, or that parity is kept of: all whose holders may be lost with
+    ``losses`` failure domains. Of several holders one has that done."""
+    world = registry.world_size
+    domains = domains_of_launch(world)
+    if len({*domains}) <= losses:  # all nodes share what may fail, so that only nodes are told apart
+        domains = launch_domains(world, placement()[1])
+
+    def copied(shard: Shard) -> bool:
+        by = copied_by(shard.name, shard.holders, domains, losses, lambda rank: neighbour_of(rank, world))
+        return by == registry.rank
+
+    return [shard for shard in registry.tensor_shards() if copied(shard)]
+
+
+def sizes_everywhere(registry: Registry, parity: int) -> tuple[Sizes, Sizes]:
     """The largest rank's shards and the least free memory of a node: as they are now, and with the state that
-    optimizers have not made yet, counted as Adam's or momentum's. A collective, on all ranks before any of them keeps
-    anything (a replacement gets the recorded answer)."""
-    own, unique = (sum(s.spec().nbytes for s in of) for of in (registry.tensor_shards(), registry.unique_shards()))
+    optimizers have not made yet, counted as Adam's or momentum's. ``parity``: how many losses it would survive. A
+    collective, on all ranks before any of them keeps anything (a replacement gets the recorded answer)."""
+    kinds = registry.tensor_shards(), copied_shards(registry, 1), copied_shards(registry, parity)
+    now = [sum(s.spec().nbytes for s in shards) for shards in kinds]
     to_come = state_to_come(registry.optimizers)
-    here = [own, unique, own + to_come, unique + to_come * unique // max(own, 1), -available_memory()]
-    own, unique, own_then, unique_then, least = _most(here)
+    then = [nbytes + to_come * nbytes // max(now[0], 1) for nbytes in now]
+    own, copied, in_parity, own_then, copied_then, in_parity_then, least = _most([*now, *then, -available_memory()])
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return Sizes(own, unique, -least, ranks), Sizes(own_then, unique_then, -least, ranks)
+    return Sizes(own, copied, in_parity, -least, ranks), Sizes(own_then, copied_then, in_parity_then, -least, ranks)
 
 
 def state_to_come(optimizers: Sequence[torch.optim.Optimizer]) -> int:

@@ -304,7 +304,7 @@ class Recoverer:
             return ShardSource(item.shard, *shard.tensors_at(version))
         if item.kind == Kind.LIVE and shard is not None:
             return ShardSource(item.shard, shard.spec(), list(shard.tensors().values()))
-        return self._loop.copies.source(item.kind, item.dest, item.shard, version)
+        return self._loop.copies.source(item.kind, item.shard, version)
 
     def _resume(self, command: pb.Command) -> bool:
         worker = self._worker

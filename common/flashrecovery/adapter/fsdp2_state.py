@@ -16,8 +16,11 @@ from flashrecovery.errors import RestoreError, UnsupportedError
 
 
 def states(root: FSDPModule) -> list[Any]:
-    """Every FSDPState below ``root``, each once, in module order."""
-    found: dict[int, Any] = {}
+    """Every FSDPState below ``root``, each once, in module order. Asked for several times a step: after
+    :func:`initialise` torch has written them down."""
+    found: dict[int, Any] = {id(state): state for state in root._get_fsdp_state()._state_ctx.all_states}
+    if found:
+        return list(found.values())
     assert isinstance(root, nn.Module)
     for module in root.modules():
         if isinstance(module, FSDPModule):

@@ -129,6 +129,10 @@ class ParamShard(Shard):
     def values(self) -> dict[str, Any]:
         return self._look().values
 
+    def content(self) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]:
+        seen = self._look()
+        return seen.tensors, seen.values
+
     def _look(self) -> _Seen:
         """Asked for in every step: what was found last is still right while it is made of the same objects."""
         parameter = self._record.get()

@@ -40,7 +40,7 @@ class Capture:
     """
 
     tensors: Mapping[str, Mapping[str, torch.Tensor]]
-    values: Mapping[str, dict[str, Any]]
+    values: Mapping[str, Mapping[str, Any]]
     ready: torch.cuda.Event | None
     beside: Beside = NOTHING
     watched: Sequence[torch.Tensor] = ()
@@ -148,8 +148,11 @@ class UndoCopy:
 
     def capture(self, beside: Beside = NOTHING) -> Capture:
         """The live tensors, and what belongs to them. In the training thread, at a step boundary."""
-        tensors = {s.name: s.tensors() for s in self.shards}
-        values = {s.name: v for s in self.shards if (v := s.values())}
+        tensors, values = {}, {}
+        for shard in self.shards:
+            tensors[shard.name], found = shard.content()
+            if found:
+                values[shard.name] = found
         on_device = torch.cuda.is_initialized() and any(t.is_cuda for ts in tensors.values() for t in ts.values())
         capture = Capture(tensors, values, torch.cuda.current_stream().record_event() if on_device else None, beside)
         if self._look is None:

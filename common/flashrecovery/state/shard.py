@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,13 +38,18 @@ class Shard(ABC):
         """Small plain values by key that belong to this shard (not to the capsule)."""
         return {}
 
+    def content(self) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]:
+        """:meth:`tensors` and :meth:`values`, in one look at the live state."""
+        return self.tensors(), self.values()
+
     @abstractmethod
     def allocate(self, spec: ShardSpec) -> dict[str, torch.Tensor]:
         """Give the live state the structure of ``spec`` (create missing tensors, drop surplus ones, set the
         values) and return the live tensors, whose content the caller overwrites."""
 
     def spec(self) -> ShardSpec:
-        return ShardSpec({k: TensorSpec(tuple(t.shape), t.dtype) for k, t in self.tensors().items()}, self.values())
+        tensors, values = self.content()
+        return ShardSpec({k: TensorSpec(tuple(t.shape), t.dtype) for k, t in tensors.items()}, dict(values))
 
 
 @dataclass(frozen=True)

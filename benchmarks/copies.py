@@ -81,14 +81,6 @@ def work() -> None:
     dist.destroy_process_group()
 
 
-def shape(host: Host, mb_s: float) -> None:
-    """What the host sends leaves it at this speed; a queue of 5 ms, as a switch has it, not a bufferbloated one."""
-    rate = ["rate", f"{mb_s * 8:g}mbit", "burst", "16kb", "latency", "50ms"]
-    subprocess.run(
-        [*host.command, "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate], check=True, capture_output=True
-    )
-
-
 def run(hosts: list[Host], mode: str, steps: int, busy_s: float) -> list[float]:
     """Step times in seconds, without the first ones. Raises RuntimeError."""
     with tempfile.TemporaryDirectory() as folder:
@@ -145,7 +137,7 @@ def main() -> None:
     with network(2) as net:
         for speed in args.speeds:
             for host in net.hosts:
-                shape(host, speed)
+                host.shape(speed)
             seen: dict[str, list[float]] = defaultdict(list)
             for _ in range(args.launches):
                 for mode in MODES:

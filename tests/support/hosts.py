@@ -51,6 +51,12 @@ class Host:
     def command(self) -> list[str]:
         return ["ip", "netns", "exec", self.namespace]
 
+    def shape(self, mb_s: float) -> None:
+        """What the host sends leaves it at so many megabytes a second, from a queue of at most 50 ms."""
+        rate = ["rate", f"{mb_s * 8:g}mbit", "burst", "16kb", "latency", "50ms"]
+        tc = [*self.command, "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate]
+        subprocess.run(tc, check=True, capture_output=True)
+
 
 class Network:
     """A switch and its hosts."""

@@ -33,20 +33,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # hosts are the te
 from tests.support.hosts import Host, available, network
 
 LAYERS = 4
-WIDTH = 448
-COPY_BYTES = LAYERS * WIDTH * WIDTH // 2 * 4 * 3
-"""A step and rank: half of the parameters, each with Adam's two moments, in fp32."""
+BATCH = 4
 WARM_UP = 16
 PLAN_ENV = "FLASHRECOVERY_COPIES_BENCHMARK"
 MODES = {"none": "no copies", "fast": "as fast as they can", "paced": "training first"}
 
 
+def copy_bytes(width: int) -> int:
+    """A step and rank: half of the parameters, each with Adam's two moments, in fp32."""
+    return LAYERS * width * width // 2 * 4 * 3
+
+
 class Layer(nn.Module):
     """A matrix product on an accelerator."""
 
-    def __init__(self, busy_s: float) -> None:
+    def __init__(self, width: int, busy_s: float) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.linear = nn.Linear(width, width, bias=False)
         self.busy_s = busy_s
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,19 +59,19 @@ class Layer(nn.Module):
 
 def work() -> None:
     """One rank: trains, and rank 0 writes down when each step was handed out."""
-    mode, steps, busy_s, out = json.loads(os.environ[PLAN_ENV])
+    mode, steps, width, busy_s, out = json.loads(os.environ[PLAN_ENV])
     if mode == "fast":
         pacing.window_s = lambda seen: 0.0
     torch.manual_seed(0)
     dist.init_process_group("gloo")
     recovery = flashrecovery.init()
-    model = nn.Sequential(*[Layer(busy_s / LAYERS) for _ in range(LAYERS)])
+    model = nn.Sequential(*[Layer(width, busy_s / LAYERS) for _ in range(LAYERS)])
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
     recovery.register(model=model, optimizer=optimizer)
-    batch = torch.randn(4, WIDTH)
+    batch = torch.randn(BATCH, width)
     times = []
     for step in recovery.steps(steps):
         times.append(time.monotonic())
@@ -81,11 +84,11 @@ def work() -> None:
     dist.destroy_process_group()
 
 
-def run(hosts: list[Host], mode: str, steps: int, busy_s: float) -> list[float]:
+def run(hosts: list[Host], mode: str, steps: int, width: int, busy_s: float) -> list[float]:
     """Step times in seconds, without the first ones. Raises RuntimeError."""
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder) / "times.json", Path(folder) / "log"
-        env = {**os.environ, PLAN_ENV: json.dumps([mode, steps, busy_s, str(out)]), "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, PLAN_ENV: json.dumps([mode, steps, width, busy_s, str(out)]), "OMP_NUM_THREADS": "1"}
         env |= {
             "FLASHRECOVERY_TOKEN": "the-token-of-this-benchmark",
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -118,7 +121,10 @@ def percentile(values: list[float], part: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--speeds", type=float, nargs="*", default=[8, 16, 32], metavar="MB/S")
+    parser.add_argument("--speeds", type=float, nargs="*", default=[100, 200, 400], metavar="MB/S")
+    parser.add_argument(
+        "--width", type=int, default=1600, help="of the model's four layers: a copy has 24 x its square"
+    )
     parser.add_argument(
         "--part", type=float, default=0.9, help="of the idle time that a copy takes at the middle speed"
     )
@@ -128,9 +134,10 @@ def main() -> None:
     if not available():
         parser.error("needs root and iproute2, for network namespaces")
     middle = sorted(args.speeds)[len(args.speeds) // 2]
-    busy_s = COPY_BYTES / (middle * 1e6) / args.part
+    nbytes = copy_bytes(args.width)
+    busy_s = nbytes / (middle * 1e6) / args.part
     print(
-        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; copies of {COPY_BYTES / 1e6:.1f} MB a step, "
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; copies of {nbytes / 1e6:.1f} MB a step, "
         f"{busy_s * 1e3:.0f} ms of computation; ms a step: median, 99th percentile, and how much longer than without"
     )
     print(f"{'MB/s':>5}  {'a copy takes':>12}  " + "  ".join(f"{text:>34}" for text in MODES.values()))
@@ -141,14 +148,14 @@ def main() -> None:
             seen: dict[str, list[float]] = defaultdict(list)
             for _ in range(args.launches):
                 for mode in MODES:
-                    seen[mode] += run(net.hosts, mode, args.steps, busy_s)
+                    seen[mode] += run(net.hosts, mode, args.steps, args.width, busy_s)
             plain = statistics.median(seen["none"]), percentile(seen["none"], 0.99)
             cells = []
             for mode in MODES:
                 now = statistics.median(seen[mode]), percentile(seen[mode], 0.99)
                 ratios = [100 * (a / b - 1) for a, b in zip(now, plain, strict=True)]
                 cells.append(f"{now[0] * 1e3:7.1f} ({ratios[0]:+5.1f} %) {now[1] * 1e3:7.1f} ({ratios[1]:+5.1f} %)")
-            part = COPY_BYTES / (speed * 1e6) / busy_s
+            part = nbytes / (speed * 1e6) / busy_s
             print(f"{speed:5.0f}  {100 * part:10.0f} %  " + "  ".join(f"{cell:>34}" for cell in cells), flush=True)
 
 

@@ -53,7 +53,8 @@ class Host:
 
     def shape(self, mb_s: float) -> None:
         """What the host sends leaves it at so many megabytes a second, from a queue of at most 50 ms."""
-        rate = ["rate", f"{mb_s * 8:g}mbit", "burst", "16kb", "latency", "50ms"]
+        burst_kb = max(16, round(mb_s))  # a millisecond's
+        rate = ["rate", f"{mb_s * 8:g}mbit", "burst", f"{burst_kb}kb", "latency", "50ms"]
         tc = [*self.command, "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate]
         subprocess.run(tc, check=True, capture_output=True)
 

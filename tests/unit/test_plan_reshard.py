@@ -174,7 +174,7 @@ def bytes_to_move(spaces: list[Space], old: RankLayout, new: RankLayout, origin:
     return total
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(cases(), st.integers(4, 40))
 def test_every_rank_gets_its_boxes_exactly_once(case: tuple[list[Space], RankLayout, RankLayout], limit: int) -> None:
     spaces, old, new = case
@@ -195,7 +195,7 @@ def test_every_rank_gets_its_boxes_exactly_once(case: tuple[list[Space], RankLay
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(cases(), st.integers(4, 40))
 def test_nobody_waits_for_ever_even_if_a_send_blocks(
     case: tuple[list[Space], RankLayout, RankLayout], limit: int
@@ -282,7 +282,7 @@ def test_who_alone_can_send_something_sends_less_of_the_rest() -> None:
     assert plan.sent[0] == 100 and sorted(plan.sent[1:3].tolist()) == [100, 100]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(st.integers(1, 7), st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, max_size=6))
 def test_equal_replicas_send_equally_within_a_piece_of_each_size(replicas: int, kinds: list[tuple[int, int]]) -> None:
     spaces = [Space(f"{k}.{i}", (size,), 8) for k, (size, count) in enumerate(kinds) for i in range(count)]

@@ -39,7 +39,17 @@ class Publish:
     table: RankTable
 
 
-Action = Send | Emit | Publish
+@dataclass(frozen=True)
+class Blame:
+    """Remember that a node has failed, or holds the others up. ``kind``: as in
+    :class:`~flashrecovery.plan.node_marks.NodeMark`."""
+
+    node: str
+    kind: str
+    detail: str
+
+
+Action = Send | Emit | Publish | Blame
 
 
 @dataclass
@@ -78,6 +88,10 @@ class Outbox:
         """The actions since the last call."""
         actions, self.actions = self.actions, []
         return actions
+
+    def blame(self, blame: Blame) -> None:
+        """Have a failure of a node remembered."""
+        self.actions.append(blame)
 
     def emit(self, event: ev.Event) -> None:
         self.actions.append(Emit(event))

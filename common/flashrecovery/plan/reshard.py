@@ -105,6 +105,11 @@ class Reshard:
         turn = self.decks.first[self.stream[piece]] + requests - self.first_request[piece]
         return self.decks.serving(self.pieces.holders[piece], turn + tensor * self.requests_of_piece[piece])
 
+    def turns(self, pieces: Ints, tensor: int) -> bytes:
+        """Equal for tensors of a class whose requests for these pieces are served by the same ranks."""
+        lengths = self.decks.lengths[self.pieces.holders[pieces]]
+        return (tensor * self.requests_of_piece[pieces] % lengths).tobytes()
+
     def portion(self, request: int, tensor: int, source: int) -> Portion:
         piece = int(self.request_piece[request])
         group = int(self.pieces.group[piece])
@@ -195,7 +200,7 @@ class _Columns:
     def add(self, group: int, placement: Placement, shape: Sequence[int]) -> None:
         """Raises ValueError for a box that is not in the tensor."""
         if id(placement) not in self._known:
-            parts = [part for part in placement if part.box.size and len(part.ranks)]
+            parts = [part for part in placement if part.ranks]
             pad = self._dims - len(shape)
             for part in parts:
                 if len(part.box.low) != len(shape):
@@ -206,7 +211,8 @@ class _Columns:
             if wrong.any():
                 raise ValueError(f"box {parts[int(wrong.argmax())].box}: a part of shape {tuple(shape)} is allowed")
             holders = np.array([self._sets.number(part.ranks) for part in parts], np.int64)
-            self._known[id(placement)] = (low, high, holders)
+            some = (low < high).all(axis=1)
+            self._known[id(placement)] = (low[some], high[some], holders[some])
         self._found.append((group, self._known[id(placement)]))
 
     def boxes(self) -> Boxes:

@@ -12,6 +12,8 @@ Tensors are taken in the order of the plan, and a rank's old parts of one can go
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,21 +98,30 @@ class Timetable:
         ]
 
 
-class _Desk:
-    """For one direction: the round in which each rank is, and how many bytes it has in it."""
+class _Desks:
+    """The round in which each rank is, and how many bytes it has in it: as a sender and as a receiver."""
 
-    def __init__(self, ranks: int) -> None:
-        self.round = np.zeros(ranks, np.int64)
-        self.used = np.zeros(ranks, np.int64)
+    def __init__(self, senders: int, receivers: int, limit: int) -> None:
+        self._round = np.zeros(senders, np.int64), np.zeros(receivers, np.int64)
+        self._used = np.zeros(senders, np.int64), np.zeros(receivers, np.int64)
+        self.limit = limit
 
-    def fits(self, ranks: Ints, nbytes: Ints, number: int, limit: int) -> bool:
-        there = np.where(self.round[ranks] == number, self.used[ranks], 0)
-        return bool((there + nbytes <= limit).all())
-
-    def take(self, ranks: Ints, nbytes: Ints, number: int) -> None:
-        fresh = self.round[ranks] != number
-        self.used[ranks] = np.where(fresh, 0, self.used[ranks]) + nbytes
-        self.round[ranks] = number
+    def enter(self, count: int, *loads: tuple[Ints, Ints]) -> tuple[int, int]:
+        """The first round that has room for this, and is not before one in which these ranks are already; and how often
+        it has, up to ``count`` times. ``loads``: ranks that send and their bytes, ranks that receive and theirs."""
+        rounds = [self._round[way][ranks] for way, (ranks, _) in enumerate(loads)]
+        number = int(max(r.max() for r in rounds))
+        used = [np.where(rounds[way] == number, self._used[way][ranks], 0) for way, (ranks, _) in enumerate(loads)]
+        fits = min(int(((self.limit - used[way]) // nbytes).min()) for way, (_, nbytes) in enumerate(loads))
+        if not fits:
+            number += 1
+            used = [np.zeros(len(ranks), np.int64) for ranks, _ in loads]
+            fits = min(self.limit // int(nbytes.max()) for _, nbytes in loads)
+        times = min(fits, count)
+        for way, (ranks, nbytes) in enumerate(loads):
+            self._round[way][ranks] = number
+            self._used[way][ranks] = used[way] + times * nbytes
+        return number, times
 
 
 def timetable(plan: Reshard, limit: int) -> Timetable:
@@ -121,59 +132,55 @@ def timetable(plan: Reshard, limit: int) -> Timetable:
     """
     if len(plan.itemsize) and limit < int(plan.itemsize.max()):
         raise ValueError(f"limit = {limit} bytes: {int(plan.itemsize.max())} or more is allowed, an element's size")
-    sending, receiving = _Desk(len(plan.sent)), _Desk(len(plan.received))
+    desks = _Desks(len(plan.sent), len(plan.received), limit)
     whole: list[tuple[int, int, int]] = []
     chunked: list[tuple[int, int, int, int, int]] = []
-    rounds = 0
     groups = plan.pieces.group[plan.request_piece] if len(plan.request_piece) else np.zeros(0, np.int64)
     for group in np.unique(groups).tolist():
-        first, last = np.searchsorted(groups, [group, group + 1])
-        requests = np.arange(first, last)
+        requests = np.arange(*np.searchsorted(groups, [group, group + 1]))
         sizes = plan.piece_bytes[plan.request_piece[requests]]
-        to, into = _summed(plan.request_dest[requests], sizes, len(plan.received))
-        for tensor in range(len(plan.names[group])):
-            sources = plan.sources(requests, tensor)
-            by, out = _summed(sources, sizes, len(plan.sent))
-            if out.max() <= limit and into.max() <= limit:
-                number = int(max(sending.round[by].max(), receiving.round[to].max()))
-                if not (sending.fits(by, out, number, limit) and receiving.fits(to, into, number, limit)):
-                    number += 1
-                sending.take(by, out, number)
-                receiving.take(to, into, number)
-                whole.append((group, tensor, number))
-                rounds = max(rounds, number + 1)
+        received = _summed(plan.request_dest[requests], sizes, len(plan.received))
+        loads: dict[bytes, tuple[Ints, Ints]] = {}  # decks come round again and again
+        for turns, alike in _served_alike(plan, group, requests):
+            if turns not in loads:
+                loads[turns] = _summed(plan.sources(requests, alike[0]), sizes, len(plan.sent))
+            sent = loads[turns]
+            if max(sent[1].max(), received[1].max()) > limit:
+                chunked += [line for tensor in alike for line in _in_chunks(plan, group, tensor, requests, desks)]
                 continue
-            for request, source in zip(requests.tolist(), sources.tolist(), strict=True):
-                at = np.array([source]), plan.request_dest[request : request + 1]
-                for part, size in enumerate(_chunk_sizes(plan, request, group, limit)):
-                    nbytes = np.array([size])
-                    number = int(max(sending.round[source], receiving.round[at[1][0]]))
-                    if not (
-                        sending.fits(at[0], nbytes, number, limit) and receiving.fits(at[1], nbytes, number, limit)
-                    ):
-                        number += 1
-                    sending.take(at[0], nbytes, number)
-                    receiving.take(at[1], nbytes, number)
-                    chunked.append((number, group, tensor, request, part))
-                    rounds = max(rounds, number + 1)
-    return Timetable(
-        plan,
-        limit,
-        rounds,
-        np.array(whole, np.int64).reshape(-1, 3),
-        np.array(sorted(chunked), np.int64).reshape(-1, 5),
-    )
+            while alike:
+                number, times = desks.enter(len(alike), sent, received)
+                whole += [(group, tensor, number) for tensor in alike[:times]]
+                alike = alike[times:]
+    rounds = 1 + max([-1, *(line[2] for line in whole), *(line[0] for line in chunked)])
+    columns = np.array(whole, np.int64).reshape(-1, 3), np.array(sorted(chunked), np.int64).reshape(-1, 5)
+    return Timetable(plan, limit, rounds, *columns)
+
+
+def _served_alike(plan: Reshard, group: int, requests: Ints) -> Iterator[tuple[bytes, list[int]]]:
+    """The tensors of a class in order, together as long as the same ranks serve them."""
+    pieces = np.unique(plan.request_piece[requests])
+    turns = [plan.turns(pieces, tensor) for tensor in range(len(plan.names[group]))]
+    for key, some in itertools.groupby(range(len(turns)), key=turns.__getitem__):
+        yield key, list(some)
+
+
+def _in_chunks(
+    plan: Reshard, group: int, tensor: int, requests: Ints, desks: _Desks
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """The rounds of a tensor that does not fit into one."""
+    itemsize, dims = int(plan.itemsize[group]), int(plan.dims[group])
+    for request, source in zip(requests.tolist(), plan.sources(requests, tensor).tolist(), strict=True):
+        box = plan.pieces.box(int(plan.request_piece[request]), dims)
+        sender, receiver = np.array([source]), plan.request_dest[request : request + 1]
+        for part, chunk in enumerate(chunks(box, desks.limit // itemsize)):
+            nbytes = np.array([chunk.size * itemsize])
+            number, _ = desks.enter(1, (sender, nbytes), (receiver, nbytes))
+            yield number, group, tensor, request, part
 
 
 def _summed(ranks: Ints, sizes: Ints, count: int) -> tuple[Ints, Ints]:
     """The ranks that are in it, and the bytes of each."""
-    sums = np.zeros(count, np.int64)
-    np.add.at(sums, ranks, sizes)
+    sums = np.bincount(ranks, weights=sizes, minlength=count).astype(np.int64)  # exact up to 2^53 bytes
     some = np.flatnonzero(sums)
     return some, sums[some]
-
-
-def _chunk_sizes(plan: Reshard, request: int, group: int, limit: int) -> list[int]:
-    itemsize = int(plan.itemsize[group])
-    box = plan.pieces.box(int(plan.request_piece[request]), int(plan.dims[group]))
-    return [chunk.size * itemsize for chunk in chunks(box, limit // itemsize)]

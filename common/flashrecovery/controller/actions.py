@@ -69,7 +69,7 @@ class Actions:
                 elif isinstance(action.event, ev.RecoveryFinished):
                     _keep_what_there_is()
             elif isinstance(action, Blame):
-                self._memory.remember(action, self._machine.job.generation)
+                self._memory.remember(action)
             elif isinstance(action, Publish):
                 for node, command in self._tables.publish(action, self._agents.links):
                     self._agents.post(node, command)

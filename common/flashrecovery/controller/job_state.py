@@ -96,7 +96,7 @@ class JobState:
     confirmed: int = 0
     stuck_at: dict[int, int] = field(default_factory=dict)
 
-    _blamed: set[tuple[str, int, bool]] = field(default_factory=set)
+    _blamed: set[tuple[str, bool, int, int]] = field(default_factory=set)
     _homes: list[str] = field(default_factory=list)  # by rank, as they were for ...
     _ranks_of: dict[str, list[int]] = field(default_factory=dict)  # ... this, by home
 
@@ -135,11 +135,12 @@ class JobState:
         self.emit(ev.Notice(generation=self.generation, rank=rank, kind=kind, text=text))
 
     def blame(self, node: str, kind: str, detail: str) -> None:
-        """Have it remembered that a node has failed (once in a generation), or is slow."""
-        key = (node, self.generation, kind == SLOW)
+        """Have it remembered that a node has failed, or is slow: once until the end of a recovery, or the next start,
+        however many of its ranks have failed and how often."""
+        key = (node, kind == SLOW, len(self.history), self.restarts)
         if node and WEIGHTS.get(kind) and key not in self._blamed:
             self._blamed.add(key)
-            self.outbox.blame(Blame(node, str(kind), detail))
+            self.outbox.blame(Blame(node, str(kind), self.generation, detail))
 
     def fail(self, reason: str) -> None:
         """Nothing is left to try: say why, stop everything, keep the evidence."""

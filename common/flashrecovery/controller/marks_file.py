@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from flashrecovery.plan.node_marks import KEEP_S, NodeMark
+from flashrecovery.plan.node_marks import NodeMark
 
 FILE_NAME = "node_marks.jsonl"
 _TYPES: Mapping[str, type | tuple[type, ...]] = {
@@ -84,14 +84,13 @@ def add_marks(path: Path, marks: Sequence[NodeMark]) -> Marks:
     """Add marks; returns everything that the file says now. Raises OSError."""
     with _locked(path):
         before = read_marks(path)
-        newest = max([time.time(), *(mark.time for mark in marks)])
-        kept = sorted((m for m in (*before.marks, *marks) if newest - m.time <= KEEP_S), key=lambda m: m.time)
+        kept = (*before.marks, *marks)[-_KEPT_MARKS:]  # by no clock: another host's may be years ahead
         damage = before.damage
         if damage:
             aside = _set_aside(path)
             damage = f"{damage}; it is kept as {aside.name}, and the readable lines go on"
-        _replace(path, kept[-_KEPT_MARKS:])
-        return Marks(tuple(kept[-_KEPT_MARKS:]), damage)
+        _replace(path, kept)
+        return Marks(kept, damage)
 
 
 def forget_marks(path: Path, nodes: Collection[str]) -> int:

@@ -49,12 +49,12 @@ class NodeMemory:
 
         await self._take(read)
 
-    def remember(self, blame: Blame, generation: int) -> None:
+    def remember(self, blame: Blame) -> None:
         """A node has failed."""
         if self._path is None or self._thread is None:
             return
         path = self._path
-        mark = NodeMark(time.time(), blame.node, blame.kind, self._job, generation, blame.detail)
+        mark = NodeMark(time.time(), blame.node, blame.kind, self._job, blame.generation, blame.detail)
         task = asyncio.create_task(self._take(lambda: add_marks(path, (mark,))))
         self._pending.add(task)
         task.add_done_callback(self._pending.discard)

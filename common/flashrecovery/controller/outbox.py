@@ -46,6 +46,7 @@ class Blame:
 
     node: str
     kind: str
+    generation: int
     detail: str
 
 

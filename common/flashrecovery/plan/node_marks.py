@@ -37,7 +37,7 @@ LAST = 1.5
 EXCLUDED = 3.0
 """... and with so much not at all."""
 KEEP_S = 10 * HALF_LIFE_S
-"""Older marks count for nothing and are dropped."""
+"""Older marks count for nothing."""
 TOGETHER_S = 600.0
 """Marks of one kind and job within this time have a common cause, ..."""
 TOGETHER_NODES = 3

@@ -305,6 +305,18 @@ def test_at_the_launch_an_excluded_node_stays_outside_if_there_are_enough_others
     assert world.machine.job.nodes["b"].state is NodeState.SPARE
 
 
+def test_at_the_launch_a_spare_node_stands_in_for_an_excluded_one() -> None:
+    """Nodes that are numbered by a scheduler, and one that is said to be spare."""
+    for fields in ({"node_rank": 2}, {"spare": True}):
+        world = Blaming(2, nnodes=2, spare_nodes=1)
+        world.machine.conduct.on_ratings(BAD)
+        world.join("a", node_rank=0)
+        world.join("b", node_rank=1)
+        assert not world.machine.job.launched
+        world.join("c", **fields)
+        assert world.homes() == ["a", "a", "c", "c"]
+
+
 def test_at_the_launch_it_is_used_if_nobody_else_is_expected() -> None:
     world = Blaming(2, nnodes=2)
     world.machine.conduct.on_ratings(BAD)

@@ -74,20 +74,26 @@ class NodeRecord:
         return self.use is Use.EXCLUDED
 
 
-def launch_order(nodes: Iterable[NodeRecord], nnodes: int, nproc: int) -> list[NodeRecord] | None:
+def launch_order(
+    nodes: Iterable[NodeRecord], nnodes: int, nproc: int, *, spares: bool = False
+) -> list[NodeRecord] | None:
     """The nodes that begin, in the order of their node ranks; None if some are still missing.
 
     A node that names its rank gets it; the others fill what is left, in the order in which they came, those that are
     used last at the end. A node rank past the last one makes a spare node, so that a scheduler can number all of its
-    nodes alike.
+    nodes alike. ``spares``: spare nodes with room fill what is still left.
 
     Raises:
         ConfigError: two nodes name the same rank, or a node has fewer slots than ranks a node.
     """
     chosen: dict[int, NodeRecord] = {}
     others: list[NodeRecord] = []
+    waiting: list[NodeRecord] = []
     for node in nodes:
-        if not node.alive or node.wants_spare or node.wanted_rank >= nnodes:
+        if not node.alive:
+            continue
+        if node.wants_spare or node.wanted_rank >= nnodes:
+            waiting += [node] if spares and node.slots >= nproc else []
             continue
         if node.slots < nproc:
             raise ConfigError(f"node {node.name}: slots = {node.slots}, but every node takes {nproc} ranks")
@@ -99,7 +105,7 @@ def launch_order(nodes: Iterable[NodeRecord], nnodes: int, nproc: int) -> list[N
             )
         else:
             chosen[node.wanted_rank] = node
-    others.sort(key=lambda node: node.use is not Use.NORMAL)
+    others = sorted([*others, *waiting], key=lambda node: node.use is not Use.NORMAL)
     for rank in range(nnodes):
         if rank not in chosen and others:
             chosen[rank] = others.pop(0)

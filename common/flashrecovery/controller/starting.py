@@ -69,18 +69,21 @@ class Starting:
             self._staffing.fill(record, now, detached=False)
 
     def _order(self, now: float) -> list[NodeRecord] | None:
-        """The nodes that begin; None if some are still missing. Excluded ones are among them only when all that are
-        expected have come, or have had the time."""
+        """The nodes that begin; None if some are still missing. Spare ones stand in for excluded ones, and these are
+        used only when all that are expected have come, or have had the time."""
         config, nodes = self._job.config, self._job.nodes.values()
-        order = launch_order([n for n in nodes if not n.excluded], config.nnodes, config.nproc_per_node)
+        shape = config.nnodes, config.nproc_per_node
+        everybody = launch_order(nodes, *shape)
+        good = [node for node in nodes if not node.excluded]
+        if everybody is None or len(good) == len(nodes):
+            return launch_order(good, *shape)
+        order = launch_order(good, *shape) or launch_order(good, *shape, spares=True)
         if order is not None:
             return order
-        order = launch_order(nodes, config.nnodes, config.nproc_per_node)
-        if order is not None and self._excluded_since is None:
+        if self._excluded_since is None:
             self._excluded_since = now
-        all_here = sum(n.alive for n in nodes) >= config.nnodes + config.spare_nodes
-        late = self._excluded_since is not None and now - self._excluded_since >= config.timeouts.node_wait_s
-        return order if all_here or late else None
+        all_here = sum(node.alive for node in nodes) >= config.nnodes + config.spare_nodes
+        return everybody if all_here or now - self._excluded_since >= config.timeouts.node_wait_s else None
 
     def launch_if_late(self, now: float) -> None:
         """Excluded nodes would complete the job, and others have had the time to come."""

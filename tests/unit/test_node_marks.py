@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashrecovery import events as ev
@@ -94,6 +94,7 @@ def test_a_clock_that_is_ahead_gives_no_more_than_a_fresh_mark() -> None:
     assert faded(mark(age_s=-1e9), NOW) == 1.0 and ratings([mark(age_s=-1e9)], NOW)["b"].score == 1.0
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.builds(

@@ -337,6 +337,7 @@ def test_what_cannot_be_is_refused() -> None:
 # -- boxes -----------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 5), max_size=4).map(tuple), st.data())
 def test_a_flat_range_is_few_boxes_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
     size = math.prod(shape)
@@ -348,6 +349,7 @@ def test_a_flat_range_is_few_boxes_in_order(shape: tuple[int, ...], data: st.Dat
     assert len(found) <= max(1, 2 * len(shape) - 1)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 5), max_size=3).map(tuple), st.integers(1, 30))
 def test_chunks_are_contiguous_and_small_enough(shape: tuple[int, ...], limit: int) -> None:
     numbers, whole = np.arange(math.prod(shape)).reshape(shape), Box.whole(shape)
@@ -357,6 +359,7 @@ def test_chunks_are_contiguous_and_small_enough(shape: tuple[int, ...], limit: i
     assert all(len(one) <= limit for one in flat)
 
 
+@settings(deadline=None)
 @given(SHAPES, st.data())
 def test_what_is_left_of_a_box(shape: tuple[int, ...], data: st.DataObject) -> None:
     box, others = data.draw(boxes(shape)), data.draw(st.lists(boxes(shape), max_size=4))

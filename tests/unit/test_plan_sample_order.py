@@ -13,6 +13,7 @@ from flashrecovery.plan.sample_order import BatchDivision, SampleOrder, exact_si
 BATCHES = st.tuples(st.integers(1, 6), st.integers(1, 30)).map(lambda t: (t[0], t[0] * t[1]))
 
 
+@settings(deadline=None)
 @given(BATCHES, st.integers(1, 40), st.integers(0, 1000), st.integers(1, 500), st.none() | st.integers(-5, 5))
 def test_all_sizes_compute_the_same_samples(
     batch: tuple[int, int], replicas: int, step: int, samples: int, seed: int | None
@@ -31,6 +32,7 @@ def test_all_sizes_compute_the_same_samples(
     assert all(division.owner(number) == r for r in range(replicas) for number in division.of(r))
 
 
+@settings(deadline=None)
 @given(BATCHES, st.integers(1, 40), st.data())
 def test_all_samples_weigh_the_same(batch: tuple[int, int], replicas: int, data: st.DataObject) -> None:
     micro_batch, global_batch = batch
@@ -50,7 +52,7 @@ def test_all_samples_weigh_the_same(batch: tuple[int, int], replicas: int, data:
     assert not division.even or all(division.correction(r) == 1 for r in range(replicas))
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 300), st.integers(0, 5), st.integers(-(2**70), 2**70))
 def test_each_sample_comes_once_in_an_epoch(samples: int, epoch: int, seed: int) -> None:
     order = SampleOrder(samples, 7, seed)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flashrecovery.plan.boxes import Box, NobodyHoldsError, Space, chunks, flat_boxes, left_of
 from flashrecovery.plan.layouts import (
-    Part,
+    Share,
     Placement,
     RankGrid,
     RankLayout,
@@ -72,7 +72,7 @@ def placements(draw: st.DrawFn, shape: tuple[int, ...], ranks: int = RANKS) -> P
         return fused(shape, 0, [Section(shape[0] // 2)] * 2, groups)
     if kind == "random":
         return tuple(
-            Part(box, tuple(draw(st.lists(st.integers(0, ranks - 1), min_size=1, unique=True))))
+            Share(box, tuple(draw(st.lists(st.integers(0, ranks - 1), min_size=1, unique=True))))
             for box in draw(partitions(Box.whole(shape)))
         )
     return replicated(shape, tuple(some))
@@ -311,7 +311,7 @@ def test_the_error_names_the_tensor_and_the_box() -> None:
 def test_overlapping_copies_do_not_hide_a_gap() -> None:
     """As many elements are held as are needed, but two of them twice."""
     space = Space("w", (6,), 1)
-    old = {"w": (Part(Box((0,), (4,)), (0,)), Part(Box((2,), (4,)), (1,)))}
+    old = {"w": (Share(Box((0,), (4,)), (0,)), Share(Box((2,), (4,)), (1,)))}
     with pytest.raises(NobodyHoldsError, match=r"\[4:6\]"):
         plan_reshard([space], old, {"w": replicated((6,), (2,))})
 
@@ -320,7 +320,7 @@ def test_what_cannot_be_is_refused() -> None:
     space = Space("w", (6,), 1)
     fine = {"w": replicated((6,), (0,))}
     with pytest.raises(ValueError, match=r"tensor 'w': rank 1 would have boxes \[0:4\] and \[3:6\]"):
-        twice = (Part(Box((0,), (4,)), (0, 1)), Part(Box((3,), (6,)), (1, 2)))
+        twice = (Share(Box((0,), (4,)), (0, 1)), Share(Box((3,), (6,)), (1, 2)))
         plan_reshard([space], fine, {"w": twice})
     with pytest.raises(ValueError, match=r"box \[0:7\]: a part of shape \(6,\)"):
         plan_reshard([space], fine, {"w": replicated((7,), (0,))})

@@ -30,14 +30,14 @@ Ranks = Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Share:
     """``box`` is on all of ``ranks``."""
 
     box: Box
     ranks: Ranks
 
 
-Placement = tuple[Part, ...]
+Placement = tuple[Share, ...]
 """How one tensor lies on the ranks."""
 RankLayout = Mapping[str, Placement]
 """A placement for each tensor, by name."""
@@ -60,14 +60,14 @@ def chunked(size: int, parts: int) -> list[tuple[int, int]]:
 
 def replicated(shape: Sequence[int], ranks: Ranks) -> Placement:
     """The whole tensor on each rank."""
-    return (Part(Box.whole(shape), ranks),)
+    return (Share(Box.whole(shape), ranks),)
 
 
 def sharded(shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]], groups: Sequence[Ranks]) -> Placement:
     """``groups[i]`` holds ``ranges[i]`` of dimension ``dim``; an empty range is on nobody."""
     whole = Box.whole(shape)
     return tuple(
-        Part(whole.narrowed(dim, start, stop), ranks)
+        Share(whole.narrowed(dim, start, stop), ranks)
         for (start, stop), ranks in zip(ranges, groups, strict=True)
         if start < stop
     )
@@ -95,7 +95,7 @@ def fused(shape: Sequence[int], dim: int, sections: Sequence[Section], groups: S
     if sum(s.size for s in sections) != shape[dim]:
         raise ValueError(f"sections of {sum(s.size for s in sections)} rows: {shape[dim]} are needed")
     whole, parts, base = Box.whole(shape), len(groups), 0
-    found: list[Part] = []
+    found: list[Share] = []
     for section in sections:
         units = len(even(section.size, section.size // section.unit)) if section.size >= section.unit else 0
         if not units or (units % parts and parts % units):
@@ -105,9 +105,9 @@ def fused(shape: Sequence[int], dim: int, sections: Sequence[Section], groups: S
             )
         count = min(units, parts)
         for i, (start, stop) in enumerate(even(section.size, count)):
-            share = groups[i * parts // count : (i + 1) * parts // count]
-            ranks = share[0] if len(share) == 1 else tuple(itertools.chain.from_iterable(share))
-            found.append(Part(whole.narrowed(dim, base + start, base + stop), ranks))
+            some = groups[i * parts // count : (i + 1) * parts // count]
+            ranks = some[0] if len(some) == 1 else tuple(itertools.chain.from_iterable(some))
+            found.append(Share(whole.narrowed(dim, base + start, base + stop), ranks))
         base += section.size
     return tuple(found)
 
@@ -146,11 +146,11 @@ def padded(size: int, parts: int, align: int = 1) -> list[tuple[int, int]]:
 
 def flat_partitions(
     segments: Sequence[Segment], ranges: Sequence[tuple[int, int]], groups: Sequence[Ranks]
-) -> dict[str, list[Part]]:
+) -> dict[str, list[Share]]:
     """``groups[i]`` holds ``ranges[i]`` of the flat buffer: by tensor, the parts that this makes. Padding belongs to
     nobody. The buffers of several groups of ranks (of each tensor and pipeline position) are put together by
     :func:`together`."""
-    found: dict[str, list[Part]] = defaultdict(list)
+    found: dict[str, list[Share]] = defaultdict(list)
     ordered = sorted(segments, key=lambda s: s.start)
     first = 0
     for (start, stop), ranks in sorted(zip(ranges, groups, strict=True), key=lambda part: part[0]):
@@ -160,13 +160,13 @@ def flat_partitions(
             if segment.start >= stop:
                 break
             for box in flat_boxes(segment.box, start - segment.start, stop - segment.start):
-                found[segment.tensor].append(Part(box, ranks))
+                found[segment.tensor].append(Share(box, ranks))
     return dict(found)
 
 
-def together(*layouts: Mapping[str, Sequence[Part]]) -> dict[str, Placement]:
+def together(*layouts: Mapping[str, Sequence[Share]]) -> dict[str, Placement]:
     """What several groups of ranks hold, as one layout. A placement that only one of them has stays that object."""
-    parts: dict[str, list[Sequence[Part]]] = defaultdict(list)
+    parts: dict[str, list[Sequence[Share]]] = defaultdict(list)
     for layout in layouts:
         for name, some in layout.items():
             parts[name].append(some)

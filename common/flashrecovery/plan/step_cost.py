@@ -22,7 +22,16 @@ import numpy as np
 import numpy.typing as npt
 
 from flashrecovery.plan.footprint import OPTIMIZER_BYTES, WEIGHT_BYTES, Sharding
-from flashrecovery.plan.strategy import Decision, Estimate, Excluded, Machines, Strategy, Workload, candidates, decide
+from flashrecovery.plan.strategy import (
+    Estimate,
+    Excluded,
+    Machines,
+    Strategy,
+    StrategyChoice,
+    Workload,
+    candidates,
+    decide,
+)
 
 GRADIENT_BYTES = 4
 """A parameter: gradients are added up in fp32."""
@@ -217,7 +226,7 @@ def choose(
     measured: Sequence[MeasuredStep] = (),
     current: Strategy | None = None,
     prices: Prices | None = None,
-) -> Decision:
+) -> StrategyChoice:
     """The strategy to go on with on these machines. ``measured``: of this job, to which the model is fitted; without
     any, ``prices``. ``current``: what it has; what can be kept of it is kept.
 

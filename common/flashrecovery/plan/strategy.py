@@ -267,7 +267,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Decision:
+class StrategyChoice:
     """The strategy to take.
 
     Attributes:
@@ -291,7 +291,7 @@ def decide(
     estimates: Sequence[Estimate],
     excluded: Excluded,
     current: Strategy | None,
-) -> Decision:
+) -> StrategyChoice:
     """Take one of the ``estimates``.
 
     Raises:
@@ -318,7 +318,7 @@ def decide(
     keeps = keeping is not None and keeping.step_s <= fastest.step_s / (1 - CLEARLY_FASTER)
     best = keeping if keeping is not None and keeps else fastest
     lines = _words(work, machines, best, fastest, keeping, current, len(fitting), excluded)
-    return Decision(best, fastest, keeping, tuple(ranked), tuple(lines))
+    return StrategyChoice(best, fastest, keeping, tuple(ranked), tuple(lines))
 
 
 def _words(

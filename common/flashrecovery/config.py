@@ -279,6 +279,11 @@ class RunConfig(Settings):
         "use none before they fill a rank",
     )
     run_dir: Path | None = Field(None, description="events, logs, rank table; default runs/<time>-<pid>")
+    node_marks: Path | None = Field(
+        None,
+        description="file in which failures of nodes are remembered over jobs, so that bad nodes are used last, then "
+        "not at all; none: node_marks.jsonl beside the run directory, if there is one",
+    )
     log: Literal["0", "all", "none"] = Field("0", description="ranks whose output is shown live")
     health: str = Field("auto", description="device plugins: auto (all that are installed), none, or names with commas")
     max_restarts: int = Field(3, ge=0, description="whole restarts while nothing has been trained yet")

@@ -20,6 +20,7 @@ from flashrecovery.agent.peer_service import PeerService
 from flashrecovery.agent.session import ControllerSession, answers
 from flashrecovery.clock import lease_clock
 from flashrecovery.config import RunConfig
+from flashrecovery.controller.marks_file import marks_path
 from flashrecovery.controller.service import ControllerService
 from flashrecovery.errors import ConfigError
 from flashrecovery.events import EventLog, RunDir, RunFiles
@@ -129,7 +130,7 @@ async def run_controller(config: RunConfig, path: Path) -> tuple[int, str]:
     """Run a stand-alone controller, to the job's end. Returns as :func:`run_job`."""
     rendezvous = with_tls(rendezvous_of(config), config, path)
     with closing(RunDir(path)) as run_dir:
-        async with controller(config, rendezvous, run_dir, None, Quorum("")) as (service, _):
+        async with controller(config, rendezvous, run_dir, None, Quorum(""), path) as (service, _):
             _on_signals(service.request_stop)
             await service.over.wait()
             await service.dismissed(_DISMISS_S)
@@ -143,11 +144,14 @@ def _outcome(service: ControllerService, reason: str | None) -> tuple[int, str]:
 
 @asynccontextmanager
 async def controller(
-    config: RunConfig, rendezvous: Rendezvous, run_dir: RunDir, agent: Agent | None, quorum: Quorum
+    config: RunConfig, rendezvous: Rendezvous, run_dir: RunDir, agent: Agent | None, quorum: Quorum, home: Path
 ) -> AsyncIterator[tuple[ControllerService, str]]:
-    """The controller, and where it listens (HOST:PORT). ``agent``: that of the same process."""
+    """The controller, and where it listens (HOST:PORT). ``agent``: that of the same process. ``home``: the job's run
+    directory, in which ``run_dir`` may be one of several."""
     with closing(EventLog(run_dir.events_path)) as events:
-        service = ControllerService(config, rendezvous.access, events, run_dir, quorum)
+        service = ControllerService(
+            config, rendezvous.access, events, run_dir, quorum, marks_path(config.node_marks, home)
+        )
         async with observed(config, run_dir, agent, service, events) as url:
             try:
                 port = await service.start(rendezvous.controller, rendezvous.port)
@@ -246,7 +250,7 @@ class Leadership:
     async def _start(self, rendezvous: Rendezvous, path: Path, quorum: Quorum) -> str:
         same = path == self._agents_dir.path
         run_dir = self._agents_dir if same else self._stack.enter_context(closing(RunDir(path)))
-        started = controller(self._config, rendezvous, run_dir, self._agent, quorum)
+        started = controller(self._config, rendezvous, run_dir, self._agent, quorum, self._path)
         self.service, address = await self._stack.enter_async_context(started)
         return address
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from flashrecovery.controller.marks_file import FILE_NAME, add_marks, read_marks
+from flashrecovery.plan.node_marks import NodeMark
 from tests.support import hosts
 from tests.support.hosts import Host, Network
 from tests.support.jobs import DDP, FSDP, HSDP, Layout, References, check_same
@@ -270,3 +272,27 @@ def test_a_short_break_is_none(net: Network, tmp_path: Path, reference: Referenc
     ended = job.wait()
     assert not ended.of("node_lost") and not ended.of("recovery_started")
     check_same(ended, reference(DDP))
+
+
+def test_a_node_that_has_failed_in_other_jobs(net: Network, tmp_path: Path, reference: References) -> None:
+    """It is excluded: at the launch the spare node stands in for it. When that one is lost, and nobody else has come in
+    the time for it, the excluded one takes its ranks after all. The loss is remembered for the next job."""
+    first, bad, spare = net.hosts
+    file, now = tmp_path / FILE_NAME, time.time()
+    add_marks(file, [NodeMark(now - 3600 * i, bad.name, "device", f"job{i}") for i in range(4)])
+    (tmp_path / "short.yaml").write_text("timeouts: {node_wait_s: 3}\n")
+    job = NodesJob(net, tmp_path / "run", DDP, steps=STEPS, config=tmp_path / "short.yaml")
+    job.wait_for_step(KILL_AFTER)
+    table = json.loads((job.run_dir / "ranktable.json").read_text())["ranks"]
+    assert [entry["node"] for entry in table] == [first.name, first.name, spare.name, spare.name]
+    job.kill_node(spare)
+    ended = job.wait(of=[first, bad])
+    (recovery,) = ended.of("recovery_finished")
+    assert recovery["victims"] == [2, 3] and recovery["cause"] == "node_lost", ended.explain()
+    said = [notice["text"] for notice in ended.notices("node_excluded")]
+    assert len(said) == 2 and "4 x device in 4 jobs" in said[0] and "although it is excluded" in said[1], said
+    (waiting,) = ended.notices("waiting_for_node")
+    assert f"node {bad.name} is excluded" in waiting["text"]
+    check_same(ended, reference(DDP))
+    newest = read_marks(file).marks[-1]
+    assert (newest.node, newest.kind, newest.job) == (spare.name, "node_lost", str(job.run_dir))

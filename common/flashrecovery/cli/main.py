@@ -18,6 +18,7 @@ _COMMANDS = {
     "inject": "Inject a fault into a running job.",
     "report": "Every recovery of a job, phase by phase.",
     "checkpoints": "What of a job is on disk, and whether it is whole.",
+    "nodes": "Which nodes have failed, and what jobs make of it.",
     "plan": "What copies cost, what a job survives, what a day loses.",
     "doctor": "What of the environment helps or hinders.",
 }

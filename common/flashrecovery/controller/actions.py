@@ -15,7 +15,8 @@ from flashrecovery.controller.drills import Drills
 from flashrecovery.controller.heartbeats import ControllerHeartbeats
 from flashrecovery.controller.job_state import AGENT
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.outbox import Emit, Publish
+from flashrecovery.controller.node_memory import NodeMemory
+from flashrecovery.controller.outbox import Blame, Emit, Publish
 from flashrecovery.controller.table_publisher import TablePublisher
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -35,6 +36,7 @@ class Actions:
         tables: TablePublisher,
         drills: Drills,
         checkpoints: Checkpoints,
+        memory: NodeMemory,
         record: Callable[[ev.Event], None],
     ) -> None:
         self._machine = machine
@@ -43,6 +45,7 @@ class Actions:
         self._tables = tables
         self._drills = drills
         self._checkpoints = checkpoints
+        self._memory = memory
         self._record = record
         self._gathering = False
         self._dismissed = False
@@ -65,6 +68,8 @@ class Actions:
                     self._checkpoints.recovered()
                 elif isinstance(action.event, ev.RecoveryFinished):
                     _keep_what_there_is()
+            elif isinstance(action, Blame):
+                self._memory.remember(action)
             elif isinstance(action, Publish):
                 for node, command in self._tables.publish(action, self._agents.links):
                     self._agents.post(node, command)

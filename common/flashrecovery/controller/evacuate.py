@@ -1,4 +1,4 @@
-"""Nodes that a device plugin has warned of are replaced with the next failure, if a spare node is there.
+"""Nodes that a device plugin, or their own past, warns of are replaced with the next failure, if a spare node is there.
 
 Which ones is decided once the survivors have stopped and said what they hold (:mod:`flashrecovery.plan.evacuation`).
 Their ranks become further victims of the recovery that is under way; the node is fenced and comes back as a spare,
@@ -24,7 +24,7 @@ class Evacuation:
 
     def evacuate(self, now: float) -> None:
         """Give up the warned nodes that the job can do without."""
-        marked = [n for n in self._job.nodes.values() if n.suspect and n.state is NodeState.ACTIVE]
+        marked = [n for n in self._job.nodes.values() if n.doubt and n.state is NodeState.ACTIVE]
         if not marked:
             return
         records = self._job.ranks.values()
@@ -38,7 +38,7 @@ class Evacuation:
     def _move_out(self, node: NodeRecord, spare: str, now: float) -> None:
         moved = [r for r in self._job.ranks.values() if r.home == node.name]
         ranks = [r.rank for r in moved]
-        why = f"{ranks_text(ranks)} go to node {spare}, because of a warning: {node.suspect}"
+        why = f"{ranks_text(ranks)} go to node {spare}, because of a warning: {node.doubt}"
         self._job.notice(NoticeKind.NODE_REPLACED, f"node {node.name}: {why}")
         self._staffing.fence(node, why)
         self._job.outbox.keep(lambda _, rank: rank not in ranks)

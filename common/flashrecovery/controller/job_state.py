@@ -10,10 +10,11 @@ from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.nodes import NodeRecord
-from flashrecovery.controller.outbox import Action, Outbox
+from flashrecovery.controller.outbox import Action, Blame, Outbox
 from flashrecovery.controller.records import Place, RankRecord
 from flashrecovery.controller.restore import RestoreRound
 from flashrecovery.kinds import NoticeKind, Ordered
+from flashrecovery.plan.node_marks import SLOW, WEIGHTS
 from flashrecovery.plan.transitions import State, check_transition
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -95,6 +96,7 @@ class JobState:
     confirmed: int = 0
     stuck_at: dict[int, int] = field(default_factory=dict)
 
+    _blamed: set[tuple[str, bool, int, int]] = field(default_factory=set)
     _homes: list[str] = field(default_factory=list)  # by rank, as they were for ...
     _ranks_of: dict[str, list[int]] = field(default_factory=dict)  # ... this, by home
 
@@ -131,6 +133,14 @@ class JobState:
     def notice(self, kind: NoticeKind, text: str, *, rank: int = -1) -> None:
         """Something that an operator may want to know."""
         self.emit(ev.Notice(generation=self.generation, rank=rank, kind=kind, text=text))
+
+    def blame(self, node: str, kind: str, detail: str) -> None:
+        """Have it remembered that a node has failed, or is slow: once until the end of a recovery, or the next start,
+        however many of its ranks have failed and how often."""
+        key = (node, kind == SLOW, len(self.history), self.restarts)
+        if node and WEIGHTS.get(kind) and key not in self._blamed:
+            self._blamed.add(key)
+            self.outbox.blame(Blame(node, str(kind), self.generation, detail))
 
     def fail(self, reason: str) -> None:
         """Nothing is left to try: say why, stop everything, keep the evidence."""

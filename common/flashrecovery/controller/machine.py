@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 
 from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
+from flashrecovery.controller.conduct import Conduct
 from flashrecovery.controller.crashes import cause_of, limit_of, option_of
 from flashrecovery.controller.evacuate import Evacuation
 from flashrecovery.controller.history import HistoryEntry
@@ -58,6 +59,7 @@ class Machine:
         self._steps = RecoverySteps(self.job, self._staffing, Evacuation(self.job, self._staffing), self._starting)
         self.takeover = TakeOver(self.job, self._staffing, self._starting, self._steps)
         self.watch = HangWatch(self.job)
+        self.conduct = Conduct(self.job)
 
     def on_register(self, message: pb.Register, now: float) -> None:
         """A node has come, or its agent has connected again."""
@@ -75,6 +77,7 @@ class Machine:
                 generation=self.job.generation, node=node.name, host=node.host, domain=node.domain, slots=node.slots
             )
         )
+        self.conduct.judge(node)
         self._starting.compare_command(message)
         if message.HasField("checkpoint"):
             self._hear_of_checkpoint(node, message.checkpoint)
@@ -112,6 +115,7 @@ class Machine:
                 detect_s=silent_s,
             )
         )
+        self.job.blame(name, FailureKind.NODE_LOST, evidence)
         for record in self.job.ranks.values():
             record.page_on = "" if record.page_on == name else record.page_on
         if not self.job.launched:
@@ -138,10 +142,11 @@ class Machine:
         else:
             self._steps.recover([r.rank for r in lost], FailureKind.NODE_LOST, now - silent_s, silent_s, now)
 
-    def _settle_homeless(self, now: float) -> None:
-        """A node has come; ranks that wait for one may get it."""
+    def _settle_homeless(self, now: float, *, excluded: bool = False) -> None:
+        """A node has come; ranks that wait for one may get it. ``excluded``: any is better than none now."""
         homeless = self._staffing.homeless()
-        if self.job.state in (State.FAILED, State.FINISHED) or not homeless or not self._staffing.settle(homeless, now):
+        over = self.job.state in (State.FAILED, State.FINISHED)
+        if over or not homeless or not self._staffing.settle(homeless, now, excluded=excluded):
             return
         for rank in homeless:
             self._staffing.fill(self.job.ranks[rank], now, detached=self.job.state is not State.STARTING)
@@ -362,6 +367,12 @@ class Machine:
         if self.job.retry_at is not None and now >= self.job.retry_at:
             self._steps.retry(now)
         self.takeover.take_over_if_late(now)
+        self._starting.launch_if_late(now)
+        if (
+            self.job.homeless_since is not None
+            and now - self.job.homeless_since >= self.job.config.timeouts.node_wait_s
+        ):
+            self._settle_homeless(now, excluded=True)
         if (
             self.job.homeless_since is not None
             and now - self.job.homeless_since >= self.job.config.timeouts.node_wait_s
@@ -459,6 +470,8 @@ class Machine:
         step: int = -1,
         words: pb.LastWords | None = None,
     ) -> None:
+        if kind is not FailureKind.NODE_LOST:  # a lost node is to blame once, for all of its ranks
+            self.job.blame(record.home, kind, f"rank {record.rank}: {evidence}")
         words = words or pb.LastWords()
         self.job.emit(
             ev.FailureDetected(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from flashrecovery.errors import ConfigError
+from flashrecovery.plan.node_marks import Use
 from flashrecovery.plan.placement import Room
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -24,7 +25,12 @@ class NodeState(str, Enum):
 
 @dataclass
 class NodeRecord:
-    """What is known of one agent. ``node_rank`` is -1 while it has no ranks of its own."""
+    """What is known of one agent.
+
+    Attributes:
+        suspect: what a device plugin has warned of, or "".
+        use: what its earlier failures mean, with the reason.
+    """
 
     name: str
     host: str
@@ -37,6 +43,8 @@ class NodeRecord:
     wants_spare: bool
     state: NodeState = NodeState.WAITING
     suspect: str = ""
+    use: Use = Use.NORMAL
+    use_reason: str = ""
 
     @staticmethod
     def of(message: pb.Register) -> NodeRecord:
@@ -56,20 +64,36 @@ class NodeRecord:
     def alive(self) -> bool:
         return self.state is not NodeState.LOST
 
+    @property
+    def doubt(self) -> str:
+        """Why other nodes are preferred, in words; "" if they are not."""
+        return self.suspect or (self.use_reason if self.use is not Use.NORMAL else "")
 
-def launch_order(nodes: Iterable[NodeRecord], nnodes: int, nproc: int) -> list[NodeRecord] | None:
+    @property
+    def excluded(self) -> bool:
+        return self.use is Use.EXCLUDED
+
+
+def launch_order(
+    nodes: Iterable[NodeRecord], nnodes: int, nproc: int, *, spares: bool = False
+) -> list[NodeRecord] | None:
     """The nodes that begin, in the order of their node ranks; None if some are still missing.
 
-    A node that names its rank gets it; the others fill what is left, in the order in which they came. A node rank past
-    the last one makes a spare node, so that a scheduler can number all of its nodes alike.
+    A node that names its rank gets it; the others fill what is left, in the order in which they came, those that are
+    used last at the end. A node rank past the last one makes a spare node, so that a scheduler can number all of its
+    nodes alike. ``spares``: spare nodes with room fill what is still left.
 
     Raises:
         ConfigError: two nodes name the same rank, or a node has fewer slots than ranks a node.
     """
     chosen: dict[int, NodeRecord] = {}
     others: list[NodeRecord] = []
+    waiting: list[NodeRecord] = []
     for node in nodes:
-        if not node.alive or node.wants_spare or node.wanted_rank >= nnodes:
+        if not node.alive:
+            continue
+        if node.wants_spare or node.wanted_rank >= nnodes:
+            waiting += [node] if spares and node.slots >= nproc else []
             continue
         if node.slots < nproc:
             raise ConfigError(f"node {node.name}: slots = {node.slots}, but every node takes {nproc} ranks")
@@ -81,17 +105,19 @@ def launch_order(nodes: Iterable[NodeRecord], nnodes: int, nproc: int) -> list[N
             )
         else:
             chosen[node.wanted_rank] = node
+    others = sorted([*others, *waiting], key=lambda node: node.use is not Use.NORMAL)
     for rank in range(nnodes):
         if rank not in chosen and others:
             chosen[rank] = others.pop(0)
     return [chosen[rank] for rank in range(nnodes)] if len(chosen) == nnodes else None
 
 
-def rooms(nodes: Iterable[NodeRecord], taken: Iterable[str]) -> list[Room]:
-    """The room that each node has left. ``taken``: the node of each rank that has one."""
+def rooms(nodes: Iterable[NodeRecord], taken: Iterable[str], *, excluded: bool = False) -> list[Room]:
+    """The room that each node has left. ``taken``: the node of each rank that has one. ``excluded``: with the nodes
+    that are not to be used."""
     used = Counter(taken)
     return [
-        Room(n.name, n.domain, n.slots - used[n.name], n.state is NodeState.SPARE, bool(n.suspect))
+        Room(n.name, n.domain, n.slots - used[n.name], n.state is NodeState.SPARE, bool(n.doubt))
         for n in nodes
-        if n.state in (NodeState.ACTIVE, NodeState.SPARE)
+        if n.state in (NodeState.ACTIVE, NodeState.SPARE) and (excluded or not n.excluded)
     ]

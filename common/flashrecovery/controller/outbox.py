@@ -39,7 +39,18 @@ class Publish:
     table: RankTable
 
 
-Action = Send | Emit | Publish
+@dataclass(frozen=True)
+class Blame:
+    """Remember that a node has failed, or holds the others up. ``kind``: as in
+    :class:`~flashrecovery.plan.node_marks.NodeMark`."""
+
+    node: str
+    kind: str
+    generation: int
+    detail: str
+
+
+Action = Send | Emit | Publish | Blame
 
 
 @dataclass
@@ -78,6 +89,10 @@ class Outbox:
         """The actions since the last call."""
         actions, self.actions = self.actions, []
         return actions
+
+    def blame(self, blame: Blame) -> None:
+        """Have a failure of a node remembered."""
+        self.actions.append(blame)
 
     def emit(self, event: ev.Event) -> None:
         self.actions.append(Emit(event))

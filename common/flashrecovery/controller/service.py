@@ -8,8 +8,9 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -29,6 +30,7 @@ from flashrecovery.controller.heartbeats import ControllerHeartbeats
 from flashrecovery.controller.intake import Intake
 from flashrecovery.controller.job_state import AGENT
 from flashrecovery.controller.machine import Machine
+from flashrecovery.controller.node_memory import NodeMemory
 from flashrecovery.controller.relays import Relays
 from flashrecovery.controller.sessions import Sessions
 from flashrecovery.controller.status import StatusBoard
@@ -38,6 +40,7 @@ from flashrecovery.heartbeat.receiver import HeartbeatReceiver
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.leases import NODE_PROBE
 from flashrecovery.plan.liveness import Ask, Liveness, Lost
+from flashrecovery.plan.node_marks import Rating
 from flashrecovery.plan.quorum import Quorum
 from flashrecovery.plan.transitions import RECOVERY_STATES, State
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -62,8 +65,15 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
     """Puts the parts of a controller together. Runs on one event loop, so the machine needs no lock."""
 
     def __init__(
-        self, config: RunConfig, access: Access, log: ev.EventLog, run_dir: ev.RunDir, quorum: Quorum | None = None
+        self,
+        config: RunConfig,
+        access: Access,
+        log: ev.EventLog,
+        run_dir: ev.RunDir,
+        quorum: Quorum | None = None,
+        marks: Path | None = None,
     ) -> None:
+        """``marks``: the file in which failures of nodes are remembered; None: they are not."""
         self.machine = Machine(config)
         self._config = config
         self._access = access
@@ -87,6 +97,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._drills = Drills(config.world_size)
         self._board = StatusBoard(self.machine, self._liveness, str(run_dir.path))
         self._checkpoints = Checkpoints(config.checkpoint)
+        self._memory = NodeMemory(marks, str(run_dir.path.absolute()), self._rated, self._no_memory)
         self._console = Console()
         self._server: Server | None = None
         self._ticker: asyncio.Task[None] | None = None
@@ -106,6 +117,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             self._tables,
             self._drills,
             self._checkpoints,
+            self._memory,
             self._record,
         )
 
@@ -116,6 +128,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises ConfigError if it is in use."""
+        await self._memory.begin()
         self._server = self._access.server()
         rpc.add_ControllerServicer_to_server(self, self._server.grpc)
         try:
@@ -137,6 +150,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         if self._server is not None:
             await self._server.stop(_GRACE_S)
         self._tables.close()
+        await self._memory.end(_GRACE_S)
 
     def request_stop(self, reason: str) -> None:
         self.machine.on_stop_request(reason)
@@ -250,6 +264,14 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         line = self._console.line_of(event)
         if line is not None:
             print(f"flashrecovery: {line}", file=sys.stderr, flush=True)
+
+    def _rated(self, ratings: Mapping[str, Rating]) -> None:
+        """What is thought of the nodes has changed."""
+        self.machine.conduct.on_ratings(ratings)
+        self.act()
+
+    def _no_memory(self, text: str) -> None:
+        self._record(ev.Notice(generation=self.machine.job.generation, kind=NoticeKind.NODE_MARKS, text=text))
 
     async def _tick(self) -> None:
         while True:

@@ -18,15 +18,19 @@ class Staffing:
     def __init__(self, job: JobState) -> None:
         self._job = job
 
-    def settle(self, ranks: list[int], now: float, lost_domain: str = "") -> bool:
-        """Give ``ranks``, which have lost their node, a new one; False if there is no room for them."""
+    def settle(self, ranks: list[int], now: float, lost_domain: str = "", *, excluded: bool = False) -> bool:
+        """Give ``ranks``, which have lost their node, a new one; False if there is no room for them. ``excluded``: also
+        one that is not to be used."""
         taken = [r.home for r in self._job.ranks.values() if r.home]
-        places = place(ranks, rooms(self._job.nodes.values(), taken), lost_domain)
+        places = place(ranks, rooms(self._job.nodes.values(), taken, excluded=excluded), lost_domain)
         if places is None:
             if self._job.homeless_since is None:
                 self._job.homeless_since = now
                 limit_s = self._job.config.timeouts.node_wait_s
                 wait = f"ranks {ranks} wait {limit_s:g} s at most for a node with room for them"
+                wait += "".join(
+                    f"; node {n.name} is excluded: {n.use_reason}" for n in self._job.nodes.values() if n.excluded
+                )
                 self._job.notice(NoticeKind.WAITING_FOR_NODE, wait)
             return False
         used: dict[str, set[int]] = {name: set() for name in places.values()}
@@ -39,10 +43,18 @@ class Staffing:
                 record.local_rank = next(i for i in range(len(taken_there) + 1) if i not in taken_there)
             taken_there.add(record.local_rank)
             record.home = name
+        for name in sorted(set(places.values())):
+            self.say_if_excluded(self._job.nodes[name])
             self._job.nodes[name].state = NodeState.ACTIVE
         if not self.homeless():
             self._job.homeless_since = None
         return True
+
+    def say_if_excluded(self, node: NodeRecord) -> None:
+        """An excluded node is used all the same."""
+        if node.excluded:
+            text = f"node {node.name} is used although it is excluded, because there is no other: {node.use_reason}"
+            self._job.notice(NoticeKind.NODE_EXCLUDED, text)
 
     def fence(self, node: NodeRecord, why: str) -> None:
         """Have the node end its processes; it may come back as a spare one."""

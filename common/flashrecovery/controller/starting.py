@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashrecovery.controller.admission import other_command
 from flashrecovery.controller.job_state import AGENT, JobState
-from flashrecovery.controller.nodes import NodeState, launch_order
+from flashrecovery.controller.nodes import NodeRecord, NodeState, launch_order
 from flashrecovery.controller.records import Place
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.errors import ConfigError
@@ -28,6 +28,7 @@ class Starting:
     def __init__(self, job: JobState, staffing: Staffing) -> None:
         self._job = job
         self._staffing = staffing
+        self._excluded_since: float | None = None
 
     def compare_command(self, message: pb.Register) -> None:
         """Do all nodes run the same?"""
@@ -43,12 +44,15 @@ class Starting:
     def launch(self, now: float) -> None:
         """Once all nodes are there, start every rank."""
         try:
-            order = launch_order(self._job.nodes.values(), self._job.config.nnodes, self._job.config.nproc_per_node)
+            order = self._order(now)
         except ConfigError as e:
             self._job.fail(str(e))
             return
         if order is None:
             return
+        self._excluded_since = None
+        for node in order:
+            self._staffing.say_if_excluded(node)
         self._job.launched, self._job.started_at = True, now
         if self._job.checkpoint is not None:  # what an agent remembers is of a job that it has served before
             self._job.checkpoints.clear()
@@ -63,6 +67,28 @@ class Starting:
             record.home, record.local_rank = order[record.rank // nproc].name, record.rank % nproc
         for record in self._job.ranks.values():
             self._staffing.fill(record, now, detached=False)
+
+    def _order(self, now: float) -> list[NodeRecord] | None:
+        """The nodes that begin; None if some are still missing. Spare ones stand in for excluded ones, and these are
+        used only when all that are expected have come, or have had the time."""
+        config, nodes = self._job.config, self._job.nodes.values()
+        shape = config.nnodes, config.nproc_per_node
+        everybody = launch_order(nodes, *shape)
+        good = [node for node in nodes if not node.excluded]
+        if everybody is None or len(good) == len(nodes):
+            return launch_order(good, *shape)
+        order = launch_order(good, *shape) or launch_order(good, *shape, spares=True)
+        if order is not None:
+            return order
+        if self._excluded_since is None:
+            self._excluded_since = now
+        all_here = sum(node.alive for node in nodes) >= config.nnodes + config.spare_nodes
+        return everybody if all_here or now - self._excluded_since >= config.timeouts.node_wait_s else None
+
+    def launch_if_late(self, now: float) -> None:
+        """Excluded nodes would complete the job, and others have had the time to come."""
+        if self._excluded_since is not None and not self._job.launched:
+            self.launch(now)
 
     def let_run_unprotected(self) -> None:
         """No rank has come to a protected step in all the time for it. It looks as if none ever will, and what runs

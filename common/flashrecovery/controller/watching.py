@@ -8,6 +8,7 @@ from flashrecovery.controller.records import Place
 from flashrecovery.controller.stragglers import Stragglers
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.hang import Verdict, VerdictKind
+from flashrecovery.plan.node_marks import SLOW
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -52,3 +53,4 @@ class HangWatch:
         running = [r for r in self._job.ranks.values() if r.place is Place.RUNNING]
         for rank, text in self.stragglers.check(running, now):
             self._job.notice(NoticeKind.STRAGGLER, text, rank=rank)
+            self._job.blame(self._job.ranks[rank].home, SLOW, text)

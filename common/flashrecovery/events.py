@@ -10,6 +10,7 @@ Every line carries ``event`` (its name), ``time`` (Unix seconds, to compare with
         ranktable.json          who fills which rank now; replaced atomically once a generation's processes exist
         events.jsonl            the events below
         controller.json         where the controller listens, and the token for fault injection (for its owner only)
+        timeline.json           the speed of training over time, of a bounded size; replaced atomically
         logs/rank<R>.gen<G>.log what each process has printed
         lock                    held (flock) as long as the job lives
 
@@ -47,12 +48,22 @@ class Event(BaseModel):
     generation: int = 0
 
 
+class ControllerStarted(Event):
+    """A controller begins to write: the first event of a launch, also of one that never comes to a step. A successor's,
+    too; that one says so by a notice."""
+
+    event: Literal["controller_started"] = "controller_started"
+    world_size: int = 0
+
+
 class JobStarted(Event):
-    """Every rank has come to its first step, ``seconds`` after the launch."""
+    """Every rank has come to its first step, ``seconds`` after the launch. ``step``: the one at which the job begins,
+    above 0 if it goes on from what an earlier launch has left."""
 
     event: Literal["job_started"] = "job_started"
     world_size: int = 0
     seconds: float = 0.0
+    step: int = 0
 
 
 class FailureDetected(Event):
@@ -154,19 +165,23 @@ class StandbyReady(Event):
 
 
 class JobFinished(Event):
-    """Every rank finished. ``step_s``: what a step took; 0: not known."""
+    """Every rank finished. ``step``: the newest version that was committed, -1: none known. ``step_s``: what a step
+    took; 0: not known."""
 
     event: Literal["job_finished"] = "job_finished"
     exit_code: int = 0
     seconds: float = 0.0
+    step: int = -1
     step_s: float = 0.0
 
 
 class JobFailed(Event):
-    """The job cannot be recovered, or was stopped."""
+    """The job cannot be recovered, or was stopped. ``step``, ``step_s``: as in :class:`JobFinished`."""
 
     event: Literal["job_failed"] = "job_failed"
     reason: str
+    step: int = -1
+    step_s: float = 0.0
 
 
 class FaultInjected(Event):
@@ -209,7 +224,8 @@ class Notice(Event):
 
 
 AnyEvent = Annotated[
-    JobStarted
+    ControllerStarted
+    | JobStarted
     | FailureDetected
     | RecoveryStarted
     | RecoveryPhase
@@ -322,6 +338,10 @@ class RunFiles:
     @property
     def controller_path(self) -> Path:
         return self.path / "controller.json"
+
+    @property
+    def timeline_path(self) -> Path:
+        return self.path / "timeline.json"
 
     @property
     def lock_path(self) -> Path:

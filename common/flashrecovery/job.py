@@ -22,7 +22,7 @@ from flashrecovery.clock import lease_clock
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.service import ControllerService
 from flashrecovery.errors import ConfigError
-from flashrecovery.events import EventLog, RunDir, RunFiles
+from flashrecovery.events import ControllerStarted, EventLog, RunDir, RunFiles
 from flashrecovery.observe import Observer
 from flashrecovery.plan.quorum import Quorum
 from flashrecovery.plan.transitions import State
@@ -150,6 +150,7 @@ async def controller(
         service = ControllerService(config, rendezvous.access, events, run_dir, quorum)
         async with observed(config, run_dir, agent, service, events) as url:
             try:
+                events.write(ControllerStarted(world_size=config.world_size))
                 port = await service.start(rendezvous.controller, rendezvous.port)
                 address = f"{rendezvous.controller}:{port}"
                 known = rendezvous.access

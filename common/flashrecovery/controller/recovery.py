@@ -54,14 +54,17 @@ class RecoverySteps:
                 + ". Initialise it alike (DDP broadcasts it) before registering it."
             )
             return
-        self._job.emit(
-            ev.JobStarted(
-                generation=self._job.generation, world_size=len(self._job.ranks), seconds=now - self._job.started_at
-            )
-        )
         found = self._saved_state() if self._job.config.resume else None
         if self._job.state is State.FAILED:
             return
+        self._job.emit(
+            ev.JobStarted(
+                generation=self._job.generation,
+                world_size=len(self._job.ranks),
+                seconds=now - self._job.started_at,
+                step=found.round.version if found is not None else 0,
+            )
+        )
         if found is None:
             self._job.to(State.RUNNING)
             self.send_resume(0, now)
@@ -363,6 +366,7 @@ class RecoverySteps:
                     generation=self._job.generation,
                     exit_code=0,
                     seconds=now - self._job.started_at,
+                    step=self._job.committed,
                     step_s=self._job.step_s,
                 )
             )

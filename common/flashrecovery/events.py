@@ -56,14 +56,25 @@ class ControllerStarted(Event):
     world_size: int = 0
 
 
+class StartLine(BaseModel):
+    """A line of the script, and for how long a process was there, or in what that line calls, on its way to its first
+    step. ``where``: file and number; ``text``: what stands there."""
+
+    where: str
+    text: str
+    seconds: float
+
+
 class JobStarted(Event):
     """Every rank has come to its first step, ``seconds`` after the launch. ``step``: the one at which the job begins,
-    above 0 if it goes on from what an earlier launch has left."""
+    above 0 if it goes on from what an earlier launch has left. ``start``: lines of the script in which the slowest
+    rank spent most of that time, longest first."""
 
     event: Literal["job_started"] = "job_started"
     world_size: int = 0
     seconds: float = 0.0
     step: int = 0
+    start: list[StartLine] = Field(default_factory=list)
 
 
 class FailureDetected(Event):
@@ -94,15 +105,6 @@ class RecoveryPhase(Event):
 
     event: Literal["recovery_phase"] = "recovery_phase"
     name: str
-    seconds: float
-
-
-class StartLine(BaseModel):
-    """A line of the script, and for how long a replacement was there, or in what that line calls, on its way to its
-    first step. ``where``: file and number; ``text``: what stands there."""
-
-    where: str
-    text: str
     seconds: float
 
 
@@ -215,12 +217,14 @@ class NodeLost(Event):
 
 
 class Notice(Event):
-    """Something that an operator may want to know, and that changes nothing."""
+    """Something that an operator may want to know, and that changes nothing. ``seconds``: of ``waiting``, for how long
+    it has lasted."""
 
     event: Literal["notice"] = "notice"
     rank: int = -1
     kind: str = ""
     text: str = ""
+    seconds: float = 0.0
 
 
 AnyEvent = Annotated[

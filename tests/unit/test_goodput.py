@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashrecovery import events as ev
-from flashrecovery.cli.report import goodput_text
+from flashrecovery.cli.course import goodput_words
 from flashrecovery.observe.goodput import Goodput, LastSeen, Ledger, goodput, on_one_clock
 from tests.support.history_samples import FAST, SLOW, START, at, kill, two_recoveries
 
@@ -137,7 +137,7 @@ def test_steps_that_a_fallback_does_again(step_s: float) -> None:
     found = goodput(events)
     assert found.repeated_steps == 16 and found.as_dict()["repeated_s"] == (8.0 if step_s else None)
     assert found.seconds("trained") == pytest.approx(60.0 - sum(FAST.values()) - 16 * step_s)
-    assert ("8.00 s for 16 steps done again" if step_s else ", 16 steps done again") in goodput_text(found)
+    assert ("8.00 s for 16 steps done again" if step_s else ", 16 steps done again") in goodput_words(found.as_dict())
 
 
 def test_without_events() -> None:

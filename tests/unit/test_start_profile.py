@@ -32,8 +32,8 @@ def test_the_scripts_lines_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     profile = StartProfile(Installed())
     profile.start()
     script.main()
-    found = profile.stop()
-    assert profile.stop() == found
+    found = profile.joined()
+    assert profile.joined() == found
     assert not [t for t in threading.enumerate() if t.name == "flashrecovery-start-profile"]
     del sys.modules["slow_script"], sys.modules["slow_library"]
     named = {line.where: line for line in found}
@@ -46,4 +46,4 @@ def test_the_scripts_lines_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_who_never_began_has_nothing_to_say() -> None:
-    assert StartProfile(Installed()).stop() == []
+    assert StartProfile(Installed()).joined() == []

@@ -76,7 +76,8 @@ class JobHistory:
     """The whole log. ``state``: starting, running, recovering, finished or failed, as of the last event.
 
     ``started`` is the launch in Unix seconds, ``seconds`` the time from it to the last event. ``launches`` counts the
-    jobs that trained in this directory one after another.
+    jobs that trained in this directory one after another. ``start``: of the newest launch, as in
+    :class:`RecoveryRecord`.
     """
 
     state: str = "starting"
@@ -85,6 +86,7 @@ class JobHistory:
     launches: int = 0
     started: float = 0.0
     seconds: float = 0.0
+    start: tuple[tuple[str, str, float], ...] = ()
     reason: str = ""
     checkpoints: int = 0
     standby_ready: int = 0
@@ -127,7 +129,14 @@ def _after(known: JobHistory, event: ev.Event) -> JobHistory:
     if isinstance(event, ev.ControllerStarted):
         return replace(known, world_size=known.world_size or event.world_size)
     if isinstance(event, ev.JobStarted):
-        return replace(known, state="running", world_size=event.world_size, reason="", launches=known.launches + 1)
+        return replace(
+            known,
+            state="running",
+            world_size=event.world_size,
+            reason="",
+            launches=known.launches + 1,
+            start=tuple((line.where, line.text, line.seconds) for line in event.start),
+        )
     if isinstance(event, ev.RecoveryStarted):
         return replace(known, state="recovering")
     if isinstance(event, ev.RecoveryFinished):

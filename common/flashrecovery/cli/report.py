@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from flashrecovery.cli.course import render_course
 from flashrecovery.cli.history import BOUNDS, PHASES, JobHistory, RecoveryRecord, read_history
 from flashrecovery.cli.output import bytes_text, count_text, make_console, seconds_text
 from flashrecovery.errors import ConfigError
@@ -32,6 +33,7 @@ COLOURS: dict[str, str] = dict(
 )
 _BAR = 64
 _LINES = 5
+_SLOW_LAUNCH_S = 1.0
 
 
 @click.command()
@@ -50,7 +52,7 @@ def report(run_dir: Path, html: Path | None, as_json: bool) -> None:
         click.echo(json.dumps({**as_dict(history, share), "course": course.model_dump()}, indent=2))
         return
     console = make_console()
-    console.print(render_text(history, share))
+    console.print(render_text(history, course))
     if html is not None:
         console.print(f"Timeline written to {escape(str(html))}", highlight=False)
 
@@ -68,11 +70,12 @@ def as_dict(history: JobHistory, share: Goodput) -> dict[str, Any]:
 # -- terminal -------------------------------------------------------------------------------------
 
 
-def render_text(history: JobHistory, share: Goodput) -> Group:
-    """Headline, goodput, table and one phase bar a recovery."""
+def render_text(history: JobHistory, course: Course) -> Group:
+    """Headline, the course over time, table and one phase bar a recovery."""
     parts: list[Any] = [_headline(history)]
-    if history.launches:
-        parts.append(Text(goodput_text(share)))
+    if course.seconds > 0:
+        parts.append(render_course(course))
+    parts += _lines("Longest lines of the script on the launch's way to its first step:", launch_lines(history))
     if not history.recoveries:
         parts.append(Text("No recovery was needed."))
         return Group(*parts)
@@ -87,21 +90,8 @@ def render_text(history: JobHistory, share: Goodput) -> Group:
         parts.append(
             Text(f"Largest phase: {name} ({part:.0%} of all recovery time). Bounded by {BOUNDS.get(name, '?')}.")
         )
-        parts += _starts(finished)
+        parts += _lines("Longest lines of the script on a replacement's way to its first step:", starts(finished))
     return Group(*parts)
-
-
-_LOST = {"launch": "launch", "recovery": "recoveries", "checkpoint": "checkpoints", "down": "between launches"}
-
-
-def goodput_text(share: Goodput) -> str:
-    """One line."""
-    shown = [part for part in _LOST if share.parts[part] or part in ("launch", "recovery")]
-    lost = [f"{seconds_text(share.seconds(part))} {_LOST[part]}" for part in shown]
-    if share.repeated_steps:
-        again = count_text(share.repeated_steps, "step", "steps") + " done again"
-        lost.append(f"{seconds_text(share.seconds('repeated'))} for {again}" if share.repeated_known else again)
-    return f"Goodput {share.share:.2%}: of {seconds_text(share.wall_s)}, " + ", ".join(lost)
 
 
 def starts(recoveries: Sequence[RecoveryRecord]) -> list[tuple[float, str, str]]:
@@ -114,15 +104,20 @@ def starts(recoveries: Sequence[RecoveryRecord]) -> list[tuple[float, str, str]]
     return [(statistics.median(took), where, text) for (where, text), took in longest]
 
 
-def _starts(recoveries: Sequence[RecoveryRecord]) -> list[Any]:
-    found = starts(recoveries)
+def launch_lines(history: JobHistory) -> list[tuple[float, str, str]]:
+    """The same of the newest launch's slowest rank; none where that was quick."""
+    lines = [(took, where, text) for where, text, took in history.start]
+    return lines if sum(took for took, *_ in lines) >= _SLOW_LAUNCH_S else []
+
+
+def _lines(title: str, found: Sequence[tuple[float, str, str]]) -> list[Any]:
     if not found:
         return []
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(justify="right", no_wrap=True)
     for took, where, text in found:
         table.add_row(seconds_text(took), escape(where), escape(text))
-    return [Text("Longest lines of the script on a replacement's way to its first step:"), table]
+    return [Text(title), table]
 
 
 def _headline(history: JobHistory) -> Text:
@@ -231,6 +226,7 @@ def render_html(history: JobHistory, course: Course, title: str) -> str:
         bounds=BOUNDS,
         longest=max((r.total_s for r in history.recoveries), default=0.0) or 1.0,
         starts=starts(finished),
+        launch_lines=launch_lines(history),
         ticks=_ticks(max((r.total_s for r in history.recoveries), default=0.0)),
         largest=name,
         share=share,

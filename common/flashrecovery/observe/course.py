@@ -14,19 +14,20 @@ from flashrecovery import events as ev
 from flashrecovery.errors import ConfigError
 from flashrecovery.observe.goodput import Goodput, LastSeen, Ledger
 from flashrecovery.observe.incident import Incident, Incidents
-from flashrecovery.observe.timeline import Columns, Seen, Series, Timeline, TimelineFile
+from flashrecovery.observe.timeline import Columns, SeenBy, Series, Timeline, TimelineFile, short
 
 LATEST = 200
 """Recoveries that are drawn; all are counted."""
 SLOWEST = 8
 _STEPS_A_COLUMN = 4.0
+HOUR_S = 3600.0
 
 
 class _Fact(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class Mark(_Fact):
+class RecoveryMark(_Fact):
     """A recovery. Times are seconds: ``at_s`` of the job's clock, when the failure was. ``resume_step`` -1: it is not
     finished. ``failed``: the job has ended in it."""
 
@@ -84,7 +85,7 @@ class Course(_Fact):
     version: int = -1
     goodput: dict[str, float | int | None] = {}
     recovered: int = 0
-    recoveries: list[Mark] = []
+    recoveries: list[RecoveryMark] = []
     idle: list[Idle] = []
     step_s: float = 0.0
     tokens_per_step: int = 0
@@ -109,7 +110,7 @@ class Record:
         self.world_size = 0
         self._started: float | None = None
         self._incidents = Incidents()
-        self._recoveries: deque[Mark] = deque(maxlen=LATEST)
+        self._recoveries: deque[RecoveryMark] = deque(maxlen=LATEST)
         self._recovered = 0
 
     def take(self, event: ev.Event) -> None:
@@ -155,7 +156,7 @@ class Record:
             recovered=self._recovered,
             recoveries=marks,
             idle=[Idle(**asdict(span)) for span in self.ledger.spans(now)],
-            step_s=newest[-1].step.middle if newest and newest[-1].step is not None else 0.0,
+            step_s=short(newest[-1].step.middle) if newest and newest[-1].step is not None else 0.0,
             tokens_per_step=steps[-1].tokens // steps[-1].steps if steps else 0,
             whole=self.timeline.whole.columns(),
             recent=self.timeline.recent.columns(),
@@ -201,6 +202,11 @@ def course_of(files: ev.RunFiles, record: Record | None = None) -> Course:
     return record.course(record.seen_s, record.state if ended or files.is_live() else "lost")
 
 
+def shows_last_hour(course: Course) -> bool:
+    """Whether a job is so long that its last hour is shown apart."""
+    return course.seconds > 2 * HOUR_S
+
+
 def coarser(columns: Columns, most: int, step_s: float = 0.0) -> Columns:
     """With at most so many buckets, of several steps each, so that their number in one says how fast they are."""
     series = Series()
@@ -214,14 +220,14 @@ def slowest_of(own: dict[int, float], steps: dict[int, float]) -> Sequence[Slow]
     return [Slow(rank=-r, own_s=s, step_s=steps.get(-r, 0.0)) for s, r in known]
 
 
-def _last_seen(seen: Seen) -> LastSeen:
+def _last_seen(seen: SeenBy) -> LastSeen:
     return LastSeen(seen.at_s, seen.version, seen.step_s)
 
 
-def _mark(incident: Incident, at: float, began: float | None = None) -> Mark:
+def _mark(incident: Incident, at: float, began: float | None = None) -> RecoveryMark:
     end = incident.finished
     begin = at - incident.total_s if began is None else began
-    return Mark(
+    return RecoveryMark(
         at_s=begin,
         total_s=incident.total_s if began is None else at - began,
         victims=list(incident.victims)[:LATEST],

@@ -124,7 +124,7 @@ SPANS = 200
 
 
 @dataclass(frozen=True)
-class Span:
+class IdleSpan:
     """A time in which the job did not train, in seconds of its clock. ``kind``: launch or down."""
 
     kind: str
@@ -147,7 +147,7 @@ class Ledger:
         self.clock = JobClock()
         self._seen = seen
         self._spent = dict.fromkeys(("launch", "train", "recovery", "down"), 0)
-        self._spans: deque[Span] = deque(maxlen=SPANS)
+        self._spans: deque[IdleSpan] = deque(maxlen=SPANS)
         self._since = 0  # everything before is accounted for
         self._now = 0
         self._doing = "launch"
@@ -177,13 +177,13 @@ class Ledger:
         """When what is being recovered from has failed; None: nothing is."""
         return None if self._recovering_at is None else self._recovering_at / 1e6
 
-    def spans(self, now: float) -> tuple[Span, ...]:
+    def spans(self, now: float) -> tuple[IdleSpan, ...]:
         """When the job was launched, or down; the newest :data:`SPANS`. ``now``: for the one that is not over."""
         spans = list(self._spans)
         if self._controller_at is not None:
-            spans.append(Span("launch", self._controller_at / 1e6, now))
+            spans.append(IdleSpan("launch", self._controller_at / 1e6, now))
         elif self._doing == "launch":
-            spans.append(Span("launch", self._since / 1e6, now))
+            spans.append(IdleSpan("launch", self._since / 1e6, now))
         return tuple(spans)
 
     def take(self, event: ev.Event) -> float:
@@ -332,7 +332,7 @@ class Ledger:
         """What has been done so far is over, and ``then`` begins."""
         self._add(self._spent, until)
         if self._doing in ("launch", "down") and until > self._since:
-            self._spans.append(Span(self._doing, self._since / 1e6, until / 1e6))
+            self._spans.append(IdleSpan(self._doing, self._since / 1e6, until / 1e6))
         self._since, self._doing = until, then
         self._failed_at = self._recovering_at = None
 

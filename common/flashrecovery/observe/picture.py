@@ -11,7 +11,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from flashrecovery.observe.course import Course, Mark, coarser
+from flashrecovery.observe.course import HOUR_S, Course, RecoveryMark, coarser, shows_last_hour
 from flashrecovery.observe.goodput import PARTS
 from flashrecovery.observe.quantities import count_text, rate_text, seconds_text
 from flashrecovery.observe.timeline import Columns
@@ -21,9 +21,6 @@ _TOP, _PANEL, _GAP, _STRIP = 20.0, 92.0, 26.0, 14.0
 _NEAR = 3.0
 """Recoveries that would be so close to each other in the picture are drawn as one."""
 _NAMED = 10
-_HOUR_S = 3600.0
-_WITH_HOUR_S = 2 * _HOUR_S
-"""A job that is longer than this gets a picture of its last hour, too."""
 _COLUMNS = 240
 
 PART_TEXT = {
@@ -102,7 +99,7 @@ class _Scale:
 
 def picture_of(course: Course, *, recent: bool = False) -> Picture:
     """Of the whole job, or of its last hour."""
-    scale = _Scale(max(course.seconds - _HOUR_S, 0.0) if recent else 0.0, max(course.seconds, 1e-3))
+    scale = _Scale(max(course.seconds - HOUR_S, 0.0) if recent else 0.0, max(course.seconds, 1e-3))
     columns = course.recent if recent else course.whole
     panels: list[Panel] = []
     for title, kinds, values in _diagrams(columns, course):
@@ -123,7 +120,7 @@ def picture_of(course: Course, *, recent: bool = False) -> Picture:
     )
 
 
-def mark_text(mark: Mark) -> str:
+def mark_text(mark: RecoveryMark) -> str:
     """``at 12.0 s: rank 1 (killed), 0.42 s, resumed at step 30``."""
     shown = ", ".join(map(str, mark.victims[:4])) + (f" and {len(mark.victims) - 4} more" if mark.victims[4:] else "")
     ranks = f"rank {shown} ({mark.cause})" if mark.victims else mark.cause
@@ -147,13 +144,14 @@ def goodput_bars(goodput: dict[str, float | int | None]) -> tuple[Bar, ...]:
 
 def pictures(course: Course) -> str:
     """All of a course as a piece of HTML, without styles."""
-    return _environment().get_template("course.html").render(**_parts(course))
+    return str(_environment().get_template("course.html").render(**_parts(course)))
 
 
 def standalone(course: Course) -> str:
     """The picture of the whole job as a file of its own."""
     picture = picture_of(course)
-    return _environment().get_template("picture.svg").render(picture=picture, style=style(), alone=True, **_SIZES)
+    template = _environment().get_template("picture.svg")
+    return str(template.render(picture=picture, style=style(), alone=True, **_SIZES))
 
 
 @cache
@@ -164,7 +162,7 @@ def style() -> str:
 
 def _parts(course: Course) -> dict[str, Any]:
     found = [picture_of(course)] if course.seconds > 0 else []
-    if course.seconds > _WITH_HOUR_S:
+    if shows_last_hour(course):
         found.insert(0, picture_of(course, recent=True))
     return {
         "course": course,
@@ -201,7 +199,7 @@ def _diagrams(columns: Columns, course: Course) -> list[tuple[str, tuple[str, ..
     def line(values: Sequence[float | None], at: Sequence[float] = middle) -> Values:
         return _with_gaps(list(zip(at, values, strict=True)), columns.width_s)
 
-    found = []
+    found: list[tuple[str, tuple[str, ...], list[Values]]] = []
     if any(columns.step_s):
         band = [line(columns.step_low_s), line(columns.step_high_s), line(columns.step_s)]
         found.append(("step time (10 to 90 % of the ranks, and half)", ("band", "line"), band))
@@ -235,11 +233,10 @@ def _with_gaps(values: Sequence[tuple[float, float | None]], width: float) -> Va
 
 def _panel(title: str, top: float, kinds: tuple[str, ...], values: list[Values], scale: _Scale) -> Panel:
     known = [v for line in values for at, v in line if v is not None and at >= scale.begin]
-    limit, note = _limit(known)
+    limit, higher = _limit(known)
     is_rate = title.endswith("a second")
     text = rate_text if is_rate else seconds_text
-    if note:
-        note = f"highest {text(max(known))}"
+    note = f"highest {text(max(known))}" if higher else ""
 
     def y(value: float) -> float:
         return top + _PANEL * (1 - min(value / limit, 1.0))
@@ -306,8 +303,8 @@ def _bar(scale: _Scale, at: float, seconds: float, kind: str, text: str) -> Bar:
     return Bar(x, max(scale.x(at + seconds) - x, 1.0), kind, text)
 
 
-def _groups(scale: _Scale, marks: Sequence[Mark]) -> list[list[Mark]]:
-    groups: list[list[Mark]] = []
+def _groups(scale: _Scale, marks: Sequence[RecoveryMark]) -> list[list[RecoveryMark]]:
+    groups: list[list[RecoveryMark]] = []
     for mark in sorted(marks, key=lambda m: m.at_s):
         if groups and scale.x(mark.at_s) - scale.x(groups[-1][0].at_s) < _NEAR:
             groups[-1].append(mark)
@@ -316,12 +313,12 @@ def _groups(scale: _Scale, marks: Sequence[Mark]) -> list[list[Mark]]:
     return groups
 
 
-def _together(scale: _Scale, marks: Sequence[Mark]) -> list[Mark]:
+def _together(scale: _Scale, marks: Sequence[RecoveryMark]) -> list[RecoveryMark]:
     """The longest of those that are too close to each other to be drawn."""
     return [max(group, key=lambda m: m.total_s) for group in _groups(scale, marks)]
 
 
-def _lines(scale: _Scale, marks: Sequence[Mark]) -> list[Bar]:
+def _lines(scale: _Scale, marks: Sequence[RecoveryMark]) -> list[Bar]:
     found = []
     for group in _groups(scale, marks):
         text = "\n".join(mark_text(m) for m in group[:_NAMED])
@@ -347,7 +344,7 @@ def _time_text(seconds: int) -> str:
     return "0"
 
 
-def _in_words(course: Course, marks: Sequence[Mark]) -> str:
+def _in_words(course: Course, marks: Sequence[RecoveryMark]) -> str:
     """What somebody who does not see the picture is told."""
     parts = [f"{course.state or 'A job'} after {seconds_text(course.seconds)}"]
     if course.version >= 0:

@@ -18,8 +18,10 @@ from pathlib import Path
 from flashrecovery import events as ev
 from flashrecovery.controller.machine import Machine
 from flashrecovery.errors import ConfigError
+from flashrecovery.kinds import NoticeKind
 from flashrecovery.observe.course import Course, Record, read_timeline, slowest_of
 from flashrecovery.observe.timeline import ONE_BY_ONE, Sample, Timeline, TimelineFile, band_of
+from flashrecovery.observe.waits import Told, waits
 from flashrecovery.plan.transitions import State
 
 _LOOK_S = 1.0
@@ -39,6 +41,8 @@ class Recorder:
         for event in _earlier_events(files):
             self._record.take(event)
         self._looked_at: float | None = None
+        self._told: dict[int, Told] = {}
+        self._began = time.monotonic()
         self._complained = False
         self._task: asyncio.Task[None] | None = None
 
@@ -74,8 +78,18 @@ class Recorder:
             self._record.timeline.serve(event.time, self._record.ledger.clock.at(event.monotonic))
         elif isinstance(event, ev.JobStarted):
             self._record.timeline.went_to(event.step)
+            self._begin()
+        elif isinstance(event, ev.RecoveryStarted):
+            self._begin()
         elif isinstance(event, ev.RecoveryFinished):
             self._record.timeline.went_to(event.resume_step)
+            self._begin()
+        elif isinstance(event, ev.Notice) and event.kind == NoticeKind.WAITING:
+            self._told[event.rank] = Told(event.text, event.seconds, time.monotonic())
+
+    def _begin(self) -> None:
+        """What was waited for is over."""
+        self._told, self._began = {}, time.monotonic()
 
     def look(self) -> None:
         """Take a sample, unless the job is over: then nothing changes any more."""
@@ -94,7 +108,7 @@ class Recorder:
                 tokens=job.tokens_per_step,
                 step=band_of({r.rank: r.step_s for r in job.ranks.values()}) if trains else None,
                 own=band_of(own) if trains else None,
-                ranks=tuple(own.values()) if trains and len(own) <= ONE_BY_ONE else (),
+                ranks=tuple(own.values()) if trains and len(own) <= ONE_BY_ONE and all(own.values()) else (),
             )
         )
 
@@ -104,7 +118,8 @@ class Recorder:
         course = self._record.course(self._record.ledger.clock.at(time.monotonic()), job.state.value)
         own = {r.rank: r.own_s for r in job.ranks.values()}
         steps = {r.rank: r.step_s for r in job.ranks.values()}
-        return course.model_copy(update={"slowest": slowest_of(own, steps)})
+        waiting = waits(job, self._told, self._began, time.monotonic())
+        return course.model_copy(update={"slowest": slowest_of(own, steps), "waiting": waiting})
 
     def _write(self, file: TimelineFile) -> None:
         try:

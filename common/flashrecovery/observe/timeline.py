@@ -207,14 +207,14 @@ class Series:
         width = max((len(b.ranks) for b in values), default=0)
         return Columns(
             width_s=self.width,
-            at_s=[_short(i * self.width) for i, _ in rows],
-            seconds=[_short(b.seconds) for b in values],
+            at_s=[short(i * self.width) for i, _ in rows],
+            seconds=[short(b.seconds) for b in values],
             steps=[b.steps for b in values],
             tokens=[b.tokens for b in values],
             version=[b.version for b in values],
             **_band_columns("step", [b.step for b in values]),
             **_band_columns("own", [b.own for b in values]),
-            ranks=[[_short(b.ranks[r]) if r < len(b.ranks) else None for b in values] for r in range(width)],
+            ranks=[[short(b.ranks[r]) if r < len(b.ranks) else None for b in values] for r in range(width)],
             counts=[(b.step.count if b.step else 0, b.own.count if b.own else 0, b.count) for b in values],
         )
 
@@ -235,7 +235,7 @@ class Series:
             )
 
 
-class Seen(BaseModel):
+class SeenBy(BaseModel):
     """Of one controller, by the time of day of its ``controller_started``: when it looked last (seconds of the job's
     clock), the newest version then, and what a step took (0: not known)."""
 
@@ -254,7 +254,7 @@ class TimelineFile(BaseModel):
 
     whole: Columns
     recent: Columns
-    controllers: list[Seen] = []
+    controllers: list[SeenBy] = []
 
 
 class Timeline:
@@ -263,12 +263,12 @@ class Timeline:
     def __init__(self) -> None:
         self.whole = Series()
         self.recent = Series(RECENT_S, RECENT_LIMIT, slides=True)
-        self.controllers: list[Seen] = []
+        self.controllers: list[SeenBy] = []
         self._version: int | None = None
 
     def serve(self, controller: float, at: float) -> None:
-        """Another controller looks from now on. ``controller``: see :class:`Seen`."""
-        self.controllers = [*self.controllers[1 - _LAUNCHES :], Seen(controller=controller, at_s=at)]
+        """Another controller looks from now on. ``controller``: see :class:`SeenBy`."""
+        self.controllers = [*self.controllers[1 - _LAUNCHES :], SeenBy(controller=controller, at_s=at)]
 
     def went_to(self, version: int) -> None:
         """Training goes on from this version."""
@@ -318,10 +318,10 @@ _ENDS = ("_low_s", "_s", "_high_s", "_most_s", "_most_rank")
 
 def _band_columns(name: str, bands: Sequence[Band | None]) -> dict[str, list[float | int | None]]:
     return {
-        f"{name}_s": [None if b is None else _short(b.middle) for b in bands],
-        f"{name}_low_s": [None if b is None else _short(b.low) for b in bands],
-        f"{name}_high_s": [None if b is None else _short(b.high) for b in bands],
-        f"{name}_most_s": [None if b is None else _short(b.most) for b in bands],
+        f"{name}_s": [None if b is None else short(b.middle) for b in bands],
+        f"{name}_low_s": [None if b is None else short(b.low) for b in bands],
+        f"{name}_high_s": [None if b is None else short(b.high) for b in bands],
+        f"{name}_most_s": [None if b is None else short(b.most) for b in bands],
         f"{name}_most_rank": [None if b is None else b.rank for b in bands],
     }
 
@@ -333,6 +333,6 @@ def _band(columns: Columns, name: str, i: int, count: int) -> Band | None:
     return Band(low, middle, high, most, rank, count)
 
 
-def _short(seconds: float) -> float:
+def short(seconds: float) -> float:
     """Six digits are enough for a picture. Times that are whole widths stay exact."""
     return seconds if seconds == int(seconds) else float(f"{seconds:.6g}")

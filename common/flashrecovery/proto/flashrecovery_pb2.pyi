@@ -954,11 +954,14 @@ class Notice(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     kind: _builtins.str
     text: _builtins.str
     step: _builtins.int
     """of undo_enabled: the step that was late; -1: every step is"""
+    seconds: _builtins.float
+    """of waiting: for how long it has lasted"""
     @_builtins.property
     def fault(self) -> Global___Fault: ...
     def __init__(
@@ -969,10 +972,11 @@ class Notice(_message.Message):
         text: _builtins.str = ...,
         fault: Global___Fault | None = ...,
         step: _builtins.int = ...,
+        seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "kind", b"kind", "rank", b"rank", "step", b"step", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "kind", b"kind", "rank", b"rank", "seconds", b"seconds", "step", b"step", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

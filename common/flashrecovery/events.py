@@ -294,15 +294,16 @@ def _drop_unfinished_line(file: RawIOBase) -> None:
     file.truncate(size - (len(content) - 1 - content.rfind(b"\n")))
 
 
-def read_events(path: Path) -> list[Event]:
-    """All events of the file, oldest first. A last line without its end (the writer was killed) is left out.
+def read_events(path: Path, size: int | None = None) -> list[Event]:
+    """All events of the file, or of its first ``size`` bytes, oldest first. A last line without its end (the writer was
+    killed) is left out.
 
     Raises:
         FileNotFoundError: there is no such file.
         EventLogError: a line is not an event of this version.
     """
     events = []
-    *lines, _unfinished = path.read_bytes().split(b"\n")
+    *lines, _unfinished = path.read_bytes()[:size].split(b"\n")
     for number, line in enumerate(lines, 1):
         try:
             events.append(_PARSER.validate_json(line))

@@ -225,7 +225,7 @@ def _with_gaps(values: Sequence[tuple[float, float | None]], width: float) -> Va
     """With an unknown value wherever nobody has looked for a while."""
     found: list[tuple[float, float | None]] = []
     for at, value in values:
-        if found and at - found[-1][0] > 1.5 * width:
+        if found and at - found[-1][0] > 2.5 * width:  # a look may come a little late, into the next bucket
             found.append((found[-1][0] + width, None))
         found.append((at, value))
     return found

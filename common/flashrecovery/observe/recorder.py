@@ -12,7 +12,6 @@ import asyncio
 import logging
 import os
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from flashrecovery import events as ev
@@ -20,34 +19,42 @@ from flashrecovery.controller.machine import Machine
 from flashrecovery.errors import ConfigError
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.observe.course import Course, Record, read_timeline, slowest_of
-from flashrecovery.observe.timeline import ONE_BY_ONE, Sample, Timeline, TimelineFile, band_of
-from flashrecovery.observe.waits import Told, waits
+from flashrecovery.observe.timeline import ONE_BY_ONE, Sample, TimelineFile, band_of
+from flashrecovery.observe.waits import SaidLine, waits
 from flashrecovery.plan.transitions import State
 
 _LOOK_S = 1.0
 _SHARE = 0.005
 _WRITE_S = 10.0
+_SHOWN_S = 0.25
 
 log = logging.getLogger("flashrecovery")
 
 
 class Recorder:
-    """Of one controller. Subscribe :meth:`take` to its log before the first event."""
+    """Of one controller. Subscribe :meth:`take` to its log before the first event.
+
+    What earlier controllers have left in the run directory is read in a thread, so that a new controller of a running
+    job is not held up by a long log; what happens meanwhile is taken in afterwards.
+    """
 
     def __init__(self, machine: Machine, files: ev.RunFiles) -> None:
         self._machine = machine
-        self._path = files.timeline_path
-        self._record = Record(_earlier_timeline(files))
-        for event in _earlier_events(files):
-            self._record.take(event)
+        self._files = files
+        self._log_bytes = files.events_path.stat().st_size
+        self._record: Record | None = None
+        self._early: list[ev.Event] = []
         self._looked_at: float | None = None
-        self._told: dict[int, Told] = {}
+        self._said: dict[int, SaidLine] = {}
         self._began = time.monotonic()
+        self._shown: tuple[float, Course] = (float("-inf"), Course())
         self._complained = False
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
+        """Begin; needs a running event loop."""
         self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(_say_if_failed)
 
     async def stop(self) -> None:
         """The last look is in the file. Idempotent."""
@@ -55,12 +62,17 @@ class Recorder:
             return
         task, self._task = self._task, None
         task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        await asyncio.wait({task})
         self.look()
-        await asyncio.to_thread(self._write, self._record.timeline.file())
+        if self._record is not None:
+            await asyncio.to_thread(self._write, self._record.timeline.file())
 
     async def _run(self) -> None:
+        record = await asyncio.to_thread(_earlier, self._files, self._log_bytes)
+        self._record, early = record, self._early
+        self._early = []
+        for event in early:
+            self._take(record, event)
         written = time.monotonic()
         while True:
             began = time.monotonic()
@@ -68,41 +80,48 @@ class Recorder:
             took = time.monotonic() - began
             if began - written >= _WRITE_S:
                 written = began
-                await asyncio.to_thread(self._write, self._record.timeline.file())
+                await asyncio.to_thread(self._write, record.timeline.file())
             await asyncio.sleep(max(_LOOK_S, took / _SHARE))
 
     def take(self, event: ev.Event) -> None:
         """An event was written."""
-        self._record.take(event)
-        if isinstance(event, ev.ControllerStarted):
-            self._record.timeline.serve(event.time, self._record.ledger.clock.at(event.monotonic))
-        elif isinstance(event, ev.JobStarted):
-            self._record.timeline.went_to(event.step)
-            self._begin()
-        elif isinstance(event, ev.RecoveryStarted):
-            self._begin()
-        elif isinstance(event, ev.RecoveryFinished):
-            self._record.timeline.went_to(event.resume_step)
-            self._begin()
-        elif isinstance(event, ev.Notice) and event.kind == NoticeKind.WAITING:
-            self._told[event.rank] = Told(event.text, event.seconds, time.monotonic())
+        if self._record is None:
+            self._early.append(event)
+        else:
+            self._take(self._record, event)
 
-    def _begin(self) -> None:
+    def _take(self, record: Record, event: ev.Event) -> None:
+        record.take(event)
+        if isinstance(event, ev.ControllerStarted):
+            record.timeline.serve(event.time, record.ledger.clock.at(event.monotonic))
+            self._begin(event)
+        elif isinstance(event, ev.JobStarted):
+            record.timeline.went_to(event.step)
+            self._begin(event)
+        elif isinstance(event, ev.RecoveryStarted):
+            self._begin(event)
+        elif isinstance(event, ev.RecoveryFinished):
+            record.timeline.went_to(event.resume_step)
+            self._begin(event)
+        elif isinstance(event, ev.Notice) and event.kind == NoticeKind.WAITING:
+            self._said[event.rank] = SaidLine(event.text, event.seconds, event.monotonic)
+
+    def _begin(self, event: ev.Event) -> None:
         """What was waited for is over."""
-        self._told, self._began = {}, time.monotonic()
+        self._said, self._began = {}, event.monotonic
 
     def look(self) -> None:
         """Take a sample, unless the job is over: then nothing changes any more."""
-        job, now = self._machine.job, time.monotonic()
-        if self._record.ledger.doing == "down":
+        job, now, record = self._machine.job, time.monotonic(), self._record
+        if record is None or record.ledger.doing == "down":
             return
         trains = job.state is State.RUNNING
         own = {r.rank: r.own_s for r in job.ranks.values()}
         passed = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
-        self._record.timeline.add(
+        record.timeline.add(
             Sample(
-                at=self._record.ledger.clock.at(now),
+                at=record.ledger.clock.at(now),
                 passed=passed,
                 version=job.committed if trains else -1,
                 tokens=job.tokens_per_step,
@@ -113,37 +132,46 @@ class Recorder:
         )
 
     def course(self) -> Course:
-        """As of now."""
-        job = self._machine.job
-        course = self._record.course(self._record.ledger.clock.at(time.monotonic()), job.state.value)
+        """As of now, or at most :data:`_SHOWN_S` ago."""
+        job, now, record = self._machine.job, time.monotonic(), self._record
+        if record is None or now - self._shown[0] < _SHOWN_S:
+            return self._shown[1]
         own = {r.rank: r.own_s for r in job.ranks.values()}
         steps = {r.rank: r.step_s for r in job.ranks.values()}
-        waiting = waits(job, self._told, self._began, time.monotonic())
-        return course.model_copy(update={"slowest": slowest_of(own, steps), "waiting": waiting})
+        live = {"slowest": slowest_of(own, steps), "waiting": waits(job, self._said, self._began, now)}
+        course = record.course(record.ledger.clock.at(now), job.state.value).model_copy(update=live)
+        self._shown = (now, course)
+        return course
 
     def _write(self, file: TimelineFile) -> None:
+        path = self._files.timeline_path
         try:
-            _replace(self._path, file.model_dump_json())
+            _replace(path, file.model_dump_json())
         except OSError as e:
             if not self._complained:
                 self._complained = True
-                log.warning("%s cannot be written, so the report will have no picture: %s", self._path, e.strerror)
+                log.warning("%s cannot be written, so the report will have no picture: %s", path, e.strerror)
 
 
-def _earlier_timeline(files: ev.RunFiles) -> Timeline:
+def _say_if_failed(task: asyncio.Task[None]) -> None:
+    """The job is more important than its picture."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("the job's course is not recorded any more", exc_info=error)
+
+
+def _earlier(files: ev.RunFiles, size: int) -> Record:
+    """What other controllers have left; ``size``: bytes of the log that are theirs."""
     try:
-        return read_timeline(files.timeline_path)
+        record = Record(read_timeline(files.timeline_path))
     except ConfigError as e:
         log.warning("%s; a new one is begun", e)
-        return Timeline()
-
-
-def _earlier_events(files: ev.RunFiles) -> list[ev.Event]:
+        record = Record()
     try:
-        return ev.read_events(files.events_path)
+        for event in ev.read_events(files.events_path, size):
+            record.take(event)
     except ev.EventLogError as e:
         log.warning("%s; what the job did before is not counted", e)
-        return []
+    return record
 
 
 def _replace(path: Path, text: str) -> None:

@@ -19,7 +19,7 @@ _ON_ITS_WAY = frozenset({Place.EMPTY, Place.STARTING})
 
 
 @dataclass(frozen=True)
-class Told:
+class SaidLine:
     """What a rank has said of itself by a notice ``waiting``: the line where it is; ``at``: CLOCK_MONOTONIC seconds."""
 
     text: str
@@ -27,7 +27,7 @@ class Told:
     at: float
 
 
-def waits(job: JobState, told: Mapping[int, Told], began: float, now: float) -> list[Wait]:
+def waits(job: JobState, told: Mapping[int, SaidLine], began: float, now: float) -> list[Wait]:
     """``told``: by rank, since the job trained last; ``began``: when the present launch or recovery did, in
     CLOCK_MONOTONIC seconds as ``now``."""
     since = now - began
@@ -58,7 +58,7 @@ def _loading(job: JobState) -> str:
     return f"the state of step {version}{where}" if version >= 0 else f"a checkpoint{where}"
 
 
-def _of(what: str, missing: list[int], told: Mapping[int, Told], since: float, now: float, world_size: int) -> Wait:
+def _of(what: str, missing: list[int], told: Mapping[int, SaidLine], since: float, now: float, world_size: int) -> Wait:
     """``missing`` ranks have yet to come to it."""
     ranks = f"{len(missing)} of {world_size} ranks to come to their {what}"
     if not missing:

@@ -17,25 +17,10 @@ from flashrecovery.cli.report import render_html, report
 from flashrecovery.observe.course import LATEST, Course, Record, RecoveryMark, Wait, course_of, slowest_of
 from flashrecovery.observe.picture import picture_of, pictures, standalone
 from flashrecovery.observe.timeline import Sample, Timeline, band_of
-from tests.support.history_samples import FAST, START, at, kill, two_recoveries
+from tests.support.history_samples import FAST, at, kill, two_recoveries
+from tests.support.observe_samples import lived
 
 CLASSES = re.compile(r'class="([^"]+)"')
-
-
-def lived(ranks: int = 4, seconds: int = 70, tokens: int = 4096) -> Record:
-    """A job of :func:`two_recoveries` that was looked at once a second."""
-    record = Record()
-    events = [at(0, ev.ControllerStarted(world_size=ranks)), *two_recoveries()]
-    record.timeline.serve(START, 0.0)
-    for event in events[:-1]:
-        record.take(event)
-    record.timeline.went_to(0)
-    own = {rank: 0.1 + rank / 1e4 for rank in range(ranks)}
-    for second in range(5, seconds):
-        few = tuple(own.values()) if ranks <= 16 else ()
-        record.timeline.add(Sample(float(second), 1.0, second * 5, tokens, band_of({0: 0.2}), band_of(own), few))
-    record.take(events[-1])
-    return record
 
 
 def svgs(html: str) -> list[ElementTree.Element]:

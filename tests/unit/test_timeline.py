@@ -124,7 +124,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     assert read_timeline(path).whole.columns().empty
     path.write_text('{"whole": {"width_s": 1.0, "at_s": [0.0]}, "recent": {"width_s": 1.0}}')
-    with pytest.raises(ConfigError, match="timeline.json is not a timeline: whole: .*not equally long"):
+    with pytest.raises(ConfigError, match=r"timeline.json is not a timeline: whole: .*not equally long"):
         read_timeline(path)
     path.write_text("{")
     with pytest.raises(ConfigError, match="is not a timeline"):

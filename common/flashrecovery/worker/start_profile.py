@@ -31,6 +31,7 @@ MOST = 5
 TELL_S = 10.0
 """A line that takes so long is told while it lasts, and again whenever it has taken :data:`_MORE` times as long."""
 _MORE = 6
+_SELDOM, _LONGEST_PERIOD_S = 1e-4, 1.0
 _TEXT = 80
 
 Tell = Callable[[str, float], None]
@@ -75,8 +76,9 @@ class StartProfile:
         ]
 
     def _run(self) -> None:
-        before = time.monotonic()
-        while not self._over.wait(self._period_s):
+        before = began = time.monotonic()
+        # a script that never comes to a protected step is looked at more and more seldom
+        while not self._over.wait(max(self._period_s, min((before - began) * _SELDOM, _LONGEST_PERIOD_S))):
             frame = sys._current_frames().get(self._thread_id)
             now = time.monotonic()
             place = self._own_line(frame)

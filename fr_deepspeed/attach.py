@@ -36,6 +36,8 @@ def attach(engine: Any) -> Recovery:
         from fr_deepspeed.adapter import adapter_for
 
         recovery.register_adapter(adapter_for(engine), **_objects(engine))
+        if block.sequence_length is not None:
+            recovery.report(tokens_per_step=engine.train_batch_size() * block.sequence_length)
         if engine.pipeline_parallelism:
             from fr_deepspeed.calls import ProtectedCalls
 

@@ -42,6 +42,9 @@ class FlashRecoveryConfig(BaseModel):
     hang_timeout_s: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
         "auto", description="seconds without progress after which a rank counts as hung"
     )
+    sequence_length: int | None = Field(
+        None, ge=1, description="tokens of a sample, to show tokens a second beside steps a second"
+    )
     checkpoint: CheckpointBlock | None = Field(None, description="the fallback, used where no copy is left")
 
     def overrides(self) -> dict[str, Any]:

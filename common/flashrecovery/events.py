@@ -10,6 +10,7 @@ Every line carries ``event`` (its name), ``time`` (Unix seconds, to compare with
         ranktable.json          who fills which rank now; replaced atomically once a generation's processes exist
         events.jsonl            the events below
         controller.json         where the controller listens, and the token for fault injection (for its owner only)
+        timeline.json           the speed of training over time, of a bounded size; replaced atomically
         logs/rank<R>.gen<G>.log what each process has printed
         lock                    held (flock) as long as the job lives
 
@@ -47,12 +48,33 @@ class Event(BaseModel):
     generation: int = 0
 
 
+class ControllerStarted(Event):
+    """A controller begins to write: the first event of a launch, also of one that never comes to a step. A successor's,
+    too; that one says so by a notice."""
+
+    event: Literal["controller_started"] = "controller_started"
+    world_size: int = 0
+
+
+class StartLine(BaseModel):
+    """A line of the script, and for how long a process was there, or in what that line calls, on its way to its first
+    step. ``where``: file and number; ``text``: what stands there."""
+
+    where: str
+    text: str
+    seconds: float
+
+
 class JobStarted(Event):
-    """Every rank has come to its first step, ``seconds`` after the launch."""
+    """Every rank has come to its first step, ``seconds`` after the launch. ``step``: the one at which the job begins,
+    above 0 if it goes on from what an earlier launch has left. ``start``: lines of the script in which the slowest
+    rank spent most of that time, longest first."""
 
     event: Literal["job_started"] = "job_started"
     world_size: int = 0
     seconds: float = 0.0
+    step: int = 0
+    start: list[StartLine] = Field(default_factory=list)
 
 
 class FailureDetected(Event):
@@ -83,15 +105,6 @@ class RecoveryPhase(Event):
 
     event: Literal["recovery_phase"] = "recovery_phase"
     name: str
-    seconds: float
-
-
-class StartLine(BaseModel):
-    """A line of the script, and for how long a replacement was there, or in what that line calls, on its way to its
-    first step. ``where``: file and number; ``text``: what stands there."""
-
-    where: str
-    text: str
     seconds: float
 
 
@@ -154,19 +167,23 @@ class StandbyReady(Event):
 
 
 class JobFinished(Event):
-    """Every rank finished. ``step_s``: what a step took; 0: not known."""
+    """Every rank finished. ``step``: the newest version that was committed, -1: none known. ``step_s``: what a step
+    took; 0: not known."""
 
     event: Literal["job_finished"] = "job_finished"
     exit_code: int = 0
     seconds: float = 0.0
+    step: int = -1
     step_s: float = 0.0
 
 
 class JobFailed(Event):
-    """The job cannot be recovered, or was stopped."""
+    """The job cannot be recovered, or was stopped. ``step``, ``step_s``: as in :class:`JobFinished`."""
 
     event: Literal["job_failed"] = "job_failed"
     reason: str
+    step: int = -1
+    step_s: float = 0.0
 
 
 class FaultInjected(Event):
@@ -200,16 +217,19 @@ class NodeLost(Event):
 
 
 class Notice(Event):
-    """Something that an operator may want to know, and that changes nothing."""
+    """Something that an operator may want to know, and that changes nothing. ``seconds``: of ``waiting``, for how long
+    it has lasted."""
 
     event: Literal["notice"] = "notice"
     rank: int = -1
     kind: str = ""
     text: str = ""
+    seconds: float = 0.0
 
 
 AnyEvent = Annotated[
-    JobStarted
+    ControllerStarted
+    | JobStarted
     | FailureDetected
     | RecoveryStarted
     | RecoveryPhase
@@ -274,15 +294,16 @@ def _drop_unfinished_line(file: RawIOBase) -> None:
     file.truncate(size - (len(content) - 1 - content.rfind(b"\n")))
 
 
-def read_events(path: Path) -> list[Event]:
-    """All events of the file, oldest first. A last line without its end (the writer was killed) is left out.
+def read_events(path: Path, size: int | None = None) -> list[Event]:
+    """All events of the file, or of its first ``size`` bytes, oldest first. A last line without its end (the writer was
+    killed) is left out.
 
     Raises:
         FileNotFoundError: there is no such file.
         EventLogError: a line is not an event of this version.
     """
     events = []
-    *lines, _unfinished = path.read_bytes().split(b"\n")
+    *lines, _unfinished = path.read_bytes()[:size].split(b"\n")
     for number, line in enumerate(lines, 1):
         try:
             events.append(_PARSER.validate_json(line))
@@ -322,6 +343,10 @@ class RunFiles:
     @property
     def controller_path(self) -> Path:
         return self.path / "controller.json"
+
+    @property
+    def timeline_path(self) -> Path:
+        return self.path / "timeline.json"
 
     @property
     def lock_path(self) -> Path:

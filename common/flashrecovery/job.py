@@ -23,7 +23,7 @@ from flashrecovery.config import RunConfig
 from flashrecovery.controller.marks_file import marks_path
 from flashrecovery.controller.service import ControllerService
 from flashrecovery.errors import ConfigError
-from flashrecovery.events import EventLog, RunDir, RunFiles
+from flashrecovery.events import ControllerStarted, EventLog, RunDir, RunFiles
 from flashrecovery.observe import Observer
 from flashrecovery.plan.quorum import Quorum
 from flashrecovery.plan.transitions import State
@@ -154,6 +154,7 @@ async def controller(
         )
         async with observed(config, run_dir, agent, service, events) as url:
             try:
+                events.write(ControllerStarted(world_size=config.world_size))
                 port = await service.start(rendezvous.controller, rendezvous.port)
                 address = f"{rendezvous.controller}:{port}"
                 known = rendezvous.access

@@ -57,6 +57,7 @@ class NoticeKind(_Word):
     CHECKPOINT_DAMAGED = "checkpoint_damaged"
     CHECKPOINT_FAILED = "checkpoint_failed"
     COMMUNICATION_OUTSIDE = "communication_outside"
+    WAITING = "waiting"
     CONTROLLER_ELECTED = "controller_elected"
     DEADLOCK = "deadlock"
     DIGEST_MISMATCH = "digest_mismatch"

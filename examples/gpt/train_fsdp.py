@@ -55,6 +55,7 @@ def main() -> None:
     training.seed_rank(args.seed)
     data = recovery.data(training.build_loader(args))
     log = training.StepLog(args)
+    recovery.report(tokens_per_step=log.tokens)
     for step in recovery.steps(args.steps):
         with step:
             x, y = next(data)

@@ -83,6 +83,7 @@ class ProtectedLoop:
         loop, iteration = self._loop, self._args.curr_iteration
         assert loop is not None
         self._started = True
+        self._report_tokens()
 
         def body() -> Any:
             for iterator in data_iterator if isinstance(data_iterator, list) else [data_iterator]:
@@ -99,6 +100,14 @@ class ProtectedLoop:
             return empty, int(iteration in loop.overflows), *rest
 
         return self._call("train", body, skipped)
+
+    def _report_tokens(self) -> None:
+        """For what is shown of the job's speed; a ramp-up changes the batch size."""
+        from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+
+        self._recovery.report(
+            tokens_per_step=int(get_current_global_batch_size() or 0) * int(self._args.seq_length or 0)
+        )
 
     def training_log(self, loss_dict: Any, total_loss_dict: Any, *args: Any, **kwargs: Any) -> Any:
         loop = self._loop

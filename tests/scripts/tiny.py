@@ -97,6 +97,8 @@ def main() -> None:
         raise ValueError("no such data set")
     dist.init_process_group("gloo")
     recovery = flashrecovery.init()
+    if mode == "slow-to-start":
+        time.sleep(12)  # a large model is built
     rank = dist.get_rank()
     torch.manual_seed(rank if mode == "unequal" else 0)
     inner = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 8))
@@ -134,6 +136,8 @@ def main() -> None:
             raise ValueError("between two steps")
         with step:
             optimizer.zero_grad()
+            if mode == "slow-to-start" and step.index == 0:
+                time.sleep(12.5)  # and compiled
             x = next(data)
             if mode == "idle-steps" and step.index % 2:
                 torch.rand(1)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from flashrecovery import events as ev
+from flashrecovery.observe.course import Record
 from flashrecovery.observe.facts import CheckpointFacts, JobFacts, NodeFacts, NodeWorkers, RecoveryFacts, WorkerFacts
 from flashrecovery.observe.tally import Tally
+from flashrecovery.observe.timeline import Sample, band_of
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from tests.support.history_samples import START, two_recoveries
+from tests.support.history_samples import START, at, two_recoveries
 
 NASTY = 'a<b>"\\\n</script><img src=x onerror=alert(1)>'
 """Text as a user's exception may have it."""
@@ -77,3 +80,19 @@ def big_job(ranks: int) -> JobFacts:
     )
     nodes = tuple(NodeFacts(n, f"n{n}", "h", tuple(range(8 * n, 8 * n + 8)), 0.1) for n in range(ranks // 8))
     return JobFacts(status, nodes, None, facts.checkpoint, facts.counts)
+
+
+def lived(ranks: int = 4, seconds: int = 70, tokens: int = 4096) -> Record:
+    """A job of :func:`two_recoveries` that was looked at once a second."""
+    record = Record()
+    events = [at(0, ev.ControllerStarted(world_size=ranks)), *two_recoveries()]
+    record.timeline.serve(START, 0.0)
+    for event in events[:-1]:
+        record.take(event)
+    record.timeline.went_to(0)
+    own = {rank: 0.1 + rank / 1e4 for rank in range(ranks)}
+    for second in range(5, seconds):
+        few = tuple(own.values()) if ranks <= 16 else ()
+        record.timeline.add(Sample(float(second), 1.0, second * 5, tokens, band_of({0: 0.2}), band_of(own), few))
+    record.take(events[-1])
+    return record

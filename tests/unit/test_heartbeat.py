@@ -153,10 +153,10 @@ def test_ranks_survive_the_wire() -> None:
     seal = DatagramSeal(TOKEN, b"salt")
     found: list[pb.RankHealth] = []
     for number, packed in parts:
-        datagram = seal.close(Header(MAGIC, BEAT, 0, number, 5, 6, 7, 8, 9, 0.5), packed)
+        datagram = seal.close(Header(MAGIC, BEAT, 0, number, 5, 6, 7, 8, 9, 0.5, 4096), packed)
         assert len(datagram) <= LIMIT and ticket_of(datagram) == 5
         opened = seal.open(datagram, BEAT)
-        assert opened is not None and opened[3:] == (number, 5, 6, 7, 8, 9, 0.5)
+        assert opened is not None and opened[3:] == (number, 5, 6, 7, 8, 9, 0.5, 4096)
         assert seal.open(datagram, ANSWER) is None
         found += unpack_ranks(datagram)
     assert found == ranks

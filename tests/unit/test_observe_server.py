@@ -17,12 +17,14 @@ from flashrecovery.config import ObserveSettings
 from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.errors import ConfigError
 from flashrecovery.observe import Observer
+from flashrecovery.observe.course import Course
+from flashrecovery.observe.picture import pictures
 from flashrecovery.observe.server import ObserveServer, serve, url_of
 from flashrecovery.observe.sources import recovery_facts
 from flashrecovery.observe.views import health_of, history_view, status_view
 from flashrecovery.plan.transitions import State
 from flashrecovery.security import is_loopback
-from tests.support.observe_samples import NASTY, job, node
+from tests.support.observe_samples import NASTY, job, lived, node
 
 
 def with_server(use: Callable[[str, aiohttp.ClientSession], Awaitable[None]], **sources: Any) -> None:
@@ -49,6 +51,34 @@ def test_status_and_history() -> None:
         assert [r["generation"] for r in history["recoveries"]] == [2, 1]
 
     with_server(use)
+
+
+def test_the_course_of_the_job_as_json_and_as_a_picture() -> None:
+    course = lived().course(70.0)
+
+    async def use(url: str, session: aiohttp.ClientSession) -> None:
+        async with session.get(url + "api/course") as answer:
+            assert answer.content_type == "application/json"
+            assert Course.model_validate_json(await answer.text()) == course
+        async with session.get(url + "api/picture") as answer:
+            assert answer.content_type == "text/html"
+            text = await answer.text()
+        assert text == pictures(course) and "style=" not in text  # the page's policy forbids these
+        async with session.get(url) as answer:
+            page = await answer.text()
+        assert "{{" not in page and "svg.course" in page
+
+    with_server(use, controller=job, course=lambda: course)
+
+
+def test_without_a_controller_there_is_no_course() -> None:
+    async def use(url: str, session: aiohttp.ClientSession) -> None:
+        async with session.get(url + "api/course") as answer:
+            assert Course.model_validate_json(await answer.text()) == Course()
+        async with session.get(url + "api/picture") as answer:
+            assert "<svg" not in await answer.text()
+
+    with_server(use, agent=node)
 
 
 def test_metrics_are_served() -> None:

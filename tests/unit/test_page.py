@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from flashrecovery import Recovery
+from flashrecovery.errors import ConfigError
 from flashrecovery.runtime.page import CAPSULE_LIMIT, TAG_NONE, Page
 
 
@@ -25,6 +27,17 @@ def test_three_versions_are_kept_and_the_oldest_is_replaced(page: Page) -> None:
     assert page.capsule_versions() == [2, 3, 4]
     assert page.read_capsule(4) == b"v4" * 100
     assert page.read_capsule(1) is None
+
+
+def test_tokens_of_a_step(page: Page) -> None:
+    assert page.tokens_per_step == 0
+    page.set_tokens_per_step((1 << 63) - 1)
+    assert page.tokens_per_step == (1 << 63) - 1 and page.capsule_versions() == []
+    plain = Recovery(None)
+    plain.report(tokens_per_step=4096)
+    for wrong in (-1, 1 << 63, 2.5, True, "4096", None):
+        with pytest.raises(ConfigError, match="tokens_per_step = .*a whole number from 0"):
+            plain.report(tokens_per_step=wrong)  # type: ignore[arg-type]
 
 
 def test_a_capsule_cut_off_while_it_was_written_is_not_held(page: Page) -> None:

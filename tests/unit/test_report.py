@@ -11,11 +11,12 @@ import pytest
 from click.testing import CliRunner
 
 from flashrecovery import events as ev
-from flashrecovery.cli.goodput import goodput
 from flashrecovery.cli.history import BOUNDS, PHASES, read_history
 from flashrecovery.cli.output import bytes_text, count_text, seconds_text
 from flashrecovery.cli.report import COLOURS, as_dict, render_html, report
 from flashrecovery.errors import ConfigError
+from flashrecovery.observe.course import Record
+from flashrecovery.observe.goodput import goodput
 from tests.support.history_samples import FAST, SLOW, at, kill, two_recoveries
 
 
@@ -104,9 +105,11 @@ def test_json_has_the_facts_and_the_bound(tmp_path: Path) -> None:
     result = CliRunner().invoke(report, [str(write_log(tmp_path, two_recoveries())), "--json"])
     found = json.loads(result.output)
     history = read_history(two_recoveries())
-    share = goodput(history, two_recoveries())
+    share = goodput(two_recoveries())
+    course = found.pop("course")
     assert found == json.loads(json.dumps(as_dict(history, share)))
-    assert found["goodput"]["share"] == share.share
+    assert found["goodput"]["share"] == share.share and course["goodput"] == found["goodput"]
+    assert [m["victims"] for m in course["recoveries"]] == [[3], [1]]
     assert found["recoveries"][1]["largest_phase"] == "replace"
     assert found["recoveries"][1]["largest_phase_bounded_by"] == BOUNDS["replace"]
     assert found["recoveries"][0]["sources"] == {"0": 2}
@@ -146,8 +149,9 @@ def test_html_is_well_formed_and_draws_every_phase(tmp_path: Path) -> None:
     parser.feed(page)
     assert parser.open == []
     pictures = [ElementTree.fromstring("<svg" + part.split("</svg>")[0] + "</svg>") for part in page.split("<svg")[1:]]
-    assert len(pictures) == 2
-    bars = list(pictures[1].iter("rect"))
+    assert len(pictures) == 3  # goodput, the job over time, and phases
+    assert all(p.find("title") is not None or p.get("aria-label") for p in pictures)
+    bars = list(pictures[2].iter("rect"))
     assert len(bars) == len(FAST) + len(SLOW)
     assert {r.get("fill") for r in bars} == {COLOURS[p] for p in FAST}
     for bar in bars:
@@ -159,7 +163,10 @@ def test_html_escapes_what_a_worker_said() -> None:
     events = kill(1, 1, 0, 1, FAST)
     first = events[0].model_copy(update={"evidence": "<script>alert(1)</script>"})
     history = read_history([first, *events[1:]])
-    page = render_html(history, goodput(history, events), "<b>dir</b>")
+    record = Record()
+    for event in [first, *events[1:]]:
+        record.take(event.model_copy(update={"cause": "<script>x"}) if hasattr(event, "cause") else event)
+    page = render_html(history, record.course(9.0), "<b>dir</b>")
     assert "<script>" not in page and "<b>dir</b>" not in page
 
 

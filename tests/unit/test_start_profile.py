@@ -6,10 +6,13 @@ import importlib
 import sys
 import sysconfig
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from flashrecovery.runtime.page import Page
+from flashrecovery.worker import start_profile
 from flashrecovery.worker.ahead import Installed
 from flashrecovery.worker.start_profile import StartProfile
 
@@ -32,8 +35,8 @@ def test_the_scripts_lines_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     profile = StartProfile(Installed())
     profile.start()
     script.main()
-    found = profile.stop()
-    assert profile.stop() == found
+    found = profile.joined()
+    assert profile.joined() == found
     assert not [t for t in threading.enumerate() if t.name == "flashrecovery-start-profile"]
     del sys.modules["slow_script"], sys.modules["slow_library"]
     named = {line.where: line for line in found}
@@ -46,4 +49,31 @@ def test_the_scripts_lines_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_who_never_began_has_nothing_to_say() -> None:
-    assert StartProfile(Installed()).stop() == []
+    assert StartProfile(Installed()).joined() == []
+
+
+def test_a_line_that_takes_long_is_told_while_it_lasts_and_so_is_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(start_profile, "TELL_S", 0.2)
+    monkeypatch.setattr(start_profile, "FIRST_STEP_PERIOD_S", 0.01)
+    told: list[tuple[str, float]] = []
+    page = Page.create("test")
+    try:
+        profile = StartProfile(Installed(), page, lambda line, seconds: told.append((line, seconds)))
+        profile.start()
+        time.sleep(0.5)  # builds a model
+        assert [line.text for line in profile.joined()][0] == "time.sleep(0.5)  # builds a model"
+        ((line, seconds),) = told  # the next word would come after six times as long
+        assert line.startswith(f"{Path(__file__).name}:") and "builds a model, in test_a_line" in line
+        assert 0.2 <= seconds < 0.4
+        time.sleep(0.4)  # waits for the others
+        assert len(told) == 1
+        page.resume(7, 0, 0)
+        time.sleep(0.5)  # compiles
+        page.set_committed(8, 0)
+        assert len(told) == 2 and "# compiles" in told[1][0]
+        time.sleep(0.4)  # the second step
+        assert len(told) == 2 and not [t for t in threading.enumerate() if t.name == "flashrecovery-first-step"]
+    finally:
+        page.close()

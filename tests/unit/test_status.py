@@ -112,6 +112,21 @@ def test_table_and_json_from_a_controller() -> None:
     assert plain["ranks"][1]["pid"] == 77 and plain["standby_starting"] == 2
 
 
+def test_of_thousands_of_ranks_those_that_need_a_look_are_shown() -> None:
+    ranks = [
+        pb.RankStatus(rank=r, state="running", tag=7, committed=7, progress_age_s=9.0 if r == 500 else 0.1, own_s=0.1)
+        for r in range(18_000)
+    ]
+    ranks[17_000].state = "starting"
+    ranks[9_000].straggler = True
+    ranks[123].own_s = 0.3
+    with serving(pb.JobStatus(state="running", ranks=ranks)) as address:
+        text = run("--controller", address)
+    shown = [int(line.split()[0]) for line in text.splitlines() if line.split()[:1] and line.split()[0].isdigit()]
+    assert len(shown) == 32 and {123, 500, 9_000, 17_000} <= set(shown) and shown == sorted(shown)
+    assert "17,968 other ranks" in text
+
+
 @pytest.mark.parametrize("arguments", [["--watch"], ["--watch", "--json"]])
 def test_watch_ends_with_the_job(arguments: list[str]) -> None:
     ended = pb.JobStatus(state="finished", generation=1)

@@ -69,9 +69,10 @@ class HeartbeatLoop:
                 await asyncio.wait_for(self._wake.wait(), pace_s)
 
     def _beat(self, alive: list[WorkerProcess], now: float) -> None:
-        ranks = []
+        ranks, tokens = [], 0
         for process in alive:
             health = process.page.health()
+            tokens = max(tokens, process.page.tokens_per_step)
             ranks.append(
                 pb.RankHealth(
                     rank=process.place,
@@ -88,7 +89,7 @@ class HeartbeatLoop:
                     kept_age_s=now - health.kept_at if health.kept >= 0 else 0.0,
                 )
             )
-        beat = pb.Heartbeat(generation=self._watched.generation, ranks=ranks)
+        beat = pb.Heartbeat(generation=self._watched.generation, ranks=ranks, tokens_per_step=tokens)
         self._send(pb.AgentMessage(heartbeat=beat))
 
     def _committed(self, health: Health) -> int:

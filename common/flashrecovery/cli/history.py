@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from flashrecovery import events as ev
+from flashrecovery.observe.goodput import on_one_clock
 from flashrecovery.observe.incident import Incident, Incidents
 
 PHASES = ("detect", "quiesce", "replace", "fallback", "regroup", "restore", "verify", "redo")
@@ -75,7 +76,8 @@ class JobHistory:
     """The whole log. ``state``: starting, running, recovering, finished or failed, as of the last event.
 
     ``started`` is the launch in Unix seconds, ``seconds`` the time from it to the last event. ``launches`` counts the
-    jobs that trained in this directory one after another.
+    jobs that trained in this directory one after another. ``start``: of the newest launch, as in
+    :class:`RecoveryRecord`.
     """
 
     state: str = "starting"
@@ -84,6 +86,7 @@ class JobHistory:
     launches: int = 0
     started: float = 0.0
     seconds: float = 0.0
+    start: tuple[tuple[str, str, float], ...] = ()
     reason: str = ""
     checkpoints: int = 0
     standby_ready: int = 0
@@ -94,10 +97,8 @@ class JobHistory:
 
 def read_history(events: Iterable[ev.Event]) -> JobHistory:
     """What happened, from all events in order."""
-    events = list(events)
-    # nothing is logged before the first step of a job, but its start says how long ago the launch was
-    launched = [e.time - (e.seconds if isinstance(e, ev.JobStarted) else 0.0) for e in events]
-    first = min(launched, default=0.0)
+    events = list(on_one_clock(events))
+    first = _launched(events[0]) if events else 0.0
     incidents, recoveries, failures = Incidents(), [], []
     history = JobHistory(started=first)
     for event in events:
@@ -118,10 +119,24 @@ def read_history(events: Iterable[ev.Event]) -> JobHistory:
     )
 
 
+def _launched(first: ev.Event) -> float:
+    """When the job was launched. In older logs nothing is before the first step, which says how long ago it was."""
+    return first.time - (first.seconds if isinstance(first, ev.JobStarted) else 0.0)
+
+
 def _after(known: JobHistory, event: ev.Event) -> JobHistory:
     """What is known of the job after this event, besides its failures and recoveries."""
+    if isinstance(event, ev.ControllerStarted):
+        return replace(known, world_size=known.world_size or event.world_size)
     if isinstance(event, ev.JobStarted):
-        return replace(known, state="running", world_size=event.world_size, reason="", launches=known.launches + 1)
+        return replace(
+            known,
+            state="running",
+            world_size=event.world_size,
+            reason="",
+            launches=known.launches + 1,
+            start=tuple((line.where, line.text, line.seconds) for line in event.start),
+        )
     if isinstance(event, ev.RecoveryStarted):
         return replace(known, state="recovering")
     if isinstance(event, ev.RecoveryFinished):

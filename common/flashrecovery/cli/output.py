@@ -4,25 +4,11 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from flashrecovery.observe.quantities import count_text, rate_text, seconds_text
+
+__all__ = ["bytes_text", "count_text", "make_console", "rate_text", "seconds_text"]
+
 _PIPE_WIDTH = 110
-
-
-def seconds_text(seconds: float) -> str:
-    """``4.1 ms``, ``0.83 s``, ``12.4 s``, ``3 min 05 s``."""
-    if seconds < 0.1:
-        return f"{seconds * 1000:.1f} ms"
-    if seconds < 10:
-        return f"{seconds:.2f} s"
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
-
-
-def count_text(count: int, one: str, many: str) -> str:
-    """``1 failure``, ``2 failures``."""
-    return f"{count:,} {one if count == 1 else many}"
 
 
 def make_console() -> Console:

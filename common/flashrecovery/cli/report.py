@@ -18,11 +18,14 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from flashrecovery.cli.goodput import Goodput, goodput
+from flashrecovery.cli.course import render_course
 from flashrecovery.cli.history import BOUNDS, PHASES, JobHistory, RecoveryRecord, read_history
 from flashrecovery.cli.output import bytes_text, count_text, make_console, seconds_text
 from flashrecovery.errors import ConfigError
 from flashrecovery.events import RunFiles
+from flashrecovery.observe.course import Course, course_of, record_of
+from flashrecovery.observe.goodput import Goodput
+from flashrecovery.observe.picture import pictures, style
 
 # Eight hues that stay apart for colour-blind readers (Okabe and Ito), by phase; rich and HTML use the same.
 COLOURS: dict[str, str] = dict(
@@ -30,6 +33,7 @@ COLOURS: dict[str, str] = dict(
 )
 _BAR = 64
 _LINES = 5
+_SLOW_LAUNCH_S = 1.0
 
 
 @click.command()
@@ -39,16 +43,16 @@ _LINES = 5
 def report(run_dir: Path, html: Path | None, as_json: bool) -> None:
     """Show every recovery of the job in RUN_DIR, phase by phase."""
     files = RunFiles(run_dir)
-    events = list(files.events())
-    history = read_history(events)
-    share = goodput(history, events)
+    record = record_of(files)
+    history, share = read_history(files.events()), record.ledger.look(record.seen_s)
+    course = course_of(files, record)
     if html is not None:
-        _write_html(html, render_html(history, share, str(run_dir)))
+        _write_html(html, render_html(history, course, str(run_dir)))
     if as_json:
-        click.echo(json.dumps(as_dict(history, share), indent=2))
+        click.echo(json.dumps({**as_dict(history, share), "course": course.model_dump()}, indent=2))
         return
     console = make_console()
-    console.print(render_text(history, share))
+    console.print(render_text(history, course))
     if html is not None:
         console.print(f"Timeline written to {escape(str(html))}", highlight=False)
 
@@ -56,7 +60,7 @@ def report(run_dir: Path, html: Path | None, as_json: bool) -> None:
 def as_dict(history: JobHistory, share: Goodput) -> dict[str, Any]:
     """The history as plain data; each recovery also names its largest phase and what bounds it."""
     plain = dataclasses.asdict(history)
-    plain["goodput"] = {**dataclasses.asdict(share), "trained_s": share.trained_s, "share": share.share}
+    plain["goodput"] = share.as_dict()
     for record, entry in zip(history.recoveries, plain["recoveries"], strict=True):
         entry["largest_phase"] = record.largest
         entry["largest_phase_bounded_by"] = BOUNDS.get(record.largest, "")
@@ -66,11 +70,12 @@ def as_dict(history: JobHistory, share: Goodput) -> dict[str, Any]:
 # -- terminal -------------------------------------------------------------------------------------
 
 
-def render_text(history: JobHistory, share: Goodput) -> Group:
-    """Headline, goodput, table and one phase bar a recovery."""
+def render_text(history: JobHistory, course: Course) -> Group:
+    """Headline, the course over time, table and one phase bar a recovery."""
     parts: list[Any] = [_headline(history)]
-    if history.launches:
-        parts.append(Text(goodput_text(share)))
+    if course.seconds > 0:
+        parts.append(render_course(course))
+    parts += _lines("Longest lines of the script on the launch's way to its first step:", launch_lines(history))
     if not history.recoveries:
         parts.append(Text("No recovery was needed."))
         return Group(*parts)
@@ -85,35 +90,34 @@ def render_text(history: JobHistory, share: Goodput) -> Group:
         parts.append(
             Text(f"Largest phase: {name} ({part:.0%} of all recovery time). Bounded by {BOUNDS.get(name, '?')}.")
         )
-        parts += _starts(finished)
+        parts += _lines("Longest lines of the script on a replacement's way to its first step:", starts(finished))
     return Group(*parts)
 
 
-def goodput_text(share: Goodput) -> str:
-    """One line."""
-    lost = [f"{seconds_text(share.launch_s)} launch", f"{seconds_text(share.recovery_s)} recoveries"]
-    if share.down_s:
-        lost.append(f"{seconds_text(share.down_s)} between launches")
-    if share.repeated_steps:
-        again = count_text(share.repeated_steps, "step", "steps") + " done again"
-        lost.append(again if share.repeated_s is None else f"{seconds_text(share.repeated_s)} for {again}")
-    return f"Goodput {share.share:.2%}: of {seconds_text(share.wall_s)}, " + ", ".join(lost)
-
-
-def _starts(recoveries: Sequence[RecoveryRecord]) -> list[Any]:
-    """Where replacements spent their time before their first step: lines of the script, with the median."""
+def starts(recoveries: Sequence[RecoveryRecord]) -> list[tuple[float, str, str]]:
+    """Where replacements spent their time before their first step: median seconds, file and number, text."""
     seconds: dict[tuple[str, str], list[float]] = {}
     for record in recoveries:
         for where, text, once in record.start:
             seconds.setdefault((where, text), []).append(once)
-    if not seconds:
+    longest = sorted(seconds.items(), key=lambda item: -sum(item[1]))[:_LINES]
+    return [(statistics.median(took), where, text) for (where, text), took in longest]
+
+
+def launch_lines(history: JobHistory) -> list[tuple[float, str, str]]:
+    """The same of the newest launch's slowest rank; none where that was quick."""
+    lines = [(took, where, text) for where, text, took in history.start]
+    return lines if sum(took for took, *_ in lines) >= _SLOW_LAUNCH_S else []
+
+
+def _lines(title: str, found: Sequence[tuple[float, str, str]]) -> list[Any]:
+    if not found:
         return []
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(justify="right", no_wrap=True)
-    longest = sorted(seconds.items(), key=lambda item: -sum(item[1]))[:_LINES]
-    for (where, text), took in longest:
-        table.add_row(seconds_text(statistics.median(took)), escape(where), escape(text))
-    return [Text("Longest lines of the script on a replacement's way to its first step:"), table]
+    for took, where, text in found:
+        table.add_row(seconds_text(took), escape(where), escape(text))
+    return [Text(title), table]
 
 
 def _headline(history: JobHistory) -> Text:
@@ -199,9 +203,10 @@ def largest_phase(recoveries: Sequence[RecoveryRecord]) -> tuple[str, float]:
 # -- HTML -----------------------------------------------------------------------------------------
 
 
-def render_html(history: JobHistory, goodput: Goodput, title: str) -> str:
-    """One self-contained page: the job's time line, and each recovery's phases to a common scale."""
+def render_html(history: JobHistory, course: Course, title: str) -> str:
+    """One self-contained page: the job over time, and each recovery's phases to a common scale."""
     from jinja2 import Environment
+    from markupsafe import Markup
 
     template = resources.files("flashrecovery.cli").joinpath("templates/report.html").read_text()
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -211,15 +216,17 @@ def render_html(history: JobHistory, goodput: Goodput, title: str) -> str:
     return environment.from_string(template).render(
         title=title,
         history=history,
-        goodput=goodput,
-        goodput_text=goodput_text(goodput),
+        course=course,
+        pictures=Markup(pictures(course)),
+        style=Markup(style()),
         started=time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(history.started)) if history.started else "",
         recoveries=[_html_recovery(i, r) for i, r in enumerate(history.recoveries, 1)],
         phases=[p for p in PHASES if any(p in r.phases for r in history.recoveries)],
         colours=COLOURS,
         bounds=BOUNDS,
         longest=max((r.total_s for r in history.recoveries), default=0.0) or 1.0,
-        span=history.seconds or 1.0,
+        starts=starts(finished),
+        launch_lines=launch_lines(history),
         ticks=_ticks(max((r.total_s for r in history.recoveries), default=0.0)),
         largest=name,
         share=share,

@@ -8,9 +8,10 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import grpc
@@ -21,10 +22,12 @@ from rich.table import Table
 from rich.text import Text
 
 from flashrecovery.access import CONTROLLER, Access
+from flashrecovery.cli.course import COLUMNS, render_course
 from flashrecovery.cli.history import read_history
 from flashrecovery.cli.output import count_text, make_console, seconds_text
 from flashrecovery.errors import ConfigError, StrangerError
 from flashrecovery.events import ControllerInfo, RunFiles
+from flashrecovery.observe.course import Course, coarser, course_of
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.security import TOKEN_ENV
@@ -32,6 +35,8 @@ from flashrecovery.tls import Tls
 
 _ANSWER_S = 2.0
 _REFRESH_S = 0.5
+_RANKS = 32
+"""Lines of the table of ranks; a job may have thousands."""
 _ENDED = ("finished", "failed", "lost")
 
 
@@ -84,6 +89,7 @@ class JobView:
     recoveries: tuple[RecoveryView, ...]
     last_failure: str
     reason: str
+    course: Course | None = None
 
 
 @click.command()
@@ -106,7 +112,7 @@ def status(
     while True:
         view = look()
         if as_json:
-            click.echo(json.dumps(dataclasses.asdict(view), indent=None if watch else 2))
+            click.echo(json.dumps(as_dict(view), indent=None if watch else 2))
         else:
             make_console().print(render(view))
         if not watch or view.state in _ENDED:
@@ -211,13 +217,16 @@ def ask(address: str, access: Access) -> JobView | None:
         ),
         last_failure=found.last_failure,
         reason=found.failure_reason,
+        course=Course.model_validate_json(found.course) if found.course else None,
     )
 
 
 async def _status(address: str, access: Access) -> pb.JobStatus | None:
     try:
         async with access.dial(address, CONTROLLER, _ANSWER_S) as channel:
-            status: pb.JobStatus = await rpc.ControllerStub(channel).Status(pb.StatusRequest(), timeout=_ANSWER_S)
+            status: pb.JobStatus = await rpc.ControllerStub(channel).Status(
+                pb.StatusRequest(course=True), timeout=_ANSWER_S
+            )
             return status
     except grpc.aio.AioRpcError:
         return None
@@ -259,7 +268,17 @@ def from_files(files: RunFiles) -> JobView:
         ),
         last_failure=f"rank {last.rank}: {last.kind}: {last.evidence}" if last is not None else "",
         reason=history.reason,
+        course=course_of(files),
     )
+
+
+def as_dict(view: JobView) -> dict[str, Any]:
+    """As plain data; the course in as many columns as a terminal has."""
+    plain = dataclasses.asdict(dataclasses.replace(view, course=None))
+    if view.course is not None:
+        whole = coarser(view.course.whole, COLUMNS, view.course.step_s)
+        plain["course"] = {**view.course.model_dump(exclude={"whole", "recent"}), "whole": whole.model_dump()}
+    return plain
 
 
 def tag_text(tag: int) -> str:
@@ -288,7 +307,9 @@ def render(view: JobView) -> Group:
         head.append(f"\nReason: {view.reason}", style="red")
     if view.last_failure:
         head.append(f"\nLast failure: {view.last_failure}")
-    parts: list[Text | Table] = [head]
+    parts: list[Text | Table | Group] = [head]
+    if view.course is not None:
+        parts.append(render_course(view.course))
     if view.ranks:
         parts.append(_ranks(view))
     if view.recoveries:
@@ -308,7 +329,8 @@ def _ranks(view: JobView) -> Table:
     times = ("last progress", "step time", "own work")
     for column in ("rank", "pid", "node", "state", "tag", "committed", *times, "joined in"):
         table.add_column(column, justify="left" if column in ("node", "state", "tag") else "right", no_wrap=True)
-    for r in view.ranks:
+    shown = _worth_a_line(view.ranks)
+    for r in shown:
         age = "-" if r.progress_age_s is None else seconds_text(r.progress_age_s)
         step = "-" if r.step_s is None else seconds_text(r.step_s)
         own = Text("-" if r.own_s is None else seconds_text(r.own_s), style="yellow" if r.straggler else "")
@@ -316,4 +338,18 @@ def _ranks(view: JobView) -> Table:
         committed = "-" if r.committed is None else str(r.committed)
         joined = f"gen {r.generation}"
         table.add_row(str(r.rank), str(r.pid), escape(r.node), r.state, r.tag, committed, age, step, own, joined)
+    if len(shown) < len(view.ranks):
+        table.caption = f"{count_text(len(view.ranks) - len(shown), 'other rank', 'other ranks')} (--json has all)"
+        table.caption_justify = "left"
     return table
+
+
+def _worth_a_line(ranks: Sequence[RankView]) -> Sequence[RankView]:
+    """All of them, as long as they fit; of more those that are not training, then the slow and the silent ones."""
+    if len(ranks) <= _RANKS:
+        return ranks
+
+    def how_well(r: RankView) -> tuple[bool, bool, float, float, int]:
+        return r.state == "running", not r.straggler, -(r.progress_age_s or 0.0), -(r.own_s or 0.0), r.rank
+
+    return sorted(sorted(ranks, key=how_well)[:_RANKS], key=lambda r: r.rank)

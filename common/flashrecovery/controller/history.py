@@ -22,6 +22,11 @@ PHASE_OF = {
 }
 
 
+def start_lines(lines: Iterable[pb.StartLine]) -> list[ev.StartLine]:
+    """For an event."""
+    return [ev.StartLine(where=line.where, text=line.text, seconds=line.seconds) for line in lines]
+
+
 @dataclass
 class HistoryEntry:
     """What is known of one recovery. Times are CLOCK_MONOTONIC seconds, durations seconds. A further failure on the way
@@ -92,5 +97,5 @@ class HistoryEntry:
             total_s=self.total_s,
             cause=self.cause,
             reason=self.reason,
-            start=[ev.StartLine(where=line.where, text=line.text, seconds=line.seconds) for line in start],
+            start=start_lines(start),
         )

@@ -155,7 +155,7 @@ class Intake:
 
     def _on_notice(self, message: pb.AgentMessage, node: str, _: float) -> None:
         n, job = message.notice, self._machine.job
-        self._record(ev.Notice(generation=job.generation, rank=n.rank, kind=n.kind, text=n.text))
+        self._record(ev.Notice(generation=job.generation, rank=n.rank, kind=n.kind, text=n.text, seconds=n.seconds))
         if n.kind == NoticeKind.HEALTH_WARNING:
             job.nodes[node].suspect = n.text  # the last to get ranks of a lost node
         elif n.kind == NoticeKind.UNDO_ENABLED and self._undo_told != (job.generation, n.step):

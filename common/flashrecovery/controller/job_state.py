@@ -55,6 +55,7 @@ class JobState:
         needs_known: the generation whose stop has told every rank's needs; 0: none.
         confirmed: ranks before this one have committed a step since the last recovery.
         stuck_at: how often the job has come to a standstill, at the newest such step.
+        tokens_per_step: that all ranks take in together, as the script has said; 0: it has not.
     """
 
     config: RunConfig
@@ -95,6 +96,7 @@ class JobState:
     needs_known: int = 0
     confirmed: int = 0
     stuck_at: dict[int, int] = field(default_factory=dict)
+    tokens_per_step: int = 0
 
     _blamed: set[tuple[str, bool, int, int]] = field(default_factory=set)
     _homes: list[str] = field(default_factory=list)  # by rank, as they were for ...
@@ -122,6 +124,11 @@ class JobState:
         """What a step takes, on the slowest rank; 0: not known."""
         return max(record.step_s for record in self.ranks.values())
 
+    @property
+    def committed(self) -> int:
+        """The newest version that every rank has committed, as far as heartbeats say; -1: not known."""
+        return min(record.committed for record in self.ranks.values())
+
     def to(self, state: State, now: float | None = None) -> None:
         check_transition(self.state, state)
         if self.recovery is not None and now is not None:
@@ -147,7 +154,7 @@ class JobState:
         self.failure_reason = reason
         self.outbox.clear()
         self.to(State.FAILED)
-        self.emit(ev.JobFailed(generation=self.generation, reason=reason))
+        self.emit(ev.JobFailed(generation=self.generation, reason=reason, step=self.committed, step_s=self.step_s))
         shutdown = pb.Shutdown(reason=reason)
         self.command(AGENT, pb.Command(shutdown=shutdown))
 

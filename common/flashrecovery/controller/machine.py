@@ -336,6 +336,7 @@ class Machine:
     def on_heartbeat(self, message: pb.Heartbeat, now: float) -> None:
         """What the ranks of one node are doing. A datagram may be older than what has come on the stream meanwhile, or
         newer: what a rank has committed counts if it is of this generation."""
+        self.job.tokens_per_step = message.tokens_per_step or self.job.tokens_per_step
         counts = (Place.RUNNING, Place.RECOVERING) if message.generation == self.job.generation else ()
         for health in message.ranks:
             record = self.job.ranks.get(health.rank)

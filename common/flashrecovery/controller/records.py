@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -239,6 +239,12 @@ class RankRecord:
 
     def need_list(self) -> list[Need]:
         return [Need(self.rank, n, b) for n, b in self.needs.items()]
+
+
+def slowest_start(records: Iterable[RankRecord]) -> Sequence[pb.StartLine]:
+    """Where the time of the one went that took longest to its first step."""
+    starts = [record.start for record in records]
+    return max(starts, key=lambda lines: sum(line.seconds for line in lines), default=[])
 
 
 def unequal_steps(records: Iterable[RankRecord]) -> str:

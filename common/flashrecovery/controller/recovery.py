@@ -11,9 +11,16 @@ from collections.abc import Sequence
 
 from flashrecovery import events as ev
 from flashrecovery.controller.evacuate import Evacuation
-from flashrecovery.controller.history import HistoryEntry
+from flashrecovery.controller.history import HistoryEntry, start_lines
 from flashrecovery.controller.job_state import JobState
-from flashrecovery.controller.records import THROUGH, Place, RankRecord, unequal_claims, unequal_steps
+from flashrecovery.controller.records import (
+    THROUGH,
+    Place,
+    RankRecord,
+    slowest_start,
+    unequal_claims,
+    unequal_steps,
+)
 from flashrecovery.controller.restore import Decision, RestoreRound, decide, from_snapshots
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.controller.starting import Starting
@@ -54,14 +61,18 @@ class RecoverySteps:
                 + ". Initialise it alike (DDP broadcasts it) before registering it."
             )
             return
-        self._job.emit(
-            ev.JobStarted(
-                generation=self._job.generation, world_size=len(self._job.ranks), seconds=now - self._job.started_at
-            )
-        )
         found = self._saved_state() if self._job.config.resume else None
         if self._job.state is State.FAILED:
             return
+        self._job.emit(
+            ev.JobStarted(
+                generation=self._job.generation,
+                world_size=len(self._job.ranks),
+                seconds=now - self._job.started_at,
+                step=found.round.version if found is not None else 0,
+                start=start_lines(slowest_start(self._job.ranks.values())),
+            )
+        )
         if found is None:
             self._job.to(State.RUNNING)
             self.send_resume(0, now)
@@ -345,8 +356,7 @@ class RecoverySteps:
             self._recovered()
             self._job.history.append(recovery)
             self._job.recovery = None
-            starts = [self._job.ranks[rank].start for rank in recovery.victims]
-            slowest = max(starts, key=lambda lines: sum(line.seconds for line in lines), default=[])
+            slowest = slowest_start(self._job.ranks[rank] for rank in recovery.victims)
             self._job.emit(recovery.finished_event(self._job.generation, slowest))
         if self._job.places[Place.DONE] and self._job.all_in(*THROUGH):
             for r in self._job.ranks.values():
@@ -363,6 +373,7 @@ class RecoverySteps:
                     generation=self._job.generation,
                     exit_code=0,
                     seconds=now - self._job.started_at,
+                    step=self._job.committed,
                     step_s=self._job.step_s,
                 )
             )

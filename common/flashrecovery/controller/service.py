@@ -8,7 +8,7 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,6 +101,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._console = Console()
         self._server: Server | None = None
         self._ticker: asyncio.Task[None] | None = None
+        self.course: Callable[[], str] | None = None
+        """What is shown of the job's course, as JSON; whoever records it sets this."""
         self._intake = Intake(
             self.machine,
             self._agents,
@@ -187,8 +189,13 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 yield downward
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.JobStatus:
-        """The whole job at one look."""
-        return self.status()
+        """The whole job at one look; with its course over time, if that is wanted."""
+        status = self.status()
+        if not request.course or self.course is None:
+            return status
+        answer = pb.JobStatus(course=self.course())
+        answer.MergeFrom(status)
+        return answer
 
     def status(self) -> pb.JobStatus:
         """What the rpc of this name answers; not to be changed."""

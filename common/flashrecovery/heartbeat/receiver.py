@@ -189,7 +189,9 @@ class HeartbeatReceiver:
         every_s = at_once_s if agent.watched else max(at_once_s, wanted_every_s)
         if not header.ranks or now - agent.fed_at < every_s:
             return False
-        heartbeat = pb.Heartbeat(generation=header.generation, ranks=unpack_ranks(datagram))
+        heartbeat = pb.Heartbeat(
+            generation=header.generation, ranks=unpack_ranks(datagram), tokens_per_step=header.tokens
+        )
         agent.fed_at, agent.watched = now, _is_watched(heartbeat)
         self.hearer.health(agent.node, heartbeat)
         return True

@@ -129,12 +129,12 @@ class HeartbeatSender(asyncio.DatagramProtocol):
             return
         now = lease_clock()
         for number, ranks in pack_ranks(heartbeat.ranks):
-            self._put(0, number, ranks, heartbeat.generation, now)
+            self._put(0, number, ranks, heartbeat.generation, now, heartbeat.tokens_per_step)
             self._waiting.append((self._counter, now))
         if tries > 1:
             self._again = asyncio.get_running_loop().call_later(_AGAIN_S, self._send, heartbeat, tries - 1)
 
-    def _put(self, flags: int, number: int, ranks: bytes, generation: int, now: float) -> None:
+    def _put(self, flags: int, number: int, ranks: bytes, generation: int, now: float, tokens: int = 0) -> None:
         """One datagram."""
         if self._transport is None or self._seal is None or self._stream is None:
             return
@@ -142,7 +142,7 @@ class HeartbeatSender(asyncio.DatagramProtocol):
         flags |= ANSWERED if self._through(now) else 0
         received, sent = self._stream.received, self._stream.sent
         header = Header(
-            MAGIC, BEAT, flags, number, self._ticket, self._counter, received, sent, generation, self._stamp
+            MAGIC, BEAT, flags, number, self._ticket, self._counter, received, sent, generation, self._stamp, tokens
         )
         self._transport.sendto(self._seal.close(header, ranks))
 

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from flashrecovery.handshake import job_key
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
-MAGIC = b"FRB2"
+MAGIC = b"FRB3"
 BEAT = 1
 """Agent to controller."""
 ANSWER = 2
@@ -29,7 +29,7 @@ GONE = 2
 ECHO = 4
 """Flag of a heartbeat: it only brings an answer's ``stamp`` back, at once, and is not answered itself."""
 
-_HEADER = struct.Struct("<4sBBHQQQQId")
+_HEADER = struct.Struct("<4sBBHQQQQIdQ")
 _TICKET = struct.Struct("<8xQ")
 _RANK = struct.Struct("<IIqQqffffeeH")
 _DIGEST_BYTES = 16
@@ -66,6 +66,7 @@ class Header(NamedTuple):
         received, sent: newest message number of the stream that the sender has got, and has sent.
         stamp: of an answer: when it was sent, by the controller's clock. Of a heartbeat: the newest that has arrived,
             0.0 for none.
+        tokens: of a step, see ``Heartbeat.tokens_per_step``.
     """
 
     magic: bytes
@@ -78,6 +79,7 @@ class Header(NamedTuple):
     sent: int
     generation: int
     stamp: float = 0.0
+    tokens: int = 0
 
 
 class DatagramSeal:

@@ -53,8 +53,18 @@ class FailureFacts:
 
 
 @dataclass(frozen=True)
+class StartFacts:
+    """A line of the script, see :class:`~flashrecovery.events.StartLine`."""
+
+    where: str
+    text: str
+    seconds: float
+
+
+@dataclass(frozen=True)
 class PastRecovery:
-    """A recovery that is over. ``finished`` is False if the job has ended in the middle of it."""
+    """A recovery that is over. ``finished`` is False if the job has ended in the middle of it. ``start``: lines of the
+    script in which a replacement spent most time before its first step."""
 
     finished_at: float
     finished: bool
@@ -68,6 +78,7 @@ class PastRecovery:
     reason: str
     fallback: bool
     failures: tuple[FailureFacts, ...]
+    start: tuple[StartFacts, ...] = ()
 
 
 @dataclass(frozen=True)

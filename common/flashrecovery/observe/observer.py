@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from flashrecovery.controller.service import ControllerService
     from flashrecovery.events import EventLog
     from flashrecovery.observe.otel import RecoveryTracer
+    from flashrecovery.observe.recorder import Recorder
     from flashrecovery.observe.server import ObserveServer
 
 
@@ -37,6 +38,7 @@ class Observer:
         self._run_dir = run_dir
         self._server: ObserveServer | None = None
         self._tracer: RecoveryTracer | None = None
+        self._recorder: Recorder | None = None
 
     async def start(self) -> str:
         """Begin; call before the first event. Returns the page's URL, "" if none is served.
@@ -49,9 +51,21 @@ class Observer:
 
             self._tracer = RecoveryTracer(otlp_processor(self._settings.otlp_endpoint), self._run_dir)
             self._log.subscribe(self._tracer.take)
+        if self._service is not None and self._log is not None:
+            self._recorder = self._record(self._service, self._log)
         if self._settings.port is None:
             return ""
         return await self._serve(self._settings.host, self._settings.port)
+
+    @staticmethod
+    def _record(service: ControllerService, log: EventLog) -> Recorder:
+        from flashrecovery.observe.recorder import Recorder
+
+        recorder = Recorder(service.machine, service.run_dir)
+        log.subscribe(recorder.take)
+        recorder.start()
+        service.course = lambda: recorder.course().model_dump_json()
+        return recorder
 
     async def _serve(self, host: str, port: int) -> str:
         # here, not at the top: a job that is not observed does not pay for the imports
@@ -68,6 +82,7 @@ class Observer:
             port,
             controller=None if self._service is None else controller_facts(self._service, tally),
             agent=None if self._agent is None else agent_facts(self._agent, self._node_rank),
+            course=None if self._recorder is None else self._recorder.course,
         )
         _say(f"page at {self._server.url} and metrics at {self._server.url}metrics")
         if not is_loopback(host):
@@ -76,6 +91,8 @@ class Observer:
 
     async def stop(self) -> None:
         """Close everything; the last spans get a second. Idempotent."""
+        if self._recorder is not None:
+            await self._recorder.stop()
         if self._server is not None:
             await self._server.close()
             self._server = None

@@ -1,4 +1,5 @@
-"""The HTTP server: ``/metrics`` for Prometheus, ``/api/status`` and ``/api/history`` as JSON, and the page at ``/``.
+"""The HTTP server: ``/metrics`` for Prometheus, ``/api/status``, ``/api/history`` and ``/api/course`` as JSON, the last
+one as pictures, too, and the page at ``/``.
 
 It runs on the event loop of the controller or agent. There only the facts are read, which takes a few microseconds a
 rank; they are formatted in another thread, so that a job of thousands of ranks is not held up in a recovery by somebody
@@ -15,20 +16,24 @@ import socket
 import time
 from collections.abc import Callable
 from importlib import resources
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from aiohttp import web
 
 from flashrecovery.errors import ConfigError
 from flashrecovery.observe import metrics, views
+from flashrecovery.observe.course import Course
 from flashrecovery.observe.facts import AgentFacts, ControllerFacts, JobFacts, NodeWorkers
+from flashrecovery.observe.picture import pictures, style
 
 _SHARED_S = 0.25
 """Pages that ask within this time of each other get the same answer; the facts are no fresher, either."""
+_SHARED_COURSE_S = 2.0
+"""The same for the course of the job, which is longer, and changes more slowly."""
 _CLOSE_S = 0.5
 """An answer that is on its way at the end may be finished for so long."""
 
-_View = Callable[[JobFacts | None, NodeWorkers | None], dict[str, Any]]
+T = TypeVar("T")
 
 
 class ObserveServer:
@@ -44,19 +49,27 @@ class ObserveServer:
 
 
 async def serve(
-    host: str, port: int, *, controller: ControllerFacts | None = None, agent: AgentFacts | None = None
+    host: str,
+    port: int,
+    *,
+    controller: ControllerFacts | None = None,
+    agent: AgentFacts | None = None,
+    course: Callable[[], Course] | None = None,
 ) -> ObserveServer:
-    """Listen on ``host:port`` (0: any free port) and show what the sources given say.
+    """Listen on ``host:port`` (0: any free port) and show what the sources given say. ``course`` is called on the event
+    loop, too.
 
     Raises:
         ConfigError: the address cannot be bound.
     """
     app = web.Application()
-    routes = _Routes(controller, agent)
+    routes = _Routes(controller, agent, course)
     app.router.add_get("/", routes.page)
     app.router.add_get("/metrics", routes.metrics)
     app.router.add_get("/api/status", routes.status)
     app.router.add_get("/api/history", routes.history)
+    app.router.add_get("/api/course", routes.course)
+    app.router.add_get("/api/picture", routes.picture)
     app.on_response_prepare.append(_add_headers)
     runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=_CLOSE_S)
     await runner.setup()
@@ -83,12 +96,17 @@ def url_of(host: str, port: int) -> str:
 
 
 class _Routes:
-    def __init__(self, controller: ControllerFacts | None, agent: AgentFacts | None) -> None:
+    def __init__(
+        self, controller: ControllerFacts | None, agent: AgentFacts | None, course: Callable[[], Course] | None
+    ) -> None:
         self._controller = controller
         self._agent = agent
         self._page = resources.files("flashrecovery.observe").joinpath("templates/page.html").read_text("utf-8")
-        self.status = _Shared(self._look, views.status_view).answer
-        self.history = _Shared(self._look, lambda job, node: views.history_view(job)).answer
+        self.status = _Shared(self._look, lambda seen: _json(views.status_view(*seen))).answer
+        self.history = _Shared(self._look, lambda seen: _json(views.history_view(seen[0]))).answer
+        look = course or Course
+        self.course = _Shared(look, lambda seen: seen.model_dump_json(), _SHARED_COURSE_S).answer
+        self.picture = _Shared(look, pictures, _SHARED_COURSE_S, "text/html").answer
 
     def _look(self) -> tuple[JobFacts | None, NodeWorkers | None]:
         job = None if self._controller is None else self._controller()
@@ -100,7 +118,7 @@ class _Routes:
             f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'; "
             "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
         )
-        text = self._page.replace("{{ nonce }}", nonce)
+        text = self._page.replace("{{ nonce }}", nonce).replace("{{ picture style }}", style())
         return web.Response(text=text, content_type="text/html", headers={"Content-Security-Policy": policy})
 
     async def metrics(self, request: web.Request) -> web.Response:
@@ -111,12 +129,20 @@ class _Routes:
         return response
 
 
-class _Shared:
-    """One answer for all who ask at about the same time."""
+class _Shared(Generic[T]):
+    """One answer for all who ask at about the same time. ``look`` runs on the event loop, ``view`` in a thread."""
 
-    def __init__(self, look: Callable[[], tuple[JobFacts | None, NodeWorkers | None]], view: _View) -> None:
+    def __init__(
+        self,
+        look: Callable[[], T],
+        view: Callable[[T], str],
+        shared_s: float = _SHARED_S,
+        content_type: str = "application/json",
+    ) -> None:
         self._look = look
         self._view = view
+        self._shared_s = shared_s
+        self._content_type = content_type
         self._lock = asyncio.Lock()
         self._text = ""
         self._until = 0.0
@@ -124,14 +150,15 @@ class _Shared:
     async def answer(self, request: web.Request) -> web.Response:
         async with self._lock:
             if time.monotonic() >= self._until:
-                self._text = await asyncio.to_thread(self._render, *self._look())
-                self._until = time.monotonic() + _SHARED_S
-        response = web.json_response(text=self._text)
+                self._text = await asyncio.to_thread(self._view, self._look())
+                self._until = time.monotonic() + self._shared_s
+        response = web.Response(text=self._text, content_type=self._content_type)
         response.enable_compression()
         return response
 
-    def _render(self, job: JobFacts | None, node: NodeWorkers | None) -> str:
-        return json.dumps(self._view(job, node), separators=(",", ":"))
+
+def _json(view: dict[str, Any]) -> str:
+    return json.dumps(view, separators=(",", ":"))
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:

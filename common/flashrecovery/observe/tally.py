@@ -10,7 +10,7 @@ import bisect
 from collections import Counter, deque
 
 from flashrecovery import events as ev
-from flashrecovery.observe.facts import Counts, Durations, FailureFacts, PastRecovery
+from flashrecovery.observe.facts import Counts, Durations, FailureFacts, PastRecovery, StartFacts
 from flashrecovery.observe.incident import Incident, Incidents
 
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0)
@@ -102,5 +102,6 @@ class Tally:
                 reason=incident.end.reason if incident.end is not None else "",
                 fallback=incident.fallback is not None,
                 failures=tuple(FailureFacts(f.rank, f.kind, f.evidence, f.step) for f in incident.failures),
+                start=tuple(StartFacts(s.where, s.text, s.seconds) for s in end.start) if end is not None else (),
             )
         )

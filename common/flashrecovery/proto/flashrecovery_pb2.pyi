@@ -718,11 +718,15 @@ Global___PairProgress: _TypeAlias = PairProgress  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
+    """tokens_per_step: of the whole job, as this node's ranks say; 0: they do not."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     GENERATION_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_STEP_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
+    tokens_per_step: _builtins.int
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankHealth]: ...
     def __init__(
@@ -730,10 +734,11 @@ class Heartbeat(_message.Message):
         *,
         generation: _builtins.int = ...,
         ranks: _abc.Iterable[Global___RankHealth] | None = ...,
+        tokens_per_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "ranks", b"ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "ranks", b"ranks", "tokens_per_step", b"tokens_per_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -949,11 +954,14 @@ class Notice(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     kind: _builtins.str
     text: _builtins.str
     step: _builtins.int
     """of undo_enabled: the step that was late; -1: every step is"""
+    seconds: _builtins.float
+    """of waiting: for how long it has lasted"""
     @_builtins.property
     def fault(self) -> Global___Fault: ...
     def __init__(
@@ -964,10 +972,11 @@ class Notice(_message.Message):
         text: _builtins.str = ...,
         fault: Global___Fault | None = ...,
         step: _builtins.int = ...,
+        seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "kind", b"kind", "rank", b"rank", "step", b"step", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "kind", b"kind", "rank", b"rank", "seconds", b"seconds", "step", b"step", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3184,14 +3193,20 @@ Global___FetchRequest: _TypeAlias = FetchRequest  # noqa: Y015
 
 @_typing.final
 class StatusRequest(_message.Message):
+    """course: with the job's course over time, for those who draw it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
+    COURSE_FIELD_NUMBER: _builtins.int
+    course: _builtins.bool
     def __init__(
         self,
+        *,
+        course: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["course", b"course"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3306,6 +3321,7 @@ class JobStatus(_message.Message):
     UPTIME_S_FIELD_NUMBER: _builtins.int
     FAILURE_REASON_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
+    COURSE_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     generation: _builtins.int
     standby_ready: _builtins.int
@@ -3314,6 +3330,8 @@ class JobStatus(_message.Message):
     run_dir: _builtins.str
     uptime_s: _builtins.float
     failure_reason: _builtins.str
+    course: _builtins.str
+    """JSON, see observe/course.py"""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankStatus]: ...
     @_builtins.property
@@ -3334,10 +3352,11 @@ class JobStatus(_message.Message):
         uptime_s: _builtins.float = ...,
         failure_reason: _builtins.str = ...,
         nodes: _abc.Iterable[Global___NodeStatus] | None = ...,
+        course: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure_reason", b"failure_reason", "generation", b"generation", "last_failure", b"last_failure", "nodes", b"nodes", "ranks", b"ranks", "recoveries", b"recoveries", "run_dir", b"run_dir", "standby_ready", b"standby_ready", "standby_starting", b"standby_starting", "state", b"state", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["course", b"course", "failure_reason", b"failure_reason", "generation", b"generation", "last_failure", b"last_failure", "nodes", b"nodes", "ranks", b"ranks", "recoveries", b"recoveries", "run_dir", b"run_dir", "standby_ready", b"standby_ready", "standby_starting", b"standby_starting", "state", b"state", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -45,7 +45,7 @@ PAGE_BYTES = _SETUP + SETUP_LIMIT
 
 # Indices of the header's 8-byte words; the lifeline lies behind them.
 _MAGIC, _TAG, _PROGRESS, _TIME_NS, _COMMITTED, _STEP_NS, _GENERATION, _OWN_NS, _OWN_LEAST_NS = range(9)
-_OVERHEAD_NS, _KEPT, _KEPT_NS, _LEASE_NS = range(9, 13)
+_OVERHEAD_NS, _KEPT, _KEPT_NS, _LEASE_NS, _TOKENS = range(9, 14)
 _SLOT_WORDS = tuple(16 + 8 * i for i in range(VERSIONS_KEPT))
 """Each: version + 1 (0: empty), length, digest, final, two for the witness, whether there is one."""
 _END = struct.Struct("<qq")
@@ -136,6 +136,15 @@ class Page:
         if self._words[_KEPT] != version + 1:
             self._words[_KEPT_NS] = time.monotonic_ns()
             self._words[_KEPT] = version + 1
+
+    def set_tokens_per_step(self, tokens: int) -> None:
+        """Publish how many tokens a step of the whole job takes in."""
+        self._words[_TOKENS] = tokens
+
+    @property
+    def tokens_per_step(self) -> int:
+        """What :meth:`set_tokens_per_step` has said; 0: nothing."""
+        return self._words[_TOKENS]
 
     # -- lease ------------------------------------------------------------------------------------
 

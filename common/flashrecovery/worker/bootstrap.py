@@ -12,10 +12,12 @@ import runpy
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashrecovery.errors import DivergedError
+from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.channel import PAGE_ENV, Channel
 from flashrecovery.runtime.environment import AGENT_PID_ENV, STANDBY_DEVICE_ENV
@@ -26,7 +28,7 @@ from flashrecovery.worker.ahead import Installed
 from flashrecovery.worker.ahead_of_script import AheadOfScript
 from flashrecovery.worker.environment_watch import EnvironmentWatch
 from flashrecovery.worker.hooks import install_adapter_hooks, install_spawn_hook
-from flashrecovery.worker.start_profile import StartProfile
+from flashrecovery.worker.start_profile import LAUNCH_PERIOD_S, PERIOD_S, StartProfile
 
 if TYPE_CHECKING:
     from flashrecovery.worker.worker import Connection
@@ -117,11 +119,23 @@ def _prepare(channel: Channel, page: Page, assign: pb.Assign, command: list[str]
     setup_log = page.read_setup_log() if detached else None
     install_group_hook(detached, setup_log)
     installed = Installed.beside(command)
-    watch, profile = EnvironmentWatch(installed), StartProfile(installed)
+    watch = EnvironmentWatch(installed)
+    profile = _start_profile(installed, channel, page, assign)
     _connection = Connection(channel, page, assign.rank, assign.generation, detached, watch, profile)
     watch.start()
-    if detached:
-        profile.start()
+    profile.start()
+
+
+def _start_profile(installed: Installed, channel: Channel, page: Page, assign: pb.Assign) -> StartProfile:
+    """At a launch all ranks wait for much the same, so one of them tells what; a replacement tells for itself."""
+
+    def tell(line: str, seconds: float) -> None:
+        notice = pb.Notice(rank=assign.rank, kind=NoticeKind.WAITING, text=line, step=-1, seconds=seconds)
+        with suppress(OSError):  # the agent is gone, which the control thread sees, too
+            channel.send(pb.FromWorker(notice=notice))
+
+    told = tell if assign.detached or assign.rank == 0 else None
+    return StartProfile(installed, page, told, PERIOD_S if assign.detached else LAUNCH_PERIOD_S)
 
 
 def _set_module_path(command: list[str]) -> None:

@@ -97,7 +97,7 @@ class Recoverer:
             hang_floor_s=worker.settings.timeouts.hang_floor_s,
             checkpoints=worker.settings.checkpoint.dir is not None,
             checkpoint_interval_s=_seconds(worker.settings.checkpoint.interval_s),
-            start=worker.connection.start_profile.stop(),
+            start=worker.connection.start_profile.joined(),
             in_snapshots=self._loop.copies.in_snapshots,
             parity=parity_message(self._loop.copies.parity(-1)),
         )

@@ -104,6 +104,19 @@ class Recovery:
         if self._session is not None:
             self._session.registry.register_adapter(adapter, objects)
 
+    def report(self, *, tokens_per_step: int) -> None:
+        """Say how many tokens a step takes in, of all ranks together, for what is shown of the job's speed. May be
+        called at any time, and again when it changes; costs nothing.
+
+        Raises:
+            ConfigError: it is not a whole number from 0 to 2**63 - 1.
+        """
+        whole = isinstance(tokens_per_step, int) and not isinstance(tokens_per_step, bool)
+        if not whole or not 0 <= tokens_per_step < 1 << 63:
+            raise ConfigError(f"tokens_per_step = {tokens_per_step!r}: a whole number from 0 to 2**63 - 1 is allowed")
+        if self._session is not None:
+            self._session.gate.page.set_tokens_per_step(tokens_per_step)
+
     def data(self, loader: Iterable[Any]) -> DataStream:
         """An iterator over ``loader``, epoch after epoch (``set_epoch`` is called on its sampler), that rolls back with
         the step.

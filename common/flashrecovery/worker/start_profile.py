@@ -1,8 +1,9 @@
-"""Where a replacement's time goes before its first step: which lines of the script take how long.
+"""Where a process's time goes before its first step is over: which lines of the script take how long.
 
-Recovery waits for a replacement's way to its first step, which the script's author can make faster, once it is known
-what takes the time. A thread looks at the training thread's stack every few milliseconds, and counts for the innermost
-line of the script's own code; what libraries do there counts for the line that called them.
+The launch, and every recovery, waits for that. The script's author can make it faster, once it is known what takes the
+time; and whoever looks at a job that does not train wants to know what it waits for. A thread looks at the training
+thread's stack now and then, and counts for the innermost line of the script's own code; what libraries do there counts
+for the line that called them. The first step is looked at, too: that is where models are compiled.
 """
 
 from __future__ import annotations
@@ -12,59 +13,102 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime.page import TAG_NONE, Page
 from flashrecovery.worker.ahead import Installed
 
 PERIOD_S = 0.01
+"""Of a replacement, for which all others wait."""
+LAUNCH_PERIOD_S = 0.1
+FIRST_STEP_PERIOD_S = 0.25
 LEAST_S = 0.03
 """A line that took less is not worth a look."""
 MOST = 5
+TELL_S = 10.0
+"""A line that takes so long is told while it lasts, and again whenever it has taken :data:`_MORE` times as long."""
+_MORE = 6
+_SELDOM, _LONGEST_PERIOD_S = 1e-4, 1.0
 _TEXT = 80
+
+Tell = Callable[[str, float], None]
+"""Takes the line and what is called there, and for how many seconds the thread has been there."""
 
 
 class StartProfile:
-    """Of the thread that makes it, from :meth:`start` to :meth:`stop`."""
+    """Of the thread that makes it, from :meth:`start` to :meth:`joined`, and if ``tell`` is given, on to its first
+    commit on ``page``."""
 
-    def __init__(self, installed: Installed) -> None:
+    def __init__(
+        self, installed: Installed, page: Page | None = None, tell: Tell | None = None, period_s: float = PERIOD_S
+    ) -> None:
         self._installed = installed
+        self._page = page
+        self._tell = tell
+        self._period_s = period_s
         self._thread_id = threading.get_ident()
         self._seconds: dict[tuple[str, int], float] = defaultdict(float)
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
+        self._there: tuple[tuple[str, int] | None, float, float] = (None, 0.0, 0.0)  # place, since, told next after
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="flashrecovery-start-profile", daemon=True)
         self._thread.start()
 
-    def stop(self) -> list[pb.StartLine]:
-        """The lines that took longest, longest first. Idempotent."""
-        self._over.set()
-        if self._thread is not None:
+    def joined(self) -> list[pb.StartLine]:
+        """The process has come to its first step. The lines that took longest, longest first. Idempotent."""
+        if not self._over.is_set() and self._thread is not None:
+            self._over.set()
             self._thread.join()
             self._thread = None
+            if self._tell is not None and self._page is not None:
+                first = threading.Thread(target=self._first_step, name="flashrecovery-first-step", daemon=True)
+                first.start()
         longest = sorted(self._seconds.items(), key=lambda item: -item[1])[:MOST]
         return [
-            pb.StartLine(
-                where=f"{Path(file).name}:{line}",
-                text=linecache.getline(file, line).strip()[:_TEXT],
-                seconds=seconds,
-            )
-            for (file, line), seconds in longest
+            pb.StartLine(where=_where(place), text=_line(place), seconds=seconds)
+            for place, seconds in longest
             if seconds >= LEAST_S
         ]
 
     def _run(self) -> None:
-        before = time.monotonic()
-        while not self._over.wait(PERIOD_S):
+        before = began = time.monotonic()
+        # a script that never comes to a protected step is looked at more and more seldom
+        while not self._over.wait(max(self._period_s, min((before - began) * _SELDOM, _LONGEST_PERIOD_S))):
             frame = sys._current_frames().get(self._thread_id)
             now = time.monotonic()
             place = self._own_line(frame)
             if place is not None:
                 self._seconds[place] += now - before
+            self._look(place, frame, now)
             before = now
+
+    def _first_step(self) -> None:
+        """While it lasts; before it, this process waits for the others."""
+        assert self._page is not None
+        while self._page.tag == TAG_NONE:
+            time.sleep(FIRST_STEP_PERIOD_S)
+        began_at = self._page.committed
+        self._there = (None, 0.0, 0.0)
+        while self._page.committed == began_at:
+            time.sleep(FIRST_STEP_PERIOD_S)
+            frame = sys._current_frames().get(self._thread_id)
+            self._look(self._own_line(frame), frame, time.monotonic())
+
+    def _look(self, place: tuple[str, int] | None, frame: FrameType | None, now: float) -> None:
+        """Tell of a line that takes long."""
+        there, since, told_after = self._there
+        if place != there:
+            self._there = (place, now, TELL_S)
+        elif place is not None and now - since >= told_after and self._tell is not None:
+            self._there = (place, since, told_after * _MORE)
+            code = frame.f_code if frame is not None else None
+            inside = f", in {code.co_name} of {_short(code.co_filename)}" if code is not None else ""
+            self._tell(f"{_where(place)} {_line(place)}{inside}", now - since)
 
     def _own_line(self, frame: FrameType | None) -> tuple[str, int] | None:
         while frame is not None:
@@ -73,3 +117,16 @@ class StartProfile:
                 return name, frame.f_lineno
             frame = frame.f_back
         return None
+
+
+def _where(place: tuple[str, int]) -> str:
+    return f"{Path(place[0]).name}:{place[1]}"
+
+
+def _line(place: tuple[str, int]) -> str:
+    return linecache.getline(*place).strip()[:_TEXT]
+
+
+def _short(file: str) -> str:
+    """``torch/nn/functional.py``: the last folders of a long path."""
+    return "/".join(Path(file).parts[-3:])

@@ -122,9 +122,7 @@ def percentile(values: list[float], part: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--speeds", type=float, nargs="*", default=[100, 200, 400], metavar="MB/S")
-    parser.add_argument(
-        "--width", type=int, default=1600, help="of the four layers: a copy has 24 x its square"
-    )
+    parser.add_argument("--width", type=int, default=1600, help="of the four layers: a copy has 24 x its square")
     parser.add_argument(
         "--part", type=float, default=0.9, help="of the idle time that a copy takes at the middle speed"
     )

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from flashrecovery.plan.boxes import Box, NobodyHoldsError, Space, chunks, flat_boxes, left_of
 from flashrecovery.plan.layouts import (
-    Share,
     Placement,
     RankGrid,
     RankLayout,
     Section,
+    Share,
     chunked,
     end_to_end,
     even,

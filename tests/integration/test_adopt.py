@@ -38,6 +38,7 @@ TWO = Layout("two", "train_ddp.py", nproc=2)
 
 def adopted(folder: Path, layout: Layout, launcher: list[str], **options: object) -> RunningJob:
     """A job whose ranks are tasks of the launcher."""
+    folder.mkdir(exist_ok=True)
     env = {**MPIRUN_ENV, **options.pop("env", {})}  # type: ignore[dict-item]
     return RunningJob(folder / "run", layout, launcher=launcher, env=env, **options)  # type: ignore[arg-type]
 
@@ -55,7 +56,9 @@ def guards(job: RunningJob) -> dict[int, psutil.Process]:
 
 
 def agent_of(job: RunningJob) -> psutil.Process:
-    (agent,) = [p for p in map(psutil.Process, marked_processes(job.marker)) if "flashrecovery.adopt.daemon" in p.cmdline()]
+    (agent,) = [
+        p for p in map(psutil.Process, marked_processes(job.marker)) if "flashrecovery.adopt.daemon" in p.cmdline()
+    ]
     return agent
 
 
@@ -75,7 +78,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ranks_are_killed_and_the_launcher_does_not_notice(launcher, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    """Four ranks: one by a standby, one before another is there; the same bits, and each rank's output in its task's."""
+    """Four ranks: one replaced by a standby, one before another is there. Each rank's output is its task's."""
     clean = adopted(tmp_path / "clean", DDP, launcher(4), steps=10, standby=1)
     first = clean.wait()
     assert first.code == 0, first.explain()
@@ -96,7 +99,7 @@ def test_ranks_are_killed_and_the_launcher_does_not_notice(launcher, tmp_path: P
 
 
 def test_a_killed_rank_is_replaced_from_the_zygote(reference: Job, tmp_path: Path) -> None:
-    """SIGKILL from outside; twice the same rank. The first process is the task's child, the others the agent's."""
+    """SIGKILL from outside, twice the same rank. The first process is the task's child, the others the agent's."""
     job = adopted(tmp_path, TWO, stand_in(2), steps=12, standby=0, flags=["--step-time", "200"])
     job.wait_for_step(2)
     (task,) = [task for rank, task in guards(job).items() if rank == 1]
@@ -115,7 +118,7 @@ def test_a_killed_rank_is_replaced_from_the_zygote(reference: Job, tmp_path: Pat
 
 
 def test_a_rank_outlives_its_task_and_its_first_process_does_not(reference: Job, tmp_path: Path) -> None:
-    """With a launcher that goes on: killed with its task, the rank is replaced; killed after that, the task only was."""
+    """With a launcher that lets the others go on: the rank is killed with its task, and replaced."""
     job = adopted(tmp_path, TWO, stand_in(2, "--keep-going"), steps=12, standby=0, flags=["--step-time", "300"])
     job.wait_for_step(2)
     tasks = guards(job)
@@ -208,7 +211,9 @@ def test_a_task_with_other_options(tmp_path: Path) -> None:
 
 
 def test_a_job_that_fails_ends_every_task_with_an_error(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\nraise ValueError('own')\n")
+    (tmp_path / "script.py").write_text(
+        "import torch.distributed as dist\ndist.init_process_group('gloo')\nraise ValueError('own')\n"
+    )
     launcher = stand_in(2, "--keep-going")
     done = adopted(tmp_path, TWO, launcher, script=tmp_path / "script.py", standby=0, config={"max_restarts": 0}).wait()
     assert codes(done) == [1, 1], done.explain()
@@ -244,7 +249,14 @@ def test_tasks_that_are_killed_leave_nothing(tmp_path: Path) -> None:
 
 
 def test_an_agent_that_is_killed_ends_the_tasks(tmp_path: Path) -> None:
-    job = adopted(tmp_path, TWO, stand_in(2, "--keep-going"), steps=500, flags=["--step-time", "100"], options=["--snapshots", "never"])
+    job = adopted(
+        tmp_path,
+        TWO,
+        stand_in(2, "--keep-going"),
+        steps=500,
+        flags=["--step-time", "100"],
+        options=["--snapshots", "never"],
+    )
     job.wait_for_step(2)
     agent_of(job).kill()
     done = job.wait(30)
@@ -284,7 +296,9 @@ def test_a_warning_of_the_launcher_reaches_every_rank(tmp_path: Path) -> None:
     """As Slurm's --signal does it. (The ranks end as they like; that is no end of the training, so the job fails.)"""
     (tmp_path / "script.py").write_text(SIGNALLED)
     launcher = stand_in(2, "--keep-going")
-    job = adopted(tmp_path, TWO, launcher, script=tmp_path / "script.py", standby=0, config={"max_failures_per_step": 1})
+    job = adopted(
+        tmp_path, TWO, launcher, script=tmp_path / "script.py", standby=0, config={"max_failures_per_step": 1}
+    )
     job.wait_for_step(2)
     job.popen.send_signal(signal.SIGUSR1)
     done = job.wait()

@@ -82,7 +82,7 @@ def main() -> int:
 
 def _wait(tasks: dict[int, subprocess.Popen[bytes]], *, keep_going: bool) -> int:
     deadline = None
-    while any(task.poll() is None for task in tasks.values()):
+    while None in [task.poll() for task in tasks.values()]:
         time.sleep(0.02)
         if deadline is None and not keep_going and any(task.returncode for task in tasks.values()):
             deadline = time.monotonic() + _GRACE_S
@@ -92,7 +92,7 @@ def _wait(tasks: dict[int, subprocess.Popen[bytes]], *, keep_going: bool) -> int
             for task in tasks.values():
                 task.kill()
     for rank, task in tasks.items():
-        print(f"task {rank} has ended with {task.returncode}", flush=True)
+        print(f"\ntask {rank} has ended with {task.returncode}", flush=True)  # after what ends without a newline
     return abs(next((task.returncode for task in tasks.values() if task.returncode), 0))
 
 

@@ -31,6 +31,8 @@ from flashrecovery.runtime.task import Task
 
 _LOOK_S = 0.05
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_REFUSED = 2
+"""As of the command line: options, or tasks, that are wrong."""
 _AGENT_LEAVES_S = 15.0
 """The agent's own end after it has told its guards of the job's end, for the guard that has started it."""
 
@@ -74,7 +76,9 @@ class _Guard:
             _kill(child)
         self._copier.close()
         sock.close()
-        if code and self._task.local_rank == 0:
+        if code == _REFUSED:
+            print(f"flashrecovery: error: {reason}", file=sys.stderr)
+        elif code and self._task.local_rank == 0:
             print(f"flashrecovery: the job failed: {reason}\nEvidence is kept in {self._launch.path}", file=sys.stderr)
         if self._agent is not None:
             await self._agent_leaves()

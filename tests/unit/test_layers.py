@@ -37,6 +37,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "observe",
         "job",
         "adopt",
+        "ray",
         "cli",
     )
 )

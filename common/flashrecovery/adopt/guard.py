@@ -23,9 +23,9 @@ from flashrecovery.errors import ConfigError
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime import local_socket
 from flashrecovery.runtime.channel import CHANNEL_ENV, PAGE_ENV
-from flashrecovery.runtime.environment import AGENT_PID_ENV
+from flashrecovery.runtime.environment import AGENT_PID_ENV, LAUNCHER_PID_ENV
 from flashrecovery.runtime.framed import Framed
-from flashrecovery.runtime.process_control import adopt_orphans, name_thread
+from flashrecovery.runtime.process_control import adopt_orphans, die_with_parent, name_thread
 from flashrecovery.runtime.surroundings import Surroundings
 from flashrecovery.runtime.task import Task
 
@@ -39,6 +39,9 @@ _AGENT_LEAVES_S = 15.0
 
 def stand(task: Task, launch: Launch) -> int:
     """Guard this task to the end of its job. Returns the code for the launcher. Raises ConfigError."""
+    launcher = os.environ.pop(LAUNCHER_PID_ENV, None)
+    if launcher is not None:
+        die_with_parent(int(launcher))
     name_thread("fr-guard")
     adopt_orphans()
 

@@ -17,6 +17,8 @@ STANDBY_DEVICE_ENV = "FLASHRECOVERY_STANDBY_DEVICE"
 """The GPU that a standby begins to use at once: that of the local rank with this number."""
 CPUS_ENV = "FLASHRECOVERY_CPUS"
 """The CPUs that the process may use, JSON; unset: those of its parent."""
+LAUNCHER_PID_ENV = "FLASHRECOVERY_LAUNCHER_PID"
+"""Of a guard: the process with which it ends, its parent; unset: it has none."""
 PER_TASK_ENV = "FLASHRECOVERY_PER_TASK"
 """Names of variables in which the tasks of a launcher differ, with blanks between: nobody who imports ahead of a rank
 may ask for them."""

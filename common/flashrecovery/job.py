@@ -17,6 +17,7 @@ from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.election import Election
 from flashrecovery.agent.identity import Identity
 from flashrecovery.agent.peer_service import PeerService
+from flashrecovery.agent.process_manager import Places
 from flashrecovery.agent.session import ControllerSession, answers
 from flashrecovery.clock import lease_clock
 from flashrecovery.config import RunConfig
@@ -91,8 +92,9 @@ async def _moved_to(path: Path, rendezvous: Rendezvous) -> Rendezvous | None:
     return None
 
 
-async def run_job(config: RunConfig, command: list[str], path: Path) -> tuple[int, str]:
-    """Run this node's part of the job to its end. Returns the exit code and, if it is not 0, the reason.
+async def run_job(config: RunConfig, command: list[str], path: Path, places: Places | None = None) -> tuple[int, str]:
+    """Run this node's part of the job to its end. Returns the exit code and, if it is not 0, the reason. ``places``:
+    who has made room for this node's ranks, if it is not the agent.
 
     The controller's events and the rank table are in ``path``, what each agent writes in ``path/nodes/<name>`` if there
     are several; so they may share one directory.
@@ -109,7 +111,8 @@ async def run_job(config: RunConfig, command: list[str], path: Path) -> tuple[in
         identity = Identity.of(config, rendezvous.here if config.several_nodes else LOOPBACK)
         own = path / "nodes" / identity.name if config.several_nodes else path
         agents_dir = stack.enter_context(closing(RunDir(own)))
-        agent, peers = await stack.enter_async_context(_agent(config, command, agents_dir, identity, rendezvous.access))
+        started = _agent(config, command, agents_dir, identity, rendezvous.access, places)
+        agent, peers = await stack.enter_async_context(started)
         lead = Leadership(config, rendezvous, path, agents_dir, agent)
         stack.push_async_callback(lead.end)
         address = await lead.begin() if rendezvous.embeds else f"{rendezvous.controller}:{rendezvous.port}"
@@ -273,14 +276,19 @@ class Leadership:
 
 @asynccontextmanager
 async def _agent(
-    config: RunConfig, command: list[str], run_dir: RunDir, identity: Identity, access: Access
+    config: RunConfig,
+    command: list[str],
+    run_dir: RunDir,
+    identity: Identity,
+    access: Access,
+    places: Places | None,
 ) -> AsyncIterator[tuple[Agent, PeerService | None]]:
     """This node's agent, and what it does for others where there are any."""
     peers: PeerService | None = None
     if config.several_nodes:
         peers = PeerService(access)
         await peers.start(identity.host)
-    agent = Agent(config, command, run_dir, identity, access, peers)
+    agent = Agent(config, command, run_dir, identity, access, peers, places)
     try:
         yield agent, peers
     finally:

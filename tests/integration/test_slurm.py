@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -38,7 +39,15 @@ def cluster() -> Iterator[Cluster]:
 class SlurmJob:
     """A job of the example's batch script."""
 
-    def __init__(self, cluster: Cluster, folder: Path, *, nodes: int = 3, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        folder: Path,
+        *,
+        nodes: int = 3,
+        env: dict[str, str] | None = None,
+        script: Path = GPT / "slurm" / "gpt.sbatch",
+    ) -> None:
         """On the first ``nodes``, of which two train."""
         self.cluster = cluster
         self.run_dir = folder / "run"
@@ -48,7 +57,7 @@ class SlurmJob:
         chosen |= {"RUN_DIR": str(self.run_dir), "NPROC": "2", "SPARE_NODES": str(nodes - 2), "REQUEUES": "0"}
         names = ",".join(n.name for n in cluster.nodes[:nodes])
         command = [f"--nodes={nodes}", f"--nodelist={names}", f"--output={self._output}"]
-        command += [str(GPT / "slurm" / "gpt.sbatch"), str(GPT / "train_ddp.py"), *SMALL]
+        command += [str(script), str(GPT / "train_ddp.py"), *SMALL]
         command += ["--steps", str(STEPS), "--step-time", "100"]
         self.number = cluster.submit(command, {**chosen, **(env or {})}, ROOT)
 
@@ -78,6 +87,11 @@ class SlurmJob:
     def wait_for(self, event: str, count: int = 1) -> None:
         self.wait(lambda: len(self.of(event)) >= count, f"event {event}")
 
+    def pid_of(self, rank: int) -> int:
+        """The process that fills the rank. (All hosts have the machine's pids.)"""
+        table = json.loads((self.run_dir / "ranktable.json").read_text())
+        return next(int(entry["pid"]) for entry in table["ranks"] if entry["rank"] == rank)
+
     def end(self, timeout_s: float = 180) -> Job:
         """How it ended, as Slurm says."""
         try:
@@ -102,7 +116,7 @@ class SlurmJob:
         return f"{self.cluster.ask('scontrol', 'show', 'job', str(self.number))}\n{output}\n{self.cluster.logs()}"
 
 
-def _idle(cluster: Cluster) -> None:
+def idle(cluster: Cluster) -> None:
     """Every node is free again, with nothing of a job on it."""
     cluster.wait(lambda: all(cluster.state_of(n) == "idle" for n in cluster.nodes), "all nodes are idle", 60)
     for node in cluster.nodes:
@@ -122,7 +136,7 @@ def _check_lost(ended: Job, node: str) -> None:
 def reference(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
     """The same launch without a fault."""
     job = SlurmJob(cluster, tmp_path_factory.mktemp("reference")).end()
-    _idle(cluster)
+    idle(cluster)
     return job
 
 
@@ -144,7 +158,7 @@ def test_a_step_that_is_killed(cluster: Cluster, reference: Job, tmp_path: Path)
     ended = job.end()
     _check_lost(ended, "host2")
     check_same(ended, reference)
-    _idle(cluster)
+    idle(cluster)
 
 
 def test_an_agent_that_is_killed(cluster: Cluster, reference: Job, tmp_path: Path) -> None:
@@ -156,7 +170,7 @@ def test_an_agent_that_is_killed(cluster: Cluster, reference: Job, tmp_path: Pat
     _check_lost(ended, "host2")
     assert [e["node"] for e in ended.of("node_joined")][2:] == ["host2"]
     check_same(ended, reference)
-    _idle(cluster)
+    idle(cluster)
 
 
 def test_a_node_that_crashes(cluster: Cluster, reference: Job, tmp_path: Path) -> None:
@@ -172,7 +186,7 @@ def test_a_node_that_crashes(cluster: Cluster, reference: Job, tmp_path: Path) -
     assert cluster.job_field(job.number, "NodeList") == "host1"
     check_same(ended, reference)
     cluster.start_node(cluster.nodes[1])
-    _idle(cluster)
+    idle(cluster)
 
 
 def test_a_controller_that_is_killed(cluster: Cluster, reference: Job, tmp_path: Path) -> None:
@@ -184,7 +198,7 @@ def test_a_controller_that_is_killed(cluster: Cluster, reference: Job, tmp_path:
     ended = job.end()
     assert not ended.of("recovery_started")
     check_same(ended, reference)
-    _idle(cluster)
+    idle(cluster)
 
 
 def test_the_first_node_crashes(cluster: Cluster, reference: Job, tmp_path: Path) -> None:
@@ -197,4 +211,4 @@ def test_the_first_node_crashes(cluster: Cluster, reference: Job, tmp_path: Path
     cluster.start_node(cluster.nodes[0])
     ended = job.end()
     check_same(ended, reference, launches=2)
-    _idle(cluster)
+    idle(cluster)

@@ -22,7 +22,7 @@ import grpc.aio
 from flashrecovery import events as ev
 from flashrecovery import job
 from flashrecovery.agent import agent as agent_module
-from flashrecovery.agent import hang, heartbeat, process_manager
+from flashrecovery.agent import hang, heartbeat, process_manager, providers
 from flashrecovery.agent import session as agent_session
 from flashrecovery.agent.identity import Identity
 from flashrecovery.controller import actions, table_publisher
@@ -281,7 +281,7 @@ def simulated() -> Iterator[None]:
         (job, "ControllerService", _Service),
         (job, "Agent", _Agent),
         (agent_session, "Election", _Election),
-        (process_manager, "WorkerProcess", SimpleNamespace(spawn=_spawn)),
+        (providers.Spawned, "start", _spawn),
         (process_manager, "DeathWatch", lambda loop: SimDeathWatch(world())),
         (process_manager, "LogTail", _Tail),
         (agent_module, "StoreServer", _Store),
@@ -300,5 +300,5 @@ def simulated() -> Iterator[None]:
         yield
 
 
-def _spawn(command: list[str], env: object, log: Path, *, standby: bool) -> SimWorkerProcess:
-    return SimWorkerProcess.make(world(), log, standby=standby)
+def _spawn(_: providers.Spawned, order: providers.ProcessOrder) -> SimWorkerProcess:
+    return SimWorkerProcess.make(world(), order.log, standby=order.standby)

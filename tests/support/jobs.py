@@ -82,11 +82,15 @@ class RunningJob:
         config: Mapping[str, Any] | None = None,
         script: Path | None = None,
         env: Mapping[str, str] | None = None,
+        launcher: Sequence[str] | None = None,
     ) -> None:
+        """``launcher``: a command that starts one task for each rank; None: `flashrecovery run` does."""
         self.run_dir = run_dir
         self.marker = uuid.uuid4().hex
-        command = [sys.executable, "-m", "flashrecovery.cli.main", "run"]
-        command += ["--nproc-per-node", str(layout.nproc), "--standby", str(standby), "--run-dir", str(run_dir)]
+        program = [sys.executable, "-m", "flashrecovery.cli.main"]
+        adopts = [*(launcher or ()), *program, "adopt"]
+        command = [*program, "run", "--nproc-per-node", str(layout.nproc)] if launcher is None else adopts
+        command += ["--standby", str(standby), "--run-dir", str(run_dir)]
         if config is not None:
             path = run_dir.parent / f"{run_dir.name}.yaml"
             path.write_text(json.dumps(config))

@@ -23,6 +23,7 @@ from flashrecovery.agent.gpu_fence import GpuFence
 from flashrecovery.agent.process import WorkerProcess
 from flashrecovery.agent.process_manager import ProcessManager
 from flashrecovery.agent.procfs import Statm, session_members
+from flashrecovery.agent.providers import Spawned
 from flashrecovery.agent.tasks import Tasks
 from flashrecovery.config import RunConfig
 from flashrecovery.events import RunDir
@@ -135,7 +136,7 @@ def test_a_rank_is_assigned_only_after_the_fence(tmp_path: Path, monkeypatch: py
     new.connect, new.dead, new.pid = AsyncMock(), False, 7
     new.page.capsule_versions.return_value, new.page.early_capsules.return_value = [], []
     new.send.side_effect = lambda message: order.append("assigned")
-    monkeypatch.setattr(WorkerProcess, "spawn", lambda *args, **kwargs: new)
+    monkeypatch.setattr(Spawned, "start", lambda self, order: new)
 
     class Fence(GpuFence):
         async def released(self, process: WorkerProcess, timeout_s: float) -> bool:

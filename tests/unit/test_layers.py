@@ -17,7 +17,7 @@ CORE = "flashrecovery"
 LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(layer.split())
     for layer in (
-        "_version errors finding import_hooks kinds versions clock complaints grpc_private proto",
+        "_version errors finding import_hooks kinds versions clock complaints grpc_private grpc_quiet proto",
         "plan handshake security state",
         "config patches events parity_messages",
         "sealed tls heartbeat health",
@@ -36,6 +36,8 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "agent controller",
         "observe",
         "job",
+        "adopt",
+        "ray",
         "cli",
     )
 )

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from flashrecovery.agent.gpu_fence import GpuFence
-from flashrecovery.agent.process import WorkerProcess
 from flashrecovery.agent.process_manager import ProcessManager
+from flashrecovery.agent.providers import ProcessOrder, Spawned
 from flashrecovery.agent.standby import StandbyPool
 from flashrecovery.agent.tasks import Tasks
 from flashrecovery.config import RunConfig, load_run_config
@@ -130,8 +130,8 @@ def test_the_agent_tells_each_standby_which_gpu(
 ) -> None:
     given: list[str | None] = []
 
-    def spawn(command: list[str], env: dict[str, str], log: Path, *, standby: bool) -> Any:
-        given.append(env.get(STANDBY_DEVICE_ENV))
+    def spawn(_: Spawned, order: ProcessOrder) -> Any:
+        given.append(order.env.get(STANDBY_DEVICE_ENV))
         return Process(None)
 
     async def body() -> None:
@@ -144,6 +144,6 @@ def test_the_agent_tells_each_standby_which_gpu(
         for _ in range(2):
             manager.pool.start_one()
 
-    monkeypatch.setattr(WorkerProcess, "spawn", spawn)
+    monkeypatch.setattr(Spawned, "start", spawn)
     asyncio.run(body())
     assert given == places

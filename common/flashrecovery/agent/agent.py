@@ -25,7 +25,7 @@ from flashrecovery.agent.node_health import NodeHealth
 from flashrecovery.agent.peer_service import PeerService
 from flashrecovery.agent.peers import neighbours, probe
 from flashrecovery.agent.process import WorkerProcess
-from flashrecovery.agent.process_manager import LAST_WORDS_S, ProcessManager
+from flashrecovery.agent.process_manager import LAST_WORDS_S, Places, ProcessManager
 from flashrecovery.agent.procfs import Exit, exit_of
 from flashrecovery.agent.setup_logs import SetupLogs
 from flashrecovery.agent.snapshots import NodeSnapshots
@@ -42,7 +42,8 @@ SendMessage = Callable[[pb.AgentMessage], None]
 
 
 class Agent:
-    """One node's agent. ``peers`` is None where there is one node only. It begins with :meth:`connect`."""
+    """One node's agent. ``peers`` is None where there is one node only, ``places`` where all processes are its own. It
+    begins with :meth:`connect`."""
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class Agent:
         identity: Identity,
         access: Access | None = None,
         peers: PeerService | None = None,
+        places: Places | None = None,
     ) -> None:
         self._config = config
         self._command = command
@@ -73,7 +75,7 @@ class Agent:
         self._tasks.start(gpus.prepare())
         self._snapshots = NodeSnapshots(config, run_dir.path, self._tell_of_snapshots)
         self._processes = ProcessManager(
-            self, config, command, run_dir, network_env, self._setup_logs, self._tasks, gpus, self._snapshots
+            self, config, command, run_dir, network_env, self._setup_logs, self._tasks, gpus, self._snapshots, places
         )
         self._ranks = self._processes.ranks
         self._pool = self._processes.pool

@@ -7,30 +7,37 @@ import os
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 
 from flashrecovery.agent.procfs import Statm
-from flashrecovery.agent.zygote import Adopted, Child, Zygotes
+from flashrecovery.agent.zygote import Child
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.runtime.channel import CHANNEL_ENV, PAGE_ENV
 from flashrecovery.runtime.page import Page
 
 _LENGTH = struct.Struct("<I")
 
 
-def _new_page(log: Path, standby: bool) -> Page:
-    return Page.create("standby" if standby else log.stem)
+def own_end(pid: int) -> int | None:
+    """How the child ``pid`` has ended, as ``Popen.returncode``; None while it runs. It is not reaped."""
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
 class WorkerProcess:
-    """A started process with its channel and its page. ``rank`` is None while it is a standby."""
+    """A started process with its channel and its page. ``rank`` is None while it is a standby.
 
-    def __init__(self, child: Child, page: Page, sock: socket.socket) -> None:
+    Args:
+        end_of: how the process with a pid has ended; another one where it is no child of the agent.
+    """
+
+    def __init__(
+        self, child: Child, page: Page, sock: socket.socket, end_of: Callable[[int], int | None] = own_end
+    ) -> None:
         self.child = child
+        self._end_of = end_of
         self.page = page
         self.rank: int | None = None
         self.local_rank = 0
@@ -70,45 +77,6 @@ class WorkerProcess:
     def exited(self) -> bool:
         """Whether it was let out of its loop, and has run its script to the end."""
         return self.released and self.returncode == 0
-
-    @staticmethod
-    def spawn(command: list[str], env: Mapping[str, str], log: Path, *, standby: bool) -> WorkerProcess:
-        """A new interpreter with ``flashrecovery.worker.bootstrap``, in a session of its own, output to ``log``."""
-        ours, theirs = socket.socketpair()
-        page = _new_page(log, standby)
-        full_env = {**os.environ, **env, CHANNEL_ENV: str(theirs.fileno()), PAGE_ENV: str(page.fd)}
-        args = [
-            sys.executable,
-            "-u",
-            "-m",
-            "flashrecovery.worker.bootstrap",
-            "--standby" if standby else "--worker",
-        ]
-        with theirs, open(log, "ab") as out:
-            popen = subprocess.Popen(
-                [*args, *command],
-                env=full_env,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(), page.fd),
-                start_new_session=True,
-            )
-        return WorkerProcess(popen, page, ours)
-
-    @staticmethod
-    def fork(zygotes: Zygotes, env: Mapping[str, str], log: Path, *, standby: bool) -> WorkerProcess | None:
-        """The same, forked from a process that has done the imports. None if there is none."""
-        ours, theirs = socket.socketpair()
-        page = _new_page(log, standby)
-        with theirs, open(log, "ab") as out:
-            descriptors = (theirs.fileno(), page.fd, out.fileno())
-            pid = zygotes.fork({**os.environ, **env}, descriptors, standby=standby)
-        if pid is None:
-            ours.close()
-            page.close()
-            return None
-        return WorkerProcess(Adopted(pid), page, ours)
 
     async def connect(self, on_message: Callable[[WorkerProcess, pb.FromWorker], None]) -> None:
         """Begin to read the process's messages."""
@@ -183,10 +151,7 @@ class WorkerProcess:
         session, until :meth:`close`."""
         if self.child.returncode is not None:
             return self.child.returncode
-        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None:
-            return None
-        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        return self._end_of(self.pid)
 
     async def end(self, timeout_s: float) -> int | None:
         """Wait for it; the return code, or None if the process is still there after ``timeout_s``."""

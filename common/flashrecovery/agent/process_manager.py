@@ -1,7 +1,8 @@
 """The processes of one node: those that fill its ranks, and its standbys. Started, fenced, halted, buried.
 
-A rank is filled from a standby if there is one; processes are forked from a zygote if there is one. What was there
-before is killed first, and the new process is told to begin only when nothing of the old one runs any more.
+A rank is filled from a standby if there is one, else by the first of the node's providers (:mod:`.providers`) that
+gives a process: forked from a zygote if there is one. What was there before is killed first, and the new process is
+told to begin only when nothing of the old one runs any more.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from flashrecovery.agent.gpu_fence import GpuFence
 from flashrecovery.agent.logs import LogTail
 from flashrecovery.agent.orphans import Orphans
 from flashrecovery.agent.process import WorkerProcess
+from flashrecovery.agent.providers import Forked, ProcessOrder, ProcessProvider, Spawned
 from flashrecovery.agent.setup_logs import SetupLogs
 from flashrecovery.agent.snapshots import NodeSnapshots
 from flashrecovery.agent.standby import StandbyPool
@@ -46,8 +48,26 @@ class Foreman(Protocol):
         """Something to know."""
 
 
+class Places(Protocol):
+    """Whoever else than the agent has made room for the node's ranks, a place for each local rank: the tasks of a
+    cluster's launcher, say. It is asked for a rank's process before the providers are."""
+
+    async def start(self, order: ProcessOrder) -> WorkerProcess | None:
+        """As a provider does it, but it may take its time."""
+
+    def env(self, local_rank: int, rank: int) -> Mapping[str, str]:
+        """What the environment of the place has, besides what the agent gives, for a process that fills this rank."""
+
+    def within_reach(self, local_rank: int) -> bool:
+        """Whether a process that the agent starts may fill the place."""
+
+    def filled(self, process: WorkerProcess, log: str) -> None:
+        """``process`` fills its place now, and prints into ``log``."""
+
+
 class ProcessManager:
-    """``network_env``: what the processes' environment says of this node's network."""
+    """``network_env``: what the processes' environment says of this node's network. ``places``: None where all
+    processes are the agent's own."""
 
     def __init__(
         self,
@@ -60,10 +80,11 @@ class ProcessManager:
         tasks: Tasks,
         gpu_fence: GpuFence,
         snapshots: NodeSnapshots,
+        places: Places | None = None,
     ) -> None:
         self._foreman = foreman
+        self._places = places
         self._config = config
-        self._command = command
         self._run_dir = run_dir
         self._network_env = network_env
         self._setup_logs = setup_logs
@@ -75,6 +96,8 @@ class ProcessManager:
         self._zygotes: Zygotes | None = None
         if config.start_method == "zygote":
             self._zygotes = Zygotes(command, run_dir.log_dir / "zygote.log", config.unforkable, self._tell_of_zygotes)
+        forked = [] if self._zygotes is None else [Forked(self._zygotes)]
+        self._providers: list[ProcessProvider] = [*forked, Spawned(command)]
         self._orphans = Orphans()
         self._orders: dict[int, int] = {}  # how often each rank was to be filled
         self.halted = False
@@ -101,24 +124,34 @@ class ProcessManager:
         said. None if meanwhile the rank is being filled anew again, or its node has been fenced."""
         rank, replace = command.rank, command.replace
         self._orders[rank] = order = self._orders.get(rank, 0) + 1
-        if self._zygotes is not None:
+        own = self._places is None or (replace.detached and self._places.within_reach(replace.local_rank))
+        if self._zygotes is not None and own:
             await self._zygotes.ready()
             if self.ending or self._orders[rank] != order:
                 return None
-        env = {**self._env(), **rank_env(self._config, rank, command.generation, replace)}
+        there = {} if self._places is None else self._places.env(replace.local_rank, rank)
+        env = {**there, **self._env(), **rank_env(self._config, rank, command.generation, replace)}
         old = self.ranks.pop(rank, None)
         if old is not None:
             old.dead = True
             old.kill()  # the fence: nothing of the old process runs on once the rank is filled again
         self._snapshots.filled(rank, detached=replace.detached, was_here=old is not None)
         log = self._run_dir.log_path(rank, command.generation)
-        standby = self.pool.take(replace.local_rank) if replace.detached else None
-        process = standby or self._start(env, log, standby=False)
+        standby = self.pool.take(replace.local_rank) if replace.detached and own else None
+        wanted = ProcessOrder(env, log, replace.local_rank, replace.detached)
+        process = standby or await self._in_its_place(wanted) or self._start(wanted)
+        if self.ending or self._orders[rank] != order:
+            for gone in (process, old):
+                if gone is not None:
+                    self._tasks.start(self._bury(gone))
+            return None
         process.rank, process.local_rank, process.generation = rank, replace.local_rank, command.generation
         process.store = (replace.store_host, replace.store_port)
         self.ranks[rank] = process
         if self._config.log == "all" or (self._config.log == "0" and rank == 0):
             self._tail.follow(log, f"[rank{rank}]")
+        if self._places is not None:
+            self._places.filled(process, str(log))
         if old is not None and replace.detached:
             process.page.inherit(old.page)
         if replace.setup_from:
@@ -179,13 +212,14 @@ class ProcessManager:
 
     def _spawn_standby(self, log: Path, device: int | None) -> WorkerProcess:
         at_once = {} if device is None else {STANDBY_DEVICE_ENV: str(device)}
-        return self._start({**self._env(), **at_once}, log, standby=True)
+        return self._start(ProcessOrder({**self._env(), **at_once}, log))
 
-    def _start(self, env: Mapping[str, str], log: Path, *, standby: bool) -> WorkerProcess:
-        forked = None
-        if self._zygotes is not None:
-            forked = WorkerProcess.fork(self._zygotes, env, log, standby=standby)
-        return forked or WorkerProcess.spawn(self._command, env, log, standby=standby)
+    async def _in_its_place(self, order: ProcessOrder) -> WorkerProcess | None:
+        return None if self._places is None else await self._places.start(order)
+
+    def _start(self, order: ProcessOrder) -> WorkerProcess:
+        started = (provider.start(order) for provider in self._providers)
+        return next(process for process in started if process is not None)  # the last one always gives one
 
     def learn(self, modules: pb.Modules) -> None:
         """What standbys and zygotes of this node are to import."""

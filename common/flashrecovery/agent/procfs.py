@@ -10,7 +10,7 @@ import os
 import signal
 from dataclasses import dataclass
 
-_STATE, _SESSION, _FLAGS, _EXIT_CODE = 0, 3, 6, 49  # fields after "pid (comm) "
+_STATE, _SESSION, _FLAGS, _STARTED, _EXIT_CODE = 0, 3, 6, 19, 49  # fields after "pid (comm) "
 _PF_EXITING = 0x4
 
 
@@ -47,6 +47,11 @@ class Exit:
     def from_returncode(code: int) -> Exit:
         return Exit(None, -code) if code < 0 else Exit(code, None)
 
+    @property
+    def returncode(self) -> int:
+        """As ``Popen.returncode``."""
+        return -self.signal if self.signal is not None else self.code or 0
+
     def __str__(self) -> str:
         if self.signal is None:
             return f"exit code {self.code}"
@@ -68,6 +73,24 @@ def exit_of(pid: int) -> Exit | None:
     """How the dying process ``pid`` (our own child, not reaped) ended; None if /proc no longer says."""
     fields = _stat(pid)
     return None if fields is None else Exit.from_wait_status(int(fields[_EXIT_CODE]))
+
+
+@dataclass(frozen=True)
+class ProcessEntry:
+    """One process in the kernel's table. ``started``: when, in ticks since the host's start; with the pid it names one
+    process and no other. ``ended``: how, None while it runs."""
+
+    started: int
+    ended: Exit | None
+
+
+def entry_of(pid: int) -> ProcessEntry | None:
+    """Of any process, also of one that is nobody's child here; None if there is none with this pid."""
+    fields = _stat(pid)
+    if fields is None:
+        return None
+    over = fields[_STATE] in ("Z", "X")
+    return ProcessEntry(int(fields[_STARTED]), Exit.from_wait_status(int(fields[_EXIT_CODE])) if over else None)
 
 
 def is_exiting(pid: int) -> bool:

@@ -15,7 +15,6 @@ import logging
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +25,7 @@ from google.protobuf.message import DecodeError
 
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.environment import UNFORKABLE_ENV, ZYGOTE_ENV
+from flashrecovery.runtime.framed import Framed
 from flashrecovery.runtime.process_control import adopt_orphans
 
 _ANSWER_S = 0.5
@@ -36,7 +36,6 @@ _TRIES = 8
 """Modules that may turn out to be unfit, and zygotes that may die, before new interpreters are started for good."""
 _NVML_ENV = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """So that torch, asked by an import whether there is a GPU, does not open it (torch 2.13, torch/cuda/__init__.py)."""
-_LENGTH = struct.Struct("<I")
 _NOWHERE = "?"
 """The file of a module that is not the same one in all workers."""
 
@@ -88,7 +87,7 @@ class Zygote:
         self._sock = sock
         self._said = said
         self._lost = lost
-        self._received = bytearray()
+        self._framed = Framed(sock)
         self._number = 0
         self._loop = asyncio.get_running_loop()
         sock.setblocking(False)
@@ -108,25 +107,13 @@ class Zygote:
     def _arrived(self) -> list[pb.FromZygote]:
         """What can be read without waiting. Raises ZygoteLostError at the end of the connection."""
         try:
-            data = self._sock.recv(1 << 16)
-        except BlockingIOError:
-            return []
+            return [pb.FromZygote.FromString(data) for data in self._framed.arrived()]
+        except TimeoutError:
+            raise
         except OSError as e:
             raise ZygoteLostError(str(e)) from e
-        if not data:
-            raise ZygoteLostError("it has ended")
-        self._received += data
-        messages = []
-        while len(self._received) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
-            if len(self._received) < end:
-                break
-            try:
-                messages.append(pb.FromZygote.FromString(bytes(self._received[_LENGTH.size : end])))
-            except DecodeError as e:
-                raise ZygoteLostError(f"it says something unknown: {e}") from e
-            del self._received[:end]
-        return messages
+        except DecodeError as e:
+            raise ZygoteLostError(f"it says something unknown: {e}") from e
 
     def fork(self, request: pb.Fork, descriptors: Sequence[int]) -> int:
         """The pid of a new child of this process. Waits for half a second at the most.
@@ -137,11 +124,9 @@ class Zygote:
         """
         self._number += 1
         request.number = self._number
-        data = request.SerializeToString()
         try:
             self._sock.settimeout(_ANSWER_S)
-            socket.send_fds(self._sock, [_LENGTH.pack(len(data))], descriptors)
-            self._sock.sendall(data)
+            self._framed.send(request.SerializeToString(), descriptors)
             while True:
                 for message in self._arrived():
                     if message.forked.number == self._number:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import click
 
-from flashrecovery.cli.quiet import import_grpc
 from flashrecovery.config import load_run_config
 from flashrecovery.errors import ConfigError
+from flashrecovery.grpc_quiet import import_grpc
 
 
 @click.command()

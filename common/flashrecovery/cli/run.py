@@ -11,9 +11,9 @@ from typing import Any
 
 import click
 
-from flashrecovery.cli.quiet import import_grpc
 from flashrecovery.config import CONTROLLER_PORT, load_run_config, parse_fault
 from flashrecovery.errors import ConfigError
+from flashrecovery.grpc_quiet import import_grpc
 
 
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})

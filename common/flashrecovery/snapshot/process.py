@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashrecovery.runtime.local_socket import is_ours
 from flashrecovery.runtime.process_control import name_thread
-from flashrecovery.snapshot.address import is_ours
 from flashrecovery.snapshot.files import listed, load, save
 from flashrecovery.snapshot.locking import Locking, has_swap
 from flashrecovery.snapshot.memory import SharedMemory

@@ -20,6 +20,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+from flashrecovery.runtime.environment import PER_TASK_ENV
+
 _RANK_KEYS = frozenset({"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT"})
 """What the environment of a standby cannot contain yet."""
 _OURS = frozenset({"flashrecovery", "fr_deepspeed", "fr_megatron"})
@@ -51,7 +53,8 @@ def import_ahead(
     count = 0
     # torch first, so that it can be kept from the GPU before anything that is built on it is imported.
     ordered = [*(name for name in ("torch",) if name in names), *names]
-    with warnings.catch_warnings(), _without({*_RANK_KEYS, *uncertain}), _without_device() as keep_off:
+    per_task = os.environ.get(PER_TASK_ENV, "").split()
+    with warnings.catch_warnings(), _without({*_RANK_KEYS, *per_task, *uncertain}), _without_device() as keep_off:
         warnings.simplefilter("ignore")
         for name in ordered:
             keep_off()

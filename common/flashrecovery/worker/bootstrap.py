@@ -7,6 +7,7 @@ replacement runs the script from the top with detached groups (see :mod:`flashre
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import sys
@@ -20,10 +21,10 @@ from flashrecovery.errors import DivergedError
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.channel import PAGE_ENV, Channel
-from flashrecovery.runtime.environment import AGENT_PID_ENV, STANDBY_DEVICE_ENV
+from flashrecovery.runtime.environment import AGENT_PID_ENV, CPUS_ENV, STANDBY_DEVICE_ENV
 from flashrecovery.runtime.lifeline import Lifeline
 from flashrecovery.runtime.page import Page
-from flashrecovery.runtime.process_control import die_with_parent, redirect_output
+from flashrecovery.runtime.process_control import die_with_parent, keep_to_cpus, redirect_output
 from flashrecovery.worker.ahead import Installed
 from flashrecovery.worker.ahead_of_script import AheadOfScript
 from flashrecovery.worker.environment_watch import EnvironmentWatch
@@ -69,6 +70,9 @@ def _live(standby: bool, command: list[str]) -> None:
     Lifeline(page.fd).hold()
     assign = _wait_for_assignment(channel, command)
     os.environ.update(assign.env)
+    cpus = os.environ.pop(CPUS_ENV, None)
+    if cpus is not None:
+        keep_to_cpus(json.loads(cpus))
     if standby:
         _redirect_output(assign.log_path)
     _prepare(channel, page, assign, command)

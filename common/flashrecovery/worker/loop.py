@@ -88,6 +88,13 @@ class Loop:
         return self._gate
 
     @property
+    def void(self) -> bool:
+        """Whether what the script does now belongs to no version: it is below an attempt that does not count, or a
+        collective since the step has been answered by a stand-in."""
+        stood_in = self._unsettled and self._committed and self._collectives.stood_in_for
+        return self._void_run is not None or bool(stood_in)
+
+    @property
     def overhead(self) -> Overhead:
         return self._gate.overhead
 

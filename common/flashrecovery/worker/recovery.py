@@ -49,6 +49,17 @@ class Recovery:
         """Number of recoveries so far."""
         return self._session.gate.generation if self._session is not None else 0
 
+    @property
+    def void(self) -> bool:
+        """Whether the script is below the block of an attempt that does not count: what it has there goes nowhere, and
+        the step is done again."""
+        return self._session is not None and self._session.void
+
+    @property
+    def version(self) -> int:
+        """The number of the step that comes next; -1 before the first one is asked for, and without recovery."""
+        return self._session.gate.version if self._session is not None and self._session.begun else -1
+
     def check_settings(self, wanted: Mapping[str, Any]) -> None:
         """Raises ConfigError if this object was made with other values than ``wanted``."""
         if self._session is None:

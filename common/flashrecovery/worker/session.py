@@ -37,6 +37,16 @@ class Session:
         return self._worker.gate
 
     @property
+    def void(self) -> bool:
+        """See :attr:`.loop.Loop.void`."""
+        return self._loop is not None and self._loop.void
+
+    @property
+    def begun(self) -> bool:
+        """Whether the loop of steps has begun."""
+        return self._loop is not None
+
+    @property
     def registry(self) -> Registry:
         return self._worker.registry
 

@@ -1,0 +1,96 @@
+"""Where a node's processes come from. The providers are asked one after the other, until one of them gives a process.
+
+A process is always the same thing to its agent: a channel, a page, and a session of its own (:mod:`.process`). Who has
+made it differs: a zygote has forked it, the agent has started an interpreter, or somebody else was asked to, who has
+the place where a rank is to live (:mod:`.guards`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from flashrecovery.agent.process import WorkerProcess
+from flashrecovery.agent.zygote import Adopted, Zygotes
+from flashrecovery.runtime.channel import CHANNEL_ENV, PAGE_ENV
+from flashrecovery.runtime.page import Page
+
+
+@dataclass(frozen=True)
+class ProcessOrder:
+    """One process that is wanted.
+
+    Attributes:
+        env: its environment, on top of its starter's.
+        log: the file that it prints into; a standby does so once it fills a rank.
+        local_rank: of the rank that it is to fill; None for a standby.
+        replacement: the job runs, and the process takes the place of a dead one.
+    """
+
+    env: Mapping[str, str]
+    log: Path
+    local_rank: int | None = None
+    replacement: bool = False
+
+    @property
+    def standby(self) -> bool:
+        return self.local_rank is None
+
+    def new_page(self) -> Page:
+        return Page.create("standby" if self.standby else self.log.stem)
+
+
+class ProcessProvider(Protocol):
+    """One way to come by a process."""
+
+    def start(self, order: ProcessOrder) -> WorkerProcess | None:
+        """A new process that connects by the bootstrap (:mod:`flashrecovery.worker.bootstrap`), in a session of its
+        own. None if this provider has none for the order now: the next one is asked."""
+
+
+class Forked:
+    """From a zygote that has done the imports, in milliseconds. None where no zygote is ready."""
+
+    def __init__(self, zygotes: Zygotes) -> None:
+        self._zygotes = zygotes
+
+    def start(self, order: ProcessOrder) -> WorkerProcess | None:
+        ours, theirs = socket.socketpair()
+        page = order.new_page()
+        with theirs, open(order.log, "ab") as out:
+            descriptors = (theirs.fileno(), page.fd, out.fileno())
+            pid = self._zygotes.fork({**os.environ, **order.env}, descriptors, standby=order.standby)
+        if pid is None:
+            ours.close()
+            page.close()
+            return None
+        return WorkerProcess(Adopted(pid), page, ours)
+
+
+class Spawned:
+    """A new interpreter, a child of the agent. There is always one."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._command = command
+
+    def start(self, order: ProcessOrder) -> WorkerProcess:
+        ours, theirs = socket.socketpair()
+        page = order.new_page()
+        role = "--standby" if order.standby else "--worker"
+        with theirs, open(order.log, "ab") as out:
+            popen = subprocess.Popen(
+                [sys.executable, "-u", "-m", "flashrecovery.worker.bootstrap", role, *self._command],
+                env={**os.environ, **order.env, CHANNEL_ENV: str(theirs.fileno()), PAGE_ENV: str(page.fd)},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(), page.fd),
+                start_new_session=True,
+            )
+        return WorkerProcess(popen, page, ours)

@@ -1,0 +1,50 @@
+"""``flashrecovery adopt``: a rank that a cluster's launcher has started (srun, mpirun, ...), with `run`'s options."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flashrecovery.adopt.guard import stand
+from flashrecovery.adopt.launch import Launch, placed
+from flashrecovery.cli.run import _overrides, run
+from flashrecovery.config import load_run_config
+from flashrecovery.errors import ConfigError
+from flashrecovery.runtime.task import task_of
+
+_OF_THE_LAUNCHER = frozenset(
+    {"nproc_per_node", "nnodes", "node_rank", "spare", "slots", "log", "standalone", "rdzv_backend", "rdzv_id"}
+)
+"""Options of `run` that the launcher has decided, or that are torchrun's."""
+
+
+def _adopt(config_file: Path | None, module: bool, script: str, script_args: tuple[str, ...], **options: Any) -> None:
+    """Run SCRIPT as the rank that a launcher has started this process for, and keep the job going when ranks die.
+
+    The launcher starts one task for each rank: `srun ... flashrecovery adopt train.py`, `mpirun ... flashrecovery adopt
+    train.py`. A small process stays in each task's place until the job's end, and ends with its code; so the launcher
+    does not notice that a rank has died.
+    """
+    task = task_of(os.environ)
+    config = load_run_config(config_file, placed(task, _overrides(options), os.environ))
+    if not module and not Path(script).is_file():
+        raise ConfigError(f"script {script!r} does not exist (working directory: {os.getcwd()})")
+    path = config.run_dir or Path("runs") / re.sub(r"[^\w.-]", "-", task.job)
+    command = ["-m", script, *script_args] if module else [script, *script_args]
+    launch = Launch(task, config, command, path.absolute())
+    if task.rank == 0:
+        ranks = f"{config.world_size} ranks, started by {task.launcher}"
+        print(f"flashrecovery: {ranks}, {config.standby} standby, run directory {path}", file=sys.stderr)
+    sys.exit(stand(task, launch))
+
+
+adopt = click.command(
+    "adopt",
+    context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
+    params=[parameter for parameter in run.params if parameter.name not in _OF_THE_LAUNCHER],
+)(_adopt)

@@ -36,7 +36,9 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "agent controller",
         "observe",
         "job",
+        "launchers",
         "cli",
+        "run",
     )
 )
 """From the bottom to the top. A name is a folder or a file of ``common/flashrecovery``, or a package; ``flashrecovery``

@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -31,10 +32,16 @@ class LauncherJob(RunningJob):
     """A job that another launcher's command starts. The run directory, and faults, are said by variables."""
 
     def __init__(
-        self, run_dir: Path, command: Sequence[str], *, inject: str = "", env: Mapping[str, str] | None = None
+        self,
+        run_dir: Path,
+        command: Sequence[str],
+        *,
+        inject: str = "",
+        env: Mapping[str, str] | None = None,
+        marker: str = "",
     ) -> None:
         self.run_dir = run_dir
-        self.marker = run_dir.parent.name + run_dir.name
+        self.marker = marker or uuid.uuid4().hex
         run_dir.parent.mkdir(exist_ok=True)
         variables = {
             "FLASHRECOVERY_RUN_RUN_DIR": str(run_dir),
@@ -138,13 +145,14 @@ def net() -> Iterator[Network]:
 class Pool:
     """A hostfile of the hosts of ``net`` with two slots each, and what starts programs there."""
 
-    def __init__(self, folder: Path, net: Network, marker: str) -> None:
+    def __init__(self, folder: Path, net: Network) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self.marker = uuid.uuid4().hex
         self.hostfile = folder / "hostfile"
         self.hostfile.write_text("".join(f"{host.address} slots=2\n" for host in net.hosts))
         self.shell = folder / "remote"
         cases = "\n".join(f"    {host.address}) space={host.namespace} ;;" for host in net.hosts)
-        text = _REMOTE_SHELL.format(cases=cases, home=folder, marker=f"{MARKER}={marker}")
+        text = _REMOTE_SHELL.format(cases=cases, home=Path.home(), marker=f"{MARKER}={self.marker}")
         self.shell.write_text(text)
         self.shell.chmod(self.shell.stat().st_mode | stat.S_IXUSR)
 
@@ -154,9 +162,10 @@ namespaces = pytest.mark.skipif(not hosts.available(), reason="network namespace
 
 def on_hosts(folder: Path, net: Network, command: Sequence[str], inject: str = "") -> LauncherJob:
     """``command`` with ``{hostfile}`` and ``{shell}`` filled in, in a folder of its own."""
-    pool = Pool(folder, net, folder.name + "run")
+    pool = Pool(folder, net)
     words = [word.format(hostfile=pool.hostfile, shell=pool.shell) for word in command]
-    return LauncherJob(folder / "run", words, inject=inject, env={"REMOTE_SHELL": str(pool.shell)})
+    env = {"REMOTE_SHELL": str(pool.shell)}
+    return LauncherJob(folder / "run", words, inject=inject, env=env, marker=pool.marker)
 
 
 @namespaces
@@ -183,13 +192,13 @@ DDP_SCRIPT = [str(GPT / "train_ddp.py"), *SMALL, "--steps", "60", _SLOW]
 
 @namespaces
 @pytest.mark.slow
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(600)
 def test_the_job_outlives_the_terminal_that_started_it(net: Network, tmp_path: Path) -> None:
     """A rank is killed, then the launching process, and what it has started on one host; the agents go on."""
     reference = on_hosts(tmp_path / "reference", net, [*DDP_ON_HOSTS, *DDP_SCRIPT]).wait(200)
     assert reference.code == 0 and len(reference.digests) == 4, reference.explain()
     job = on_hosts(tmp_path / "killed", net, [*DDP_ON_HOSTS, *DDP_SCRIPT])
-    job.wait_for_step(5)
+    job.wait_for_step(5, 170)
     job.kill(1)
     job.wait_for("recovery_finished")
     os.kill(job.popen.pid, signal.SIGKILL)
@@ -209,7 +218,7 @@ def test_the_job_outlives_the_terminal_that_started_it(net: Network, tmp_path: P
 @pytest.mark.timeout(300)
 def test_the_launching_process_ends_all_hosts_when_it_is_told_to(net: Network, tmp_path: Path) -> None:
     job = on_hosts(tmp_path / "job", net, [*DDP_ON_HOSTS, *DDP_SCRIPT])
-    job.wait_for_step(3)
+    job.wait_for_step(3, 170)
     job.popen.terminate()
     ended = job.wait(15)
     assert ended.code == 1 and "stopped by a signal" in ended.output, ended.explain()
@@ -220,10 +229,10 @@ def test_the_launching_process_ends_all_hosts_when_it_is_told_to(net: Network, t
 @pytest.mark.timeout(200)
 def test_a_host_that_cannot_be_started_ends_the_launch(net: Network, tmp_path: Path) -> None:
     """Nobody waits for it: the other agents are told to end."""
-    pool = Pool(tmp_path / "job", net, "jobrun")
+    pool = Pool(tmp_path / "job", net)
     pool.hostfile.write_text(pool.hostfile.read_text() + "10.77.0.99 slots=2\n")
     command = ["flashrecovery", "run", "--hostfile", str(pool.hostfile), "--remote-shell", str(pool.shell)]
-    job = LauncherJob(tmp_path / "job" / "run", [*command, *DDP_SCRIPT]).wait(60)
+    job = LauncherJob(tmp_path / "job" / "run", [*command, *DDP_SCRIPT], marker=pool.marker).wait(60)
     assert job.code == 1, job.explain()
     assert "10.77.0.99: no such host" in job.output, job.output
     assert "host 10.77.0.99 could not be started (exit code 255)" in job.output, job.output
@@ -239,7 +248,7 @@ def test_hosts_that_start_themselves(net: Network, tmp_path: Path) -> None:
 
     def run_it(name: str, inject: str = "") -> Job:
         folder = tmp_path / name
-        pool = Pool(folder, pair, folder.name + "run")
+        pool = Pool(folder, pair)
         script = [str(GPT / "train_ddp.py"), *SMALL, *STEPS]
         command = ["flashrecovery", "run", "--hostfile", str(pool.hostfile), "--no-ssh", "--standby", "1", *script]
         env = {"FLASHRECOVERY_TOKEN": "the-token-of-this-test", "GLOO_SOCKET_IFNAME": "eth0"}

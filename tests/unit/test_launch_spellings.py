@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -387,3 +388,70 @@ def test_unknown_options_are_named() -> None:
     with pytest.raises(click.UsageError, match="--rdzv-endpont"):
         launch("--rdzv-endpont", "a:1", "train.py")
     assert hosts.FILTERS
+
+
+# -- agents on other hosts ---------------------------------------------------------------------------------------
+
+
+def _started(folder: Path, *endings: str) -> tuple[int, str]:
+    """Hosts whose side of the connection is a shell with these commands."""
+    shell = folder / "remote"
+    cases = "\n".join(f"h{number}) {ending} ;;" for number, ending in enumerate(endings))
+    shell.write_text(f"#!/bin/sh\nread order\ncase $1 in\n{cases}\nesac\n")
+    shell.chmod(0o755)
+    orders = [
+        remote.HostOrder(f"h{number}", "t", str(folder), {"PYTHONPATH": ""}, {}, ["train.py"], str(folder / "out"))
+        for number in range(len(endings))
+    ]
+    return asyncio.run(remote.run_on(orders, [str(shell)]))
+
+
+_UP, _ENDED = f"echo '{remote.UP}'", f"echo '{remote.ENDED}'"
+
+
+@pytest.mark.parametrize(
+    ("endings", "code", "expected"),
+    [
+        ([f"{_UP}; {_ENDED}; exit 0", f"{_UP}; {_ENDED}; exit 1"], 0, ""),
+        ([f"{_UP}; {_ENDED}; exit 1", f"{_UP}; {_ENDED}; exit 1"], 1, "exit codes h0: 1, h1: 1"),
+        ([f"{_UP}; exit 255", f"{_UP}; {_ENDED}; exit 0"], 0, ""),
+        ([f"{_UP}; exit 255", f"{_UP}; {_ENDED}; exit 1"], 1, "connections to h0 are lost"),
+        (
+            ["exit 255", f"{_UP}; read word; [ $word = stop ] && exit 1"],
+            1,
+            "host h0 could not be started (exit code 255)",
+        ),
+        ([f"{_UP}; exit 2", f"{_UP}; read word; [ $word = stop ] && exit 1"], 2, "host h0 was refused"),
+    ],
+)
+def test_how_agents_on_other_hosts_end(
+    endings: list[str], code: int, expected: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found, reason = _started(folder, *endings)
+    assert found == code and expected in reason and bool(reason) == bool(expected)
+    assert "flashrecovery" not in capfd.readouterr().out
+
+
+def test_a_remote_shell_that_is_not_there(folder: Path) -> None:
+    order = remote.HostOrder("h0", "t", str(folder), {"PYTHONPATH": ""}, {}, ["train.py"], str(folder / "out"))
+    found, reason = asyncio.run(remote.run_on([order], ["nowhere-to-be-found"]))
+    assert found == 1 and "host h0 could not be started (exit code 127)" in reason
+
+
+def test_a_hosts_agent_gets_its_order(folder: Path) -> None:
+    """The host's side, with an agent that is refused at once; what it writes comes by file."""
+    order = remote.HostOrder(
+        "h0",
+        "the-token-of-this-test",
+        str(folder),
+        {"A": "b"},
+        {"nnodes": "x"},
+        ["train.py"],
+        str(folder / "o" / "out"),
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "flashrecovery.launchers.node"], input=order.line(), capture_output=True, check=False
+    )
+    lines = done.stdout.decode().splitlines()
+    assert done.returncode == 2 and lines[0] == remote.UP and lines[-1] == remote.ENDED
+    assert "nnodes = 'x'" in lines[1] and "nnodes = 'x'" in (folder / "o" / "out").read_text()

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from flashrecovery.launchers.remote import STOP, UP, HostOrder
+from flashrecovery.launchers.remote import ENDED, STOP, UP, HostOrder
 from flashrecovery.security import TOKEN_ENV
 
 _PERIOD_S = 0.1
@@ -50,6 +50,7 @@ def main() -> None:
         file.seek(begin)
         for data in _written(file, agent):
             shown = shown and _say(data)
+    _say(f"{ENDED}\n".encode())
     os._exit(agent.returncode if agent.returncode >= 0 else 128 - agent.returncode)  # flushes to nobody
 
 

@@ -26,6 +26,8 @@ from flashrecovery.errors import ConfigError
 
 UP = "flashrecovery: the agent of this host has been started"
 """The first line of a host that is up."""
+ENDED = "flashrecovery: the agent of this host has ended"
+"""The last line of a host. A connection that ends without it is lost, and the agent may go on."""
 STOP = b"stop\n"
 WRONG_OPTIONS = 2
 """The exit code of an agent whose configuration is wrong, or that the job has refused."""
@@ -89,6 +91,7 @@ class _Host:
     def __init__(self, order: HostOrder, command: list[str]) -> None:
         self.order = order
         self.up = False
+        self.ended = False
         self.code: int | None = None
         self._command = command
         self._process: Process | None = None
@@ -113,9 +116,9 @@ class _Host:
             if not line:
                 break
             text = line.decode(errors="replace").rstrip("\n")
-            if text == UP:
-                self.up = True
-            else:
+            self.up |= text == UP
+            self.ended |= text == ENDED
+            if text not in (UP, ENDED):
                 self.say(text)
         self.code = await self._process.wait()
 
@@ -165,9 +168,8 @@ async def run_on(orders: Sequence[HostOrder], shell: Sequence[str]) -> tuple[int
             task.cancel()
     if any(host.code == 0 for host in hosts):
         return 0, ""
-    codes = ", ".join(f"{host.order.name}: {host.code}" for host in hosts)
     code = WRONG_OPTIONS if any(host.code == WRONG_OPTIONS for host in hosts) else 1
-    return code, reason or f"the agents have ended with exit codes {codes}"
+    return code, reason or _why_ended(hosts)
 
 
 def _wrong(hosts: Sequence[_Host]) -> str:
@@ -178,6 +180,14 @@ def _wrong(hosts: Sequence[_Host]) -> str:
         if host.code == WRONG_OPTIONS:
             return f"host {host.order.name} was refused, see above"
     return ""
+
+
+def _why_ended(hosts: Sequence[_Host]) -> str:
+    """Why no agent has said that the job has finished."""
+    lost = ", ".join(host.order.name for host in hosts if not host.ended)
+    if lost:
+        return f"the connections to {lost} are lost; agents that live there go on: see `flashrecovery status`"
+    return "the agents have ended with exit codes " + ", ".join(f"{host.order.name}: {host.code}" for host in hosts)
 
 
 async def _end(hosts: Sequence[_Host], waiting: set[asyncio.Task[Any]]) -> None:

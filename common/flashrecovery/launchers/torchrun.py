@@ -161,8 +161,9 @@ def _meeting_point(given: Options, values: dict[str, Any], others: Mapping[str, 
     standalone = given.pop("standalone", None)
     endpoint = given.pop("rdzv_endpoint", None)
     address = given.pop("master_addr", None)
-    nodes = int(others.get("nnodes", 1)) + int(given.get("spare_nodes", others.get("spare_nodes", 0)))
-    if nodes == 1:
+    spare = given.get("spare_nodes", others.get("spare_nodes", 0))
+    nodes = _number(others.get("nnodes", 1)) + _number(spare)
+    if nodes <= 1:
         return
     if standalone:
         raise ConfigError(f"--standalone is for one node, and there are {nodes} (nnodes, and spare ones)")
@@ -173,6 +174,11 @@ def _meeting_point(given: Options, values: dict[str, Any], others: Mapping[str, 
     elif address:
         port = given.pop("master_port", None)  # torchrun's nodes meet there, too; each store has a port of its own
         values["controller"] = f"{address}:{port}" if port else address
+
+
+def _number(value: Any) -> int:
+    """What is no number is said, by name, when the configuration is checked."""
+    return int(value) if isinstance(value, int) or str(value).isdigit() else 0
 
 
 def _waiting(given: Options, values: dict[str, Any], notices: list[str]) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from flashrecovery.cli.run import Launch, check_options, launch_of, run
 from flashrecovery.errors import ConfigError
-from flashrecovery.launchers import accelerate_launch, deepspeed, hosts, remote, shim
+from flashrecovery.launchers import accelerate_launch, deepspeed, remote, shim
 from flashrecovery.launchers.hosts import found
 from flashrecovery.runtime.environment import with_local_rank
 
@@ -387,7 +387,6 @@ def test_stand_ins_options_are_checked_when_they_are_written(options: list[str])
 def test_unknown_options_are_named() -> None:
     with pytest.raises(click.UsageError, match="--rdzv-endpont"):
         launch("--rdzv-endpont", "a:1", "train.py")
-    assert hosts.FILTERS
 
 
 # -- agents on other hosts ---------------------------------------------------------------------------------------

@@ -156,8 +156,8 @@ def test_variables_as_torchrun_reads_them(monkeypatch: pytest.MonkeyPatch) -> No
     }
     values["start_method"] = "fork"
     reading = [a.dest for a in _theirs() if type(a).__name__ in ("env", "check_env")]
-    for name in reading:
-        monkeypatch.setenv(f"PET_{name.upper()}", values.get(name, "1"))
+    for action in _theirs():
+        monkeypatch.setenv(f"PET_{action.dest.upper()}", values.get(action.dest, "1"))
     theirs = vars(get_args_parser().parse_args(["script.py"]))
     ours = from_environment(os.environ)
     assert ours.keys() == {*reading}

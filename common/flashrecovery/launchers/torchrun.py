@@ -35,6 +35,7 @@ REFUSED = {
     "virtual_local_rank": "every rank sees all GPUs and has its own LOCAL_RANK: leave it out, and let the script use "
     "LOCAL_RANK",
 }
+_NO_VARIABLE = frozenset({"logs_specs", "numa_binding"})
 _FLAGS = frozenset({"standalone", "module", "no_python", "run_path", "virtual_local_rank"})
 _ENDING_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
 _STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
@@ -58,7 +59,7 @@ def from_environment(environ: Mapping[str, str]) -> Options:
         ConfigError: a flag's variable is no number.
     """
     found: Options = {}
-    for name in sorted(TAKEN | NO_MEANING.keys() | REFUSED.keys()):
+    for name in sorted((TAKEN | NO_MEANING.keys() | REFUSED.keys()) - _NO_VARIABLE):
         variable = f"PET_{name.upper()}"
         value = environ.get(variable, "")
         if not value:

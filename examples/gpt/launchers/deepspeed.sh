@@ -6,4 +6,4 @@ here=$(cd "$(dirname "$0")" && pwd)
 hostfile=$1
 shift
 exec flashrecovery run --standby 1 --spare-nodes "${SPARE_NODES:-1}" --remote-shell "${REMOTE_SHELL:-ssh}" -- \
-    deepspeed --hostfile "$hostfile" --no_local_rank "$here/../train_deepspeed.py" --zero 2 "$@"
+    deepspeed --hostfile "$hostfile" "$here/../train_deepspeed.py" --zero 2 "$@"

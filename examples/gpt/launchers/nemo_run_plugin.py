@@ -25,7 +25,7 @@ GPT = Path(__file__).resolve().parents[1]
 
 @dataclass(kw_only=True)
 class FlashRecoveryPlugin(run.Plugin):  # type: ignore[misc]  # untyped where NeMo-Run is not installed
-    """Start the task's ranks by ``flashrecovery run`` instead of torchrun.
+    """Start the task's ranks by ``flashrecovery run`` instead of torchrun. NeMo-Run writes its fields down as JSON.
 
     Attributes:
         folder: where the stand-ins are: a path on the nodes, in the image or in a shared directory.
@@ -34,15 +34,15 @@ class FlashRecoveryPlugin(run.Plugin):  # type: ignore[misc]  # untyped where Ne
             FOLDER OPTIONS``).
     """
 
-    folder: Path
-    options: tuple[str, ...] = ("--standby", "1")
+    folder: str
+    options: list[str] = field(default_factory=lambda: ["--standby", "1"])
     write: bool = True
     environment: dict[str, str] = field(default_factory=dict)
 
     def setup(self, task: Any, executor: Any) -> None:
         """Called by NeMo-Run for each task."""
         if self.write:
-            shim.write(self.folder, self.options)
+            shim.write(Path(self.folder), self.options)
         path = executor.env_vars.get("PATH", os.environ["PATH"])
         executor.env_vars |= {**self.environment, "PATH": f"{self.folder}:{path}"}
         executor.launcher = run.Torchrun()
@@ -57,10 +57,10 @@ def main() -> None:
     p.add_argument("flags", nargs="*", help="of the script")
     args = p.parse_args()
     folder = args.folder.resolve()
-    options = ("--standby", "1", "--run-dir", str(folder / "run"), *(("--inject", args.inject) if args.inject else ()))
+    options = ["--standby", "1", "--run-dir", str(folder / "run"), *(["--inject", args.inject] if args.inject else [])]
     task = run.Script(path=str(GPT / "train_ddp.py"), entrypoint="python", args=args.flags)
     executor = run.LocalExecutor(ntasks_per_node=args.nproc_per_node)
-    run.run(task, executor=executor, plugins=[FlashRecoveryPlugin(folder=folder / "shims", options=options)])
+    run.run(task, executor=executor, plugins=[FlashRecoveryPlugin(folder=str(folder / "shims"), options=options)])
 
 
 if __name__ == "__main__":

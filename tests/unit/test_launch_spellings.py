@@ -78,6 +78,12 @@ def test_options_before_another_launcher_count_more() -> None:
     assert [fault.rank for fault in found.config.inject] == [1, 0]
 
 
+def test_a_variable_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHRECOVERY_RUN_INJECT", "rank=0,at=backward,step=1")
+    assert len(launch("--", "torchrun", "train.py").config.inject) == 1
+    assert len(launch("train.py").config.inject) == 1
+
+
 def test_what_counts_more_than_what(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Options, their variables, another launcher's options, the file, torchrun's variables."""
     monkeypatch.setenv("PET_NPROC_PER_NODE", "2")
@@ -179,9 +185,15 @@ def test_a_host_by_itself() -> None:
 
 
 def test_a_host_finds_itself_in_the_hostfile(folder: Path) -> None:
-    assert found({"hostfile": folder / "hosts", "no_ssh": True}, lambda host: host == "n2").here == 2
+    assert found({"hostfile": folder / "hosts", "no_ssh": True}, {}, lambda host: host == "n2").here == 2
     with pytest.raises(ConfigError, match="0 of the hosts n0, n1, n2 are this one; say which with --node-rank"):
-        found({"hostfile": folder / "hosts", "no_ssh": True}, lambda host: False)
+        found({"hostfile": folder / "hosts", "no_ssh": True}, {}, lambda host: False)
+
+
+def test_what_the_configuration_file_says_of_hosts(folder: Path) -> None:
+    (folder / "c.yaml").write_text("spare_nodes: 1\ncontroller: n2:7\nstandby: 3")
+    config = launch("--hostfile", "hosts", "--config", "c.yaml", "train.py").config
+    assert (config.nnodes, config.spare_nodes, config.controller, config.standby) == (2, 1, "n2:7", 3)
 
 
 def test_a_single_host_is_this_one_unless_it_is_said() -> None:

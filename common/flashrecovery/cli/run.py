@@ -144,7 +144,8 @@ def run(**given: Any) -> None:
         orders = _orders(launch, launch.hosts, path)
         code, reason = asyncio.run(remote.run_on(orders, launch.shell))
     if code != 0:
-        print(f"flashrecovery: the job failed: {reason}\nEvidence is kept in {path}", file=sys.stderr)
+        what = "the job failed: " if launch.hosts is None else ""
+        print(f"flashrecovery: {what}{reason}\nEvidence is kept in {path}", file=sys.stderr)
     sys.exit(code)
 
 
@@ -153,7 +154,6 @@ class Launch:
     """What is to be started. ``hosts``: where agents are to be started by ``shell``; None: one here."""
 
     config: RunConfig
-    values: dict[str, Any]
     command: list[str]
     environment: dict[str, str]
     notices: tuple[str, ...]
@@ -174,7 +174,7 @@ def launch_of(given: Options) -> Launch:
     environment = dict(known.environment)
     started: Hosts | None = None
     if hosts.asked_for(options):
-        found = hosts.found(options)
+        found = hosts.found(options, values)
         options |= found.options
         if found.here is None:
             started = found
@@ -187,7 +187,7 @@ def launch_of(given: Options) -> Launch:
     values = overlaid(values, _settings(said.values))
     config = run_config(values, "command line" if file is None else str(file))
     notices = (*known.notices, *said.notices)
-    return Launch(config, values, command, environment, notices, said.runs or Path("runs"), started, shell)
+    return Launch(config, command, environment, notices, said.runs or Path("runs"), started, shell)
 
 
 def _understood(given: Options) -> Understood:
@@ -214,8 +214,8 @@ def _understood(given: Options) -> Understood:
 
 
 def _torchrun(arguments: Sequence[str]) -> Understood:
-    """torchrun's arguments, which are those of this command."""
-    with run.make_context("torchrun", list(arguments)) as context:
+    """torchrun's arguments, which are those of this command. Variables have been read for it already."""
+    with run.make_context("torchrun", list(arguments), auto_envvar_prefix=None) as context:
         return _understood({name: value for name, value in context.params.items() if value is not None})
 
 

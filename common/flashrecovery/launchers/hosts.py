@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flashrecovery.errors import ConfigError
 from flashrecovery.launchers import hostfile, torchrun
@@ -50,11 +51,12 @@ def asked_for(options: Options) -> bool:
     return any(name in options for name in ("hostfile", *FILTERS))
 
 
-def found(options: Options, is_me: Callable[[str], bool] | None = None) -> Hosts:
+def found(options: Options, others: Mapping[str, Any], is_me: Callable[[str], bool] | None = None) -> Hosts:
     """The hosts that the options ask for; takes from ``options`` what has been understood.
 
     Args:
         options: with ``hostfile`` or filters, changed in place.
+        others: keys that are set elsewhere, in the configuration file.
         is_me: whether a name in the hostfile is that of this host.
 
     Raises:
@@ -67,11 +69,13 @@ def found(options: Options, is_me: Callable[[str], bool] | None = None) -> Hosts
     filters = Filters(**{name: options.pop(name) for name in FILTERS if name in options})
     alone, multi = options.pop("no_ssh", False), options.pop("force_multi", False)
     resources = hostfile.chosen(_slots(file, filters), filters)
-    shape = _shape(resources, int(options.get("spare_nodes") or 0))
+    spare = options.get("spare_nodes", others.get("spare_nodes", 0))
+    shape = _shape(resources, int(spare) if str(spare).isdigit() else 0)
     if len(resources) == 1 and not multi:
         options.pop("node_rank", None)
         return Hosts(resources, shape, 0)
-    shape |= _controller(resources, options)
+    if "controller" not in others:
+        _set_controller(resources, options)
     if not alone:
         return Hosts(resources, shape, None)
     return Hosts(resources, shape, _own_rank(resources, options, is_me or _is_me))
@@ -97,17 +101,16 @@ def _shape(resources: Resources, spare_nodes: int) -> Options:
     return {**nodes, "spare_nodes": spare_nodes} if spare_nodes else dict(nodes)
 
 
-def _controller(resources: Resources, options: Options) -> Options:
+def _set_controller(resources: Resources, options: Options) -> None:
     """The first host has the controller, unless another address is given."""
     if "controller" in options or "rdzv_endpoint" in options:
-        return {}
+        return
     address = options.setdefault("master_addr", next(iter(resources)))
     if len(resources) > 1 and is_loopback(address):
         raise ConfigError(
             f"--hostfile: the first host is {address}, which the other ones cannot reach; write its name in the "
             "network there, or --controller HOST:PORT"
         )
-    return {}
 
 
 def _own_rank(resources: Resources, options: Options, is_me: Callable[[str], bool]) -> int:

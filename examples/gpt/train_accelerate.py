@@ -29,6 +29,8 @@ def main() -> None:
     args = flags.parse_args()
     accelerator = Accelerator(gradient_accumulation_steps=args.accumulate)
     recovery = flashrecovery.init()
+    if accelerator.is_main_process:
+        training.emit(f"{accelerator.num_processes} processes, precision {accelerator.mixed_precision}")
 
     blocks = BlockDataset(corpus.prepare(args.data, args.data_dir, int(args.corpus_mib * 2**20)), args.context)
     order = torch.Generator().manual_seed(args.seed)

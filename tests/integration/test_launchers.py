@@ -91,7 +91,8 @@ def test_the_module_as_torchs(tmp_path: Path) -> None:
 def test_accelerate_launch(tmp_path: Path) -> None:
     """Its own command line behind ``flashrecovery run --``, with its configuration file."""
     pytest.importorskip("accelerate")
-    check_killed(tmp_path, [str(LAUNCHERS / "accelerate.sh"), *SMALL, *STEPS])
+    job = check_killed(tmp_path, [str(LAUNCHERS / "accelerate.sh"), *SMALL, *STEPS])
+    assert "4 processes, precision bf16" in job.output, job.explain()
 
 
 @pytest.mark.timeout(400)
@@ -101,7 +102,8 @@ def test_an_accelerate_configuration(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     config = ["--accelerate-config", str(LAUNCHERS / "accelerate.yaml"), "--standby", "1"]
     command = ["flashrecovery", "run", *config, str(GPT / "train_accelerate.py"), *SMALL, *STEPS]
-    check_killed(tmp_path, command)
+    job = check_killed(tmp_path, command)
+    assert "4 processes, precision bf16" in job.output, job.explain()
 
 
 @pytest.mark.timeout(400)

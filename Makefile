@@ -51,7 +51,7 @@ lint: $(BIN)/.setup-done  ## ruff and mypy (strict)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	MYPYPATH=common:.:examples/gpt:benchmarks $(BIN)/mypy examples/gpt/*.py benchmarks/*.py benchmarks/peers/*.py
+	MYPYPATH=common:.:examples/gpt:benchmarks $(BIN)/mypy examples/gpt/*.py examples/gpt/launchers/*.py benchmarks/*.py benchmarks/peers/*.py
 
 format: $(BIN)/.setup-done  ## let ruff format the code
 	$(BIN)/ruff check --fix .

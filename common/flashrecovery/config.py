@@ -299,6 +299,8 @@ class RunConfig(Settings):
         description="the same for failures from outside (SIGKILL, SIGTERM, SIGSTOP): bad luck, unless it never "
         "ends, as with an out-of-memory killer",
     )
+    run_id: str = Field("flashrecovery", min_length=1, description="TORCHELASTIC_RUN_ID of the ranks")
+    role: str = Field("default", min_length=1, description="ROLE_NAME of the ranks")
     inject: tuple[FaultSpec, ...] = Field((), description="drills: faults to inject")
     observe: ObserveSettings = Field(ObserveSettings(), description="metrics, web page, traces")
     tls: TlsSettings = Field(TlsSettings(), description="encryption between controller, agents and tools")
@@ -400,21 +402,28 @@ def overlaid(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[st
 
 
 def load_run_config(file: Path | None, overrides: dict[str, Any]) -> RunConfig:
-    """The YAML ``file`` (may be None) overlaid with command-line ``overrides``. Raises ConfigError."""
-    values: dict[str, Any] = {}
-    where = "command line"
-    if file is not None:
-        where = str(file)
-        try:
-            loaded = yaml.safe_load(file.read_text())
-        except OSError as e:
-            raise ConfigError(f"--config {file}: {e.strerror}") from e
-        except yaml.YAMLError as e:
-            raise ConfigError(f"--config {file}: not valid YAML: {e}") from e
-        if loaded is not None and not isinstance(loaded, dict):
-            raise ConfigError(f"--config {file}: a mapping of keys is needed, not {type(loaded).__name__}")
-        values = dict(loaded or {})
-    config: RunConfig = validate(RunConfig, overlaid(values, overrides), where)
+    """The YAML ``file`` (may be None) overlaid with ``overrides``. Raises ConfigError."""
+    return run_config(overlaid(read_config(file), overrides), "command line" if file is None else str(file))
+
+
+def read_config(file: Path | None) -> dict[str, Any]:
+    """What stands in the YAML ``file``; nothing without one. Raises ConfigError."""
+    if file is None:
+        return {}
+    try:
+        loaded = yaml.safe_load(file.read_text())
+    except OSError as e:
+        raise ConfigError(f"--config {file}: {e.strerror}") from e
+    except yaml.YAMLError as e:
+        raise ConfigError(f"--config {file}: not valid YAML: {e}") from e
+    if loaded is not None and not isinstance(loaded, dict):
+        raise ConfigError(f"--config {file}: a mapping of keys is needed, not {type(loaded).__name__}")
+    return dict(loaded or {})
+
+
+def run_config(values: dict[str, Any], where: str) -> RunConfig:
+    """The configuration with these ``values``, which stand ``where``. Raises ConfigError."""
+    config: RunConfig = validate(RunConfig, values, where)
     _check_nodes(config)
     _check_leases(config.timeouts)
     _check_tls(config)

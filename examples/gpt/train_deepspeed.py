@@ -133,6 +133,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     flags.add_argument("--moe", type=int, default=0, metavar="EXPERTS", help="experts a layer (ZeRO 0 to 2); 0: none")
     flags.add_argument("--expert-parallel", type=int, default=2, metavar="RANKS", help="ranks that share the experts")
     flags.add_argument("--config", type=Path, help="a DeepSpeed config instead of ds_zero<N>.json")
+    flags.add_argument("--local_rank", type=int, help="of the command `deepspeed`; LOCAL_RANK says the same")
     flags.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="another one than the config's")
     flags.add_argument(
         "--set", action="append", default=[], metavar="KEY.KEY=JSON", help="another value for a key of the config"
@@ -143,6 +144,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def main() -> None:
     """Train as the flags say."""
     args = parser(__doc__).parse_args()
+    if args.local_rank not in (None, int(os.environ.get("LOCAL_RANK", "0"))):
+        raise ValueError(f"--local_rank {args.local_rank} is not LOCAL_RANK")
     device = training.start_process_group()
     engine = build_engine(args, device)
     recovery = engine.recovery

@@ -101,16 +101,23 @@ class RunningJob:
         if script is None:
             command += [*SMALL, "--steps", str(steps), *layout.flags]
         command += flags
+        self._start(command, env or {})
+
+    def _start(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         self._began = time.monotonic()
-        self._out = open(run_dir.parent / f"{run_dir.name}.out", "w+")  # noqa: SIM115 - closed in wait()
+        self._out = open(self.run_dir.parent / f"{self.run_dir.name}.out", "w+")  # noqa: SIM115 - closed in wait()
         self.popen = subprocess.Popen(
             command,
             stdout=self._out,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            env={**os.environ, **ENVIRONMENT, MARKER: self.marker, **(env or {})},
+            env={**os.environ, **ENVIRONMENT, MARKER: self.marker, **env},
         )
+
+    def logs(self) -> list[Path]:
+        """Those of all processes that have filled ranks."""
+        return [*(self.run_dir / "logs").glob("rank*.log")]
 
     def events(self) -> list[dict[str, Any]]:
         return read_events(self.run_dir)
@@ -135,7 +142,7 @@ class RunningJob:
     def newest_step(self) -> int:
         """The newest step that rank 0's logs show; -1 before the first."""
         newest = -1
-        for log in (self.run_dir / "logs").glob("rank0.*.log"):
+        for log in (log for log in self.logs() if log.name.startswith("rank0.")):
             for line in log.read_text().splitlines()[-3:]:
                 if "step=" in line:
                     newest = max(newest, int(line.split("step=")[1].split()[0]))
@@ -178,7 +185,7 @@ class RunningJob:
             events=self.events(),
         )
         self._out.close()
-        read_digests(job, (self.run_dir / "logs").glob("rank*.log"))
+        read_digests(job, self.logs())
         return job
 
 

@@ -36,9 +36,11 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "agent controller",
         "observe",
         "job",
+        "launchers",
         "adopt",
         "ray",
         "cli",
+        "run",
     )
 )
 """From the bottom to the top. A name is a folder or a file of ``common/flashrecovery``, or a package; ``flashrecovery``

@@ -12,26 +12,24 @@ import click
 
 from flashrecovery.adopt.guard import stand
 from flashrecovery.adopt.launch import Launch, placed
-from flashrecovery.cli.run import _overrides, run
+from flashrecovery.cli.run_options import ENVIRONMENT, OWN, SCRIPT, settings
 from flashrecovery.config import load_run_config
 from flashrecovery.errors import ConfigError
 from flashrecovery.runtime.task import task_of
 
-_OF_THE_LAUNCHER = frozenset(
-    {"nproc_per_node", "nnodes", "node_rank", "spare", "slots", "log", "standalone", "rdzv_backend", "rdzv_id"}
-)
-"""Options of `run` that the launcher has decided, or that are torchrun's."""
 
-
-def _adopt(config_file: Path | None, module: bool, script: str, script_args: tuple[str, ...], **options: Any) -> None:
+def _adopt(
+    config_file: Path | None, module: bool | None, script: str, script_args: tuple[str, ...], **options: Any
+) -> None:
     """Run SCRIPT as the rank that a launcher has started this process for, and keep the job going when ranks die.
 
     The launcher starts one task for each rank: `srun ... flashrecovery adopt train.py`, `mpirun ... flashrecovery adopt
     train.py`. A small process stays in each task's place until the job's end, and ends with its code; so the launcher
     does not notice that a rank has died.
     """
+    given = {name: value for name, value in options.items() if value not in (None, ())}
     task = task_of(os.environ)
-    config = load_run_config(config_file, placed(task, _overrides(options), os.environ))
+    config = load_run_config(config_file, placed(task, settings(given), os.environ))
     if not module and not Path(script).is_file():
         raise ConfigError(f"script {script!r} does not exist (working directory: {os.getcwd()})")
     path = config.run_dir or Path("runs") / re.sub(r"[^\w.-]", "-", task.job)
@@ -43,8 +41,10 @@ def _adopt(config_file: Path | None, module: bool, script: str, script_args: tup
     sys.exit(stand(task, launch))
 
 
-adopt = click.command(
+adopt = click.Command(
     "adopt",
-    context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
-    params=[parameter for parameter in run.params if parameter.name not in _OF_THE_LAUNCHER],
-)(_adopt)
+    callback=_adopt,
+    help=_adopt.__doc__,
+    params=[*OWN, *SCRIPT],
+    context_settings={"allow_interspersed_args": False, "auto_envvar_prefix": ENVIRONMENT},
+)

@@ -14,6 +14,7 @@ _COMMANDS = {
     "demo": "Train a small GPT here, kill a rank, and end with the same bits.",
     "run": "Start a training job that survives the death of a rank.",
     "adopt": "Be a rank that srun, mpirun or the like has started, and survive its death.",
+    "shim": "Write a torchrun, deepspeed and accelerate that pass on to `run`.",
     "controller": "Run only the controller of a job of several nodes.",
     "status": "What a job is doing.",
     "inject": "Inject a fault into a running job.",

@@ -30,6 +30,8 @@ STRIDE_ENV = "FLASHRECOVERY_NEIGHBOUR_STRIDE"
 """Rank r's copies are kept by rank r + stride, modulo the world size."""
 DOMAINS_ENV = "FLASHRECOVERY_DOMAINS"
 """Numbers of the nodes' failure domains at the launch, JSON; unset if no two nodes share one."""
+LOCAL_RANK_MACRO = "${local_rank}"
+"""In an argument of the script, each rank finds its LOCAL_RANK instead of this, as under torchrun."""
 
 
 def common_env(config: RunConfig) -> dict[str, str]:
@@ -41,13 +43,13 @@ def common_env(config: RunConfig) -> dict[str, str]:
     }
     env |= {name: os.environ.get(name, value) for name, value in LAUNCH_DEFAULTS.items()}
     env |= {
-        "ROLE_NAME": "default",
+        "ROLE_NAME": config.role,
         "WORLD_SIZE": str(config.world_size),
         "LOCAL_WORLD_SIZE": str(config.nproc_per_node),
         "GROUP_WORLD_SIZE": str(config.nnodes),
         "ROLE_WORLD_SIZE": str(config.world_size),
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
-        "TORCHELASTIC_RUN_ID": "flashrecovery",
+        "TORCHELASTIC_RUN_ID": config.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     if config.nproc_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
@@ -76,3 +78,8 @@ def rank_env(config: RunConfig, rank: int, generation: int, replace: pb.Replace)
         "FLASHRECOVERY_GENERATION": str(generation),
         STRIDE_ENV: str(replace.stride),
     }
+
+
+def with_local_rank(argument: str, environ: Mapping[str, str]) -> str:
+    """An argument of the script as the rank with these variables gets it."""
+    return argument.replace(LOCAL_RANK_MACRO, environ["LOCAL_RANK"]) if LOCAL_RANK_MACRO in argument else argument

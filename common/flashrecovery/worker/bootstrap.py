@@ -21,7 +21,7 @@ from flashrecovery.errors import DivergedError
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.channel import PAGE_ENV, Channel
-from flashrecovery.runtime.environment import AGENT_PID_ENV, CPUS_ENV, STANDBY_DEVICE_ENV
+from flashrecovery.runtime.environment import AGENT_PID_ENV, CPUS_ENV, STANDBY_DEVICE_ENV, with_local_rank
 from flashrecovery.runtime.lifeline import Lifeline
 from flashrecovery.runtime.page import Page
 from flashrecovery.runtime.process_control import die_with_parent, keep_to_cpus, redirect_output
@@ -154,7 +154,7 @@ def _script_arguments(command: list[str]) -> list[str]:
 
 def _run_script(command: list[str], channel: Channel) -> int:
     """``script.py args`` or ``-m module args``, as ``python`` would run it."""
-    sys.argv = _script_arguments(command)
+    sys.argv = [with_local_rank(word, os.environ) for word in _script_arguments(command)]
     try:
         try:
             if command[0] == "-m":

@@ -1,0 +1,144 @@
+"""The options of ``flashrecovery run``, and of ``flashrecovery adopt``, which has a part of them.
+
+Those of other launchers mean what they mean there; :mod:`flashrecovery.launchers` knows it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flashrecovery.config import CONTROLLER_PORT, parse_fault
+from flashrecovery.errors import ConfigError
+
+ENVIRONMENT = "FLASHRECOVERY_RUN"
+"""An option that is not given may be in the variable ``FLASHRECOVERY_RUN_<OPTION>``."""
+_NOT_SETTINGS = ("config_file", "accelerate_config", "module", "no_python", "script", "script_args", "remote_shell")
+
+
+def _both(name: str) -> tuple[str, ...]:
+    """``--a-b`` and, as torchrun takes it, too, ``--a_b``."""
+    return (f"--{name}", f"--{name.replace('-', '_')}") if "-" in name else (f"--{name}",)
+
+
+def _option(*names: str, **attributes: Any) -> click.Option:
+    return click.Option(names, **attributes)
+
+
+PLACES = (
+    _option(*_both("nproc-per-node"), default=None, help="Processes on this node: a number, gpu, cpu, auto."),
+    _option("--nnodes", default=None, help="Nodes that hold ranks; MIN:MAX: MIN of them, the others are spare."),
+    _option(*_both("node-rank"), type=int, default=None, help="This node's number; default: as they come."),
+    _option("--spare", is_flag=True, default=None, help="This node is a spare one."),
+    _option("--slots", type=int, default=None, help="Ranks that this node can hold."),
+    _option("--log", type=click.Choice(["0", "all", "none"]), default=None, help="Ranks whose output is shown live."),
+)
+"""How many ranks there are, and where; whoever starts one task for each rank has decided it."""
+OWN = (
+    _option(*_both("spare-nodes"), type=int, default=None, help="Further nodes that wait for one of these to be lost."),
+    _option("--node-name", default=None, help="This node's name, unique in the job; default: the host name."),
+    _option("--node-address", default=None, help="This node's address for the others."),
+    _option("--failure-domain", default=None, help="What fails together with this node: its switch, its rack."),
+    _option(
+        *_both("master-port"), type=int, default=None, help="Port of the TCPStore, 0: any free one; see --master-addr."
+    ),
+    _option(
+        "--controller",
+        default=None,
+        help=f"HOST[:PORT] of the controller, on one of the nodes (several nodes); port {CONTROLLER_PORT} by default.",
+    ),
+    _option("--embed-controller/--no-embed-controller", default=None, help="Run the controller here if HOST is here."),
+    _option("--token-file", type=click.Path(path_type=Path), default=None, help="The token that all nodes share."),
+    _option(*_both("start-method"), default=None, help="zygote: fork workers where that is safe | spawn"),
+    _option("--standby", type=int, default=None, help="Pre-warmed processes to keep."),
+    _option("--standby-device", is_flag=True, default=None, help="Each local rank's standby uses its GPU at once."),
+    _option("--run-dir", type=click.Path(path_type=Path), default=None, help="Events, logs, rank table."),
+    _option("--health", default=None, help="Device plugins: auto | none | NAME,NAME"),
+    _option(*_both("max-restarts"), type=int, default=None, help="Restarts before the first step."),
+    _option("--redundancy", default=None, help="auto | replica | neighbor | parity | none"),
+    _option("--parity", type=int, default=None, help="With --redundancy parity: losses of a group at once, 1 | 2"),
+    _option("--undo", default=None, help="Own pre-step copy: auto | always | never"),
+    _option("--snapshots", default=None, help="Copies that outlive all processes: auto | always | never"),
+    _option("--hang-timeout", type=float, default=None, help="Seconds without progress that are never a hang."),
+    _option("--checkpoint-dir", type=click.Path(path_type=Path), default=None, help="Fallback checkpoints."),
+    _option("--checkpoint-interval", default=None, help="Seconds between fallback checkpoints, or `auto`."),
+    _option("--resume", is_flag=True, default=None, help="Go on from the newest snapshots or checkpoint."),
+    _option("--observe-port", type=int, default=None, help="Serve metrics and a web page here; 0: any free port."),
+    _option("--observe-host", default=None, help="Address to serve them on (default 127.0.0.1)."),
+    _option("--config", "config_file", type=click.Path(path_type=Path), default=None, help="YAML with any key."),
+    _option("--inject", multiple=True, help="Drill: rank=R,fault=sigkill,at=PHASE,step=I (repeatable)."),
+    _option("-m", "--module", is_flag=True, default=None, help="The script is a module, as in `python -m`."),
+)
+OF_OTHER_LAUNCHERS = (
+    _option(*_both("rdzv-endpoint"), default=None, help="Of torchrun: several nodes' controller is there."),
+    _option(
+        *_both("master-addr"), default=None, help="Of torchrun: several nodes' controller is there, at --master-port."
+    ),
+    _option(*_both("rdzv-backend"), default=None, help="Of torchrun: static | c10d; the controller does its work."),
+    _option(*_both("rdzv-id"), default=None, help="Of torchrun: TORCHELASTIC_RUN_ID. The token tells jobs apart."),
+    _option(*_both("rdzv-conf"), default=None, help="Of torchrun: join_timeout=SECONDS, for timeouts.rendezvous_s."),
+    _option("--standalone", is_flag=True, default=None, help="Of torchrun: one node, the default."),
+    _option(*_both("local-addr"), default=None, help="Of torchrun: --node-address."),
+    _option("--role", default=None, help="Of torchrun: ROLE_NAME."),
+    _option(*_both("log-dir"), default=None, help="Of torchrun: where run directories are made (default: runs)."),
+    _option("-r", "--redirects", default=None, help="Of torchrun: 3 shows no rank; logs are always written."),
+    _option("-t", "--tee", default=None, help="Of torchrun: 1, 2, 3 show all ranks; logs are always written."),
+    _option(*_both("local-ranks-filter"), default=None, help="Of torchrun: 0 shows rank 0, other numbers all ranks."),
+    _option(*_both("shutdown-timeout"), default=None, help="Of torchrun: timeouts.shutdown_grace_s, at most 4."),
+    _option(*_both("signals-to-handle"), default=None, help="Of torchrun: those that end a job."),
+    _option(*_both("run-path"), is_flag=True, default=None, help="Of torchrun: as always here."),
+    _option(*_both("no-python"), is_flag=True, default=None, help="Of torchrun: SCRIPT is a program, in Python."),
+    _option(*_both("monitor-interval"), default=None, help="Of torchrun: no meaning here."),
+    _option(*_both("event-log-handler"), default=None, help="Of torchrun: no meaning here."),
+    _option(*_both("duplicate-stdout-filters"), default=None, help="Of torchrun: no meaning here."),
+    _option(*_both("duplicate-stderr-filters"), default=None, help="Of torchrun: no meaning here."),
+    _option(*_both("logs-specs"), default=None, help="Of torchrun: refused."),
+    _option(*_both("numa-binding"), default=None, help="Of torchrun: refused."),
+    _option(*_both("virtual-local-rank"), is_flag=True, default=None, help="Of torchrun: refused."),
+    _option("-H", "--hostfile", type=click.Path(path_type=Path), default=None, help="Hosts, as for `deepspeed`."),
+    _option("-i", "--include", default=None, help="Of the hostfile: HOST[:SLOT,SLOT...]@HOST..."),
+    _option("-e", "--exclude", default=None, help="The same, to be left out."),
+    _option(*_both("num-nodes"), type=int, default=None, help="Only the first hosts of the hostfile."),
+    _option(*_both("num-gpus"), "--num_accelerators", type=int, default=None, help="Only the first GPUs of a host."),
+    _option(*_both("no-ssh"), is_flag=True, default=None, help="With --hostfile: this command is run on every host."),
+    _option(*_both("force-multi"), is_flag=True, default=None, help="Use --remote-shell for a single host, too."),
+    _option("--remote-shell", default=None, help="With --hostfile: what starts a program on a host (default: ssh)."),
+    _option(
+        "--accelerate-config", type=click.Path(path_type=Path), default=None, help="A configuration file of accelerate."
+    ),
+)
+SCRIPT = (click.Argument(["script"]), click.Argument(["script_args"], nargs=-1, type=click.UNPROCESSED))
+
+
+def settings(options: dict[str, Any]) -> dict[str, Any]:
+    """Options in the shape of :class:`RunConfig`."""
+    values = {name: value for name, value in options.items() if name not in _NOT_SETTINGS}
+    inject: tuple[str, ...] = values.pop("inject", ())
+    if inject:
+        values["inject"] = [parse_fault(text).model_dump() for text in inject]
+    if "hang_timeout" in values:
+        values["timeouts"] = {**values.get("timeouts", {}), "hang_floor_s": values.pop("hang_timeout")}
+    if "snapshots" in values:
+        values["snapshots"] = {"keep": values.pop("snapshots")}
+    checkpoint: dict[str, Any] = {}
+    if "checkpoint_dir" in values:
+        checkpoint["dir"] = values.pop("checkpoint_dir")
+    if "checkpoint_interval" in values:
+        checkpoint["interval_s"] = _interval(values.pop("checkpoint_interval"))
+    if checkpoint:
+        values["checkpoint"] = checkpoint
+    observe = {key: values.pop(f"observe_{key}") for key in ("port", "host") if f"observe_{key}" in values}
+    if observe:
+        values["observe"] = observe
+    return values
+
+
+def _interval(text: str) -> float | str:
+    if text == "auto":
+        return text
+    try:
+        return float(text)
+    except ValueError as e:
+        raise ConfigError(f"--checkpoint-interval {text!r}: allowed: seconds, or auto") from e

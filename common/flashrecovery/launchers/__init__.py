@@ -1,0 +1,1 @@
+"""Other launchers' spellings: what their options, variables and files mean for ``flashrecovery run``."""

@@ -269,7 +269,7 @@ import signal, sys, time
 import torch, torch.distributed as dist
 import flashrecovery
 
-seen = []
+seen, last = [], None
 signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
 dist.init_process_group("gloo")
 recovery = flashrecovery.init()
@@ -286,8 +286,10 @@ for step in recovery.steps(1000):
         optimizer.step()
         time.sleep(0.02)
     print(f"step={step.index}", flush=True)
-    if told.item():
+    if told.item() and last is None:
         print(f"warned rank={dist.get_rank()}", flush=True)
+        last = step.index + 5
+    if step.index == last:
         sys.exit(7)
 """
 

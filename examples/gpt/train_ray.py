@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
@@ -47,7 +48,12 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
             scheduler.step()
             log.step(step.index, loss)
         if (step.index + 1) % config["report_every"] == 0:
-            ray.train.report({"step": step.index, "loss": float(loss)})
+            with TemporaryDirectory() as folder:
+                checkpoint = None
+                if ray.train.get_context().get_world_rank() == 0:
+                    torch.save(model.state_dict(), Path(folder) / "model.pt")
+                    checkpoint = ray.train.Checkpoint.from_directory(folder)
+                ray.train.report({"step": step.index, "loss": loss.item()}, checkpoint=checkpoint)
     if args.digest:
         training.print_digest(model, optimizer)
 
@@ -76,16 +82,17 @@ def main() -> None:
         options += ["--run-dir", str(args.run_dir.absolute())]
         flashrecovery.ray.run(command, num_workers=args.workers, resources_per_worker=resources, options=options)
         return
-    from ray.train import ScalingConfig
+    from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
     trainer = TorchTrainer(
         flashrecovery.ray.recoverable(train_loop_per_worker, options=options, run_dir=args.run_dir),
         train_loop_config={"flags": flags, "report_every": args.report_every},
         scaling_config=ScalingConfig(num_workers=args.workers, resources_per_worker=resources),
+        run_config=RunConfig(name="gpt", storage_path=str(args.run_dir.absolute() / "ray")),
     )
     result = trainer.fit()
-    print("reported last:", result.metrics, file=sys.stderr)
+    print("reported:", [metrics for _, metrics in result.best_checkpoints], file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def test_a_rank_outlives_its_task_and_its_first_process_does_not(reference: Job,
     before = job.ranks()[1]
     tasks[1].kill()
     job.wait_for("recovery_finished")
-    assert not psutil.pid_exists(before)
+    assert not psutil.pid_exists(before) or psutil.Process(before).status() == psutil.STATUS_ZOMBIE
     done = job.wait()
     assert codes(done) == [0, -signal.SIGKILL]
     done.code = 0
@@ -140,7 +140,7 @@ def test_a_task_keeps_its_cpus_and_variables(reference: Job, tmp_path: Path) -> 
     first, second, *_ = sorted(os.sched_getaffinity(0))
     bound = ["--cpus", f"0={first}", "--cpus", f"1={second}", "--set", "0=OWN=zero", "--set", "1=OWN=one"]
     job = adopted(tmp_path, TWO, stand_in(2, *bound), steps=12, standby=1, flags=["--step-time", "300"])
-    job.wait_for("standby_ready", count=2)
+    job.wait_for("standby_ready")
     job.wait_for_step(2)
     assert agent_of(job).cpu_affinity() == [first, second]
     job.kill(1)
@@ -157,7 +157,7 @@ def test_where_the_agent_does_not_reach_the_task_starts_the_replacement(referenc
     if os.geteuid() != 0:
         pytest.skip("a namespace of its own needs root")
     job = adopted(tmp_path, TWO, launcher, steps=12, standby=1, flags=["--step-time", "300"])
-    job.wait_for("standby_ready", count=2)
+    job.wait_for("standby_ready")
     job.wait_for_step(2)
     job.kill(1)
     job.wait_for("recovery_finished")
@@ -269,7 +269,7 @@ import signal, sys, time
 import torch, torch.distributed as dist
 import flashrecovery
 
-seen = []
+seen, last = [], None
 signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
 dist.init_process_group("gloo")
 recovery = flashrecovery.init()
@@ -286,8 +286,10 @@ for step in recovery.steps(1000):
         optimizer.step()
         time.sleep(0.02)
     print(f"step={step.index}", flush=True)
-    if told.item():
+    if told.item() and last is None:
         print(f"warned rank={dist.get_rank()}", flush=True)
+        last = step.index + 5
+    if step.index == last:
         sys.exit(7)
 """
 

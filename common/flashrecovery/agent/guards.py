@@ -130,6 +130,8 @@ class GuardedTask:
 
     def send(self, message: pb.ToGuard, *descriptors: int) -> None:
         """Raises GuardLostError."""
+        if self._sock.fileno() < 0:
+            raise GuardLostError("it has ended")
         self._sock.settimeout(_SEND_S)
         try:
             self._framed.send(message.SerializeToString(), descriptors)

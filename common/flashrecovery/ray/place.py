@@ -48,13 +48,10 @@ class Meeting:
 
 def start_guard(arguments: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """``flashrecovery adopt`` with these arguments. It ends with this thread, however that ends."""
+    by_ray = [path for path in sys.path if path and not path.startswith((sys.prefix, sys.base_prefix))]
+    own = {"PYTHONPATH": os.pathsep.join(by_ray), LAUNCHER_PID_ENV: str(os.getpid())}
     return subprocess.Popen(
         [sys.executable, "-m", "flashrecovery.cli.main", "adopt", *arguments],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-            **env,
-            LAUNCHER_PID_ENV: str(os.getpid()),
-        },
+        env={**os.environ, **own, **env},
         stdin=subprocess.DEVNULL,
     )

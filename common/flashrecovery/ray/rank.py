@@ -22,7 +22,7 @@ from ray.train import Checkpoint
 from ray.train.v2._internal.execution import train_fn_utils
 
 import flashrecovery
-from flashrecovery.ray.train import ABOUT_ENV, CALL_ENV, About, Reported, unsupported
+from flashrecovery.ray.train import ABOUT_ENV, CALL_ENV, About, TrainReport, unsupported
 from flashrecovery.security import TOKEN_ENV
 
 
@@ -64,7 +64,7 @@ class RankUtils(train_fn_utils.LocalTrainFnUtils):  # type: ignore[misc]
         version = recovery.version
         self._key = (version, self._key[1] + 1 if self._key[0] == version else 0)
         path = None if checkpoint is None else checkpoint.path
-        self._call.send(Reported(self._key, dict(metrics), path, checkpoint_dir_name))
+        self._call.send(TrainReport(self._key, dict(metrics), path, checkpoint_dir_name))
         self._call.recv()
 
     def get_checkpoint(self) -> Any:

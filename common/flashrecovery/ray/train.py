@@ -46,8 +46,8 @@ class About:
 
 
 @dataclass(frozen=True)
-class Reported:
-    """What rank 0 has reported. ``key``: the version of the state, and the how many-th report of it."""
+class TrainReport:
+    """What rank 0 reports. ``key``: the version of the state, and the how many-th report of it."""
 
     key: tuple[int, int]
     metrics: dict[str, Any]
@@ -145,7 +145,7 @@ class _Calls:
 
     def __init__(self, name: str, key: bytes) -> None:
         self._listener = Listener(f"\0{name}", "AF_UNIX", authkey=key)
-        self._arrived: queue.Queue[tuple[Reported, Connection[Any, Any]]] = queue.Queue()
+        self._arrived: queue.Queue[tuple[TrainReport, Connection[Any, Any]]] = queue.Queue()
         self._asking: Connection[Any, Any] | None = None
         threading.Thread(target=self._accept, name="flashrecovery-calls", daemon=True).start()
 
@@ -164,7 +164,7 @@ class _Calls:
             except (EOFError, OSError):
                 return
 
-    def next(self, guard: subprocess.Popen[bytes]) -> Reported | None:
+    def next(self, guard: subprocess.Popen[bytes]) -> TrainReport | None:
         """The next report; None once the guard has ended."""
         while True:
             try:

@@ -398,6 +398,28 @@ def test_the_service_reads_and_writes_the_file(tmp_path: Path) -> None:
     assert node.excluded and node.doubt.startswith("4 x device in 1 job")
 
 
+def test_what_fails_while_somebody_ends_the_job_is_not_remembered(tmp_path: Path) -> None:
+    """A scheduler's SIGTERM comes to the nodes one after the other."""
+    path = tmp_path / FILE_NAME
+
+    async def go(*, told: bool) -> None:
+        service, run_dir, log = service_with(tmp_path, path)
+        await service.start("127.0.0.1", 0)
+        service.machine.job.blame("b", FailureKind.NODE_LOST, "its connection broke")
+        service.act()
+        await asyncio.sleep(0)
+        if told:
+            service.request_stop("stopped by SIGTERM")
+        await service.stop()
+        run_dir.close()
+        log.close()
+
+    asyncio.run(go(told=True))
+    assert read_marks(path).marks == ()
+    asyncio.run(go(told=False))
+    assert [m.node for m in read_marks(path).marks] == ["b"]
+
+
 def test_without_a_file_nothing_is_written(tmp_path: Path) -> None:
     async def go() -> None:
         service, run_dir, log = service_with(tmp_path, None)

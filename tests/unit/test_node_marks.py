@@ -341,6 +341,19 @@ def test_at_the_launch_it_is_used_if_nobody_else_comes_in_time() -> None:
     assert world.machine.job.launched and set(world.homes()) == {"a", "b"}
 
 
+def test_a_job_that_runs_already_is_not_launched_for_an_excluded_nodes_sake() -> None:
+    """A controller that is started again hears new nodes first, and then one of the job that it has lost."""
+    world = Blaming(2, nnodes=2, spare_nodes=2, timeouts={"node_wait_s": 5, "takeover_s": 60})
+    world.machine.conduct.on_ratings(BAD)
+    for name in ("b", "a"):
+        world.join(name)
+    world.join("c", stride=2)
+    world.now += 6
+    world.machine.on_tick(world.now)
+    world.collect()
+    assert not world.machine.job.launched and not world.inbox
+
+
 def test_among_nodes_that_have_come_the_doubtful_one_becomes_the_spare() -> None:
     world = Blaming(2, nnodes=2, spare_nodes=1)
     world.machine.conduct.on_ratings({**DOUBTFUL, "a": BAD["b"]})

@@ -339,6 +339,20 @@ def test_who_alone_can_send_something_sends_less_of_the_rest() -> None:
     assert plan.sent[0] == 100 and sorted(plan.sent[1:3].tolist()) == [100, 100]
 
 
+def test_a_round_is_bounded_also_where_a_deck_is_uneven() -> None:
+    """Rank 0 has things of its own to send, so rank 1 serves both requests for some tensors, but not for the first."""
+    spaces = [Space("own", (40,), 1)] + [Space(f"all{i}", (10,), 1) for i in range(4)]
+    common, wanted = replicated((10,), (0, 1)), replicated((10,), (8, 9))
+    old = {s.name: common for s in spaces} | {"own": replicated((40,), (0,))}
+    new = {s.name: wanted for s in spaces} | {"own": replicated((40,), (9,))}
+    table = timetable(plan_reshard(spaces, old, new), 10)
+    sent: Counter[tuple[int, int]] = Counter()
+    for dest in (8, 9):
+        for number, portion in table.messages(dest=dest):
+            sent[number, portion.source] += portion.nbytes
+    assert max(sent.values()) <= 10
+
+
 @settings(max_examples=75, deadline=None)
 @given(st.integers(1, 7), st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, max_size=6))
 def test_equal_replicas_send_equally_within_a_piece_of_each_size(replicas: int, kinds: list[tuple[int, int]]) -> None:

@@ -467,6 +467,8 @@ def test_fused_heads() -> None:
     assert rows[4:] == [(8, 10, (0, 1)), (10, 12, (2, 3)), (12, 14, (0, 1)), (14, 16, (2, 3))]
     with pytest.raises(ValueError, match="units of 2 over 3 parts"):
         fused((16, 3), 0, sections, [(0,), (1,), (2,)])
+    with pytest.raises(ValueError, match="10 rows in units of 4 over 2 parts"):
+        fused((10, 3), 0, [Section(10, 4)], [(0,), (1,)])
     with pytest.raises(ValueError, match="16 are needed"):
         fused((16, 3), 0, sections[:1], [(0,)])
 

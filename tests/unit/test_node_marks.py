@@ -341,6 +341,19 @@ def test_at_the_launch_it_is_used_if_nobody_else_comes_in_time() -> None:
     assert world.machine.job.launched and set(world.homes()) == {"a", "b"}
 
 
+def test_a_job_that_runs_already_is_not_launched_for_an_excluded_nodes_sake() -> None:
+    """A controller that is started again hears new nodes first, and then one of the job that it has lost."""
+    world = Blaming(2, nnodes=2, spare_nodes=2, timeouts={"node_wait_s": 5, "takeover_s": 60})
+    world.machine.conduct.on_ratings(BAD)
+    for name in ("b", "a"):
+        world.join(name)
+    world.join("c", stride=2)
+    world.now += 6
+    world.machine.on_tick(world.now)
+    world.collect()
+    assert not world.machine.job.launched and not world.inbox
+
+
 def test_among_nodes_that_have_come_the_doubtful_one_becomes_the_spare() -> None:
     world = Blaming(2, nnodes=2, spare_nodes=1)
     world.machine.conduct.on_ratings({**DOUBTFUL, "a": BAD["b"]})
@@ -396,6 +409,28 @@ def test_the_service_reads_and_writes_the_file(tmp_path: Path) -> None:
     assert all(m.job == str(tmp_path / "runs" / "one") for m in found)
     node = asyncio.run(next_job())
     assert node.excluded and node.doubt.startswith("4 x device in 1 job")
+
+
+def test_what_fails_while_somebody_ends_the_job_is_not_remembered(tmp_path: Path) -> None:
+    """A scheduler's SIGTERM comes to the nodes one after the other."""
+    path = tmp_path / FILE_NAME
+
+    async def go(*, told: bool) -> None:
+        service, run_dir, log = service_with(tmp_path, path)
+        await service.start("127.0.0.1", 0)
+        service.machine.job.blame("b", FailureKind.NODE_LOST, "its connection broke")
+        service.act()
+        await asyncio.sleep(0)
+        if told:
+            service.request_stop("stopped by SIGTERM")
+        await service.stop()
+        run_dir.close()
+        log.close()
+
+    asyncio.run(go(told=True))
+    assert read_marks(path).marks == ()
+    asyncio.run(go(told=False))
+    assert [m.node for m in read_marks(path).marks] == ["b"]
 
 
 def test_without_a_file_nothing_is_written(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from flashrecovery.plan.layouts import (
     sharded,
     together,
 )
+from flashrecovery.plan.overlay import Boxes, meeting
 from flashrecovery.plan.reshard import Portion, Reshard, plan_reshard
 from flashrecovery.plan.timetable import timetable
 
@@ -259,6 +261,61 @@ def test_files_are_a_layout_like_any(case: tuple[list[Space], RankLayout, RankLa
     compare(spaces, old, new, everything, plan, {})
 
 
+class Fresh(Mapping[str, Placement]):
+    """A layout that makes its placements when it is asked."""
+
+    def __init__(self, layout: RankLayout) -> None:
+        self._layout = layout
+
+    def __getitem__(self, name: str) -> Placement:
+        return (*self._layout[name],)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layout)
+
+    def __len__(self) -> int:
+        return len(self._layout)
+
+
+def test_placements_may_be_made_on_demand() -> None:
+    spaces = [Space(f"t{i}", (6,), 1) for i in range(200)]
+    old = {s.name: replicated((6,), (i % 4,)) for i, s in enumerate(spaces)}
+    new = {s.name: replicated((6,), ((i + 1) % 4,)) for i, s in enumerate(spaces)}
+    table = timetable(plan_reshard(spaces, Fresh(old), Fresh(new)), 64)
+    for rank in range(4):
+        found = {portion.tensor: portion.source for _, portion in table.messages(dest=rank)}
+        assert found == {f"t{i}": i % 4 for i in range(200) if (i + 1) % 4 == rank}
+
+
+# -- where boxes meet --------------------------------------------------------------------------------
+
+
+def columns(rows: list[tuple[int, Box]]) -> Boxes:
+    return Boxes(
+        np.array([group for group, _ in rows], np.int64),
+        np.array([box.low for _, box in rows], np.int64).reshape(-1, 2),
+        np.array([box.high for _, box in rows], np.int64).reshape(-1, 2),
+        np.zeros(len(rows), np.int64),
+    )
+
+
+GROUPED = st.lists(st.tuples(st.integers(0, 2), boxes((30, 30)).filter(lambda b: b.size > 0)), max_size=12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(GROUPED, GROUPED)
+def test_all_boxes_that_meet_are_found(old: list[tuple[int, Box]], new: list[tuple[int, Box]]) -> None:
+    found = list(zip(*(rows.tolist() for rows in meeting(columns(old), columns(new))), strict=True))
+    expected = [(i, j) for j, (g, b) in enumerate(new) for i, (h, a) in enumerate(old) if g == h and a & b]
+    assert sorted(found) == sorted(expected) and [j for _, j in found] == sorted(j for _, j in found)
+
+
+def test_a_long_box_among_short_ones_is_found() -> None:
+    old = [(0, Box((0, 0), (10, 1))), (0, Box((1, 1), (2, 2))), (0, Box((3, 1), (4, 2)))]
+    i, _ = meeting(columns(old), columns([(0, Box((5, 0), (6, 1)))]))
+    assert i.tolist() == [0]
+
+
 # -- balance ---------------------------------------------------------------------------------------
 
 
@@ -280,6 +337,20 @@ def test_who_alone_can_send_something_sends_less_of_the_rest() -> None:
     new = {name: replicated((100,) if name == "own" else (10,), (9,)) for name in old}
     plan = plan_reshard(spaces, old, new)
     assert plan.sent[0] == 100 and sorted(plan.sent[1:3].tolist()) == [100, 100]
+
+
+def test_a_round_is_bounded_also_where_a_deck_is_uneven() -> None:
+    """Rank 0 has things of its own to send, so rank 1 serves both requests for some tensors, but not for the first."""
+    spaces = [Space("own", (40,), 1)] + [Space(f"all{i}", (10,), 1) for i in range(4)]
+    common, wanted = replicated((10,), (0, 1)), replicated((10,), (8, 9))
+    old = {s.name: common for s in spaces} | {"own": replicated((40,), (0,))}
+    new = {s.name: wanted for s in spaces} | {"own": replicated((40,), (9,))}
+    table = timetable(plan_reshard(spaces, old, new), 10)
+    sent: Counter[tuple[int, int]] = Counter()
+    for dest in (8, 9):
+        for number, portion in table.messages(dest=dest):
+            sent[number, portion.source] += portion.nbytes
+    assert max(sent.values()) <= 10
 
 
 @settings(max_examples=75, deadline=None)
@@ -396,6 +467,8 @@ def test_fused_heads() -> None:
     assert rows[4:] == [(8, 10, (0, 1)), (10, 12, (2, 3)), (12, 14, (0, 1)), (14, 16, (2, 3))]
     with pytest.raises(ValueError, match="units of 2 over 3 parts"):
         fused((16, 3), 0, sections, [(0,), (1,), (2,)])
+    with pytest.raises(ValueError, match="10 rows in units of 4 over 2 parts"):
+        fused((10, 3), 0, [Section(10, 4)], [(0,), (1,)])
     with pytest.raises(ValueError, match="16 are needed"):
         fused((16, 3), 0, sections[:1], [(0,)])
 

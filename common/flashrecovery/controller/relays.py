@@ -61,7 +61,7 @@ class Relays:
             return []
         carried = Counter(c.via for c in connections if c.via)
         stay = set(self._stay(straight, carried, nodes))
-        relays = [n for n in stay if n != self._own and not nodes[n].suspect]
+        relays = [n for n in stay if n != self._own and not nodes[n].doubt]
         found: list[tuple[str, str]] = []
         for node in straight:
             last, at = self._told.get(node, ("", float("-inf")))

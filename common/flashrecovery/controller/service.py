@@ -155,6 +155,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         await self._memory.end(_GRACE_S)
 
     def request_stop(self, reason: str) -> None:
+        self._memory.told_to_end()
         self.machine.on_stop_request(reason)
         self._actions.carry_out()
 

@@ -86,8 +86,9 @@ class Starting:
         return everybody if all_here or now - self._excluded_since >= config.timeouts.node_wait_s else None
 
     def launch_if_late(self, now: float) -> None:
-        """Excluded nodes would complete the job, and others have had the time to come."""
-        if self._excluded_since is not None and not self._job.launched:
+        """Excluded nodes would complete the job, and others have had the time to come. A job that runs already, as its
+        agents say, is never launched."""
+        if self._excluded_since is not None and not self._job.launched and self._job.found_since is None:
             self.launch(now)
 
     def let_run_unprotected(self) -> None:

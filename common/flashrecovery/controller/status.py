@@ -93,7 +93,7 @@ def _nodes(machine: Machine, liveness: Liveness, now: float) -> list[pb.NodeStat
             host=n.host,
             heartbeat_age_s=liveness.age(n.name, now),
             ranks=held.get(n.name, []),
-            suspect=n.suspect,
+            suspect=n.doubt,
         )
         for n in machine.job.nodes.values()
     ]

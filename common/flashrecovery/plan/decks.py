@@ -29,7 +29,7 @@ class Decks:
     Attributes:
         cards: ranks.
         starts, lengths: of each set's deck.
-        first: the number of each stream's first request in its set.
+        first: the number of each stream's first request.
         load: bytes that each rank serves.
     """
 
@@ -40,7 +40,7 @@ class Decks:
     load: Ints
 
     def serving(self, holders: Ints, request: Ints) -> Ints:
-        """Who serves the request with this number of the set."""
+        """Who of each set serves the request with this number."""
         found: Ints = self.cards[self.starts[holders] + request % self.lengths[holders]]
         return found
 
@@ -48,12 +48,9 @@ class Decks:
 def deal(sets: Sequence[Ints], holders: Ints, counts: Ints, sizes: Ints, ranks: int) -> Decks:
     """A deck for each of ``sets``. Stream i: ``counts[i]`` requests of ``sizes[i]`` bytes for set ``holders[i]``."""
     order = np.lexsort((-sizes, holders))
-    before = np.cumsum(counts[order]) - counts[order]
-    firsts = np.zeros(len(sets), np.int64)
     begins = np.flatnonzero(np.diff(holders[order], prepend=-1))
-    firsts[holders[order][begins]] = before[begins]
     first = np.empty(len(order), np.int64)
-    first[order] = before - firsts[holders[order]]
+    first[order] = np.cumsum(counts[order]) - counts[order]  # each set's streams go on where the one before ends
 
     load = np.zeros(ranks, np.int64)
     members = np.array([len(one) for one in sets], np.int64)

@@ -97,8 +97,8 @@ def fused(shape: Sequence[int], dim: int, sections: Sequence[Section], groups: S
     whole, parts, base = Box.whole(shape), len(groups), 0
     found: list[Share] = []
     for section in sections:
-        units = len(even(section.size, section.size // section.unit)) if section.size >= section.unit else 0
-        if not units or (units % parts and parts % units):
+        units, rest = divmod(section.size, section.unit)
+        if rest or not units or (units % parts and parts % units):
             raise ValueError(
                 f"a section of {section.size} rows in units of {section.unit} over {parts} parts: whole units, as "
                 "many in each part, or as many parts for each unit, are allowed"

@@ -254,14 +254,15 @@ def plan_reshard(
     living = None if alive is None else frozenset(alive)
     holders, needers = _Sets(living), _Sets(None)
     have, want = _Columns(dims, holders), _Columns(dims, needers)
-    classes: dict[tuple[tuple[int, ...], int, int, int], list[Space]] = defaultdict(list)
-    for space in wanted:
-        classes[space.shape, space.itemsize, id(old.get(space.name)), id(new[space.name])].append(space)
+    placements = [(old.get(space.name, ()), new[space.name]) for space in wanted]  # held, so that no id comes twice
+    classes: dict[tuple[tuple[int, ...], int, int, int], list[int]] = defaultdict(list)
+    for number, (space, (mine, theirs)) in enumerate(zip(wanted, placements, strict=True)):
+        classes[space.shape, space.itemsize, id(mine), id(theirs)].append(number)
     for group, alike in enumerate(classes.values()):
-        first = alike[0]
-        have.add(group, old.get(first.name, ()), first.shape)
-        want.add(group, new[first.name], first.shape)
-    tensors = list(classes.values())
+        shape, (mine, theirs) = wanted[alike[0]].shape, placements[alike[0]]
+        have.add(group, mine, shape)
+        want.add(group, theirs, shape)
+    tensors = [[wanted[number] for number in alike] for alike in classes.values()]
     held = have.boxes()
     held = held.take(np.flatnonzero(holders.counts()[held.holders] > 0)) if len(held) else held
     held = disjoint(held, holders.union)

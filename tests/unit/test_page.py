@@ -36,7 +36,7 @@ def test_tokens_of_a_step(page: Page) -> None:
     plain = Recovery(None)
     plain.report(tokens_per_step=4096)
     for wrong in (-1, 1 << 63, 2.5, True, "4096", None):
-        with pytest.raises(ConfigError, match="tokens_per_step = .*a whole number from 0"):
+        with pytest.raises(ConfigError, match=r"tokens_per_step = .*a whole number from 0"):
             plain.report(tokens_per_step=wrong)  # type: ignore[arg-type]
 
 

@@ -137,7 +137,7 @@ def main() -> None:
         with step:
             optimizer.zero_grad()
             if mode == "slow-to-start" and step.index == 0:
-                time.sleep(12.5)  # and compiled
+                time.sleep(16)  # and compiled
             x = next(data)
             if mode == "idle-steps" and step.index % 2:
                 torch.rand(1)

@@ -23,7 +23,14 @@ READ_AS_A_WHOLE = {
     "flashrecovery.cli.history": {"FailureRecord", "RecoveryRecord"},  # JSON of `flashrecovery report`
     "flashrecovery.cli.measured": {"Measured"},  # JSON of `flashrecovery plan --run`
     "flashrecovery.cli.status": {"JobView", "RecoveryView"},  # JSON of `flashrecovery status`
-    "flashrecovery.observe.facts": {"FailureFacts", "PastRecovery", "RecoveryFacts", "WorkerFacts"},  # JSON of the page
+    "flashrecovery.observe.facts": {
+        "FailureFacts",
+        "PastRecovery",
+        "RecoveryFacts",
+        "StartFacts",
+        "WorkerFacts",
+    },  # JSON of the page
+    "flashrecovery.observe.picture": {"Bar", "Line", "Panel", "Picture"},  # the templates
     "flashrecovery.plan.footprint": {"Footprint"},  # JSON of `flashrecovery plan`
     "flashrecovery.plan.hang": {"Group"},  # a key
     "flashrecovery.groups.exchange": {"DrainReport"},  # the text of an error

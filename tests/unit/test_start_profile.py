@@ -63,7 +63,7 @@ def test_a_line_that_takes_long_is_told_while_it_lasts_and_so_is_the_first_step(
         profile = StartProfile(Installed(), page, lambda line, seconds: told.append((line, seconds)))
         profile.start()
         time.sleep(0.5)  # builds a model
-        assert next(line.text for line in profile.joined()) == "time.sleep(0.5)  # builds a model"
+        assert profile.joined()[0].text == "time.sleep(0.5)  # builds a model"
         ((line, seconds),) = told  # the next word would come after six times as long
         assert line.startswith(f"{Path(__file__).name}:") and "builds a model, in test_a_line" in line
         assert 0.2 <= seconds < 0.4

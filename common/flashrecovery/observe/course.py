@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -155,7 +154,7 @@ class Record:
             goodput=goodput.as_dict(),
             recovered=self._recovered,
             recoveries=marks,
-            idle=[Idle(**asdict(span)) for span in self.ledger.spans(now)],
+            idle=[Idle(kind=s.kind, begin_s=s.begin_s, end_s=s.end_s) for s in self.ledger.spans(now)],
             step_s=short(newest[-1].step.middle) if newest and newest[-1].step is not None else 0.0,
             tokens_per_step=steps[-1].tokens // steps[-1].steps if steps else 0,
             whole=self.timeline.whole.columns(),

@@ -51,7 +51,6 @@ class Panel:
     lines: tuple[Line, ...]
     ticks: tuple[tuple[float, str], ...]
     note: str = ""
-    height: float = _PANEL
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,7 @@ class Series:
             version=[b.version for b in values],
             **_band_columns("step", [b.step for b in values]),
             **_band_columns("own", [b.own for b in values]),
-            ranks=[[short(b.ranks[r]) if r < len(b.ranks) else None for b in values] for r in range(width)],
+            ranks=[[short(b.ranks[r]) if b.ranks[r : r + 1] > (0.0,) else None for b in values] for r in range(width)],
             counts=[(b.step.count if b.step else 0, b.own.count if b.own else 0, b.count) for b in values],
         )
 

@@ -1,6 +1,6 @@
 """The inside of FSDP2 (``fully_shard``): finding its parameters, and undoing an interrupted forward or backward.
 
-All that is private to torch about FSDP2 stands in this file. Tested with torch 2.13.
+All that is private to torch about FSDP2 stands in this file.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from flashrecovery.capabilities.of_torch import FSDP2, TORCH
 from flashrecovery.errors import RestoreError, UnsupportedError
 
 
@@ -27,7 +28,8 @@ def states(root: FSDPModule) -> list[Any]:
 
 
 def check(root: FSDPModule) -> None:
-    """Raises UnsupportedError, by name, for what recovery cannot undo."""
+    """Raises UnsupportedError, by name, for what recovery cannot undo, or what of FSDP2's inside this torch lacks."""
+    TORCH.require((FSDP2,))
     for group in groups(root):
         if group._all_reduce_hook is not None:
             raise UnsupportedError("FSDP2 with set_all_reduce_hook is not supported: recovery cannot see its groups")
@@ -45,7 +47,10 @@ def middle_unit(root: FSDPModule) -> nn.Module:
 def groups(root: FSDPModule) -> Iterator[Any]:
     """Every FSDPParamGroup below ``root``."""
     for state in states(root):
-        yield from state._fsdp_param_groups
+        if FSDP2.takes("several groups"):
+            yield from state._fsdp_param_groups
+        elif state._fsdp_param_group is not None:
+            yield state._fsdp_param_group
 
 
 def initialise(root: FSDPModule) -> None:

@@ -9,6 +9,8 @@ _C10D = "torch.distributed.distributed_c10d"
 _CPP = "torch._C._distributed_c10d"
 _DDP = "torch.nn.parallel.distributed"
 _FSDP = "torch.distributed.fsdp._fully_shard."
+_FSDP_STATE = _FSDP + "_fsdp_state"
+_FSDP_GROUP = _FSDP + "_fsdp_param_group"
 
 GROUP_CREATION = capability(
     "group creation",
@@ -95,11 +97,11 @@ PYTHON_REDUCER = capability(
     otherwise="this torch has no such reducer",
 )
 _FSDP_INSIDE = (
-    Attributes(_FSDP + "_fsdp_state", "FSDPState", ("_lazy_init", "_is_root", "_state_ctx")),
-    Attributes(_FSDP + "_fsdp_state", "FSDPStateContext", ("is_last_backward", "post_optim_event")),
+    Attributes(_FSDP_STATE, "FSDPState", ("_lazy_init", "_is_root", "_state_ctx")),
+    Attributes(_FSDP_STATE, "FSDPStateContext", ("is_last_backward", "post_optim_event")),
     Defined(_FSDP + "_fully_shard", ("FSDPModule._get_fsdp_state",)),
     Attributes(
-        _FSDP + "_fsdp_param_group",
+        _FSDP_GROUP,
         "FSDPParamGroup",
         (
             *("_all_gather_result", "_all_reduce_state", "_all_reduce_hook", "_sharded_state", "_is_hsdp"),
@@ -121,19 +123,40 @@ FSDP2 = Capability(
     (
         Way(
             "several groups",  # a list for each module, so that fully_shard can put its parameters on several meshes
-            (*_FSDP_INSIDE, Attributes(_FSDP + "_fsdp_state", "FSDPState", ("_fsdp_param_groups",))),
+            (*_FSDP_INSIDE, Attributes(_FSDP_STATE, "FSDPState", ("_fsdp_param_groups",))),
         ),
         Way(
             "one group",
-            (*_FSDP_INSIDE, Attributes(_FSDP + "_fsdp_state", "FSDPState", ("_fsdp_param_group",))),
+            (*_FSDP_INSIDE, Attributes(_FSDP_STATE, "FSDPState", ("_fsdp_param_group",))),
         ),
     ),
 )
-FSDP2_RESET = capability(
-    "FSDP2's reset of an iteration",
-    "what its own methods forget after a backward pass",
-    Defined("torch.distributed.fsdp._fully_shard._fully_shard", ("FSDPModule.reset_iter_state",)),
-    otherwise="the same is done from outside",
+_FSDP_ITERATION = (
+    Attributes(_FSDP_STATE, "FSDPState", ("_comm_ctx", "_modules_to_run_forward", "_training_state")),
+    Attributes(
+        _FSDP_STATE,
+        "FSDPStateContext",
+        ("all_states", "iter_forward_root", "post_backward_final_callback_queued"),
+    ),
+    Attributes(_FSDP_GROUP, "FSDPCommContext", ("all_gather_state", "post_forward_order")),
+    Attributes(
+        _FSDP_GROUP,
+        "FSDPParamGroup",
+        (
+            *("_post_reduce_event", "_reshard_after_forward_event", "_partial_reduce_output"),
+            *("_post_forward_indices", "_training_state"),
+        ),
+    ),
+)
+FSDP2_ITERATION = Capability(
+    "FSDP2's iteration",
+    "where an interrupted forward or backward pass has come to is forgotten",
+    (
+        Way("its own", (Defined(_FSDP + "_fully_shard", ("FSDPModule.reset_iter_state",)),)),
+        # To 2.12 it has to be done from outside, where 2.12 may have several reductions under way.
+        Way("states", (*_FSDP_ITERATION, Attributes(_FSDP_GROUP, "FSDPCommContext", ("reduce_scatter_states",)))),
+        Way("state", (*_FSDP_ITERATION, Attributes(_FSDP_GROUP, "FSDPCommContext", ("reduce_scatter_state",)))),
+    ),
 )
 AUTOGRAD = capability(
     "autograd's graph",
@@ -185,7 +208,7 @@ TORCH = Framework(
     ("2.13.0", "2.14.1"),
     (
         *(GROUP_CREATION, TORCHCOMMS, STORES, GLOO, COALESCING, SYMMETRIC_MEMORY, REDUCER, PYTHON_REDUCER, FSDP2),
-        *(FSDP2_RESET, AUTOGRAD, TENSORS, SCALER, LOADERS, SCHEDULERS, CUDA),
+        *(FSDP2_ITERATION, AUTOGRAD, TENSORS, SCALER, LOADERS, SCHEDULERS, CUDA),
     ),
 )
 GROUPS = (GROUP_CREATION, TORCHCOMMS, STORES, GLOO, COALESCING, SYMMETRIC_MEMORY)

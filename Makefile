@@ -2,6 +2,7 @@
 #
 #   VENV=dir            where the virtual environment is (default .venv)
 #   PYTHON=python3.12   which Python makes it
+#   MATRIX="torch==2.14.1"   which entry of `make matrix` (scripts/matrix.py --list); all if it is empty
 #   MUTATE="plan gate"       what `make mutate` is to do (scripts/mutate.py --help)
 #   TORCH_INDEX="--index-url https://download.pytorch.org/whl/cpu"    pip options for torch alone (CPU or CUDA build)
 
@@ -16,12 +17,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 DEMO_DIR ?= runs/demo
 BENCH_ARGS ?=
+MATRIX ?=
+MATRIX_ARGS ?=
 PYTEST_ARGS ?=
 GPU_CHECK_ARGS ?=
 SEEDS ?= 2000
 SIMULATE_ARGS ?=
 
-.PHONY: help setup demo test test-asan test-tsan test-cuda-build test-slurm lint format grid grid-deepspeed grid-megatron soak soak-deepspeed soak-megatron chaos gpu-check bench bench-setup mutate mutate-session mutate-parity mutate-nccl simulate docs clean
+.PHONY: help setup demo test test-asan test-tsan test-cuda-build test-slurm matrix lint format grid grid-deepspeed grid-megatron soak soak-deepspeed soak-megatron chaos gpu-check bench bench-setup mutate mutate-session mutate-parity mutate-nccl simulate docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -83,6 +86,9 @@ test-cuda-build:  ## an environment with a CUDA build of torch (5.5 GB; needs no
 	$(CUDA_VENV)/bin/python -m pytest --durations=10 $(PYTEST_ARGS) tests/unit/test_groups_build.py tests/unit/test_torch_native.py \
 	    tests/integration/test_nccl_build.py tests/integration/test_nccl.py tests/integration/test_groups_*.py \
 	    tests/conformance/test_nccl.py tests/conformance/test_grid.py
+
+matrix: setup $(BIN)/.trainer-done $(BIN)/.frameworks-done  ## chosen tests with each supported version, and docs/versions.md (MATRIX="torch==2.14.1": one)
+	$(BIN)/python scripts/matrix.py $(MATRIX_ARGS) $(if $(MATRIX),"$(MATRIX)")
 
 test-slurm: setup  ## the example on a real Slurm cluster of one machine (root; Debian: slurmctld slurmd slurm-client munge)
 	$(BIN)/python -m pytest -m slurm --durations=15 $(PYTEST_ARGS) tests/integration/test_slurm.py

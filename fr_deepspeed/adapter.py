@@ -11,7 +11,7 @@ from fr_deepspeed.engine import EngineAdapter
 from fr_deepspeed.stage0 import MasterWeightsAdapter, PlainEngineAdapter
 from fr_deepspeed.stage3 import Stage3Adapter
 from fr_deepspeed.stage12 import Stage12Adapter
-from fr_deepspeed.support import check, check_param_groups, check_version
+from fr_deepspeed.support import check, check_inside, check_param_groups
 
 
 def adapter_for(engine: Any) -> EngineAdapter:
@@ -25,7 +25,7 @@ def adapter_for(engine: Any) -> EngineAdapter:
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    check_version(deepspeed.__version__)
+    check_inside(engine, deepspeed.__version__)
     check(engine)
     check_param_groups(engine)
     kind = type(engine.optimizer)

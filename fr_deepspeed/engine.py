@@ -43,6 +43,7 @@ from flashrecovery.adapter import (
 from flashrecovery.errors import UnsupportedError
 from fr_deepspeed.activation import reset_checkpointing
 from fr_deepspeed.beta_powers import beta_powers
+from fr_deepspeed.capabilities import BACKWARD, ENGINE_STEP, UNMANAGED, is_managed
 from fr_deepspeed.checkpoint import EngineCheckpoint
 from fr_deepspeed.experts import reset_experts
 from fr_deepspeed.layout import ranks_of
@@ -149,7 +150,7 @@ class EngineAdapter(TorchAdapter):
 
     def _synchronises(self) -> bool:
         # A pipeline's engine, and one whose script says itself when to step, knows it only after the forward passes.
-        known = self.engine.managed_gradient_accumulation() and not self.engine.pipeline_parallelism
+        known = is_managed(self.engine) and not self.engine.pipeline_parallelism
         return not known or bool(self.engine.is_gradient_accumulation_boundary())
 
     # -- reset, capture, restore ------------------------------------------------------------------
@@ -158,10 +159,14 @@ class EngineAdapter(TorchAdapter):
         engine = self.engine
         for parameter in self.inner.parameters():
             parameter.grad = None
-        engine._running_engine_backward = engine._running_engine_step = False
-        engine._running_engine_backward_count = 0
-        engine._manual_backward_expected = False
-        engine._unmanaged_backward_count = 0
+        if not BACKWARD.takes("called"):
+            engine._running_engine_backward = engine._manual_backward_expected = False
+        if BACKWARD.takes("counted"):
+            engine._running_engine_backward_count = 0
+        if UNMANAGED.way is not None:
+            engine._unmanaged_backward_count = 0
+        if ENGINE_STEP.way is not None:
+            engine._running_engine_step = False
         engine.inside_no_sync_ctxt = False
         engine.losses = None
         # A timer that was running refuses to be started again.

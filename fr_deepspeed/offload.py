@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flashrecovery.errors import UnsupportedError
+from fr_deepspeed.capabilities import OFFLOAD_EVENTS
 
 
 def offloads(engine: Any) -> bool:
@@ -42,8 +43,9 @@ def unsupported(engine: Any) -> Iterator[str]:
 
 def reset_accumulation(zero: Any) -> None:
     """Drop what earlier micro-batches have left (ZeRO-1 and 2)."""
-    zero._pending_offload_events.clear()
-    zero._offload_accumulated_param_ids = set()
+    if OFFLOAD_EVENTS.way is not None:
+        zero._pending_offload_events.clear()
+        zero._offload_accumulated_param_ids = set()
     for gradient in zero.accumulated_grads_in_cpu.values():
         gradient.zero_()
     zero.norm_for_param_grads = {}

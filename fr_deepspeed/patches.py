@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flashrecovery.patches import Patch, PatchTable
+from fr_deepspeed.capabilities import SHARED_MEMORY
 
 
 def _without_shared_memory_op() -> Callable[[], None]:
@@ -30,8 +31,7 @@ PATCHES = PatchTable(
     [
         Patch(
             name="no-shared-memory-op",
-            low=(0, 19, 8),
-            high=(0, 19, 9),
+            changed=SHARED_MEMORY,
             reason="the op is compiled when process groups are made, and its segments are named by the first launch: a "
             "replacement waits in C++ for ever for segments that no survivor makes again; only inference uses it",
             apply=_without_shared_memory_op,

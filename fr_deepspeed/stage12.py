@@ -7,12 +7,14 @@ only: 12 bytes an element for Adam. ``bit16_groups_flat[g]`` is gathered at the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from flashrecovery.adapter import FixedShard, Method, ParamRecord, ParamShard, Shard, world_size
 from fr_deepspeed.backward import reset_backward_hooks
+from fr_deepspeed.capabilities import BUCKET_EVENTS, BUCKETS, FLAT_GRADIENTS
 from fr_deepspeed.engine import EngineAdapter
 from fr_deepspeed.layout import partition_record
 from fr_deepspeed.offload import check_gradients, reset_accumulation
@@ -66,19 +68,14 @@ class Stage12Adapter(EngineAdapter):
         reset_backward_hooks(zero)
         if zero.cpu_offload:
             reset_accumulation(zero)
-        zero._release_preflattened_grad_buffers()
-        for bucket in zero.ipg_buckets.values():
-            bucket.clear()
-            bucket.buffer.clear()
-            bucket.reuse_events.clear()
-            bucket.index = 0
-        zero._release_ipg_buffers()
-        zero.extra_large_param_to_reduce.clear()
-        zero.previous_reduced_grads.clear()
+        if FLAT_GRADIENTS.way is not None:
+            zero._release_preflattened_grad_buffers()
+        _reset_buckets(zero)
         zero.params_already_reduced[:] = [False] * len(zero.params_already_reduced)
         for g, group in enumerate(zero.bit16_groups):
             zero.averaged_gradients[g] = None
-            zero.all_grad_tensors[g] = None
+            if BUCKETS.takes("by dtype"):
+                zero.all_grad_tensors[g] = None
             for parameter in group:
                 parameter.grad = parameter.grad_accum = None
         zero.reset_partition_gradient_structures()
@@ -94,3 +91,22 @@ class Stage12Adapter(EngineAdapter):
         # The next step may begin with DeepSpeed's accessors, which find the state after a process's first step only.
         if all(self.basic.state.get(partition) for partition in zero.single_partition_of_fp32_groups):
             zero._lazy_init_hp_params_optimizer_state()
+
+
+def _reset_buckets(zero: Any) -> None:
+    """Drop what an interrupted backward pass has put into the buckets."""
+    if BUCKETS.takes("by dtype"):
+        for bucket in zero.ipg_buckets.values():
+            bucket.clear()
+            bucket.buffer.clear()
+            if BUCKET_EVENTS.way is not None:
+                bucket.reuse_events.clear()
+            bucket.index = 0
+        zero.extra_large_param_to_reduce.clear()
+        zero.previous_reduced_grads.clear()
+    else:
+        zero.grads_in_ipg_bucket, zero.params_in_ipg_bucket = [], []
+        zero.elements_in_ipg_bucket = zero.ipg_index = 0
+        zero.ipg_bucket_has_moe_params = False
+        zero.extra_large_param_to_reduce = zero.previous_reduced_grads = None
+    zero._release_ipg_buffers()

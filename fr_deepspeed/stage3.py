@@ -8,20 +8,26 @@ whole, not even a persistent one, which is how a new engine begins: all ranks th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from flashrecovery.adapter import FixedShard, Method, ParamRecord, ParamShard, Shard, global_rank
 from flashrecovery.errors import UnsupportedError
 from fr_deepspeed.backward import reset_backward_hooks
+from fr_deepspeed.capabilities import (
+    BUCKETS3,
+    COORDINATOR_BACKWARD,
+    COORDINATOR_LEAVES,
+    MANGLED,
+    PARTITION_RANK,
+    REDUCED3,
+)
 from fr_deepspeed.engine import EngineAdapter
 from fr_deepspeed.layout import partition_record
-
-_PRIVATE = "_PartitionedParameterCoordinator__"
-"""Prefix of the coordinator's name-mangled attributes."""
 
 
 class Stage3Adapter(EngineAdapter):
@@ -33,7 +39,10 @@ class Stage3Adapter(EngineAdapter):
     def __init__(self, engine: Any, optimizer: Any) -> None:
         self._partitions = list(engine.optimizer.fp32_partitioned_groups_flat)
         self._reduced: set[int] | None = None
-        """The set in which DeepSpeed notes whose gradients it has reduced, until its step drops it."""
+        """Whose gradients DeepSpeed has reduced in this step: its own set of them where it keeps one, which its step
+        drops, or ours."""
+        if REDUCED3.takes("seen"):
+            self._see_reductions(engine.optimizer)
         super().__init__(engine, optimizer)
         self._weights = self._partitions
 
@@ -70,10 +79,27 @@ class Stage3Adapter(EngineAdapter):
     def _expect_gradients(self) -> None:
         """Called before the backward pass of each micro-batch."""
         zero, engine = self.engine.optimizer, self.engine
-        if zero._offload_boundary_param_ids is not self._reduced:
-            self._reduced = zero._offload_boundary_param_ids = set()
-        elif engine.micro_steps % engine.gradient_accumulation_steps():
+        first = engine.micro_steps % engine.gradient_accumulation_steps() == 0
+        if zero._offload_boundary_param_ids is not self._reduced if REDUCED3.takes("noted") else first:
+            self._begin_reductions(set())
+        elif not first:
             self._check_gradients()
+
+    def _begin_reductions(self, reduced: set[int] | None) -> None:
+        """``reduced`` is to be filled from now on; None: nobody looks."""
+        self._reduced = reduced
+        if REDUCED3.takes("noted"):
+            self.engine.optimizer._offload_boundary_param_ids = set() if reduced is None else reduced
+
+    def _see_reductions(self, zero: Any) -> None:
+        partition: Callable[..., Any] = zero.partition_grads
+
+        def partition_grads(params_to_release: Any, grad_partitions: Any) -> Any:
+            if self._reduced is not None:
+                self._reduced.update(p.ds_id for p in params_to_release)
+            return partition(params_to_release, grad_partitions)
+
+        zero.partition_grads = partition_grads
 
     def _gradients_ready(self) -> None:
         if self._reduced is not None:
@@ -103,15 +129,19 @@ class Stage3Adapter(EngineAdapter):
         reset_backward_hooks(zero)
         for group in self.basic.param_groups:
             group["params"] = []
-        for bucket in zero.ipg_buckets.values():
-            bucket.clear_params()
+        if BUCKETS3.takes("by dtype"):
+            for bucket in zero.ipg_buckets.values():
+                bucket.params.clear()
+                bucket.elements = 0
+        else:
+            zero.params_in_ipg_bucket.clear()
         for ident in zero.params_already_reduced:
             zero.params_already_reduced[ident] = False
         zero.averaged_gradients = {}
         zero.param_reduce_events.clear()
         zero.micro_step_id = 0
         zero.inf_or_nan_tracker.zero_()
-        zero._offload_boundary_param_ids, self._reduced = set(), None
+        self._begin_reductions(None)
         if zero.offload_optimizer:
             zero.norm_for_param_grads = {}
         self._release_parameters()
@@ -137,16 +167,19 @@ class Stage3Adapter(EngineAdapter):
         from deepspeed.runtime.zero.partitioned_param_coordinator import ZeRoTraceMode
 
         private = vars(coordinator)
-        private[_PRIVATE + "inflight_param_registry"].data.clear()  # never wait for what has been abandoned
-        private[_PRIVATE + "ongoing_fetch_events"].clear()
-        private[_PRIVATE + "ongoing_fetch_leaf_module_events"].clear()
-        private[_PRIVATE + "active_backward_submodules"].clear()
-        private[_PRIVATE + "trace_mode"] = ZeRoTraceMode.INVALID
-        private[_PRIVATE + "step_id"] = 0
-        private[_PRIVATE + "n_available_params"] = 0
+        private[MANGLED + "inflight_param_registry"].data.clear()  # never wait for what has been abandoned
+        private[MANGLED + "ongoing_fetch_events"].clear()
+        if COORDINATOR_LEAVES.way is not None:
+            private[MANGLED + "ongoing_fetch_leaf_module_events"].clear()
+        if COORDINATOR_BACKWARD.way is not None:
+            private[MANGLED + "active_backward_submodules"].clear()
+        private[MANGLED + "trace_mode"] = ZeRoTraceMode.INVALID
+        private[MANGLED + "step_id"] = 0
+        private[MANGLED + "n_available_params"] = 0
         coordinator._clear_trace_structures()
+        private[MANGLED + "step_id_module_fetched_for"].clear()  # to 0.19.0 the call leaves it
         # What a module releases is remembered for ever, by its step in whichever trace there was at the time.
-        remembered = getattr(type(coordinator), _PRIVATE + "params_to_release")
+        remembered = getattr(type(coordinator), MANGLED + "params_to_release")
         inspect.getclosurevars(remembered).nonlocals["func"].cache_clear()  # below a decorator
 
     def _reset_modules(self) -> None:
@@ -179,7 +212,11 @@ class Stage3Adapter(EngineAdapter):
 
 def _holds_something(zero: Any, parameter: Any) -> bool:
     """False if this rank's slice of a parameter is padding alone."""
-    return bool(parameter.partition_numel() * zero._get_param_partition_rank(parameter) < parameter.ds_numel)
+    if PARTITION_RANK.way is not None:
+        rank = zero._get_param_partition_rank(parameter)
+    else:
+        rank = dist.get_rank(zero.dp_process_group)
+    return bool(parameter.partition_numel() * rank < parameter.ds_numel)
 
 
 def _slice(parameter: Any) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Which DeepSpeed versions and settings can be protected. Everything else is refused at start, with its name."""
+"""Which settings of DeepSpeed can be protected, and with which of its inside. Everything else is refused at start, with
+its name."""
 
 from __future__ import annotations
 
@@ -7,9 +8,7 @@ from typing import Any
 
 from flashrecovery.errors import UnsupportedError
 from fr_deepspeed import experts, offload
-
-TESTED_VERSIONS = ("0.19.8",)
-"""Every private name of DeepSpeed that this package uses has been looked up in these."""
+from fr_deepspeed.capabilities import ALL_STAGES, DEEPSPEED, PIPELINE, STAGE3, STAGE12, is_managed
 
 _UNIQUE_TO_RANK = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam", "MuonWithAuxAdam", "DummyOptim")
 """Optimizers that keep error feedback of their own, or fold gradients into momentum before the step."""
@@ -19,12 +18,13 @@ _POWERS_IN_CPP = ("DeepSpeedCPUAdam", "ZenFlowCPUAdam")
 """Optimizers that multiply the powers of their betas on in C++. FusedAdam does on a CPU: :mod:`.beta_powers`."""
 
 
-def check_version(version: str) -> None:
-    """Raises UnsupportedError if this package was not tested with ``version``."""
-    if version.partition("+")[0] not in TESTED_VERSIONS:
-        raise UnsupportedError(
-            f"DeepSpeed {version} is not supported; flash_recovery was tested with {', '.join(TESTED_VERSIONS)}"
-        )
+def check_inside(engine: Any, version: str) -> None:
+    """Raises UnsupportedError that names everything of DeepSpeed's inside that is needed for ``engine``, and that this
+    ``version`` lacks."""
+    needed = [*ALL_STAGES, *([PIPELINE] if engine.pipeline_parallelism else [])]
+    stage = engine.zero_optimization_stage()
+    needed += STAGE3 if stage == 3 else STAGE12 if stage > 0 else ()
+    DEEPSPEED.require(needed, version)
 
 
 def check(engine: Any) -> None:
@@ -70,9 +70,9 @@ def _unsupported(engine: Any) -> Iterator[str]:
         yield "tensor parallelism (mpu, tensor_parallel)"
     if engine.sequence_parallel_size > 1:
         yield "sequence parallelism"
-    if not engine.managed_gradient_accumulation():
+    if not is_managed(engine):
         yield "managed_gradient_accumulation = false"
-    if engine.torch_autocast_enabled():
+    if getattr(engine, "torch_autocast_enabled", _never)():  # from 0.17 on
         yield "torch_autocast"
     if engine.is_deepcompile_enabled():
         yield "compile.deepcompile"
@@ -99,5 +99,9 @@ def _zero_settings(engine: Any) -> Iterator[str]:
         yield f"zero_optimization.offload_param to {device}"
     yield from offload.unsupported(engine)
     for key in ("zenflow", "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
-        if getattr(zero, key):
+        if getattr(zero, key, None):  # zenflow: from 0.17 on
             yield f"zero_optimization.{key}"
+
+
+def _never() -> bool:
+    return False

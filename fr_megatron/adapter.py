@@ -179,10 +179,5 @@ class MegatronAdapter(TorchAdapter):
 
 def _wrapper_of(chunks: Sequence[Any]) -> Wrapper:
     """The wrapper of chunks that :func:`fr_megatron.support.check` allows."""
-    from megatron.core.distributed import FullyShardedDataParallel, TorchFullyShardedDataParallel
-
-    if isinstance(chunks[0], TorchFullyShardedDataParallel):
-        return TorchFSDP2(chunks)
-    if type(chunks[0]) is FullyShardedDataParallel:  # in core 0.20, a function that makes other classes
-        return MegatronFSDP(chunks)
-    return Buckets(chunks)
+    kinds = {"TorchFullyShardedDataParallel": TorchFSDP2, "FullyShardedDataParallel": MegatronFSDP}
+    return kinds.get(type(chunks[0]).__name__, Buckets)(chunks)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from flashrecovery import Recovery, init
 from flashrecovery.adapter import check_equal
-from fr_megatron.support import check_version
+from fr_megatron.support import check_inside
 
 
 def attach(model: Any, optimizer: Any, scheduler: Any = None, **settings: Any) -> Recovery:
@@ -43,7 +43,7 @@ def attach(model: Any, optimizer: Any, scheduler: Any = None, **settings: Any) -
     from fr_megatron.adapter import adapter_for
     from fr_megatron.own_loop import OwnLoop
 
-    check_version(megatron.core.__version__)
+    check_inside(megatron.core.__version__)
     _check_equal(chunks, optimizer, settings)
     recovery.register_adapter(adapter_for(chunks, optimizer, scheduler, OwnLoop(chunks)))
     return recovery

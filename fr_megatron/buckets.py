@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from flashrecovery.adapter import ParamRecord, Shard, constant, faults, replicated
+from fr_megatron.capabilities import BUCKETS
 from fr_megatron.optimizers import Names, SteppedPair, is_distributed, members, record, weights
 from fr_megatron.wrapper import FaultPoint, Wrapper
 
@@ -78,10 +79,13 @@ def reset_buckets(chunks: Sequence[Any], inner_optimizers: Sequence[Any]) -> Non
         group.grad_reduce_handle = None
         group.param_gather_handle = None
         group.param_gather_dispatched = False
-        group.per_param_grad_ready_counts = {}
-        group.golden_per_param_grad_ready_counts = {}
         group.is_last_microbatch = True
-        group.is_first_batch = True
+        if BUCKETS.takes("counting"):
+            group.per_param_grad_ready_counts = {}
+            group.golden_per_param_grad_ready_counts = {}
+            group.is_first_batch = True
+        else:
+            group.params_with_grad = set()
     for chunk in chunks:
         for parameter in chunk.params_with_grad:
             parameter.grad = None

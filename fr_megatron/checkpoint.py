@@ -32,6 +32,7 @@ from flashrecovery.adapter import (
     write_part,
 )
 from flashrecovery.errors import RestoreError, UnsupportedError
+from fr_megatron.capabilities import CHECKPOINTS
 from fr_megatron.optimizers import Names, inner_optimizers, is_distributed
 from fr_megatron.pieces import Piece, Stepped, described, find_stepped, pieces
 
@@ -63,7 +64,7 @@ class MegatronCheckpoint(CheckpointFormat):
         """Whether Megatron can describe the chunks."""
         from megatron.core.distributed import DistributedDataParallel
 
-        return all(
+        return CHECKPOINTS.way is not None and all(
             type(chunk) is DistributedDataParallel and hasattr(chunk.module, "sharded_state_dict") for chunk in chunks
         )
 

@@ -8,13 +8,11 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from flashrecovery.errors import UnsupportedError
 from flashrecovery.finding import Finding, Level
-from flashrecovery.versions import Bound, version_of
 from fr_megatron import stand_ins
+from fr_megatron.capabilities import MEGATRON
 from fr_megatron.lm import hooks
 from fr_megatron.lm.hooks import ReplacedFunction
-from fr_megatron.support import release_of, supported_text
 
 _VERSION = ("MAJOR", "MINOR", "PATCH")
 
@@ -24,8 +22,7 @@ def findings(path: Iterable[str] | None = None) -> list[Finding]:
     places = [Path(place or ".") for place in (sys.path if path is None else path)]
     core = _first(places, "megatron/core/package_info.py")
     loop = _first(places, "megatron/training/training.py")
-    version = version_of("megatron-core") if core is None else _version(core)
-    return [_core(version, core), _stand_ins(), *_loop(version, loop, places)]
+    return [*_core(core), _stand_ins(), *_loop(core, loop, places)]
 
 
 def _first(places: Iterable[Path], name: str) -> Path | None:
@@ -42,17 +39,16 @@ def _version(package_info: Path) -> str | None:
     return ".".join(found[1] for found in numbers if found) + (before[1] if before else "")
 
 
-def _core(version: str | None, where: Path | None) -> Finding:
-    name = "megatron-core"
-    if version is None:
-        return Finding(name, Level.OK, "not installed", "optional")
-    found = version if where is None or "site-packages" in where.parts else f"{version} in {where.parents[2]}"
-    try:
-        release_of(version)
-    except UnsupportedError:
-        advice = f"use {supported_text()}"
-        return Finding(name, Level.WARN, found, f"outside of the supported ranges {supported_text()}", advice)
-    return Finding(name, Level.OK, found, "supported")
+def _core(where: Path | None) -> list[Finding]:
+    """megatron-core of a checkout, whose version pip does not know."""
+    if where is None or "site-packages" in where.parts:
+        return []
+    name, version = "megatron-core", _version(where) or "unknown version"
+    found = f"{version} in {where.parents[2]}"
+    if MEGATRON.is_tested(version):
+        return [Finding(name, Level.OK, found, "tested")]
+    meaning = f"not among the versions that were tested ({', '.join(MEGATRON.tested)})"
+    return [Finding(name, Level.WARN, found, meaning, "try a fault drill before a long run")]
 
 
 def _stand_ins() -> Finding:
@@ -64,20 +60,16 @@ def _stand_ins() -> Finding:
     return Finding(name, Level.OK, "off", f"{stand_ins.VARIABLE}=1 lets megatron run without a GPU, for development")
 
 
-def _loop(version: str | None, training: Path | None, places: list[Path]) -> list[Finding]:
+def _loop(core: Path | None, training: Path | None, places: list[Path]) -> list[Finding]:
     """The hooks in Megatron-LM's loop, and whether it has the flag itself."""
     name = "megatron hooks"
     if training is None:
         advice = "--flash-recovery needs a checkout of it on PYTHONPATH; fr_megatron.attach does not"
         return [Finding(name, Level.OK, "no Megatron-LM on PYTHONPATH", advice)]
     checkout = training.parents[2]
-    if version is None:
+    if core is None:
         return [Finding(name, Level.WARN, f"{checkout} without megatron.core", "the loop needs it", "put it beside")]
-    try:
-        release = release_of(version)
-    except UnsupportedError as e:
-        return [Finding(name, Level.WARN, f"{checkout}: {e}", "--flash-recovery is refused", "use a supported one")]
-    wrong = differences(release, places)
+    wrong = differences(places)
     if wrong:
         meaning, advice = "--flash-recovery is refused: a function of the loop is not the known one", "use a known one"
         found = Finding(name, Level.WARN, f"{checkout}: {'; '.join(wrong)}", meaning, advice)
@@ -90,17 +82,17 @@ def _loop(version: str | None, training: Path | None, places: list[Path]) -> lis
     return [found, Finding("megatron flag", Level.OK, text, meaning)]
 
 
-def differences(release: Bound, places: list[Path]) -> list[str]:
-    """Where the hooked functions' sources are not as in ``release``, in words."""
+def differences(places: list[Path]) -> list[str]:
+    """Where the hooked functions' sources are not as in a known release, in words."""
     trees: dict[str, ast.Module] = {}
-    wrong = []
-    for hook in hooks.ALL:
+
+    def parameters(hook: ReplacedFunction) -> tuple[str, ...] | None:
         if hook.module not in trees:
             source = _first(places, hook.module.replace(".", "/") + ".py")
             trees[hook.module] = ast.parse("" if source is None else source.read_text())
-        if text := hooks.difference(hook, release, _parameters(hook, trees[hook.module])):
-            wrong.append(text)
-    return wrong
+        return _parameters(hook, trees[hook.module])
+
+    return hooks.differences(parameters)
 
 
 def _parameters(hook: ReplacedFunction, module: ast.Module) -> tuple[str, ...] | None:

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
+from fr_megatron.capabilities import STREAMS
+
 _DEFAULT = "default-rng"
 """Megatron's name of the default stream, which it does not track."""
 
 
 def capture_tracker() -> dict[str, Any]:
     """The tracked streams by name."""
-    from megatron.core.tensor_parallel.random import convert_cuda_rng_state, get_cuda_rng_tracker
+    from megatron.core.tensor_parallel import random as module
 
-    return {name: convert_cuda_rng_state(state) for name, state in get_cuda_rng_tracker().get_states().items()}
+    states = module.get_cuda_rng_tracker().get_states()
+    if STREAMS.takes("named"):
+        return {name: module.convert_cuda_rng_state(state) for name, state in states.items()}
+    return dict(states)
 
 
 def restore_tracker(states: dict[str, Any]) -> None:
     """Set the tracked streams, and leave the one that an interrupted forward pass was in."""
-    from megatron.core.tensor_parallel.random import convert_cuda_rng_state, get_cuda_rng_tracker
+    from megatron.core.tensor_parallel import random as module
 
-    tracker = get_cuda_rng_tracker()
+    tracker = module.get_cuda_rng_tracker()
+    if STREAMS.takes("states"):
+        tracker.set_states({name: state.clone() for name, state in states.items()})
+        return
     graphable = bool(getattr(tracker, "use_cudagraphable_rng", False))
     tracker._current_state_name = _DEFAULT
-    tracker.set_states({n: convert_cuda_rng_state(s.clone(), to_graphable=graphable) for n, s in states.items()})
+    tracker.set_states({n: module.convert_cuda_rng_state(s.clone(), to_graphable=graphable) for n, s in states.items()})

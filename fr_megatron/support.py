@@ -1,4 +1,5 @@
-"""Which Megatron versions and settings can be protected. Everything else is refused at start, with its name."""
+"""Which settings of Megatron can be protected, and with which of its inside. Everything else is refused at start, with
+its name."""
 
 from __future__ import annotations
 
@@ -6,40 +7,20 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.versions import Bound, in_range, range_text
+from fr_megatron.capabilities import EVERY_MODEL, MEGATRON, MEGATRON_FSDP
 from fr_megatron.megatron_fsdp import STRATEGIES
 from fr_megatron.optimizers import members
 
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "TorchFullyShardedDataParallel")
+"""Of ``megatron.core.distributed``. FullyShardedDataParallel: from 0.14 on; in 0.20 it is a function, and what it makes
+is refused."""
 _GRAPHS = "a captured graph holds the communicators that a recovery frees"
-CORE_0_16, CORE_0_20 = (0, 16), (0, 20)
-"""Releases that differ in what this package touches; the tables of :mod:`fr_megatron.lm.hooks` name them."""
-
-SUPPORTED = {CORE_0_16: (0, 17), CORE_0_20: (0, 21)}
-"""Each up to, not including, what follows: in these, every private name that this package uses has been looked up."""
 
 
-def check_version(version: str) -> None:
-    """Raises UnsupportedError if this package was not tested with megatron-core ``version``."""
-    release_of(version)
-
-
-def release_of(version: str) -> Bound:
-    """:data:`CORE_0_16` or :data:`CORE_0_20`.
-
-    Raises:
-        UnsupportedError: this package was not tested with megatron-core ``version``.
-    """
-    for low, high in SUPPORTED.items():
-        if in_range(version, low, high):
-            return low
-    raise UnsupportedError(
-        f"megatron-core {version} is not supported; flash-recovery was tested with {supported_text()}"
-    )
-
-
-def supported_text() -> str:
-    """The ranges, as pip writes them."""
-    return " or ".join(range_text(low, high) for low, high in SUPPORTED.items())
+def check_inside(version: str) -> None:
+    """Raises UnsupportedError that names everything of megatron-core's inside that is needed, and that this ``version``
+    lacks."""
+    MEGATRON.require(EVERY_MODEL, version)
 
 
 def check(chunks: Sequence[Any], optimizer: Any) -> None:
@@ -50,21 +31,17 @@ def check(chunks: Sequence[Any], optimizer: Any) -> None:
 
 
 def _unsupported(chunks: Sequence[Any], optimizer: Any) -> Iterator[str]:
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        FullyShardedDataParallel,
-        TorchFullyShardedDataParallel,
-    )
+    from megatron.core import distributed
     from megatron.core.optimizer.optimizer import MegatronOptimizer
 
     for chunk in chunks:
         kind = type(chunk)
-        if kind not in (DistributedDataParallel, FullyShardedDataParallel, TorchFullyShardedDataParallel):
+        if kind not in [getattr(distributed, name, None) for name in WRAPPERS]:
             yield f"a model chunk of type {kind.__name__}; allowed: the wrappers of megatron.core.distributed"
             continue
-        if kind is not DistributedDataParallel:
+        if kind is not distributed.DistributedDataParallel:
             yield from _unsupported_sharding(kind.__name__)
-        if kind is FullyShardedDataParallel:
+        if kind.__name__ == "FullyShardedDataParallel":
             yield from _unsupported_megatron_fsdp(chunk.ddp_config)
         for name in ("reuse_grad_buf_for_mxfp8_param_ag", "fp8_param_gather", "nccl_ub"):
             if getattr(chunk.ddp_config, name, False):
@@ -113,11 +90,8 @@ def _unsupported_communication(config: Any) -> Iterator[str]:
 
 def _unsupported_sharding(wrapper: str) -> Iterator[str]:
     """Sharded parameters have not been tried together with these."""
-    import megatron.core
     from megatron.core import parallel_state as state
 
-    if release_of(megatron.core.__version__) != CORE_0_16:
-        yield f"{wrapper} of megatron-core {megatron.core.__version__}"
     sizes = {
         "tensor": state.get_tensor_model_parallel_world_size(),
         "pipeline": state.get_pipeline_model_parallel_world_size(),
@@ -130,6 +104,8 @@ def _unsupported_sharding(wrapper: str) -> Iterator[str]:
 
 
 def _unsupported_megatron_fsdp(config: Any) -> Iterator[str]:
+    if missing := MEGATRON_FSDP.missing():
+        yield f"Megatron-FSDP without {MEGATRON_FSDP.name} as they are known ({'; '.join(missing)})"
     if config.data_parallel_sharding_strategy not in STRATEGIES:
         yield f"data_parallel_sharding_strategy={config.data_parallel_sharding_strategy!r}"
     if config.num_distributed_optimizer_instances > 1:

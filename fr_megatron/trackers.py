@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from flashrecovery.adapter import named_group
 from flashrecovery.errors import RestoreError
+from fr_megatron.capabilities import METRICS
 
 _HELPERS = {
     "multi-token prediction": ("megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper"),
@@ -59,7 +60,7 @@ def _entries() -> dict[str, Entry]:
     """Megatron's own entries that are not empty, to be changed in place."""
     from megatron.core.transformer.moe import moe_utils
 
-    if hasattr(moe_utils, "get_moe_metrics_tracker"):  # core 0.20
+    if METRICS.takes("entries"):
         experts = {name: vars(entry) for name, entry in moe_utils.get_moe_metrics_tracker().metrics.items()}
     else:
         experts = moe_utils.get_moe_layer_wise_logging_tracker()
@@ -83,7 +84,7 @@ def _new(name: str, fields: Mapping[str, Any]) -> Entry:
 
     if name in _HELPERS:
         return _helper(name)
-    if hasattr(moe_utils, "get_moe_metrics_tracker"):  # core 0.20
+    if METRICS.takes("entries"):
         from megatron.core.transformer.moe.moe_logging import MetricEntry
 
         entry = MetricEntry(values=_zeros(fields["values"]))

@@ -95,6 +95,7 @@ class NoticeKind(_Word):
     TAKEN_OVER = "taken_over"
     UNDO_ENABLED = "undo_enabled"
     UNPROTECTED = "unprotected"
+    UNTESTED = "untested"
     WAITING_FOR_NODE = "waiting_for_node"
     ZYGOTE = "zygote"
 

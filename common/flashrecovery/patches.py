@@ -1,4 +1,5 @@
-"""Changes that an adapter makes inside its framework at run time: named, limited to versions, with a reason, removable.
+"""Changes that an adapter makes inside its framework at run time: named, made where they are needed, with a reason,
+removable.
 
 A patch is the last resort, for what the framework's own hooks cannot do. An adapter registers its table as an entry
 point in the group ``flashrecovery.patches``, so that ``flashrecovery doctor`` lists it without importing the framework.
@@ -10,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from flashrecovery.versions import Bound, in_range, version_of
+from flashrecovery.capabilities import Capability
+from flashrecovery.versions import version_of
 
 ENTRY_POINTS = "flashrecovery.patches"
 
@@ -39,14 +41,13 @@ class Patch:
 
     Attributes:
         name: short, as ``flashrecovery doctor`` shows it.
-        low, high: made in versions from ``low`` up to, not including, ``high``.
+        changed: what it changes; it is made where the installed version has that.
         reason: why it has to be made.
         apply: makes it, and returns a function that takes it back. Called when the framework has been imported.
     """
 
     name: str
-    low: Bound
-    high: Bound
+    changed: Capability
     reason: str
     apply: Callable[[], Callable[[], None]]
 
@@ -66,8 +67,7 @@ class PatchTable:
 
     def wanted(self, patch: Patch) -> bool:
         """Whether ``patch`` is for the installed version."""
-        version = version_of(self.distribution)
-        return version is not None and in_range(version, patch.low, patch.high)
+        return version_of(self.distribution) is not None and patch.changed.way is not None
 
     def apply(self) -> None:
         """Make all changes that are for the installed version and have not been made."""

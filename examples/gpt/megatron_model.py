@@ -12,7 +12,6 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
-    FullyShardedDataParallel,
     TorchFullyShardedDataParallel,
     finalize_model_grads,
 )
@@ -168,7 +167,11 @@ def _use_distributed_optimizer(args: argparse.Namespace) -> bool:
 def _wrapper(args: argparse.Namespace) -> Any:
     if args.use_torch_fsdp2:
         return TorchFullyShardedDataParallel
-    return FullyShardedDataParallel if args.use_megatron_fsdp else DistributedDataParallel
+    if args.use_megatron_fsdp:
+        from megatron.core.distributed import FullyShardedDataParallel  # 0.13 has none
+
+        return FullyShardedDataParallel
+    return DistributedDataParallel
 
 
 def _model(args: argparse.Namespace, config: TransformerConfig, virtual_stage: int | None) -> torch.nn.Module:

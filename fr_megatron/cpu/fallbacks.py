@@ -73,13 +73,14 @@ def _attention() -> None:
     class GatheringAttention(DotProductAttention):  # type: ignore[misc]
         """Megatron's attention over the whole sequence, for this rank's queries."""
 
-        def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             ranks, config.context_parallel_size = config.context_parallel_size, 1
             try:
-                super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
+                super().__init__(config, *args, **kwargs)
             finally:
                 config.context_parallel_size = ranks
-            self.cp_group = pg_collection.cp
+            groups = kwargs["pg_collection"] if "pg_collection" in kwargs else kwargs["model_comm_pgs"]  # to 0.14
+            self.cp_group = groups.cp
 
         def forward(self, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
             size, rank = self.cp_group.size(), self.cp_group.rank()
@@ -97,8 +98,10 @@ def _attention() -> None:
 def _gradient_division() -> None:
     """Megatron-FSDP (``param_and_grad_buffer.py``) lets NCCL divide while it sums; gloo only sums. The gradients are
     divided before, which is what ``gradient_reduce_div_fusion=False`` asks for."""
-    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as module
-
+    try:
+        from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as module
+    except ModuleNotFoundError:  # 0.13 has none
+        return
     patched: Any = module
     original = patched.gradient_reduce_preprocessing
 

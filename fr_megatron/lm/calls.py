@@ -15,7 +15,7 @@ from fr_megatron.digest import state_digest
 from fr_megatron.lm.arguments import common, given, settings
 from fr_megatron.lm.data import streamed
 from fr_megatron.lm.state import NOTHING, LMLoop, LMLoopAdapter
-from fr_megatron.support import check_version
+from fr_megatron.support import check_inside
 
 Original = Callable[..., Any]
 
@@ -25,7 +25,7 @@ class ProtectedLoop:
 
     Raises:
         ConfigError: a flag is wrong, or the script was not started by ``flashrecovery run``.
-        UnsupportedError: a version of megatron-core that cannot be protected.
+        UnsupportedError: megatron-core lacks something of its inside that is needed, by name.
     """
 
     def __init__(self, args: Any, original: dict[str, Original]) -> None:
@@ -35,7 +35,7 @@ class ProtectedLoop:
         self._recovery: Recovery = init(**settings(args))
         if not self._recovery.enabled:
             raise ConfigError("--flash-recovery: start the script with `flashrecovery run` in place of torchrun")
-        check_version(megatron.core.__version__)
+        check_inside(megatron.core.__version__)
         self._loop: LMLoop | None = None
         self._started = False
         self._objects: tuple[Any, Any, Any] | None = None

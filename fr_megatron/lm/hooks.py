@@ -10,20 +10,21 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.versions import Bound
 from fr_megatron.lm.arguments import with_flags
-from fr_megatron.support import CORE_0_20, release_of
 
 ARGUMENTS = "megatron.training.arguments"
 TRAINING = "megatron.training.training"
 TIMERS = "megatron.core.timers"
 PARALLEL = "megatron.core.parallel_state"
+CORE_0_16, CORE_0_20 = RELEASES = "0.16", "0.20"
+"""Loops that differ in what is replaced, by the release of megatron-core in which they were first seen. Which one it
+is, the functions themselves say, not the version."""
 _MARK = "__flashrecovery_wrapped__"
 _INSTALLED = "__flashrecovery_installed__"
 _REQUIRED = "__flashrecovery_required__"
@@ -36,15 +37,15 @@ class ReplacedFunction:
     Attributes:
         module, name: where the loop finds it.
         parameters: its first parameters, by which a changed one is recognised.
-        other: the same for the releases of megatron-core in which they are others.
+        other: the same for the releases in which they are others.
     """
 
     module: str
     name: str
     parameters: tuple[str, ...]
-    other: Mapping[Bound, tuple[str, ...]] = field(default_factory=dict)
+    other: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
 
-    def known(self, release: Bound) -> tuple[str, ...]:
+    def known(self, release: str) -> tuple[str, ...]:
         """The first parameters in ``release``."""
         return self.other.get(release, self.parameters)
 
@@ -140,16 +141,22 @@ def check_hooks() -> None:
     """Raises UnsupportedError that lists what is missing or has other parameters."""
     import megatron.core
 
-    version: str = megatron.core.__version__
-    release = release_of(version)
-    wrong = [text for hook in ALL if (text := difference(hook, release, _parameters(hook)))]
-    if wrong:
+    if wrong := differences(_parameters):
         raise UnsupportedError(
-            f"this Megatron-LM (core {version}) is not one that flash-recovery knows: " + "; ".join(wrong)
+            f"this Megatron-LM (core {megatron.core.__version__}) has not the loop that flash-recovery knows: "
+            + "; ".join(wrong)
         )
 
 
-def difference(hook: ReplacedFunction, release: Bound, found: tuple[str, ...] | None) -> str:
+def differences(parameters: Callable[[ReplacedFunction], tuple[str, ...] | None]) -> list[str]:
+    """In words, how the functions differ from those of the release that they are nearest to; [] if they do not.
+    ``parameters``: of a function that is there, None of one that is not."""
+    found = {hook: parameters(hook) for hook in ALL}
+    by_release = [[text for hook in ALL if (text := difference(hook, release, found[hook]))] for release in RELEASES]
+    return min(by_release, key=len)
+
+
+def difference(hook: ReplacedFunction, release: str, found: tuple[str, ...] | None) -> str:
     """In words, how a function differs from that in ``release``; "" if it does not. ``found``: its parameters, None if
     there is no such function."""
     if found is None:

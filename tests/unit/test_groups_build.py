@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from flashrecovery import groups
+from flashrecovery.capabilities.of_torch import TORCH
 from flashrecovery.errors import BuildError, UnsupportedError
 from flashrecovery.groups import native_build, torch_private
 
@@ -68,7 +69,7 @@ def test_install_does_not_load_the_extension() -> None:
 def test_this_torch_is_among_the_tested() -> None:
     import torch
 
-    assert torch.__version__.split("+")[0] in torch_private.TESTED_TORCH
+    assert TORCH.is_tested(torch.__version__)
 
 
 def test_what_later_versions_of_torch_hand_on_may_ask_for_nothing() -> None:

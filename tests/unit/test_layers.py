@@ -18,7 +18,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(layer.split())
     for layer in (
         "_version errors finding import_hooks kinds versions clock complaints grpc_private grpc_quiet proto",
-        "plan handshake security state",
+        "capabilities plan handshake security state",
         "config patches events parity_messages",
         "sealed tls heartbeat health",
         "access",
@@ -144,7 +144,11 @@ def test_every_folder_has_its_layer() -> None:
 
 ADAPTERS = ("flashrecovery.torch_native", "fr_deepspeed", "fr_megatron")
 API = {"flashrecovery", "flashrecovery.adapter"} | {
-    f"flashrecovery.{name}" for name in ("config", "errors", "finding", "import_hooks", "patches", "versions")
+    f"flashrecovery.{name}"
+    for name in (
+        *("capabilities", "capabilities.of_torch", "capabilities.probes", "config", "errors", "finding"),
+        *("import_hooks", "patches", "versions"),
+    )
 }
 """What adapters may import of the core: the declared API, and modules that do not import torch."""
 
@@ -196,9 +200,10 @@ SHARED_FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "adapter.py": dict.fromkeys(ADAPTERS, ("adapter_for",)),
     "support.py": {
         ADAPTERS[0]: ("check",),
-        ADAPTERS[1]: ("check", "check_version"),
-        ADAPTERS[2]: ("check", "check_version"),
+        ADAPTERS[1]: ("check", "check_inside"),
+        ADAPTERS[2]: ("check", "check_inside"),
     },
+    "capabilities.py": dict.fromkeys(ADAPTERS[1:], ()),
     "attach.py": dict.fromkeys(ADAPTERS[1:], ("attach",)),
     "checkpoint.py": dict.fromkeys(ADAPTERS[1:], ()),
     "layout.py": dict.fromkeys(ADAPTERS[1:], ()),

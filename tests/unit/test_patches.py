@@ -1,4 +1,4 @@
-"""Changes to frameworks: made in the versions they are for, once, removable, and told of by the doctor."""
+"""Changes to frameworks: made where there is what they change, once, removable, and told of by the doctor."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 
 from flashrecovery import patches
+from flashrecovery.capabilities import capability
+from flashrecovery.capabilities.probes import Live
 from flashrecovery.cli import checks
 from flashrecovery.patches import Patch, PatchTable
 
 
-def _patch(name: str, target: dict[str, int], low: tuple[int, ...], high: tuple[int, ...]) -> Patch:
+def _patch(name: str, target: dict[str, int], changed: str) -> Patch:
     def apply() -> Callable[[], None]:
         target[name] = target.get(name, 0) + 1
         return lambda: target.update({name: target[name] - 1})
 
-    return Patch(name, low, high, f"because of {name}", apply)
+    return Patch(name, capability("x", "y", Live("math", (changed,))), f"because of {name}", apply)
 
 
 @pytest.fixture
@@ -30,10 +32,10 @@ def target() -> dict[str, int]:
 @pytest.fixture
 def table(target: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> PatchTable:
     monkeypatch.setattr(patches, "version_of", lambda name: "1.4.2+cpu")
-    return PatchTable("framework", [_patch("old", target, (1, 0), (1, 4)), _patch("new", target, (1, 4), (1, 5))])
+    return PatchTable("framework", [_patch("old", target, "no_such_function"), _patch("new", target, "sqrt")])
 
 
-def test_a_patch_is_made_once_in_its_versions_and_taken_back(table: PatchTable, target: dict[str, int]) -> None:
+def test_a_patch_is_made_once_where_it_is_needed_and_taken_back(table: PatchTable, target: dict[str, int]) -> None:
     table.apply()
     table.apply()
     assert target == {"new": 1} and table.applied == ("new",)
@@ -51,7 +53,7 @@ def test_nothing_is_patched_in_a_framework_that_is_not_there(
     assert target == {}
 
 
-def test_the_doctor_lists_name_versions_and_reason(table: PatchTable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_lists_name_and_reason(table: PatchTable, monkeypatch: pytest.MonkeyPatch) -> None:
     def load() -> Any:
         raise ImportError("no module named x")
 
@@ -62,6 +64,6 @@ def test_the_doctor_lists_name_versions_and_reason(table: PatchTable, monkeypatc
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: entries)
     broken, old, new = checks.patches()
     assert broken.level is checks.Level.WARN and "x:TABLE" in broken.found and "no module named x" in broken.found
-    assert old.found == "framework>=1.0,<1.4: old, not for the installed version"
-    assert new.found == "framework>=1.4,<1.5: new, applied at import"
+    assert old.found == "framework: old, nothing to change in the installed version"
+    assert new.found == "framework: new, applied at import"
     assert new.meaning == "because of new"

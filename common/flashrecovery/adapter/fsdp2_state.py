@@ -1,6 +1,6 @@
 """The inside of FSDP2 (``fully_shard``): finding its parameters, and undoing an interrupted forward or backward.
 
-All that is private to torch about FSDP2 stands in this file. Tested with torch 2.13.
+All that is private to torch about FSDP2 stands in this file.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from flashrecovery.capabilities.of_torch import FSDP2, FSDP2_ITERATION, TORCH
 from flashrecovery.errors import RestoreError, UnsupportedError
 
 
@@ -30,7 +31,8 @@ def states(root: FSDPModule) -> list[Any]:
 
 
 def check(root: FSDPModule) -> None:
-    """Raises UnsupportedError, by name, for what recovery cannot undo."""
+    """Raises UnsupportedError, by name, for what recovery cannot undo, or what of FSDP2's inside this torch lacks."""
+    TORCH.require((FSDP2, FSDP2_ITERATION))
     for group in groups(root):
         if group._all_reduce_hook is not None:
             raise UnsupportedError("FSDP2 with set_all_reduce_hook is not supported: recovery cannot see its groups")
@@ -48,7 +50,13 @@ def middle_unit(root: FSDPModule) -> nn.Module:
 def groups(root: FSDPModule) -> Iterator[Any]:
     """Every FSDPParamGroup below ``root``."""
     for state in states(root):
-        yield from state._fsdp_param_groups
+        yield from _groups_of(state)
+
+
+def _groups_of(state: Any) -> list[Any]:
+    if FSDP2.takes("several groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def initialise(root: FSDPModule) -> None:
@@ -87,7 +95,10 @@ def reset(root: FSDPModule) -> None:
     root_state = root._get_fsdp_state()
     if root_state._is_root is None:
         return  # interrupted before its first forward: nothing has happened yet
-    root.reset_iter_state()
+    if FSDP2_ITERATION.takes("its own"):
+        root.reset_iter_state()
+    else:
+        _reset_iteration(root_state)
     for state in states(root):
         state._state_ctx.is_last_backward = True
         state._state_ctx.post_optim_event = None
@@ -101,6 +112,26 @@ def reset(root: FSDPModule) -> None:
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
             parameter.to_sharded()  # also one that was caught between two states; frees the unsharded memory
+
+
+def _reset_iteration(root_state: Any) -> None:
+    """As ``reset_iter_state`` of later versions of torch, but without waiting."""
+    context = root_state._comm_ctx
+    context.all_gather_state = None
+    if FSDP2_ITERATION.takes("states"):
+        context.reduce_scatter_states.clear()
+    else:
+        context.reduce_scatter_state = None
+    context.post_forward_order.clear()
+    for state in root_state._state_ctx.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = type(state._training_state).IDLE
+        for group in _groups_of(state):
+            group._post_reduce_event = group._reshard_after_forward_event = group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = type(group._training_state).IDLE
+    root_state._state_ctx.iter_forward_root = None
+    root_state._state_ctx.post_backward_final_callback_queued = False
 
 
 def synchronises(root: FSDPModule) -> bool:

@@ -16,18 +16,18 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from flashrecovery.capabilities import ENTRY_POINTS as CAPABILITIES
+from flashrecovery.capabilities import Framework
+from flashrecovery.capabilities.of_torch import TORCH
 from flashrecovery.errors import FlashRecoveryError
 from flashrecovery.finding import Finding, Level
 from flashrecovery.patches import ENTRY_POINTS, PatchTable
 from flashrecovery.runtime.host_memory import available_memory
 from flashrecovery.runtime.lifeline import Lifeline
 from flashrecovery.runtime.page import Page
-from flashrecovery.versions import in_range, range_text, version_of
+from flashrecovery.versions import version_of
 
 # -- software -------------------------------------------------------------------------------------
-
-_TORCH = ((2, 13), (2, 15))
-_OPTIONAL = {"deepspeed": ((0, 19), (0, 20)), "torchdata": ((0, 11), (1, 0))}
 
 
 def python() -> list[Finding]:
@@ -38,34 +38,48 @@ def python() -> list[Finding]:
 
 
 def torch_version() -> list[Finding]:
-    version = version_of("torch")
-    low, high = (".".join(map(str, v)) for v in _TORCH)
-    if version is None:
-        return [Finding("torch", Level.FAIL, "not installed", "training needs it", f"install torch>={low},<{high}")]
-    if not in_range(version, *_TORCH):
-        meaning = "the process-group backend uses private parts of torch; another version may not have them"
-        return [Finding("torch", Level.FAIL, version, meaning, f"install torch>={low},<{high}")]
-    from flashrecovery.groups.torch_private import TESTED_TORCH
-
-    if version.split("+")[0] not in TESTED_TORCH:
-        meaning = f"not among the versions that were tested ({', '.join(TESTED_TORCH)})"
-        return [Finding("torch", Level.WARN, version, meaning, "try a fault drill before a long run")]
-    return [Finding("torch", Level.OK, version, "tested")]
+    if version_of("torch") is None:
+        return [Finding("torch", Level.FAIL, "not installed", "training needs it", "install torch")]
+    return capabilities(TORCH, needed=True)
 
 
 def frameworks() -> list[Finding]:
-    """Frameworks that have an adapter, as far as they are installed. Megatron's says more: ``adapter_checks``."""
+    """The frameworks but torch that have an adapter, as far as they are installed, and what of their inside is used."""
     findings = []
-    for name, (low, high) in _OPTIONAL.items():
-        version = version_of(name)
-        wanted = range_text(low, high)
-        if version is None:
-            findings.append(Finding(name, Level.OK, "not installed", "optional"))
-        elif in_range(version, low, high):
-            findings.append(Finding(name, Level.OK, version, "supported"))
+    for entry in sorted(importlib.metadata.entry_points(group=CAPABILITIES), key=lambda e: e.name):
+        try:
+            framework: Framework = entry.load()
+        except (ImportError, AttributeError) as e:
+            found, advice = f"{entry.value}: {type(e).__name__}: {e}", "reinstall flashrecovery"
+            findings.append(Finding(entry.name, Level.WARN, found, "a table of capabilities cannot be loaded", advice))
+            continue
+        if framework.is_there:
+            findings += capabilities(framework, needed=False)
         else:
-            meaning = f"outside of the supported range {wanted}"
-            findings.append(Finding(name, Level.WARN, version, meaning, f"install {name}{wanted} to use its adapter"))
+            findings.append(Finding(framework.name, Level.OK, "not installed", "optional"))
+    return findings
+
+
+def capabilities(framework: Framework, needed: bool) -> list[Finding]:
+    """The framework's version, and a line for each capability. ``needed``: nothing works without them."""
+    version = version_of(framework.distribution)
+    findings = []
+    if version is not None and framework.is_tested(version):
+        findings.append(Finding(framework.name, Level.OK, version, "tested"))
+    elif version is not None:
+        meaning = f"not among the versions that were tested ({', '.join(framework.tested)})"
+        findings.append(Finding(framework.name, Level.WARN, version, meaning, "try a fault drill before a long run"))
+    for one in framework.capabilities:
+        check = f"{framework.name}: {one.name}"
+        missing = "; ".join(one.missing())
+        if not missing:
+            findings.append(Finding(check, Level.OK, str(one.way), one.purpose))
+        elif one.otherwise:
+            findings.append(Finding(check, Level.OK, f"none: {one.otherwise}", one.purpose))
+        else:
+            advice = f"use a version that has it: {', '.join(framework.tested)} were tested"
+            level = Level.FAIL if needed else Level.WARN
+            findings.append(Finding(check, level, missing, f"{one.purpose}; refused without", advice))
     return findings
 
 
@@ -80,8 +94,8 @@ def patches() -> list[Finding]:
             findings.append(Finding("patches", Level.WARN, found, "a table of patches cannot be loaded", advice))
             continue
         for patch in table.patches:
-            when = "applied at import" if table.wanted(patch) else "not for the installed version"
-            found = f"{table.distribution}{range_text(patch.low, patch.high)}: {patch.name}, {when}"
+            when = "applied at import" if table.wanted(patch) else "nothing to change in the installed version"
+            found = f"{table.distribution}: {patch.name}, {when}"
             findings.append(Finding("patches", Level.OK, found, patch.reason))
     return findings or [Finding("patches", Level.OK, "none", "changes that adapters make in a framework")]
 

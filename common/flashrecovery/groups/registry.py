@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 import xxhash
 
+from flashrecovery.capabilities.of_torch import GROUPS, TORCH
 from flashrecovery.groups import native_build, refusals, torch_private
 from flashrecovery.groups.builder import Builder, Part
 from flashrecovery.groups.inner import Inners
@@ -159,9 +160,12 @@ def install(control_group: bool = True) -> None:
     compiled backend is loaded when the first group is made.
     Groups that torch cannot make recoverable are refused with :class:`~flashrecovery.errors.UnsupportedError`, and so
     is what communicates past groups (:mod:`.refusals`).
+
+    Raises UnsupportedError if this torch lacks something private that groups need (its name is in the message).
     """
     STATE.control_wanted = control_group
     if not torch_private.installed():
+        TORCH.require(GROUPS)
         stop_asking()
         refusals.refuse(operation_count)
     torch_private.wrap_group_creation(_create, _created, _wrap_store)

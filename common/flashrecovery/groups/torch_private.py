@@ -1,6 +1,6 @@
 """Everything private to torch that the groups package relies on, in one place.
 
-Tested with the versions in :data:`TESTED_TORCH`. What is used, and why:
+Whether the installed torch has it is probed first (:mod:`flashrecovery.capabilities.of_torch`). What is used, and why:
 
 * ``distributed_c10d._new_process_group_helper`` is wrapped: it is the one function through which every group, by
   ``init_process_group``, ``new_group`` or a device mesh, is made. Keywords that came after 2.13 are handed on.
@@ -30,13 +30,13 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as _typed_c10d
 from torch._C._distributed_c10d import DebugLevel, HashStore, PrefixStore, Store, TCPStore, get_debug_level
 
+from flashrecovery.capabilities.of_torch import TORCHCOMMS
 from flashrecovery.errors import UnsupportedError
 
-__all__ = ["TESTED_TORCH", "GroupRequest", "HashStore", "PrefixStore", "Store", "TCPStore"]
+__all__ = ["GroupRequest", "HashStore", "PrefixStore", "Store", "TCPStore"]
 
 c10d: Any = _typed_c10d  # what is used of it is private, and so are its types
 
-TESTED_TORCH = ("2.13.0", "2.14.1")
 PLUGIN = "flashrecovery"
 _SPARSE_TAG = "flashrecovery-sparse:"
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
@@ -167,7 +167,7 @@ def _refuse_unsupported(kinds: dict[str, str]) -> None:
             f"{_LAZY_ENV}={os.environ[_LAZY_ENV]}: an operation of gloo that is still connecting cannot be "
             "interrupted, so such groups cannot be recovered; unset it"
         )
-    if c10d._use_torchcomms_enabled():
+    if TORCHCOMMS.way is not None and c10d._use_torchcomms_enabled():
         raise UnsupportedError("torchcomms backends cannot be recovered; unset TORCH_DISTRIBUTED_USE_TORCHCOMMS")
 
 

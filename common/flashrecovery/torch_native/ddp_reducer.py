@@ -7,7 +7,7 @@ synchronised backward, rebuilds them in the order in which rank 0's gradients be
 where a gradient lies in its bucket. So survivors and replacement must use the layout that the undisturbed run has: a
 new Reducer is brought there by one simulated backward in that order, with a group of its own that is local.
 
-All that is private to torch about DDP stands in this file. Tested with torch 2.13.
+All that is private to torch about DDP stands in this file.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flashrecovery.capabilities.of_torch import PYTHON_REDUCER, REDUCER, TORCH
 from flashrecovery.errors import RestoreError, UnsupportedError
 
 BucketLayout = tuple[tuple[int, ...], ...]
@@ -30,12 +31,14 @@ _STATELESS_HOOK_STATES = (type(None), dist.ProcessGroup)
 
 
 def refuse_unsupported(ddp: DistributedDataParallel) -> None:
-    """Raise UnsupportedError, by name, for options under which a bitwise recovery is not possible."""
+    """Raise UnsupportedError, by name, for options under which a bitwise recovery is not possible, or if this torch
+    lacks something of the inside that is needed."""
+    TORCH.require((REDUCER, PYTHON_REDUCER))
     reasons = {
         "static_graph=True": ddp.static_graph,
         "mixed_precision": ddp.mixed_precision is not None,
         "delay_all_reduce_named_params": bool(ddp._delay_all_reduce_params),
-        "the compiled 'python_reducer' mode": ddp._use_python_reducer,
+        "the compiled 'python_reducer' mode": PYTHON_REDUCER.way is not None and ddp._use_python_reducer,
         "sparse gradients": any(ddp._build_params_for_reducer()[1]),
         "optimizers that run in backward": any(hasattr(p, "_in_backward_optimizers") for p in ddp._module_parameters),
     }

@@ -23,19 +23,16 @@ in :mod:`.state`; how a step ends, in :mod:`.plain` and :mod:`.with_deepspeed`.
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
 from flashrecovery import Recovery
+from flashrecovery.capabilities.of_trainer import ACCELERATE, TRANSFORMERS
 from flashrecovery.errors import RegistrationError, UnsupportedError
 from flashrecovery.trainer.data import Epochs, WatchedLoader
 from flashrecovery.trainer.plain import PlainTraining
 from flashrecovery.trainer.state import TrainerLoop, refused
 from flashrecovery.trainer.with_deepspeed import DeepSpeedTraining
-
-TESTED = {"transformers": "5.23.0", "accelerate": "1.15.0"}
-"""Methods of the Trainer that are not public, and the order of its loop, have been looked up in these."""
 
 
 def protect(trainer: Any) -> None:
@@ -55,17 +52,11 @@ def protect(trainer: Any) -> None:
     kind = DeepSpeedTraining if by_engine else PlainTraining
     if not kind.enabled(trainer):
         return
-    _check_versions()
+    TRANSFORMERS.require()
+    ACCELERATE.require()
     _check_arguments(trainer)
     loop = TrainerLoop(trainer)
     _Protected(trainer, loop, kind(trainer, loop))
-
-
-def _check_versions() -> None:
-    for name, tested in TESTED.items():
-        found = importlib.metadata.version(name)
-        if found != tested:
-            raise UnsupportedError(f"{name} {found} is not supported; the Trainer was tested with {name} {tested}")
 
 
 def _check_arguments(trainer: Any) -> None:

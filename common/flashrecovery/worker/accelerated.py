@@ -15,6 +15,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
+from flashrecovery.capabilities.of_trainer import ACCELERATE
 from flashrecovery.errors import DataSourceError, RegistrationError
 from flashrecovery.worker.scaler import settled
 
@@ -43,9 +44,12 @@ def unwrapped(optimizers: Sequence[Optimizer], objects: dict[str, Any]) -> tuple
 
 
 class Counters:
-    """The counters of an Accelerator, with those of its loaders and optimizers, and its gradient scaler."""
+    """The counters of an Accelerator, with those of its loaders and optimizers, and its gradient scaler.
+
+    Raises UnsupportedError that names what of its inside this version of accelerate lacks."""
 
     def __init__(self, accelerator: Any) -> None:
+        ACCELERATE.require()
         self._accelerator = accelerator
 
     def state_dict(self) -> dict[str, Any]:

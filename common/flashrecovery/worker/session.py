@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from flashrecovery.capabilities import untested
+from flashrecovery.capabilities.of_torch import STEPS, TORCH
 from flashrecovery.config import Settings
 from flashrecovery.errors import JobFailedError, RegistrationError
 from flashrecovery.kinds import NoticeKind
@@ -75,12 +77,14 @@ class Session:
         Raises:
             JobFailedError: the loop has been opened already, or the process group is not the launcher's world.
             RegistrationError: nothing is registered, or it cannot be protected.
+            UnsupportedError: this torch lacks something private that is needed, named in the message.
         """
         if self._loop is not None:
             raise JobFailedError(
                 "recovery.steps() can be run through only once in a process; take the steps of all epochs in one loop: "
                 "`for step in recovery.steps(epochs * steps_per_epoch):`, with `epoch = step.index // steps_per_epoch`"
             )
+        TORCH.require(STEPS)
         worker, registry = self._worker, self.registry
         registry.close()
         check_world(worker.rank, registry.world_size)
@@ -99,6 +103,8 @@ class Session:
         self._loop = Loop(worker, copies, own_calls=num_steps is None)
         if worker.rank == 0 and not worker.connection.detached:
             worker.notice(NoticeKind.REDUNDANCY, copies.describe())
+            for text in untested():
+                worker.notice(NoticeKind.UNTESTED, text)
         self._loop.join(num_steps)
         return self._loop
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from flashrecovery.capabilities.of_torch import TORCH
+
 
 def make_context(device: int) -> None:
     """Begin to use this GPU: about half a second, and half a gigabyte of its memory, ahead of the failure."""
@@ -12,7 +14,9 @@ def make_context(device: int) -> None:
 
 
 def warm_kernels() -> None:
-    """Forward, backward and one optimizer step of a tiny model; leaves the random number generator as it was."""
+    """Forward, backward and one optimizer step of a tiny model; leaves the random number generator as it was. And torch
+    is probed for what will be asked of it."""
+    TORCH.probe()
     state = torch.get_rng_state()
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.LayerNorm(16), torch.nn.GELU(), torch.nn.Dropout(0.1))
     optimizer = torch.optim.AdamW(model.parameters())

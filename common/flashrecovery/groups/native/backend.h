@@ -60,7 +60,7 @@ class ManagedBackend final : public ManagedBase {
                [&](Backend& b) { return b._reduce_scatter_base(out, in, o); });
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in, const c10d::ReduceScatterOptions& o) override {
-    return run(OpType::REDUCE_SCATTER_TENSOR_COALESCED, "reduce_scatter_tensor_coalesced", first(in), [&] { return out; },
+    return run(kReduceScatterTensorCoalesced, "reduce_scatter_tensor_coalesced", first(in), [&] { return out; },
                [&](Backend& b) { return b.reduce_scatter_tensor_coalesced(out, in, o); });
   }
   WorkPtr alltoall_base(

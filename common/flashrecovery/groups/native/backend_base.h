@@ -14,6 +14,7 @@
 #include "progress.h"
 #include "section.h"
 #include "setup_log.h"
+#include "torch_differences.h"
 #include "work.h"
 
 namespace flashrecovery {
@@ -213,9 +214,10 @@ class ManagedBase : public Backend {
   void shutdown() override {
     for (auto& inner : snapshot()) inner.backend->shutdown();
   }
-  void suspend() override { get(accelerator())->suspend(); }
-  void resume() override { get(accelerator())->resume(); }
-  std::unordered_map<std::string, uint64_t> getMemoryStats() override { return get(accelerator())->getMemoryStats(); }
+  using MemoryStats = std::unordered_map<std::string, uint64_t>;
+  void suspend() { flashrecovery::suspend(*get(accelerator())); }
+  void resume() { flashrecovery::resume(*get(accelerator())); }
+  MemoryStats getMemoryStats() { return memoryStats<MemoryStats>(*get(accelerator())); }
 
  protected:
   // The device type that operations without a tensor belong to.
@@ -371,14 +373,13 @@ class ManagedBase : public Backend {
 
   // Which Works of gloo tell their completion; the others complete inside wait().
   bool hasFuture(OpType type) const {
-    if (kind_ != "gloo") return false;
+    if (kind_ != "gloo" || type == kReduceScatterTensorCoalesced) return false;
     switch (type) {
       case OpType::SEND:
       case OpType::RECV:
       case OpType::RECVANYSOURCE:
       case OpType::REDUCE_SCATTER:
       case OpType::_REDUCE_SCATTER_BASE:
-      case OpType::REDUCE_SCATTER_TENSOR_COALESCED:
       case OpType::COALESCED:
         return false;
       default:

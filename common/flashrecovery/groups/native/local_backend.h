@@ -6,6 +6,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
+#include "torch_differences.h"
 #include "work.h"
 
 namespace flashrecovery {
@@ -77,7 +78,7 @@ class LocalBackend final : public c10d::Backend {
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in, const c10d::ReduceScatterOptions&) override {
     for (size_t i = 0; i < out.size(); ++i) scatter_from(out[i], in[i]);
-    return done(c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, out);
+    return done(kReduceScatterTensorCoalesced, out);
   }
   WorkPtr alltoall_base(
       Tensor& out,

@@ -11,6 +11,7 @@
 #include <algorithm>
 
 #include "stop_flag.h"
+#include "torch_differences.h"
 
 namespace flashrecovery {
 
@@ -67,8 +68,8 @@ class AbandonableStore final : public c10d::Store {
   void queuePush(const std::string& key, const Bytes& value) override { checked().queuePush(key, value); }
   Bytes queuePop(const std::string& key, bool block) override { return checked().queuePop(key, block); }
   int64_t queueLen(const std::string& key) override { return checked().queueLen(key); }
-  Keys listKeys() override { return checked().listKeys(); }
-  void barrier(const std::string& key, int64_t world, const Millis& timeout) override {
+  Keys listKeys() { return flashrecovery::listKeys<Keys>(checked()); }
+  void barrier(const std::string& key, int64_t world, const Millis& timeout) {
     const std::string release = key + "/fr_release";
     if (add(key + "/fr_count", 1) % world == 0) set(release, Bytes{1});
     wait({release}, timeout);

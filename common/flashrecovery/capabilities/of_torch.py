@@ -1,0 +1,217 @@
+"""What of torch's inside is used, and where it differs between versions. Imports torch only to probe C++."""
+
+from __future__ import annotations
+
+from flashrecovery.capabilities import Capability, Framework, Way, capability
+from flashrecovery.capabilities.probes import Assigned, Attributes, Defined, Live, Parameters
+
+_C10D = "torch.distributed.distributed_c10d"
+_CPP = "torch._C._distributed_c10d"
+_DDP = "torch.nn.parallel.distributed"
+_FSDP = "torch.distributed.fsdp._fully_shard."
+_FSDP_STATE = _FSDP + "_fsdp_state"
+_FSDP_GROUP = _FSDP + "_fsdp_param_group"
+
+GROUP_CREATION = capability(
+    "group creation",
+    "every process group gets an inside that can be exchanged",
+    Parameters(
+        _C10D,
+        "_new_process_group_helper",
+        (
+            *("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name"),
+            *("backend_options", "timeout", "pg_tag", "device_id", "group_desc"),
+        ),
+    ),
+    Parameters(_C10D, "destroy_process_group", ("group",)),
+    Parameters(_C10D, "Backend.register_backend", ("name", "func", "extended_api", "devices")),
+    Defined(_C10D, ("BackendConfig", "Backend.backend_capability", "_get_default_store", "_resolve_process_group")),
+    Attributes(_C10D, "_World", ("pg_map", "pg_backend_config", "pg_names", "pg_group_ranks", "pg_coalesce_state")),
+    Defined(_C10D, ("_world",)),
+)
+TORCHCOMMS = capability(
+    "torchcomms switch",
+    "its backends are refused",
+    Defined(_C10D, ("_use_torchcomms_enabled",)),
+    otherwise="this torch cannot be told to use torchcomms in place of its own backends",
+)
+STORES = capability(
+    "stores",
+    "stores that survive their server, and one that wraps another",
+    Live(_CPP, ("Store", "HashStore", "PrefixStore", "TCPStore", "get_debug_level", "DebugLevel.DETAIL")),
+)
+GLOO = capability(
+    "gloo over other devices",
+    "gloo's connections can be cut and made again",
+    Live(
+        _CPP,
+        (
+            *("ProcessGroupGloo._Options", "ProcessGroupGloo.create_device", "ProcessGroupGloo.create_default_device"),
+            *("ProcessGroupGloo._Options._devices", "ProcessGroupGloo._Options._threads"),
+            *("ProcessGroupGloo._Options._timeout", "Backend._set_sequence_number_for_group"),
+        ),
+    ),
+)
+COALESCING = capability(
+    "coalescing",
+    "messages of a restore, all at once",
+    Live(_CPP, ("ProcessGroup._start_coalescing", "ProcessGroup._end_coalescing", "ProcessGroup._get_backend")),
+)
+SYMMETRIC_MEMORY = capability(
+    "symmetric memory",
+    "it is refused when it is first used",
+    Live(_CPP, ("_SymmetricMemory.rendezvous", "_SymmetricMemory.set_group_info")),
+)
+REDUCER = capability(
+    "DDP's reducer",
+    "an interrupted backward pass is undone by a new reducer with the same buckets",
+    Parameters(
+        _DDP,
+        "DistributedDataParallel._ddp_init_helper",
+        ("parameters", "expect_sparse_gradient", "param_to_name_mapping", "static_graph"),
+    ),
+    Attributes(
+        _DDP,
+        "DistributedDataParallel",
+        (
+            *("reducer", "logger", "static_graph", "mixed_precision", "process_group", "gradient_as_bucket_view"),
+            *("_comm_hooks", "_has_rebuilt_buckets", "_build_params_for_reducer", "_module_parameters"),
+            *("_build_debug_param_to_name_mapping", "_delay_all_reduce_params"),
+            *("require_forward_param_sync", "require_backward_grad_sync"),
+        ),
+    ),
+    Live(
+        _CPP,
+        (
+            *("Reducer._remove_autograd_hooks", "Reducer._rebuild_buckets", "Reducer._get_zeros_like_grad_buckets"),
+            *("Reducer._update_process_group", "Reducer._autograd_hook", "Reducer.prepare_for_forward"),
+            *("Reducer.prepare_for_backward", "Logger._get_ddp_logging_data"),
+        ),
+    ),
+    Assigned("torch.distributed.optim.apply_optimizer_in_backward", ("_in_backward_optimizers",)),
+)
+PYTHON_REDUCER = capability(
+    "DDP's reducer in Python",
+    "it is refused",
+    Attributes(_DDP, "DistributedDataParallel", ("_use_python_reducer",)),
+    otherwise="this torch has no such reducer",
+)
+_FSDP_INSIDE = (
+    Attributes(_FSDP_STATE, "FSDPState", ("_lazy_init", "_is_root", "_state_ctx")),
+    Attributes(_FSDP_STATE, "FSDPStateContext", ("is_last_backward", "post_optim_event")),
+    Defined(_FSDP + "_fully_shard", ("FSDPModule._get_fsdp_state",)),
+    Attributes(
+        _FSDP_GROUP,
+        "FSDPParamGroup",
+        (
+            *("_all_gather_result", "_all_reduce_state", "_all_reduce_hook", "_sharded_state", "_is_hsdp"),
+            *("fsdp_params", "reduce_grads", "all_reduce_grads", "reshard_after_backward"),
+        ),
+    ),
+    Attributes(
+        _FSDP + "_fsdp_param",
+        "FSDPParam",
+        (
+            *("_module_info", "_unsharded_param", "_sharded_post_forward_param", "_sharded_post_forward_param_data"),
+            *("sharded_param", "unsharded_accumulated_grad", "grad_offload_event", "to_sharded"),
+        ),
+    ),
+)
+FSDP2 = Capability(
+    "FSDP2's state",
+    "an interrupted forward or backward pass is undone",
+    (
+        Way(
+            "several groups",  # a list for each module, so that fully_shard can put its parameters on several meshes
+            (*_FSDP_INSIDE, Attributes(_FSDP_STATE, "FSDPState", ("_fsdp_param_groups",))),
+        ),
+        Way(
+            "one group",
+            (*_FSDP_INSIDE, Attributes(_FSDP_STATE, "FSDPState", ("_fsdp_param_group",))),
+        ),
+    ),
+)
+_FSDP_ITERATION = (
+    Attributes(_FSDP_STATE, "FSDPState", ("_comm_ctx", "_modules_to_run_forward", "_training_state")),
+    Attributes(
+        _FSDP_STATE,
+        "FSDPStateContext",
+        ("all_states", "iter_forward_root", "post_backward_final_callback_queued"),
+    ),
+    Attributes(_FSDP_GROUP, "FSDPCommContext", ("all_gather_state", "post_forward_order")),
+    Attributes(
+        _FSDP_GROUP,
+        "FSDPParamGroup",
+        (
+            *("_post_reduce_event", "_reshard_after_forward_event", "_partial_reduce_output"),
+            *("_post_forward_indices", "_training_state"),
+        ),
+    ),
+)
+FSDP2_ITERATION = Capability(
+    "FSDP2's iteration",
+    "where an interrupted forward or backward pass has come to is forgotten",
+    (
+        Way("its own", (Defined(_FSDP + "_fully_shard", ("FSDPModule.reset_iter_state",)),)),
+        # To 2.12 it has to be done from outside, where 2.12 may have several reductions under way.
+        Way("states", (*_FSDP_ITERATION, Attributes(_FSDP_GROUP, "FSDPCommContext", ("reduce_scatter_states",)))),
+        Way("state", (*_FSDP_ITERATION, Attributes(_FSDP_GROUP, "FSDPCommContext", ("reduce_scatter_state",)))),
+    ),
+)
+AUTOGRAD = capability(
+    "autograd's graph",
+    "what an interrupted step has saved is let go of",
+    Live("torch._C._autograd", ("_get_sequence_nr",)),
+    Live("torch._C", ("_functions.AccumulateGrad._sequence_nr",)),
+    Live("torch.autograd", ("Variable._execution_engine",)),
+)
+TENSORS = capability(
+    "tensors",
+    "changes are seen, local parts and views found, operations of the optimizer told apart",
+    Live("torch", ("Tensor._version", "Tensor._cdata", "Tensor._indices", "Tensor._values", "_foreach_copy_")),
+    Live("torch.utils._pytree", ("tree_leaves",)),
+    Live("torch.utils._python_dispatch", ("TorchDispatchMode",)),
+    Live("torch._C", ("DisableTorchFunctionSubclass", "StorageBase._cdata")),
+    Live("torch._ops", ("OpOverload",)),
+    Attributes("torch._ops", "OpOverload", ("_schema",)),
+    Attributes("torch.distributed.tensor._api", "DTensor", ("_local_tensor",)),
+    Attributes("torch.nn.modules.module", "Module", ("_buffers", "_parameters")),
+    Defined("torch.nn.modules.batchnorm", ("_NormBase",)),
+)
+SCALER = capability(
+    "GradScaler's stages",
+    "an interrupted step's stage is forgotten",
+    Attributes("torch.amp.grad_scaler", "GradScaler", ("_per_optimizer_states",)),
+)
+LOADERS = capability(
+    "DataLoader's iterators",
+    "workers are renewed each epoch, and batches are skipped without being loaded",
+    Attributes("torch.utils.data.dataloader", "DataLoader", ("_iterator",)),
+    Attributes("torch.utils.data.dataloader", "_BaseDataLoaderIter", ("_sampler_iter",)),
+)
+SCHEDULERS = capability(
+    "schedulers' marks",
+    "a learning rate is restored without a warning",
+    Attributes("torch.optim.lr_scheduler", "LRScheduler", ("_last_lr",)),
+    Assigned("torch.optim.lr_scheduler", ("_wrapped_by_lr_sched",)),
+)
+CUDA = capability(
+    "CUDA's first use",
+    "imports ahead of the script take no GPU",
+    Defined("torch.cuda", ("_lazy_init",)),
+)
+
+TORCH = Framework(
+    "torch",
+    "torch",
+    "torch",
+    ("2.13.0", "2.14.1"),
+    (
+        *(GROUP_CREATION, TORCHCOMMS, STORES, GLOO, COALESCING, SYMMETRIC_MEMORY, REDUCER, PYTHON_REDUCER, FSDP2),
+        *(FSDP2_ITERATION, AUTOGRAD, TENSORS, SCALER, LOADERS, SCHEDULERS, CUDA),
+    ),
+)
+GROUPS = (GROUP_CREATION, TORCHCOMMS, STORES, GLOO, COALESCING, SYMMETRIC_MEMORY)
+"""What is needed for any group at all."""
+STEPS = (AUTOGRAD, TENSORS, SCALER, LOADERS, SCHEDULERS, CUDA)
+"""What is needed for any step at all; DDP's and FSDP2's when one of them is registered."""

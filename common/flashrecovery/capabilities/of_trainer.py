@@ -1,0 +1,39 @@
+"""What of transformers' Trainer and of accelerate is used that they do not promise to keep."""
+
+from __future__ import annotations
+
+from flashrecovery.capabilities import Framework, capability
+from flashrecovery.capabilities.probes import Attributes, Defined, Parameters
+
+_TRAINER = "transformers.trainer"
+
+LOOP = capability(
+    "the Trainer's loop",
+    "each part of it that communicates becomes one call",
+    Parameters(_TRAINER, "Trainer.get_batch_samples", ("epoch_iterator", "num_batches", "device")),
+    Parameters(_TRAINER, "Trainer.training_step", ("model", "inputs", "num_items_in_batch")),
+    Defined(_TRAINER, ("Trainer._maybe_log_save_evaluate", "Trainer.store_flos", "Trainer.floating_point_ops")),
+    Attributes(_TRAINER, "Trainer", ("_globalstep_last_logged", "_tr_loss", "current_gradient_accumulation_steps")),
+)
+STEP_END = capability(
+    "the end of the Trainer's step",
+    "clipping, the norm for the log and the learning rate",
+    Defined(_TRAINER, ("Trainer._clip_grad_norm", "Trainer._get_grad_norm", "Trainer._get_learning_rate")),
+)
+TRANSFORMERS = Framework("transformers", "transformers", "transformers", ("5.23.0",), (LOOP, STEP_END))
+
+STATE = capability(
+    "accelerate's state",
+    "where an accumulation is, and which steps were skipped",
+    Attributes("accelerate.accelerator", "Accelerator", ("_dataloaders", "_optimizers", "step", "scaler")),
+    Attributes("accelerate.optimizer", "AcceleratedOptimizer", ("_is_overflow",)),
+    Defined("accelerate.state", ("GradientState._set_sync_gradients",)),
+    Attributes("accelerate.state", "GradientState", ("sync_gradients", "dataloader_references")),
+)
+LOADERS = capability(
+    "accelerate's loaders",
+    "batches are counted below them",
+    Attributes("accelerate.data_loader", "DataLoaderShard", ("_non_blocking", "device", "iteration")),
+    Defined("accelerate.data_loader", ("send_to_device",)),
+)
+ACCELERATE = Framework("accelerate", "accelerate", "accelerate", ("1.15.0",), (STATE, LOADERS))

@@ -1,0 +1,49 @@
+// What versions of torch do not all have. The compiler looks for it in the headers that it is given; no version is asked.
+//
+// A method that only later versions declare (Backend's suspend, Store's listKeys, ...) carries no `override` here: where
+// torch has it, it overrides it all the same.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+namespace flashrecovery {
+
+template <class Type>
+constexpr Type reduceScatterTensorCoalesced() {
+  if constexpr (requires { Type::REDUCE_SCATTER_TENSOR_COALESCED; }) {
+    return Type::REDUCE_SCATTER_TENSOR_COALESCED;
+  } else {
+    return Type::_REDUCE_SCATTER_BASE;
+  }
+}
+inline constexpr c10d::OpType kReduceScatterTensorCoalesced = reduceScatterTensorCoalesced<c10d::OpType>();
+
+template <class Backend>
+void suspend(Backend& backend) {
+  if constexpr (requires { backend.suspend(); }) backend.suspend();
+}
+
+template <class Backend>
+void resume(Backend& backend) {
+  if constexpr (requires { backend.resume(); }) backend.resume();
+}
+
+template <class Stats, class Backend>
+Stats memoryStats(Backend& backend) {
+  if constexpr (requires { backend.getMemoryStats(); }) {
+    return backend.getMemoryStats();
+  } else {
+    return {};
+  }
+}
+
+template <class Keys, class Store>
+Keys listKeys(Store& store) {
+  if constexpr (requires { store.listKeys(); }) {
+    return store.listKeys();
+  } else {
+    return {};
+  }
+}
+
+}  // namespace flashrecovery

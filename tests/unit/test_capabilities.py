@@ -11,6 +11,7 @@ import pytest
 
 from flashrecovery import capabilities
 from flashrecovery.capabilities import Capability, Framework, Way, capability
+from flashrecovery.capabilities.of_ray import RAY
 from flashrecovery.capabilities.of_torch import TORCH
 from flashrecovery.capabilities.of_trainer import ACCELERATE, TRANSFORMERS
 from flashrecovery.capabilities.probes import Assigned, Attributes, Defined, Live, Parameters
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CORE = (TORCH, TRANSFORMERS, ACCELERATE)
 COVERED: dict[str, tuple[Framework, ...]] = {
     "common/flashrecovery": CORE,
+    "common/flashrecovery/ray": (RAY,),
     "common/flashrecovery/trainer": (*CORE, DEEPSPEED),
     "fr_deepspeed": (TORCH, DEEPSPEED),
     "fr_megatron": (TORCH, MEGATRON),
@@ -100,7 +102,7 @@ def test_no_private_name_without_a_capability(package: str) -> None:
 def test_no_capability_for_names_that_nobody_uses() -> None:
     """What is declared is used: a table of what once was would refuse versions for nothing."""
     text = "\n".join(path.read_text() for package in COVERED for path in _files(package))
-    for one in (one for framework in {*CORE, DEEPSPEED, MEGATRON} for one in framework.capabilities):
+    for one in (one for framework in {*CORE, DEEPSPEED, MEGATRON, RAY} for one in framework.capabilities):
         for name in one.names:
             plain = name.rpartition("PartitionedParameterCoordinator__")[2]
             if _private(plain) and "." not in name:
@@ -108,14 +110,14 @@ def test_no_capability_for_names_that_nobody_uses() -> None:
 
 
 def test_the_installed_versions_have_all() -> None:
-    for framework in (TORCH, TRANSFORMERS, ACCELERATE, DEEPSPEED, MEGATRON):
+    for framework in (TORCH, TRANSFORMERS, ACCELERATE, DEEPSPEED, MEGATRON, RAY):
         if framework.is_there:
             framework.require()
             assert all(one.takes(one.way) for one in framework.capabilities if one.way is not None)
 
 
 def test_declarations_are_told_apart() -> None:
-    for framework in (TORCH, TRANSFORMERS, ACCELERATE, DEEPSPEED, MEGATRON):
+    for framework in (TORCH, TRANSFORMERS, ACCELERATE, DEEPSPEED, MEGATRON, RAY):
         names = [one.name for one in framework.capabilities]
         assert len(names) == len(set(names)) and all(one.purpose for one in framework.capabilities)
         for one in framework.capabilities:

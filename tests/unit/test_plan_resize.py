@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flashrecovery.errors import ConfigError
 from flashrecovery.plan.layouts import RankGrid
-from flashrecovery.plan.resize import Course, Loss, ReplicaRange, groups, growth, position, renumbered, resolve
+from flashrecovery.plan.resize import Loss, Remedy, ReplicaRange, groups, growth, position, renumbered, resolve
 
 GRID = RankGrid(tp=2, dp=4, pp=2)  # replica r: ranks 2r, 2r + 1, 2r + 8, 2r + 9
 ANY = ReplicaRange(1, 8)
@@ -21,16 +21,16 @@ def lost(*ranks: int, **what: object) -> Loss:
 
 def test_a_lost_replica_leaves_as_a_whole() -> None:
     found = resolve(lost(3))
-    assert (found.course, found.leaving, found.filled) == (Course.SHRINK, (1,), ()) and found.grid.dp == 3
+    assert (found.remedy, found.leaving, found.filled) == (Remedy.SHRINK, (1,), ()) and found.grid.dp == 3
     assert found.reason == "there is no node for rank 3: 1 of 4 replicas leave, 3 go on"
     assert resolve(lost(0, 9, 2, 8)).leaving == (0, 1)
 
 
 def test_room_is_used_first_and_the_wait_if_it_is_short() -> None:
-    assert resolve(lost(3, 4, room=2)).course is Course.FILL
-    assert resolve(lost(room=0)).course is Course.FILL
-    assert resolve(lost(3, expected_s=20, patience_s=30)).course is Course.WAIT
-    assert resolve(lost(3, expected_s=40, patience_s=30)).course is Course.SHRINK
+    assert resolve(lost(3, 4, room=2)).remedy is Remedy.FILL
+    assert resolve(lost(room=0)).remedy is Remedy.FILL
+    assert resolve(lost(3, expected_s=20, patience_s=30)).remedy is Remedy.WAIT
+    assert resolve(lost(3, expected_s=40, patience_s=30)).remedy is Remedy.SHRINK
 
 
 def test_what_lacks_least_is_filled() -> None:
@@ -47,9 +47,9 @@ def test_a_number_that_is_not_allowed() -> None:
     filled = resolve(lost(0, 2, 3, room=1, sizes=only))
     assert filled.leaving == (0, 1) and filled.filled == (), "a whole replica stays rather than one to be filled"
     none = lost(3, sizes=ReplicaRange(4, 8))
-    assert resolve(none).course is Course.GIVE_UP and "MIN 4" in resolve(none).reason
-    assert resolve(lost(3, sizes=ReplicaRange(4, 8), can_replan=True)).course is Course.REPLAN
-    assert resolve(lost(3, sizes=None)).course is Course.GIVE_UP
+    assert resolve(none).remedy is Remedy.GIVE_UP and "MIN 4" in resolve(none).reason
+    assert resolve(lost(3, sizes=ReplicaRange(4, 8), can_replan=True)).remedy is Remedy.REPLAN
+    assert resolve(lost(3, sizes=None)).remedy is Remedy.GIVE_UP
 
 
 @settings(deadline=None)
@@ -66,10 +66,10 @@ def test_the_resolve_is_possible(grid: RankGrid, data: st.DataObject) -> None:
     found = resolve(loss)
     gone = {rank for dp in found.leaving for rank in grid.replica(dp)}
     assert set(found.filled) <= ranks and len(found.filled) <= loss.room
-    if found.course in (Course.FILL, Course.SHRINK):
+    if found.remedy in (Remedy.FILL, Remedy.SHRINK):
         assert ranks <= gone | set(found.filled), "every lost rank is filled or has left"
         assert found.grid.dp == grid.dp - len(found.leaving)
-    if found.course is Course.SHRINK:
+    if found.remedy is Remedy.SHRINK:
         assert not gone & set(found.filled)
         assert found.grid.dp in range(sizes.least, sizes.most + 1) and found.grid.dp <= loss.micro_batches
         assert sizes.allowed is None or found.grid.dp in sizes.allowed

@@ -16,8 +16,8 @@ import psutil
 import pytest
 import torch
 
+from flashrecovery.errors import AuthenticationError
 from flashrecovery.redundancy.flat import Beside, Layout, Outliving, Slot, slot_for_next
-from flashrecovery.snapshot import address
 from flashrecovery.snapshot.client import Keeper, SnapshotHost
 from flashrecovery.snapshot.files import listed
 from flashrecovery.snapshot.memory import HEADER, SharedMemory
@@ -114,7 +114,7 @@ def test_a_second_process_of_the_name_is_refused(host: SnapshotHost, name: str, 
 def test_another_users_socket_is_not_trusted(host: SnapshotHost, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     uid = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: uid + 1)
-    with pytest.raises(address.AuthenticationError, match="another user"):
+    with pytest.raises(AuthenticationError, match="another user"):
         Keeper(name, 0)
 
 

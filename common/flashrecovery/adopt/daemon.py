@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from flashrecovery.adopt.launch import Launch
+from flashrecovery.adopt.launch import TaskLaunch
 from flashrecovery.agent.guards import Guards
 from flashrecovery.errors import ConfigError, FlashRecoveryError
 from flashrecovery.grpc_quiet import import_grpc
@@ -31,12 +31,12 @@ _TOKEN_LOOK_S = 0.2
 def main() -> None:
     """The process's end is the job's end on this node."""
     name_thread("fr-agent")
-    launch = Launch.from_json(sys.stdin.read())
+    launch = TaskLaunch.from_json(sys.stdin.read())
     import_grpc()
     asyncio.run(_serve(launch, socket.socket(fileno=int(sys.argv[1]))))
 
 
-async def _serve(launch: Launch, listener: socket.socket) -> None:
+async def _serve(launch: TaskLaunch, listener: socket.socket) -> None:
     leave = _Leave()
     world_size = launch.config.world_size
     guards = Guards(listener, launch.first, world_size, launch.settings, leave)
@@ -52,7 +52,7 @@ async def _serve(launch: Launch, listener: socket.socket) -> None:
         await guards.end(code, reason)
 
 
-async def _run(launch: Launch, guards: Guards, leave: _Leave) -> tuple[int, str]:
+async def _run(launch: TaskLaunch, guards: Guards, leave: _Leave) -> tuple[int, str]:
     coming = asyncio.ensure_future(guards.all_here(launch.config.timeouts.rendezvous_s))
     leave.by(lambda: coming.cancel())
     try:
@@ -97,7 +97,7 @@ def _surround(guards: Guards) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cpus) // guards.number)))
 
 
-def _token(launch: Launch) -> dict[str, Path]:
+def _token(launch: TaskLaunch) -> dict[str, Path]:
     """The token that all nodes share, if none is given: a file in the run directory, which the first node makes. Raises
     ConfigError."""
     config = launch.config

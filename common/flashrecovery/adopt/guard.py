@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flashrecovery.adopt.copier import Copier
-from flashrecovery.adopt.launch import Launch, start_agent
+from flashrecovery.adopt.launch import TaskLaunch, start_agent
 from flashrecovery.errors import ConfigError
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime import local_socket
@@ -37,7 +37,7 @@ _AGENT_LEAVES_S = 15.0
 """The agent's own end after it has told its guards of the job's end, for the guard that has started it."""
 
 
-def stand(task: Task, launch: Launch) -> int:
+def stand(task: Task, launch: TaskLaunch) -> int:
     """Guard this task to the end of its job. Returns the code for the launcher. Raises ConfigError."""
     launcher = os.environ.pop(LAUNCHER_PID_ENV, None)
     if launcher is not None:
@@ -52,7 +52,7 @@ def stand(task: Task, launch: Launch) -> int:
 
 
 class _Guard:
-    def __init__(self, task: Task, launch: Launch) -> None:
+    def __init__(self, task: Task, launch: TaskLaunch) -> None:
         self._task = task
         self._launch = launch
         self._agent: subprocess.Popen[bytes] | None = None

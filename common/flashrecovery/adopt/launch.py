@@ -29,7 +29,7 @@ _PORTS = (20_000, 10_000)
 
 
 @dataclass(frozen=True)
-class Launch:
+class TaskLaunch:
     """What the agent of a node is started with. ``path``: the run directory; ``first``: the task that starts it."""
 
     first: Task
@@ -64,10 +64,10 @@ class Launch:
         return json.dumps(values)
 
     @staticmethod
-    def from_json(text: str) -> Launch:
+    def from_json(text: str) -> TaskLaunch:
         values = json.loads(text)
         config = RunConfig.model_validate(values["config"])
-        return Launch(Task(**values["first"]), config, values["command"], Path(values["path"]))
+        return TaskLaunch(Task(**values["first"]), config, values["command"], Path(values["path"]))
 
 
 def placed(task: Task, overrides: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _failure_domain(environment: Mapping[str, str]) -> str | None:
     return address.rpartition(".")[0] or None if pattern.endswith("switch.node") else None
 
 
-def start_agent(launch: Launch) -> subprocess.Popen[bytes]:
+def start_agent(launch: TaskLaunch) -> subprocess.Popen[bytes]:
     """The agent of this node, in a session of its own. From now on its socket can be called.
 
     Raises:

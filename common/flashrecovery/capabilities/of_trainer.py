@@ -36,4 +36,13 @@ LOADERS = capability(
     Attributes("accelerate.data_loader", "DataLoaderShard", ("_non_blocking", "device", "iteration")),
     Defined("accelerate.data_loader", ("send_to_device",)),
 )
-ACCELERATE = Framework("accelerate", "accelerate", "accelerate", ("1.15.0",), (STATE, LOADERS))
+LAUNCH = capability(
+    "accelerate's launcher",
+    "it is asked what `accelerate launch` would do",
+    Defined("accelerate.commands.launch", ("launch_command_parser", "_validate_launch_command")),
+    Defined(
+        "accelerate.utils.launch",
+        ("prepare_simple_launcher_cmd_env", "prepare_multi_gpu_env", "prepare_deepspeed_cmd_env"),
+    ),
+)
+ACCELERATE = Framework("accelerate", "accelerate", "accelerate", ("1.15.0",), (STATE, LOADERS, LAUNCH))

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from flashrecovery.adopt.guard import stand
-from flashrecovery.adopt.launch import Launch, placed
+from flashrecovery.adopt.launch import TaskLaunch, placed
 from flashrecovery.cli.run_options import ENVIRONMENT, OWN, SCRIPT, settings
 from flashrecovery.config import load_run_config
 from flashrecovery.errors import ConfigError
@@ -34,7 +34,7 @@ def _adopt(
         raise ConfigError(f"script {script!r} does not exist (working directory: {os.getcwd()})")
     path = config.run_dir or Path("runs") / re.sub(r"[^\w.-]", "-", task.job)
     command = ["-m", script, *script_args] if module else [script, *script_args]
-    launch = Launch(task, config, command, path.absolute())
+    launch = TaskLaunch(task, config, command, path.absolute())
     if task.rank == 0:
         ranks = f"{config.world_size} ranks, started by {task.launcher}"
         print(f"flashrecovery: {ranks}, {config.standby} standby, run directory {path}", file=sys.stderr)

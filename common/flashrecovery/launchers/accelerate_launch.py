@@ -13,7 +13,8 @@ import sys
 from argparse import Namespace
 from typing import Any
 
-from flashrecovery.errors import ConfigError
+from flashrecovery.capabilities.of_trainer import ACCELERATE, LAUNCH
+from flashrecovery.errors import ConfigError, FlashRecoveryError
 from flashrecovery.launchers.accelerate import ANSWER_ENV
 
 _OF_THE_AGENT = ("MASTER_ADDR", "MASTER_PORT", ANSWER_ENV)
@@ -27,7 +28,7 @@ def main() -> None:
     answers = int(os.environ.pop(ANSWER_ENV))
     try:
         answer = understood(sys.argv[1:])
-    except (ConfigError, ValueError, AssertionError, OSError, ImportError, RuntimeError, TypeError) as e:
+    except (FlashRecoveryError, ValueError, AssertionError, OSError, ImportError, RuntimeError, TypeError) as e:
         answer = {"error": f"{e}" or repr(e)}
     with open(answers, "w") as out:
         json.dump(answer, out)
@@ -35,6 +36,7 @@ def main() -> None:
 
 def understood(arguments: list[str]) -> dict[str, Any]:
     """Options of ``flashrecovery run``, the script, the variables that differ from this process's, and notices."""
+    ACCELERATE.require((LAUNCH,))
     from accelerate.commands import launch
     from accelerate.utils import ComputeEnvironment
 

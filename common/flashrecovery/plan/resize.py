@@ -18,7 +18,7 @@ from flashrecovery.plan.layouts import RankGrid
 from flashrecovery.plan.words import ranks_text
 
 
-class Course(str, Enum):
+class Remedy(str, Enum):
     """What to do after a loss."""
 
     FILL = "fill"
@@ -96,7 +96,7 @@ class Resolve:
         reason: in words.
     """
 
-    course: Course
+    remedy: Remedy
     filled: tuple[int, ...]
     leaving: tuple[int, ...]
     grid: RankGrid
@@ -109,13 +109,13 @@ def resolve(loss: Loss) -> Resolve:
     grid, lost = loss.grid, sorted(loss.lost)
     who = ranks_text(lost) if lost else "no rank"
     if len(lost) <= loss.room:
-        return Resolve(Course.FILL, tuple(lost), (), grid, f"other nodes have room for {who}")
+        return Resolve(Remedy.FILL, tuple(lost), (), grid, f"other nodes have room for {who}")
     if loss.expected_s is not None and loss.expected_s <= loss.patience_s:
         text = f"a node for {who} is expected within {loss.expected_s:g} s, and that is worth the wait"
-        return Resolve(Course.WAIT, tuple(lost), (), grid, text)
+        return Resolve(Remedy.WAIT, tuple(lost), (), grid, text)
     if loss.sizes is None:
         text = f"there is no node for {who}, and the job is not elastic"
-        return Resolve(Course.GIVE_UP, (), (), grid, text)
+        return Resolve(Remedy.GIVE_UP, (), (), grid, text)
     by_replica: dict[int, list[int]] = {}
     for rank in lost:
         by_replica.setdefault(position(grid, rank).dp, []).append(rank)
@@ -131,8 +131,8 @@ def resolve(loss: Loss) -> Resolve:
         text = (
             f"{len(kept)} replicas can go on without {who}, and no number of them up to that is allowed (MIN {least})"
         )
-        course = Course.REPLAN if loss.can_replan else Course.GIVE_UP
-        return Resolve(course, (), (), grid, text)
+        remedy = Remedy.REPLAN if loss.can_replan else Remedy.GIVE_UP
+        return Resolve(remedy, (), (), grid, text)
     # A replica that would have to be filled first is given up before a whole one.
     order = sorted(kept, key=lambda dp: (dp in by_replica, dp))
     stay = set(order[:size])
@@ -141,7 +141,7 @@ def resolve(loss: Loss) -> Resolve:
     text = f"there is no node for {who}: {grid.dp - size} of {grid.dp} replicas leave, {size} go on"
     if size < len(kept):
         text += f"; {len(kept)} would be left, but that is no allowed number"
-    return Resolve(Course.SHRINK, tuple(filled), leaving, replace(grid, dp=size), text)
+    return Resolve(Remedy.SHRINK, tuple(filled), leaving, replace(grid, dp=size), text)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ import ray.train.collective
 import ray.train.torch
 import torch.distributed as dist
 
+from flashrecovery.capabilities.of_ray import RAY
 from flashrecovery.errors import JobFailedError, UnsupportedError
 from flashrecovery.ray.place import Meeting, start_guard
 
@@ -71,7 +72,11 @@ def recoverable(
         options: of ``flashrecovery adopt``.
         run_dir: events and logs, on a file system that all nodes share; none: ``runs/<job>`` below the driver's
             working directory.
+
+    Raises:
+        UnsupportedError: this version of Ray lacks what is used of its inside, by name.
     """
+    RAY.require()
     pickled = ray.cloudpickle.dumps(train_loop_per_worker)
     folder = Path(run_dir).absolute() if run_dir is not None else None
     below = Path.cwd() / "runs"

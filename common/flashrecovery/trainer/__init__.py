@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flashrecovery import Recovery
-from flashrecovery.capabilities.of_trainer import ACCELERATE, TRANSFORMERS
+from flashrecovery.capabilities.of_trainer import ACCELERATE, LOADERS, STATE, TRANSFORMERS
 from flashrecovery.errors import RegistrationError, UnsupportedError
 from flashrecovery.trainer.data import Epochs, WatchedLoader
 from flashrecovery.trainer.plain import PlainTraining
@@ -53,7 +53,7 @@ def protect(trainer: Any) -> None:
     if not kind.enabled(trainer):
         return
     TRANSFORMERS.require()
-    ACCELERATE.require()
+    ACCELERATE.require((STATE, LOADERS))
     _check_arguments(trainer)
     loop = TrainerLoop(trainer)
     _Protected(trainer, loop, kind(trainer, loop))

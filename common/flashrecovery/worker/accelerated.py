@@ -15,7 +15,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
-from flashrecovery.capabilities.of_trainer import ACCELERATE
+from flashrecovery.capabilities.of_trainer import ACCELERATE, LOADERS, STATE
 from flashrecovery.errors import DataSourceError, RegistrationError
 from flashrecovery.worker.scaler import settled
 
@@ -49,7 +49,7 @@ class Counters:
     Raises UnsupportedError that names what of its inside this version of accelerate lacks."""
 
     def __init__(self, accelerator: Any) -> None:
-        ACCELERATE.require()
+        ACCELERATE.require((STATE, LOADERS))
         self._accelerator = accelerator
 
     def state_dict(self) -> dict[str, Any]:

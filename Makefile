@@ -85,7 +85,7 @@ test-cuda-build:  ## an environment with a CUDA build of torch (5.5 GB; needs no
 	    tests/conformance/test_nccl.py tests/conformance/test_grid.py
 
 test-slurm: setup  ## the example on a real Slurm cluster of one machine (root; Debian: slurmctld slurmd slurm-client munge)
-	$(BIN)/python -m pytest -m slurm --durations=15 $(PYTEST_ARGS) tests/integration/test_slurm.py
+	$(BIN)/python -m pytest -m slurm --durations=15 $(PYTEST_ARGS) tests/integration/test_slurm.py tests/integration/test_slurm_tasks.py
 
 grid: setup  ## the whole conformance grid with plain PyTorch, and all slow tests
 	$(BIN)/python -m pytest -m "(grid or slow) and not deepspeed and not megatron and not slurm" --durations=15 $(PYTEST_ARGS)

@@ -91,7 +91,7 @@ matrix: setup $(BIN)/.trainer-done $(BIN)/.frameworks-done  ## chosen tests with
 	$(BIN)/python scripts/matrix.py $(MATRIX_ARGS) $(if $(MATRIX),"$(MATRIX)")
 
 test-slurm: setup  ## the example on a real Slurm cluster of one machine (root; Debian: slurmctld slurmd slurm-client munge)
-	$(BIN)/python -m pytest -m slurm --durations=15 $(PYTEST_ARGS) tests/integration/test_slurm.py
+	$(BIN)/python -m pytest -m slurm --durations=15 $(PYTEST_ARGS) tests/integration/test_slurm.py tests/integration/test_slurm_tasks.py
 
 grid: setup  ## the whole conformance grid with plain PyTorch, and all slow tests
 	$(BIN)/python -m pytest -m "(grid or slow) and not deepspeed and not megatron and not slurm" --durations=15 $(PYTEST_ARGS)

@@ -63,7 +63,7 @@ PLAIN = (
 )
 DEEPSPEED = (
     units("deepspeed_beta_powers", "deepspeed_calls", "deepspeed_config", "deepspeed_hook", "deepspeed_offload"),
-    Selection("two ranks, one killed: ZeRO 0 to 3", tuple(f"{SMALL}[zero{stage}]" for stage in range(4))),
+    Selection("two ranks, one killed: ZeRO 0 to 3", tuple(f"{SMALL}[zero{n}]" for n in ("0-fp32", 1, 2, 3))),
     Selection("ZeRO-2, a rank killed in each phase", (f"{ZERO}test_every_phase[zero2-sigkill-0]",)),
     Selection("ZeRO-3, a rank killed in each phase", (f"{ZERO}test_every_phase[zero3-sigkill-0]",)),
     Selection("ZeRO-2 offloaded, a rank killed in each phase", (f"{ZERO}test_settings[zero2-offload-overlap]",)),
@@ -313,12 +313,12 @@ def main() -> None:
         return
     if unknown := [name for name in arguments.entries if name not in known]:
         parser.error(f"unknown entry {unknown[0]!r}; allowed: {', '.join(known)}")
-    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     failed = False
     for entry in [known[name] for name in arguments.entries or known]:
         print(f"==> {entry.name}", flush=True)
         arguments.dir.mkdir(parents=True, exist_ok=True)
         result = run_entry(entry, arguments.dir, shlex.split(arguments.wrap), arguments.keep, arguments.only)
+        results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         before = results.get(entry.name, {}).get("selections", {}) if arguments.only else {}
         result["selections"] = {**before, **result["selections"]}
         results[entry.name] = result

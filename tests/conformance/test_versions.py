@@ -14,13 +14,15 @@ from tests.support.jobs import Layout, RunningJob, check_fired, check_recovered,
 STEPS = 8
 TIMEOUT_S = 400  # two processes that import a framework on a busy machine
 ENVIRONMENT = {"FR_MEGATRON_CPU": "1", "PYTHONWARNINGS": "ignore"}
+FP32 = ("--zero", "0", "--precision", "fp32")  # older ones wrap bf16 in BF16_Optimizer: refused
 MEGATRON = ("--use-distributed-optimizer", "--bf16")
 LAYOUTS = (
     pytest.param(Layout("ddp", "train_ddp.py", nproc=2), "torch", id="ddp"),
     pytest.param(Layout("fsdp2", "train_fsdp.py", nproc=2), "torch", id="fsdp2"),
+    pytest.param(Layout("zero0", "train_deepspeed.py", FP32, nproc=2), "deepspeed", id="zero0-fp32"),
     *(
         pytest.param(Layout(f"zero{n}", "train_deepspeed.py", ("--zero", str(n)), nproc=2), "deepspeed", id=f"zero{n}")
-        for n in range(4)
+        for n in (1, 2, 3)
     ),
     pytest.param(Layout("megatron", "pretrain_gpt.py", MEGATRON, nproc=2), "megatron.core", id="megatron"),
 )

@@ -48,6 +48,7 @@ def units(*files: str) -> Selection:
 
 
 GROUPS = "tests/integration/test_groups_"
+SMALL = "tests/conformance/test_versions.py::test_one_of_two_ranks_is_killed"
 GRID = "tests/conformance/test_grid.py::test_fault_in_phase"
 ZERO = "tests/conformance/test_deepspeed_grid.py::"
 MEGATRON = "tests/conformance/test_megatron_grid.py::test_every_phase"
@@ -56,11 +57,13 @@ TRAINER = "tests/conformance/test_trainer.py::test_deaths_in_steps"
 PLAIN = (
     units("groups_build", "torch_native", "refusals", "scaler", "leftovers", "data_stream"),
     Selection("group battery", (f"{GROUPS}battery.py", f"{GROUPS}interrupt.py")),
-    Selection("DDP, a rank killed", (f"{GRID}[ddp-backward-sigkill]",)),
-    Selection("FSDP2, a rank killed", (f"{GRID}[fsdp-backward-sigkill]",)),
+    Selection("two ranks, one killed: DDP, FSDP2", (f"{SMALL}[ddp]", f"{SMALL}[fsdp2]")),
+    Selection("DDP of four ranks, three killed", (f"{GRID}[ddp-backward-sigkill]",)),
+    Selection("FSDP2 of four ranks, three killed", (f"{GRID}[fsdp-backward-sigkill]",)),
 )
 DEEPSPEED = (
     units("deepspeed_beta_powers", "deepspeed_calls", "deepspeed_config", "deepspeed_hook", "deepspeed_offload"),
+    Selection("two ranks, one killed: ZeRO 0 to 3", tuple(f"{SMALL}[zero{n}]" for n in ("0-fp32", 1, 2, 3))),
     Selection("ZeRO-2, a rank killed in each phase", (f"{ZERO}test_every_phase[zero2-sigkill-0]",)),
     Selection("ZeRO-3, a rank killed in each phase", (f"{ZERO}test_every_phase[zero3-sigkill-0]",)),
     Selection("ZeRO-2 offloaded, a rank killed in each phase", (f"{ZERO}test_settings[zero2-offload-overlap]",)),
@@ -68,6 +71,7 @@ DEEPSPEED = (
 )
 MEGATRON_CORE = (
     units("megatron_flags", "megatron_pieces"),
+    Selection("two ranks, one killed: the distributed optimizer", (f"{SMALL}[megatron]",)),
     Selection("TP2 x DP2, a rank killed in each phase", (f"{MEGATRON}[tp2-dp2-sigkill-0]",)),
     Selection("distributed optimizer, DP4, a rank killed in each phase", (f"{MEGATRON}[dp4-distributed-sigkill-0]",)),
 )
@@ -163,6 +167,7 @@ def run_selection(python: Path, selection: Selection, scratch: Path, wrap: Seque
     report = scratch / "report.xml"
     report.unlink(missing_ok=True)
     command = [*wrap, str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", f"--junitxml={report}"]
+    command += [f"--basetemp={scratch / 'tmp'}"]  # what a failure leaves stays until the next one
     began = time.monotonic()
     with open(scratch / "output.txt", "w") as output:
         try:
@@ -308,12 +313,12 @@ def main() -> None:
         return
     if unknown := [name for name in arguments.entries if name not in known]:
         parser.error(f"unknown entry {unknown[0]!r}; allowed: {', '.join(known)}")
-    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     failed = False
     for entry in [known[name] for name in arguments.entries or known]:
         print(f"==> {entry.name}", flush=True)
         arguments.dir.mkdir(parents=True, exist_ok=True)
         result = run_entry(entry, arguments.dir, shlex.split(arguments.wrap), arguments.keep, arguments.only)
+        results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         before = results.get(entry.name, {}).get("selections", {}) if arguments.only else {}
         result["selections"] = {**before, **result["selections"]}
         results[entry.name] = result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import random
 from typing import Any
 
@@ -80,9 +81,9 @@ def dtype(args: argparse.Namespace) -> torch.dtype:
 def model_config(args: argparse.Namespace) -> TransformerConfig:
     """The sizes and the layout that the flags say; no fused kernels, which need a GPU or Transformer Engine."""
     cuda = torch.cuda.is_available()
-    experts: dict[str, Any] = {}
+    more: dict[str, Any] = {}
     if args.num_experts:
-        experts = {
+        more = {
             "num_moe_experts": args.num_experts,
             "moe_router_topk": 2,
             "moe_token_dispatcher_type": args.moe_token_dispatcher_type,
@@ -92,12 +93,14 @@ def model_config(args: argparse.Namespace) -> TransformerConfig:
             "add_bias_linear": False,
         }
     if args.moe_router_enable_expert_bias:
-        experts |= {
+        more |= {
             "moe_router_enable_expert_bias": True,
             "moe_router_score_function": "sigmoid",
             "moe_router_load_balancing_type": "none",
             "moe_router_bias_update_rate": 0.01,
         }
+    if "transformer_impl" in {field.name for field in dataclasses.fields(TransformerConfig)}:  # from 0.14 on
+        more["transformer_impl"] = "local"
     return TransformerConfig(
         num_layers=args.layers,
         hidden_size=args.width,
@@ -116,7 +119,6 @@ def model_config(args: argparse.Namespace) -> TransformerConfig:
         autocast_dtype=dtype(args),
         bf16=args.bf16,
         fp16=args.fp16,
-        transformer_impl="local",
         use_cpu_initialization=not cuda,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
@@ -127,7 +129,7 @@ def model_config(args: argparse.Namespace) -> TransformerConfig:
         attention_softmax_in_fp32=True,
         batch_p2p_comm=True,
         overlap_p2p_comm=False,
-        **experts,
+        **more,
     )
 
 
@@ -148,8 +150,7 @@ def build_chunks(args: argparse.Namespace, config: TransformerConfig) -> list[An
         num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
         bucket_size=args.ddp_bucket_size,
         check_for_nan_in_grad=False,
-        use_megatron_fsdp=args.use_megatron_fsdp,
-        data_parallel_sharding_strategy=args.data_parallel_sharding_strategy if args.use_megatron_fsdp else "no_shard",
+        **_sharding(args),
     )
     wrapper = _wrapper(args)
     chunks = [wrapper(config, ddp, model, disable_bucketing=i > 0) for i, model in enumerate(models)]
@@ -158,6 +159,13 @@ def build_chunks(args: argparse.Namespace, config: TransformerConfig) -> list[An
     if args.overlap_grad_reduce:
         config.no_sync_func = [chunk.no_sync for chunk in chunks] if stages else chunks[0].no_sync
     return chunks
+
+
+def _sharding(args: argparse.Namespace) -> dict[str, Any]:
+    if not args.use_megatron_fsdp:
+        return {}
+    strategy = args.data_parallel_sharding_strategy
+    return {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": strategy}
 
 
 def _use_distributed_optimizer(args: argparse.Namespace) -> bool:
@@ -212,7 +220,7 @@ def build_optimizer(
         loss_scale_window=3,
         hysteresis=1,
         use_distributed_optimizer=_use_distributed_optimizer(args),
-        overlap_param_gather=args.overlap_param_gather,
+        **({"overlap_param_gather": True} if args.overlap_param_gather else {}),
     )
     optimizer = get_megatron_optimizer(settings, chunks)
     config.grad_scale_func = optimizer.scale_loss

@@ -135,6 +135,9 @@ def main() -> None:
         if mode == "raise-between" and rank == 1 and step.index == 3 and recovery.generation == 0:
             raise ValueError("between two steps")
         with step:
+            # Before the gradients are summed up: after that, others may complete the step.
+            if mode == "always-raise" and rank == 1 and step.index == 3:
+                raise ValueError("bad sample")
             optimizer.zero_grad()
             if mode == "slow-to-start" and step.index == 0:
                 time.sleep(16)  # and compiled
@@ -158,8 +161,6 @@ def main() -> None:
                     dist.all_reduce(torch.ones(1), group=group)
             if mode == "slow" and rank == 1:
                 time.sleep(4 * args.sleep)
-            if mode == "always-raise" and rank == 1 and step.index == 3:
-                raise ValueError("bad sample")
             time.sleep(args.sleep)
             optimizer.step()
             if mode == "reduce-after":

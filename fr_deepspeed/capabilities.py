@@ -271,7 +271,11 @@ STAGE3 = (
     COORDINATOR_BACKWARD,
 )
 DEEPSPEED = Framework(
-    "DeepSpeed", "deepspeed", "deepspeed", ("0.19.8",), tuple(dict.fromkeys((*ALL_STAGES, PIPELINE, *STAGE12, *STAGE3)))
+    "DeepSpeed",
+    "deepspeed",
+    "deepspeed",
+    ("0.16.9", "0.19.8"),
+    tuple(dict.fromkeys((*ALL_STAGES, PIPELINE, *STAGE12, *STAGE3))),
 )
 
 

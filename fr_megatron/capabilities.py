@@ -156,5 +156,9 @@ ARGUMENTS = capability(
 )
 EVERY_MODEL = (WRAPPER, BUCKETS, OPTIMIZERS, STREAMS, CALCULATOR, TIMERS, METRICS, CHECKPOINTS)
 MEGATRON = Framework(
-    "megatron-core", "megatron-core", "megatron.core", ("0.16.1", "0.20.0"), (*EVERY_MODEL, MEGATRON_FSDP, ARGUMENTS)
+    "megatron-core",
+    "megatron-core",
+    "megatron.core",
+    ("0.13.1", "0.16.1", "0.20.0"),
+    (*EVERY_MODEL, MEGATRON_FSDP, ARGUMENTS),
 )

@@ -302,6 +302,7 @@ class ProcessManager:
         while time.monotonic() < deadline and any(p.returncode is None for p in processes):
             await asyncio.sleep(0.02)
         for process in processes:
+            process.dead = True  # the heartbeats, which go on beside this, have no page of it any more
             process.kill()
             await process.end(1.0)
             self._close(process)

@@ -150,7 +150,7 @@ class UndoCopy:
         """The live tensors, and what belongs to them. In the training thread, at a step boundary."""
         tensors, values = {}, {}
         for shard in self.shards:
-            tensors[shard.name], found = shard.content()
+            tensors[shard.name], found = shard.tensors_and_values()
             if found:
                 values[shard.name] = found
         on_device = torch.cuda.is_initialized() and any(t.is_cuda for ts in tensors.values() for t in ts.values())

@@ -38,7 +38,7 @@ class Shard(ABC):
         """Small plain values by key that belong to this shard (not to the capsule)."""
         return {}
 
-    def content(self) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]:
+    def tensors_and_values(self) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]:
         """:meth:`tensors` and :meth:`values`, in one look at the live state."""
         return self.tensors(), self.values()
 
@@ -48,7 +48,7 @@ class Shard(ABC):
         values) and return the live tensors, whose content the caller overwrites."""
 
     def spec(self) -> ShardSpec:
-        tensors, values = self.content()
+        tensors, values = self.tensors_and_values()
         return ShardSpec({k: TensorSpec(tuple(t.shape), t.dtype) for k, t in tensors.items()}, dict(values))
 
 

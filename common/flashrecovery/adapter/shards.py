@@ -129,7 +129,7 @@ class ParamShard(Shard):
     def values(self) -> dict[str, Any]:
         return self._look().values
 
-    def tensors_and_values(self) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]:
+    def tensors_and_values(self) -> tuple[Mapping[str, torch.Tensor], dict[str, Any]]:
         seen = self._look()
         return seen.tensors, seen.values
 

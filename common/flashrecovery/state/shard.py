@@ -38,7 +38,7 @@ class Shard(ABC):
         """Small plain values by key that belong to this shard (not to the capsule)."""
         return {}
 
-    def tensors_and_values(self) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]:
+    def tensors_and_values(self) -> tuple[Mapping[str, torch.Tensor], dict[str, Any]]:
         """:meth:`tensors` and :meth:`values`, in one look at the live state."""
         return self.tensors(), self.values()
 
@@ -49,7 +49,7 @@ class Shard(ABC):
 
     def spec(self) -> ShardSpec:
         tensors, values = self.tensors_and_values()
-        return ShardSpec({k: TensorSpec(tuple(t.shape), t.dtype) for k, t in tensors.items()}, dict(values))
+        return ShardSpec({k: TensorSpec(tuple(t.shape), t.dtype) for k, t in tensors.items()}, values)
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,21 @@ def test_a_job_without_a_step_and_one_without_anything() -> None:
     assert "Goodput 0.00%: of 30.0 s, 30.0 s launch" in text_of(course) and len(svgs(pictures(course))) == 2
 
 
+def test_a_job_of_any_length_is_drawn() -> None:
+    """From its first second on, also where little of it has been looked at."""
+    for seconds in (*range(1, 130), 1000, 3599, 3601, 7300):
+        for looked_from in (0, seconds // 2, seconds - 1):
+            record = Record()
+            record.take(at(0, ev.ControllerStarted(world_size=1)))
+            record.take(at(0.5, ev.JobStarted()))
+            for at_s in range(looked_from, seconds):
+                record.timeline.add(Sample(float(at_s), 1.0, at_s, 0, band_of({0: 0.1})))
+            course = record.course(float(seconds))
+            drawn = "since launch" in text_of(course) or "the last hour" in text_of(course)
+            assert drawn or course.version < 2, seconds
+            svgs(pictures(course))
+
+
 def test_a_long_job_shows_its_last_hour_apart() -> None:
     record = Record()
     record.take(at(0, ev.JobStarted()))

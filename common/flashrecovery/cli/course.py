@@ -96,9 +96,8 @@ def _speed(course: Course) -> list[Text]:
             Text(f"{'recovered at':<{_LABEL}}") + Text("".join(marks), style=_COLOURS["recovery"]) + f" {count}"
         )
     begin, end = seconds_text(first * columns.width_s) if first else "0", seconds_text(course.seconds)
-    lines.append(
-        Text(f"{'the last hour' if recent else 'since launch':<{_LABEL}}{begin:<{cells - len(end)}}{end}", style="dim")
-    )
+    between = begin.ljust(max(cells - len(end), len(begin) + 1))  # of a short job there is hardly a cell
+    lines.append(Text(f"{'the last hour' if recent else 'since launch':<{_LABEL}}{between}{end}", style="dim"))
     return lines
 
 

@@ -27,6 +27,7 @@ def test_a_survivor_that_is_not_quiet_is_replaced(tmp_path: Path) -> None:
     check_same(job, reference)
     check_recovered(job, [1, 2])
     (recovery,) = job.of("recovery_finished")
-    assert recovery["generation"] == 1 and recovery["resume_step"] == 3, "the second victim joins the recovery"
+    assert recovery["generation"] == 1, "the second victim joins the recovery"
+    assert recovery["resume_step"] in (2, 3), "2: the others had not begun to change what rank 1 had left behind"
     (stop,) = job.notices("stop_failed")
     assert stop["rank"] == 2 and "DrainError" in stop["text"] and "stuck_aborts=('0'," in stop["text"]

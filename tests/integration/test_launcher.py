@@ -278,7 +278,7 @@ def test_the_store_of_a_job_on_one_node_listens_there_only(tmp_path: Path) -> No
         pytest.skip("this host has no address but loopback")
     with socket.socket() as free:
         free.bind((outside[0], 0))
-        options = ["--nnodes", "1", "--rdzv-endpoint", f"{outside[0]}:{free.getsockname()[1]}"]
+        options = ["--nnodes", "1", "--controller", f"{outside[0]}:{free.getsockname()[1]}"]
     flags = ["--steps", "30", "--sleep", "0.1"]
     env = {"FLASHRECOVERY_TOKEN": "the-token-of-this-test-job"}
     running = RunningJob(tmp_path / "run", TWO, script=TINY, options=options, flags=flags, standby=0, env=env)

@@ -52,6 +52,10 @@ HEADER_BYTES = 64
 """Before each delta, and alone at the end of a member's deltas for one stripe."""
 DIGEST_BYTES = 16
 CHUNK = 8 << 20
+"""Of a decode, at most: what a member gathers at a time."""
+_CHUNKS = 16
+"""Of a unit at least, if it has so many buckets: while one chunk is gathered, the one before is on its way to the lost
+member."""
 
 
 class StripePart(str, Enum):
@@ -348,19 +352,21 @@ def decode_plan(
     held: Mapping[int, Held],
     version: int,
     avoid: Collection[tuple[int, StripePart]] = (),
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> DecodePlan | Undecodable:
     """Bring all members to ``version``. Members that ``held`` lacks are lost, and so are the shards of those that do
     not have that version of their own; whoever has them afterwards is the same number.
 
     Only clean versions are used: P of one version and data of another give bytes that were never anybody's. ``avoid``:
-    (stripe, part) whose digest was wrong.
+    (stripe, part) whose digest was wrong. ``chunk``: bytes of a task; by default, by the sizes.
 
     Any of a stripe's survivors may gather: it saves its own bytes, and the result's are what the lost member must get
     anyway. So each chunk goes to the survivor that is least busy, and the lost member receives its own bytes and
     nothing else.
     """
     lost = lost_members(layout, held, version)
+    if chunk is None:
+        chunk = min(CHUNK, max(layout.sizes) // layout.columns // _CHUNKS)
     planner = _Planner(layout, held, version, frozenset(avoid), chunk, lost)
     problems = planner.problems()
     if problems:

@@ -128,7 +128,7 @@ class NodesJob:
         """Until a controller has taken it in for the ``count``-th time."""
 
         def joined() -> bool:
-            return sum(e["node"] == host.name for e in self.of("node_joined")) >= count
+            return bool(sum(e["node"] == host.name for e in self.of("node_joined")) >= count)
 
         self._wait(joined, f"node {host.name}", timeout_s)
 

@@ -41,10 +41,11 @@ class Band:
             return self
         count = self.count + other.count
 
-        def mean(a: float, b: float) -> float:
-            return (a * self.count + b * other.count) / count
-
         slower = self if self.most >= other.most else other
+
+        def mean(a: float, b: float) -> float:
+            return min((a * self.count + b * other.count) / count, slower.most)  # rounded, it may be a little more
+
         return Band(
             mean(self.low, other.low),
             mean(self.middle, other.middle),

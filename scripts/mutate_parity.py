@@ -56,11 +56,12 @@ MUTANTS = (
     Mutant("gaps-are-not-zero", FLAT, "            self.buffer.zero_()\n", "            pass\n"),
     # -- what it is of ----------------------------------------------------------------------------
     Mutant(
-        "replicas-count-wherever-they-are", PLACEMENT, "len({domains[h] for h in holders}) > losses or ", "True or "
+        "replicas-count-wherever-they-are",
+        PLACEMENT,
+        "_differ(losses, map(domains.__getitem__, holders)) or ",
+        "True or ",
     ),
-    Mutant(
-        "one-copy-is-enough-for-two-losses", PLACEMENT, "for h in holders}) > losses or", "for h in holders}) > 1 or"
-    ),
+    Mutant("one-copy-is-enough-for-two-losses", PLACEMENT, "_differ(losses, map(", "_differ(1, map("),
     Mutant("copy-stays-in-the-domain", PLACEMENT, " or domains[keeper(h)] not in lost]", "]"),
     Mutant("decoded-though-it-is-there", SOURCES, "{Kind.PARITY: 1, Kind.CHECKPOINT: 2}", "{Kind.CHECKPOINT: 2}"),
     # -- a recovery -------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from typing import Annotated, Any, Literal, TypedDict
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from flashrecovery.errors import ConfigError, FlashRecoveryError
+from flashrecovery.replace_file import replace_file
 
 
 class EventLogError(FlashRecoveryError):
@@ -471,12 +472,4 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _replace_json(path: Path, content: Mapping[str, Any], mode: int) -> None:
-    """A reader sees the old content or the new one, also after a crash of the machine."""
-    new = path.with_name(f".{path.name}.new")
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with open(descriptor, "w") as f:
-        os.fchmod(f.fileno(), mode)
-        f.write(json.dumps(content))  # at once: piece by piece takes ten times as long for a large rank table
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(new, path)
+    replace_file(path, json.dumps(content), mode)  # at once: in pieces a large rank table takes ten times as long

@@ -17,7 +17,8 @@ CORE = "flashrecovery"
 LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(layer.split())
     for layer in (
-        "_version errors finding import_hooks kinds versions clock complaints grpc_private grpc_quiet proto",
+        "_version errors finding import_hooks kinds versions clock complaints replace_file grpc_private grpc_quiet "
+        "proto",
         "capabilities plan handshake security state",
         "config patches events parity_messages",
         "sealed tls heartbeat health",

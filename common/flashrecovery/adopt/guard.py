@@ -22,10 +22,9 @@ from flashrecovery.adopt.launch import TaskLaunch, start_agent
 from flashrecovery.errors import ConfigError
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime import local_socket
-from flashrecovery.runtime.channel import CHANNEL_ENV, PAGE_ENV
 from flashrecovery.runtime.environment import AGENT_PID_ENV, LAUNCHER_PID_ENV
 from flashrecovery.runtime.framed import Framed
-from flashrecovery.runtime.process_control import adopt_orphans, die_with_parent, name_thread
+from flashrecovery.runtime.process_control import adopt_orphans, die_with_parent, name_thread, start_interpreter
 from flashrecovery.runtime.surroundings import Surroundings
 from flashrecovery.runtime.task import Task
 
@@ -150,17 +149,9 @@ class _Guard:
         self._say(pb.FromGuard(started=started))
 
     def _started(self, env: Mapping[str, str], log: str, channel: int, page: int) -> int:
-        own = {AGENT_PID_ENV: str(os.getpid()), CHANNEL_ENV: str(channel), PAGE_ENV: str(page)}
+        wanted = {**os.environ, **env, AGENT_PID_ENV: str(os.getpid())}
         with open(log, "ab") as out:
-            child = subprocess.Popen(
-                [sys.executable, "-u", "-m", "flashrecovery.worker.bootstrap", "--worker", *self._launch.command],
-                env={**os.environ, **env, **own},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                pass_fds=(channel, page),
-                start_new_session=True,
-            )
+            child = start_interpreter("--worker", self._launch.command, wanted, channel, page, out)
         self._children[child.pid] = child
         return child.pid
 

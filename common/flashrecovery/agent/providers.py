@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +16,8 @@ from typing import Protocol
 
 from flashrecovery.agent.process import WorkerProcess
 from flashrecovery.agent.zygote import Adopted, Zygotes
-from flashrecovery.runtime.channel import CHANNEL_ENV, PAGE_ENV
 from flashrecovery.runtime.page import Page
+from flashrecovery.runtime.process_control import start_interpreter
 
 
 @dataclass(frozen=True)
@@ -84,13 +82,6 @@ class Spawned:
         page = order.new_page()
         role = "--standby" if order.standby else "--worker"
         with theirs, open(order.log, "ab") as out:
-            popen = subprocess.Popen(
-                [sys.executable, "-u", "-m", "flashrecovery.worker.bootstrap", role, *self._command],
-                env={**os.environ, **order.env, CHANNEL_ENV: str(theirs.fileno()), PAGE_ENV: str(page.fd)},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(), page.fd),
-                start_new_session=True,
-            )
+            env = {**os.environ, **order.env}
+            popen = start_interpreter(role, self._command, env, theirs.fileno(), page.fd, out)
         return WorkerProcess(popen, page, ours)

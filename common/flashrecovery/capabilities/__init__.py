@@ -53,10 +53,11 @@ class Capability:
     ways: tuple[Way, ...]
     otherwise: str = ""
 
-    @property
+    @functools.cached_property
     def way(self) -> str | None:
-        """The word for the way that the installed version offers, None if there is none. Probed once in a process."""
-        return _way(self)
+        """The word for the way that the installed version offers, None if there is none. Probed once in a process:
+        adapters ask in every step."""
+        return next((way.name for way in self.ways if not way.missing()), None)
 
     def takes(self, name: str) -> bool:
         """Whether the way of this name is the one. The name must be one of the ways' (ValueError)."""
@@ -79,11 +80,6 @@ class Capability:
 def capability(name: str, purpose: str, *probes: Probe, otherwise: str = "") -> Capability:
     """One that all versions offer in the same way."""
     return Capability(name, purpose, (Way("there", probes),), otherwise)
-
-
-@functools.cache
-def _way(one: Capability) -> str | None:
-    return next((way.name for way in one.ways if not way.missing()), None)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from flashrecovery.plan.node_marks import NodeMark
+from flashrecovery.replace_file import replace_file
 
 FILE_NAME = "node_marks.jsonl"
 _TYPES: Mapping[str, type | tuple[type, ...]] = {
@@ -119,9 +120,4 @@ def _set_aside(path: Path) -> Path:
 
 
 def _replace(path: Path, marks: Sequence[NodeMark]) -> None:
-    new = path.with_name(f".{path.name}.new")
-    with open(new, "w") as f:
-        f.writelines(json.dumps(asdict(mark)) + "\n" for mark in marks)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(new, path)
+    replace_file(path, "".join(json.dumps(asdict(mark)) + "\n" for mark in marks))

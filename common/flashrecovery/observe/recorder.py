@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
-from pathlib import Path
 
 from flashrecovery import events as ev
 from flashrecovery.controller.machine import Machine
@@ -22,6 +20,7 @@ from flashrecovery.observe.course import Course, Record, read_timeline, slowest_
 from flashrecovery.observe.timeline import ONE_BY_ONE, Sample, TimelineFile, band_of
 from flashrecovery.observe.waits import SaidLine, waits
 from flashrecovery.plan.transitions import State
+from flashrecovery.replace_file import replace_file
 
 _LOOK_S = 1.0
 _SHARE = 0.005
@@ -146,7 +145,7 @@ class Recorder:
     def _write(self, file: TimelineFile) -> None:
         path = self._files.timeline_path
         try:
-            _replace(path, file.model_dump_json())
+            replace_file(path, file.model_dump_json())
         except OSError as e:
             if not self._complained:
                 self._complained = True
@@ -172,10 +171,3 @@ def _earlier(files: ev.RunFiles, size: int) -> Record:
     except ev.EventLogError as e:
         log.warning("%s; what the job did before is not counted", e)
     return record
-
-
-def _replace(path: Path, text: str) -> None:
-    """A reader sees the old content or the new one."""
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(text)
-    os.replace(new, path)

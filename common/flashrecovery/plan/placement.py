@@ -7,7 +7,7 @@ that the job keeps its shape (tensor parallelism stays within a node). Only if n
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -71,11 +71,22 @@ def copied_by(
             one is made only of what a single rank holds.
         keeper: rank -> the rank that would keep its copy. If it can be, that is one on another domain.
     """
-    if len(holders) > 1 and (len({domains[h] for h in holders}) > losses or len({*domains}) <= losses):
+    if len(holders) > 1 and (_differ(losses, map(domains.__getitem__, holders)) or not _differ(losses, domains)):
         return None
     lost = {domains[h] for h in holders}
     safe = [h for h in holders if keeper is None or domains[keeper(h)] not in lost] or list(holders)
     return safe[zlib.crc32(name.encode()) % len(safe)]
+
+
+def _differ(losses: int, domains: Iterable[str]) -> bool:
+    """Whether there are more than ``losses`` different ones. Asked for each shard, and thousands of shards may have
+    thousands of holders: no more are looked at than it takes."""
+    seen: set[str] = set()
+    for domain in domains:
+        seen.add(domain)
+        if len(seen) > losses:
+            return True
+    return False
 
 
 _SETUP_LOGS = 2

@@ -5,8 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import IO
+
+from flashrecovery.runtime.channel import CHANNEL_ENV, PAGE_ENV
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -42,6 +46,22 @@ def keep_to_cpus(cpus: Iterable[int]) -> None:
 def name_thread(name: str) -> None:
     """What ``ps -o comm`` and ``py-spy dump`` call the calling thread: at most 15 bytes are kept."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+def start_interpreter(
+    role: str, command: Sequence[str], env: Mapping[str, str], channel: int, page: int, out: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    """A process of the bootstrap, in a session of its own, that prints into ``out``. ``role``: ``--worker`` or
+    ``--standby``; ``command``: the script and its arguments; ``channel``, ``page``: descriptors that it gets, too."""
+    return subprocess.Popen(
+        [sys.executable, "-u", "-m", "flashrecovery.worker.bootstrap", role, *command],
+        env={**env, CHANNEL_ENV: str(channel), PAGE_ENV: str(page)},
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=subprocess.STDOUT,
+        pass_fds=(channel, page),
+        start_new_session=True,
+    )
 
 
 def redirect_output(descriptor: int) -> None:

@@ -31,7 +31,7 @@ from tests.support.sameness import Printed, differences
 
 WRAPPER = ROOT / "tests" / "scripts" / "one_gpu.py"
 STEPS = 2 * len(PHASES) + 4
-JOB_S = 400
+JOB_S = 400.0
 ZERO2, ZERO3 = (Layout(f"zero{stage}", "train_deepspeed.py", ("--zero", str(stage))) for stage in (2, 3))
 LAYOUTS = {
     layout.name: layout
@@ -60,30 +60,32 @@ def phases_of(layout: Layout) -> list[str]:
     return list(PHASES) if layout in (FSDP, HSDP, ZERO3) else mg.phases(layout)
 
 
-def run(directory: Path, layout: Layout, inject: list[str], *, gpus: int) -> Job:
-    env = dict(mg.ENVIRONMENT) if not gpus else {"PYTHONWARNINGS": "ignore"}
+def run(directory: Path, layout: Layout, inject: list[str], *, gpus: int, timeout_s: float) -> Job:
+    on_cpu = not gpus and layout.script == "pretrain_gpt.py"
+    env = dict(mg.ENVIRONMENT) if on_cpu else {"PYTHONWARNINGS": "ignore"}
     if 0 < gpus < layout.nproc:
         env["FLASHRECOVERY_SHARED_GPU"] = "1"
     flags = [str(GPT / layout.script), *SMALL, "--steps", str(STEPS), *layout.flags]
     standby = 1 if inject else 0
     return run_job(
-        directory, layout, timeout_s=JOB_S, standby=standby, inject=inject, script=WRAPPER, flags=flags, env=env
+        directory, layout, timeout_s=timeout_s, standby=standby, inject=inject, script=WRAPPER, flags=flags, env=env
     )
 
 
-def check(layout: Layout, directory: Path, gpus: int) -> Result:
-    """One layout."""
+def check(layout: Layout, directory: Path, gpus: int, job_s: float = JOB_S) -> Result:
+    """One layout. A job that takes more than ``job_s`` seconds counts as hung: all its stacks are written."""
     began = time.monotonic()
     result = Result(layout.name, layout.nproc)
     directory.mkdir(parents=True)
     victims = (0, layout.nproc // 2, layout.nproc - 1)
     inject = in_every_phase(phases_of(layout), victims, 0, "sigkill")
     result.kills = len(inject)
-    reference = run(directory / "reference", layout, [], gpus=gpus)
+    reference = run(directory / "reference", layout, [], gpus=gpus, timeout_s=job_s)
     if reference.code != 0:
+        result.seconds = time.monotonic() - began
         result.found.append(f"the undisturbed job has ended with code {reference.code}: {directory}/reference.out")
         return result
-    job = run(directory / "killed", layout, inject, gpus=gpus)
+    job = run(directory / "killed", layout, inject, gpus=gpus, timeout_s=job_s)
     fired = len(job.notices("fault_fired"))
     if fired < len(inject):
         result.found.append(f"{fired} of {len(inject)} kills were carried out")
@@ -145,6 +147,7 @@ def main() -> int:
     flags.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="all by default; not with --cpu")
     flags.add_argument("--out", type=Path, default=Path("runs") / f"gpu-check-{time.strftime('%Y%m%d-%H%M%S')}")
     flags.add_argument("--minutes", type=float, default=28.0, help="no layout is begun after so long")
+    flags.add_argument("--job-seconds", type=float, default=JOB_S, help="a job that takes longer counts as hung")
     flags.add_argument("--cpu", action="store_true", help="over gloo, to try this program")
     args = flags.parse_args()
     gpus = 0 if args.cpu else torch.cuda.device_count()
@@ -173,7 +176,7 @@ def main() -> int:
         if time.monotonic() > until:
             print(f"{name}: left out, the time is up", flush=True)
             continue
-        result = check(layout, args.out / name, gpus)
+        result = check(layout, args.out / name, gpus, args.job_seconds)
         results.append(result)
         verdict = "; ".join(result.found) or f"{result.recoveries} recoveries, the same bits"
         print(f"{name}: {verdict} ({result.seconds:.0f} s)", flush=True)

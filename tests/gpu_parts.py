@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ from flashrecovery.errors import DrainError
 from flashrecovery.health.gpu_processes import GpuProcesses
 from flashrecovery.redundancy.flat import Layout, Slot
 from flashrecovery.redundancy.undo import UndoCopy
+from flashrecovery.runtime.nccl_env import LAUNCH_DEFAULTS
 from flashrecovery.snapshot.memory import HEADER, SharedMemory
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec
@@ -97,6 +99,16 @@ class Gpu:
 
     def is_pinned(self, memory: torch.Tensor) -> bool:
         return bool(memory.is_pinned())
+
+    def join(self, rank: int) -> str:
+        """Make this process a rank that shares the GPU with others; returns the backend of its groups.
+
+        NCCL refuses two ranks on one GPU of a host; to a host's name of each rank's own it talks over sockets.
+        """
+        os.environ["NCCL_HOSTID"] = f"rank{rank}"
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        torch.cuda.set_device(0)
+        return "nccl"
 
 
 class Helper:
@@ -294,7 +306,7 @@ def standby_context(gpu: Gpu) -> Found:
 
 def control_groups(gpu: Gpu) -> Found:
     """Ranks that use one GPU: gloo's groups and the recovery's own are given up and connected again, also under a
-    collective of the GPU's tensors. (NCCL's need a GPU for each rank.)"""
+    collective of the GPU's tensors."""
     groups.build()
 
     def rank(me: int, size: int, store: dist.Store) -> None:
@@ -329,6 +341,63 @@ def control_groups(gpu: Gpu) -> Found:
     return {"exchange_s": max(times)}
 
 
+_RANKS, _GROUPS, _ROUNDS = 3, 8, 6
+"""Of :func:`nccl_groups`: ranks, groups of each, and how often all are given up."""
+
+
+def nccl_groups(gpu: Gpu) -> Found:
+    """Rows 4, 6 and 10: many communicators are aborted under a collective for which nobody else comes, and connected
+    again; how long it takes, and what memory each round costs."""
+    groups.build()
+
+    def rank(me: int, size: int, store: dist.Store) -> None:
+        os.environ.update(LAUNCH_DEFAULTS)
+        backend = gpu.join(me)
+        groups.install()
+        dist.init_process_group(backend, store=dist.PrefixStore("job", store), rank=me, world_size=size)
+        everybody = [dist.group.WORLD, *(dist.new_group(list(range(size))) for _ in range(_GROUPS - 1))]
+
+        def use() -> None:
+            for group in everybody:
+                dist.all_reduce(t := torch.full((1000,), me + 1.0, device=gpu.device), group=group)
+                assert t.cpu().tolist() == [size * (size + 1) / 2.0] * 1000, t
+
+        for generation in range(1, _ROUNDS + 1):
+            use()
+            store.set(f"{generation}/{me}", "here")
+            store.wait([f"{generation}/{r}" for r in range(size)])
+            if me == 0:
+                print("free", gpu.free_bytes(), flush=True)
+            store.set(f"{generation}/{me}/seen", "here")
+            store.wait([f"{generation}/{r}/seen" for r in range(size)])
+            if me == 0:
+                for group in everybody[::2]:
+                    dist.all_reduce(torch.ones(1000, device=gpu.device), group=group, async_op=True)
+                time.sleep(0.2)
+            began = time.monotonic()
+            groups.abandon("a drill")
+            report = groups.drain(20.0)
+            assert report.quiet, report
+            print("abort", time.monotonic() - began, flush=True)
+            DeviceClock().settle(10.0)
+            groups.detach_all()
+            print("attach", groups.attach(store, generation, 60.0).seconds, flush=True)
+        use()
+
+    said = " ".join(run_ranks(_RANKS, rank, PART_S - 20.0)).split()
+    times = {
+        name: [float(word) for word, before in _pairs(said) if before == name] for name in ("abort", "attach", "free")
+    }
+    assert len(times["abort"]) == len(times["attach"]) == _RANKS * _ROUNDS and len(times["free"]) == _ROUNDS, said
+    lost = (times["free"][1] - times["free"][-1]) / (_ROUNDS - 2)  # the first time makes what stays
+    return {
+        "abort_s": max(times["abort"]),
+        "attach_s": max(times["attach"]),
+        "attach_median_s": statistics.median(times["attach"]),
+        "lost_bytes_a_round": lost / _RANKS,
+    }
+
+
 def _pairs(words: Sequence[str]) -> list[tuple[str, str]]:
     """Each word with the one before it."""
     return list(zip(words[1:], words, strict=False))
@@ -342,7 +411,10 @@ PARTS: dict[str, Callable[[Gpu], Found]] = {
     "overlap": overlap,
     "standby context": standby_context,
     "control groups": control_groups,
+    "nccl groups": nccl_groups,
 }
+FORKING = frozenset({"control groups", "nccl groups"})
+"""Their ranks are forked from this process, which must not have begun to use CUDA."""
 
 
 @dataclass(frozen=True)
@@ -380,7 +452,7 @@ def main(names: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         sys.exit("there is no GPU here")
     for name in names or PARTS:
-        if name != "control groups":
+        if name not in FORKING:
             torch.cuda.init()
         found = PARTS[name](gpu)
         print(json.dumps(found), flush=True)

@@ -22,6 +22,7 @@ from flashrecovery.redundancy.undo import UndoCopy
 from flashrecovery.worker.device import DeviceClock
 from tests import gpu_check, gpu_parts
 from tests.gpu_parts import Gpu
+from tests.support import fake_nccl
 
 TOTAL, CONTEXT = 80 << 30, 512 << 20
 TAKES = "import os, pathlib; pathlib.Path({folder!r}, str(os.getpid())).write_text({nbytes!r})\n"
@@ -107,6 +108,10 @@ class StandIn(Gpu):
 
     def is_pinned(self, memory: torch.Tensor) -> bool:
         return memory.data_ptr() in self.pinned
+
+    def join(self, rank: int) -> str:
+        fake_nccl.install()
+        return fake_nccl.BACKEND
 
     # -- CUDA's runtime library
 
@@ -195,6 +200,12 @@ def test_the_standbys_context(gpu: StandIn) -> None:
 
 def test_control_groups(gpu: StandIn) -> None:
     assert 0 < gpu_parts.control_groups(gpu)["exchange_s"] < 30
+
+
+def test_nccl_groups(gpu: StandIn) -> None:
+    fake_nccl.build()
+    found = gpu_parts.nccl_groups(gpu)
+    assert found["abort_s"] < 20 and 0 < found["attach_median_s"] <= found["attach_s"] < 60
 
 
 def test_what_a_parts_process_says() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flashrecovery.worker.ahead import Installed, import_ahead
+from flashrecovery.worker.ahead import Installed, import_ahead, not_imported
 
 
 @pytest.fixture
@@ -49,6 +49,27 @@ def test_a_link_to_a_checkout_is_not_installed(folder: Path, monkeypatch: pytest
     assert Installed().has("copied") and not Installed().has("linked")
 
 
+def test_what_an_installer_has_put_into_a_folder_of_pythonpath_is_installed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `pip install --target` and the module systems of clusters do. What lies beside it is not."""
+    records = folder / "some_library-1.0.dist-info"
+    (folder / "some_library").mkdir()
+    records.mkdir()
+    for name in ("some_library/__init__.py", "single.py", "mine.py"):
+        (folder / name).write_text("")
+    (records / "RECORD").write_text("some_library/__init__.py,sha256=x,0\nsingle.py,,\n../../bin/tool,,\n")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert not Installed().has("some_library"), "only folders of PYTHONPATH are asked"
+    monkeypatch.setenv("PYTHONPATH", f":{folder}:/nowhere")
+    installed = Installed()
+    assert installed.has("some_library.part") and installed.has("single") and not installed.has("mine")
+    assert installed.has_file(str(folder / "some_library" / "part.py")) and installed.has_file(
+        str(folder / "single.py")
+    )
+    assert not installed.has_file(str(folder / "mine.py")) and not installed.has_file(str(folder))
+
+
 @pytest.mark.parametrize("key", ["RANK", "LOCAL_RANK"])
 @pytest.mark.parametrize(
     "how", ["os.environ['{}']", "os.environ.get('{}', 0)", "os.getenv('{}')", "'{}' in os.environ"]
@@ -66,10 +87,34 @@ def test_a_module_that_asks_for_its_rank_is_left_to_the_script(
     os.environ.get(key)  # outside, nobody minds
 
 
+def test_a_package_that_cannot_be_imported_is_tried_once_and_not_again_for_each_of_its_modules(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one import of a large package costs, each of its hundreds of modules would cost, too."""
+    (folder / "curious" / "inner").mkdir(parents=True)
+    (folder / "curious" / "__init__.py").write_text("import builtins\nbuiltins.tries.append(1)\n")
+    (folder / "curious" / "inner" / "__init__.py").write_text("import os\nos.environ['RANK']\n")
+    (folder / "curious" / "inner" / "a.py").write_text("")
+    (folder / "curious" / "b.py").write_text("")
+    monkeypatch.setattr(Installed, "_found", lambda self, top: True)
+    monkeypatch.setattr("builtins.tries", tries := [], raising=False)
+    failed: list[str] = []
+    names = ["curious.inner.a", "curious.inner", "curious.b", "curious.inner.a"]
+
+    def tried(name: str, error: BaseException | None) -> None:
+        if error is not None:
+            failed.append(not_imported(name))
+
+    assert import_ahead(names, Installed(), tried=tried) == 1, "curious.b alone can be imported"
+    assert failed == ["curious.inner"] and len(tries) == 1
+    monkeypatch.delitem(sys.modules, "curious")
+    assert not_imported("curious.inner.a") == "curious"
+
+
 def test_no_library_that_is_needed_asks_for_its_rank() -> None:
     """Else no standby would be of use."""
     code = (
-        "from flashrecovery.worker.ahead import Installed, import_ahead\n"
+        "from flashrecovery.worker.ahead import Installed, import_ahead, not_imported\n"
         "import sys\n"
         "import_ahead(['torch', 'torch.distributed.fsdp', 'torch._dynamo', 'flashrecovery'], Installed())\n"
         "assert 'torch._dynamo' in sys.modules and 'flashrecovery' in sys.modules"

@@ -51,6 +51,7 @@ def import_ahead(
         tried: called after each import with its name, and what it has raised. May raise.
     """
     count = 0
+    failed: set[str] = set()
     # torch first, so that it can be kept from the GPU before anything that is built on it is imported.
     ordered = [*(name for name in ("torch",) if name in names), *names]
     per_task = os.environ.get(PER_TASK_ENV, "").split()
@@ -58,7 +59,7 @@ def import_ahead(
         warnings.simplefilter("ignore")
         for name in ordered:
             keep_off()
-            if name in sys.modules or not installed.has(name):
+            if name in sys.modules or not installed.has(name) or not failed.isdisjoint(with_packages(name)):
                 continue
             error: BaseException | None = None
             try:
@@ -67,9 +68,22 @@ def import_ahead(
             except (Exception, RankUnknownError, DeviceAskedError) as e:  # noqa: BLE001 - any module may raise anything at import
                 print(f"{name} not imported ahead: {type(e).__name__}: {e}", file=sys.stderr)
                 error = e
+                failed.add(not_imported(name))
             if tried is not None:
                 tried(name, error)
     return count
+
+
+def with_packages(name: str) -> list[str]:
+    """``a.b.c`` lies in ``a`` and ``a.b``; these come first."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+
+def not_imported(name: str) -> str:
+    """What was to blame when the import of ``name`` has failed: the outermost of its packages that is not there. Without
+    it none of its modules can be imported."""
+    return next((n for n in with_packages(name) if n not in sys.modules), name)
 
 
 def find_spec(name: str) -> ModuleSpec | None:
@@ -83,7 +97,9 @@ def find_spec(name: str) -> ModuleSpec | None:
 class Installed:
     """Which modules belong to Python or to packages that are installed beside it.
 
-    Packages that are installed from a checkout ("editable") are somebody's work in progress, and do not count.
+    Packages that are installed from a checkout ("editable") are somebody's work in progress, and do not count. In
+    folders of PYTHONPATH those count that an installer has put there, as clusters' module systems and ``pip install
+    --target`` do: they are in its records ("*.dist-info/RECORD").
 
     Args:
         own: top-level package of the script itself.
@@ -93,7 +109,7 @@ class Installed:
         paths = sysconfig.get_paths()
         places = [paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
         places += [*site.getsitepackages(), site.getusersitepackages()]
-        self._places = {Path(p).resolve() for p in places}
+        self._places = {Path(p).resolve() for p in places} | _recorded()
         self._own = own
         self._known: dict[str, bool] = {}
         self._files: dict[str, bool] = {}
@@ -114,8 +130,7 @@ class Installed:
     def has_file(self, name: str) -> bool:
         """Whether a file belongs to one of them; code without a file does ("<frozen os>")."""
         if name not in self._files:
-            places = self._places | self._of_ours
-            self._files[name] = name.startswith("<frozen") or bool(places & set(Path(name).resolve().parents))
+            self._files[name] = name.startswith("<frozen") or _lies_in(self._places | self._of_ours, name)
         return self._files[name]
 
     def _found(self, top: str) -> bool:
@@ -127,7 +142,22 @@ class Installed:
         if spec.origin in ("built-in", "frozen"):
             return True
         where = [spec.origin] if spec.origin is not None else list(spec.submodule_search_locations or ())
-        return bool(where) and all(self._places & set(Path(w).resolve().parents) for w in where)
+        return bool(where) and all(_lies_in(self._places, w) for w in where)
+
+
+def _lies_in(places: Set[Path], name: str) -> bool:
+    path = Path(name).resolve()
+    return not places.isdisjoint((path, *path.parents))
+
+
+def _recorded() -> set[Path]:
+    """The packages and modules, as resolved paths, that an installer has put into folders of PYTHONPATH."""
+    found = set()
+    for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        for record in Path(folder).glob("*.dist-info/RECORD"):
+            tops = {line.partition(",")[0].partition("/")[0] for line in record.read_text().splitlines()}
+            found |= {(Path(folder) / top).resolve() for top in tops if not top.startswith("..")}
+    return found
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.worker.ahead import Installed, find_spec, import_ahead
+from flashrecovery.worker.ahead import Installed, find_spec, import_ahead, with_packages
 from flashrecovery.worker.script_reading import Import, ScriptFacts, Setting, read_script
 
 USUALLY = {
@@ -105,7 +105,7 @@ class AheadOfScript:
             os.environ[setting.name] = value
 
     def _ahead(self, names: Iterable[str]) -> None:
-        allowed = [name for name in names if not self._left_out & {name, *_packages_of(name)}]
+        allowed = [name for name in names if self._left_out.isdisjoint(with_packages(name))]
         import_ahead(allowed, self._installed, uncertain=self._uncertain, tried=self._tried)
 
     def _is_module(self, name: str) -> bool:
@@ -123,12 +123,6 @@ class AheadOfScript:
             return True
         spec = find_spec(top)
         return spec is not None and (spec.origin or "") == learned.origins[top]
-
-
-def _packages_of(name: str) -> list[str]:
-    """``a.b.c`` lies in ``a`` and ``a.b``."""
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def imported_so_far(setting: Mapping[str, str | None]) -> pb.Modules:

@@ -27,6 +27,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.channel import CHANNEL_ENV, PAGE_ENV
 from flashrecovery.runtime.environment import AGENT_PID_ENV, UNFORKABLE_ENV, ZYGOTE_ENV
 from flashrecovery.runtime.process_control import die_with_parent, name_thread, redirect_output
+from flashrecovery.worker.ahead import not_imported
 from flashrecovery.worker.ahead_of_script import AheadOfScript
 
 NOT_FORKED = {
@@ -82,6 +83,7 @@ def _grow(sock: socket.socket, grow: pb.Grow, command: list[str]) -> None:
     def tried(module: str, error: BaseException | None) -> None:
         reason = why_unfit(not_forked)
         if reason is None and error is not None and not _is_missing(error):
+            module = not_imported(module)
             reason = f"its import ended in its middle: {type(error).__name__}: {error}"
         if reason is not None:
             raise UnfitError(module, reason)

@@ -81,8 +81,8 @@ def with_packages(name: str) -> list[str]:
 
 
 def not_imported(name: str) -> str:
-    """What was to blame when the import of ``name`` has failed: the outermost of its packages that is not there. Without
-    it none of its modules can be imported."""
+    """What to blame when the import of ``name`` has failed: the outermost of its packages that is not there. Without it
+    none of its modules can be imported."""
     return next((n for n in with_packages(name) if n not in sys.modules), name)
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from flashrecovery.config import PHASES
+from tests.gpu_costs import MemoryWatch, Overhead, lost_per_recovery, overhead, used_bytes
 from tests.gpu_parts import PARTS, PartResult, run_part
 from tests.support import megatron as mg
 from tests.support.faults import in_every_phase
@@ -38,12 +39,19 @@ LAYOUTS = {
     for layout in (DDP, FSDP, HSDP, ZERO2, ZERO3, mg.PP2_DP2, mg.DP4_DISTRIBUTED, mg.TP2_DP2_OVERLAPS, mg.TP2_PP2_DP2)
 }
 NEEDS = {"train_deepspeed.py": "deepspeed", "pretrain_gpt.py": "megatron.core"}
+REAL = ["--layers=12", "--heads=12", "--width=768", "--context=512", "--batch-size=8"]
+"""A model whose step keeps a GPU busy."""
 PHASE_NAMES = ("detect", "quiesce", "replace", "regroup", "restore", "verify", "redo")
 
 
 @dataclass
 class Result:
-    """Of one layout. ``phases``: seconds of each part of each recovery; ``found``: what is not as it should be."""
+    """Of one layout.
+
+    Attributes:
+        phases: seconds of each part of each recovery. lost_bytes: of the GPUs' memory in each recovery, if that could
+            be seen. found: what is not as it should be.
+    """
 
     layout: str
     ranks: int
@@ -52,6 +60,7 @@ class Result:
     seconds: float = 0.0
     phases: dict[str, list[float]] = field(default_factory=dict)
     totals: list[float] = field(default_factory=list)
+    lost_bytes: float | None = None
     found: list[str] = field(default_factory=list)
 
 
@@ -85,7 +94,9 @@ def check(layout: Layout, directory: Path, gpus: int, job_s: float = JOB_S) -> R
         result.seconds = time.monotonic() - began
         result.found.append(f"the undisturbed job has ended with code {reference.code}: {directory}/reference.out")
         return result
-    job = run(directory / "killed", layout, inject, gpus=gpus, timeout_s=job_s)
+    with MemoryWatch(used_bytes if gpus else lambda: 0) as memory:
+        job = run(directory / "killed", layout, inject, gpus=gpus, timeout_s=job_s)
+    result.lost_bytes = lost_per_recovery(memory.samples, job.events) if gpus else None
     fired = len(job.notices("fault_fired"))
     if fired < len(inject):
         result.found.append(f"{fired} of {len(inject)} kills were carried out")
@@ -119,7 +130,7 @@ def machine() -> dict[str, Any]:
     return found
 
 
-def markdown(results: list[Result], where: dict[str, Any], parts: list[PartResult]) -> str:
+def markdown(results: list[Result], where: dict[str, Any], parts: list[PartResult], cost: Overhead | str | None) -> str:
     """The report."""
     lines = ["# GPU check", "", *(f"* {name}: {value}" for name, value in where.items()), ""]
     if parts:
@@ -128,13 +139,19 @@ def markdown(results: list[Result], where: dict[str, Any], parts: list[PartResul
             measured = ", ".join(f"{name} {value:.4g}" for name, value in part.found.items())
             lines.append(f"| {part.name} | {measured or '-'} | {'no: ' + part.problem if part.problem else 'yes'} |")
         lines.append("")
+    if isinstance(cost, Overhead):
+        rates = f"{cost.off:.0f} tokens a second under torchrun, {cost.on:.0f} under `flashrecovery run`"
+        lines += [f"DDP, {cost.ranks} ranks, without a kill: {rates}: steps are {cost.percent:+.2f} % longer.", ""]
+    elif cost is not None:
+        lines += [f"What a step costs could not be measured: {cost}", ""]
     lines += ["Medians of the recoveries, in seconds.", ""]
-    head = ["layout", "ranks", "kills", "recoveries", "total", "worst", *PHASE_NAMES, "same bits"]
+    head = ["layout", "ranks", "kills", "recoveries", "total", "worst", *PHASE_NAMES, "MB lost a recovery", "same bits"]
     lines += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for r in results:
         times = [f"{statistics.median(r.phases[n]):.3f}" if r.phases.get(n) else "-" for n in PHASE_NAMES]
         total = [f"{statistics.median(r.totals):.2f}", f"{max(r.totals):.2f}"] if r.totals else ["-", "-"]
-        row = [r.layout, r.ranks, r.kills, r.recoveries, *total, *times, "no" if r.found else "yes"]
+        lost = "-" if r.lost_bytes is None else f"{r.lost_bytes / 1e6:.1f}"
+        row = [r.layout, r.ranks, r.kills, r.recoveries, *total, *times, lost, "no" if r.found else "yes"]
         lines.append("| " + " | ".join(map(str, row)) + " |")
     for r in results:
         lines += [""] + [f"* {r.layout}: {text}" for text in r.found] if r.found else []
@@ -145,6 +162,7 @@ def main() -> int:
     flags = argparse.ArgumentParser(prog="python -m tests.gpu_check", description=__doc__.splitlines()[0])
     flags.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=list(LAYOUTS), help="all by default")
     flags.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="all by default; not with --cpu")
+    flags.add_argument("--no-overhead", action="store_true", help="steps with and without recovery are not compared")
     flags.add_argument("--out", type=Path, default=Path("runs") / f"gpu-check-{time.strftime('%Y%m%d-%H%M%S')}")
     flags.add_argument("--minutes", type=float, default=28.0, help="no layout is begun after so long")
     flags.add_argument("--job-seconds", type=float, default=JOB_S, help="a job that takes longer counts as hung")
@@ -157,15 +175,26 @@ def main() -> int:
     where, results = machine(), []
     until = time.monotonic() + 60 * args.minutes
     parts: list[PartResult] = []
+    cost: Overhead | str | None = None
 
     def write() -> None:
-        (args.out / "report.md").write_text(markdown(results, where, parts))
-        found = {"machine": where, "parts": [asdict(p) for p in parts], "results": [asdict(r) for r in results]}
+        (args.out / "report.md").write_text(markdown(results, where, parts, cost))
+        measured = asdict(cost) if isinstance(cost, Overhead) else cost
+        found = {"machine": where, "parts": [asdict(p) for p in parts], "overhead": measured}
+        found["results"] = [asdict(r) for r in results]
         (args.out / "report.json").write_text(json.dumps(found))
 
     for name in args.parts if gpus else []:
         parts.append(run_part(name))
         print(f"{name}: {parts[-1].problem or parts[-1].found}", flush=True)
+        write()
+    if not args.no_overhead:
+        ranks = min(gpus, 4) or 2  # ranks that share a GPU take turns, which says nothing of a step
+        try:
+            cost = overhead(args.out, ranks, REAL if gpus else SMALL[:5])
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            cost = str(error)
+        print(f"overhead: {cost}", flush=True)
         write()
     for name in args.layouts:
         layout = LAYOUTS[name]
@@ -182,6 +211,8 @@ def main() -> int:
         print(f"{name}: {verdict} ({result.seconds:.0f} s)", flush=True)
         write()
     print(f"{args.out}/report.md")
+    if isinstance(cost, str):
+        return 1
     return 1 if not (results or parts) or any(r.found for r in results) or any(p.problem for p in parts) else 0
 
 

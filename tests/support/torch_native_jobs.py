@@ -280,7 +280,8 @@ def _moments(job: Job) -> list[str]:
     """What the adapter tells of a launch without a fault: the last micro-batch alone synchronises gradients."""
     forward, backward = "sealed", "sealed"
     ahead = [forward, backward] * (job.accumulate - 1)
-    return [*ahead, forward, "synchronising", backward, "mutating", "mutated"] * job.steps
+    last = [forward, "synchronising", backward] if job.layout == "ddp" else [forward, backward, "synchronising"]
+    return [*ahead, *last, "mutating", "mutated"] * job.steps
 
 
 def _check_shards(adapter: TorchAdapter, layout: str, rank: int, world: int) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW
 
@@ -385,6 +386,66 @@ def test_of_several_micro_batches_only_the_last_one_synchronises(one_rank: None)
     recorder.moments.clear()
     model(torch.randn(2, 3)).sum().backward()
     assert recorder.moments == ["sealed", "synchronising", "sealed"]
+
+
+class Units(nn.Module):
+    """Three units of FSDP2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (fully_shard(nn.Linear(3, 3)) for _ in range(3))
+        fully_shard(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.third(self.second(self.first(x)))
+        return out
+
+
+def units(monkeypatch: pytest.MonkeyPatch) -> tuple[Units, Recorder, Callable[[], list[str]]]:
+    """The model, and a backward pass of it that gives the order in which its units reduce, with "synchronising"."""
+    model, recorder = Units(), Recorder()
+    adapter = adapter_for(model, [SGD(model.parameters(), lr=0.1)])
+    reduce = FSDPParamGroup._wait_for_post_backward
+
+    def noted(self: FSDPParamGroup) -> None:  # right before a unit reduces
+        recorder.moments.append(str(self._module_fqn))
+        reduce(self)
+
+    monkeypatch.setattr(FSDPParamGroup, "_wait_for_post_backward", noted)
+    adapter.watch(recorder)
+
+    def run() -> list[str]:
+        recorder.moments.clear()
+        model(torch.randn(2, 3)).sum().backward()
+        return [moment for moment in recorder.moments if moment != "sealed"]
+
+    return model, recorder, run
+
+
+def test_with_fsdp2_copies_are_waited_for_before_the_last_unit_reduces(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _, run = units(monkeypatch)
+    assert run() == ["third", "second", "synchronising", "first"]
+    model.first.requires_grad_(False)
+    assert run() == ["third", "synchronising", "second"], "a frozen one hands over nothing"
+    model.first.requires_grad_(True)
+    model.set_is_last_backward(False)
+    assert run() == ["third", "second", "first"], "another pass follows"
+    model.set_is_last_backward(True)
+    model.set_requires_gradient_sync(False)
+    assert run() == []
+
+
+def test_a_unit_without_gradients_is_no_sign_that_a_contribution_follows(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the core's barrier before the mutation takes its place."""
+    model, recorder, _ = units(monkeypatch)
+    hidden = model.second(torch.randn(2, 3))
+    recorder.moments.clear()
+    hidden.sum().backward()
+    assert "synchronising" not in recorder.moments
 
 
 def test_an_interrupt_leaves_the_parameters_alone() -> None:

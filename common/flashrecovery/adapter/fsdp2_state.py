@@ -5,7 +5,8 @@ All that is private to torch about FSDP2 stands in this file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,6 +139,41 @@ def synchronises(root: FSDPModule) -> bool:
     """Whether the next backward pass reduces gradients, and is not said to be followed by another one of the step."""
     reduces = any(g.reduce_grads and (g.all_reduce_grads or not g._is_hsdp) for g in groups(root))
     return reduces and bool(root._get_fsdp_state()._state_ctx.is_last_backward)
+
+
+def before_last_reduction(root: FSDPModule, callback: Callable[[], None]) -> None:
+    """Call ``callback`` from now on in each backward pass that no other one follows: just before the unit that comes
+    last hands over its gradients to be reduced.
+
+    That is the first unit of the model with something to train: its own, or that of the embeddings. It is the same one
+    on all ranks, so that none waits for another in the meantime. If it has no gradients in a pass, it hands over
+    nothing, and there is no callback: what counts is that a contribution of this rank *follows*.
+    """
+    for group in groups(root):
+        group.post_backward = partial(_post_backward, root, callback, group, group.post_backward)
+
+
+def _post_backward(
+    root: FSDPModule, callback: Callable[[], None], group: Any, original: Callable[..., Any], *arguments: Any
+) -> Any:
+    if group is next(filter(_trains, groups(root)), None) and synchronises(root) and _hands_over(group):
+        callback()
+    return original(*arguments)
+
+
+def _trains(group: Any) -> bool:
+    return any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params)
+
+
+def _hands_over(group: Any) -> bool:
+    """Whether there are gradients that it will have reduced, as FSDPParamGroup.post_backward asks."""
+    if not group.reduce_grads or not (group.all_reduce_grads or not group._is_hsdp):
+        return False
+    for parameter in group.fsdp_params:
+        unsharded = getattr(parameter, "_unsharded_param", None)
+        if unsharded is not None and (parameter.unsharded_accumulated_grad is not None or unsharded.grad is not None):
+            return True
+    return False
 
 
 def capture_flags(root: FSDPModule) -> dict[str, Any]:

@@ -105,7 +105,7 @@ _FSDP_INSIDE = (
         "FSDPParamGroup",
         (
             *("_all_gather_result", "_all_reduce_state", "_all_reduce_hook", "_sharded_state", "_is_hsdp"),
-            *("fsdp_params", "reduce_grads", "all_reduce_grads", "reshard_after_backward"),
+            *("fsdp_params", "reduce_grads", "all_reduce_grads", "reshard_after_backward", "post_backward"),
         ),
     ),
     Attributes(

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from flashrecovery.adapter import (
     ParamRecord,
+    StepHooks,
     TorchAdapter,
     constant,
     faults,
@@ -66,8 +67,12 @@ class FSDP2Adapter(TorchAdapter):
         trained = [e.sharded_param for e in parameters if e.sharded_param.requires_grad]
         return bool(trained) and all(mesh_spans_world(p.device_mesh) for p in trained)
 
+    def watch(self, hooks: StepHooks) -> None:
+        super().watch(hooks)
+        fsdp2_state.before_last_reduction(self.fsdp, hooks.synchronising)
+
     def _synchronises(self) -> bool:
-        return fsdp2_state.synchronises(self.fsdp)
+        return False  # said later than at the end of the forward pass, by the last unit
 
     def _reset_framework(self) -> None:
         fsdp2_state.reset(self.fsdp)

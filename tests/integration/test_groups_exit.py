@@ -35,13 +35,57 @@ ENDINGS = {
         dist.all_reduce(t)
         """,
     "an error": "dist.all_reduce(t); sys.exit(0 if rank else 'on purpose')",
+    "an exit handler that communicates": """
+        def last():
+            try:
+                dist.all_reduce(t)
+            except BaseException:
+                os._exit(9)
+        atexit.register(last)
+        """,
+    "a forked child that ends first": """
+        forked = os.fork()
+        if forked == 0:
+            sys.exit(0)
+        assert os.waitpid(forked, 0)[1] == 0
+        dist.all_reduce(t)
+        """,
+    # Threads that want the interpreter while it is finalized. The pause: they have begun.
+    "a lane drops what it has received": """
+        groups.control_group().allgather([[slow_to_go(), torch.empty(2)]], [torch.ones(2)])
+        time.sleep(0.1)
+        """,
+    "gloo drops what it has reduced": "dist.all_reduce(slow_to_go(), async_op=True); time.sleep(0.1)",
+    "the same, of a group that is destroyed and still held": """
+        held = dist.group.WORLD
+        dist.all_reduce(slow_to_go(), async_op=True)
+        dist.destroy_process_group()
+        time.sleep(0.1)
+        """,
+    "a thread is in a call of ours": """
+        outer = groups.groups()[0].outer()
+        beside(lambda: native_build.native().undrained(outer))
+        """,
 }
 
 
 # Each ending in two forked ranks, which then leave through the interpreter's own finalization (no os._exit).
 SCRIPT = """
-import os, sys, tempfile, time, torch, torch.distributed as dist
+import atexit, os, sys, tempfile, threading, time, weakref, torch, torch.distributed as dist
 from flashrecovery import groups
+from flashrecovery.groups import native_build
+
+def slow_to_go():
+    \"\"\"A tensor whose Python object takes a second to go, for which its thread gives up the GIL fifty times.\"\"\"
+    tensor = torch.ones(2)
+    weakref.finalize(tensor, lambda: [time.sleep(0.02) for _ in range(50)]).atexit = False
+    return tensor
+
+def beside(call):
+    def run():
+        while True:
+            call()
+    threading.Thread(target=run, daemon=True).start()
 
 endings = {endings!r}
 bad = []

@@ -66,6 +66,8 @@ ENDINGS = {
         outer = groups.groups()[0].outer()
         beside(lambda: native_build.native().undrained(outer))
         """,
+    "a thread waits for a peer": "beside(lambda: dist.recv(torch.ones(1), 1 - rank)); time.sleep(0.1)",
+    "a thread is in a call of torch": "beside(lambda: torch.ones(1).add_(1))",
 }
 
 

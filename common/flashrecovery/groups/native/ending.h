@@ -18,6 +18,8 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
+#include <exception>
 #include <thread>
 #include <utility>
 
@@ -60,6 +62,8 @@ class Ending {
     auto& here = instance();
     here.closer_ = std::this_thread::get_id();
     here.closed_ = true;
+    beforeTerminate() = std::get_terminate();
+    std::set_terminate(terminate);
     const auto until = std::chrono::steady_clock::now() + deadline;
     while (here.inside_ > 0) {
       if (std::chrono::steady_clock::now() >= until) return false;
@@ -89,6 +93,22 @@ class Ending {
     return false;
   }
   void leave() { --inside_, --depth(); }
+
+  // For threads that have not passed here, since they are in torch: the script's daemon threads, and ours that have not
+  // ended in time. They sleep as they would with Python 3.14, but only as long as the end of a process takes: after that,
+  // somebody is waiting for them.
+  [[noreturn]] static void terminate() {
+    const bool isUnwound = !std::current_exception() && !instance().closedHere();
+    if (isUnwound) std::this_thread::sleep_for(kLongestEnd);
+    beforeTerminate()();
+    std::abort();
+  }
+  static std::terminate_handler& beforeTerminate() {
+    static std::terminate_handler handler = nullptr;
+    return handler;
+  }
+  static constexpr std::chrono::seconds kLongestEnd{30};
+
   bool closedHere() const { return closed_ && closer_.load() == std::this_thread::get_id(); }
 
   std::atomic<int> inside_{0};

@@ -50,7 +50,8 @@ ENDINGS = {
         assert os.waitpid(forked, 0)[1] == 0
         dist.all_reduce(t)
         """,
-    # Threads that want the interpreter while it is finalized. The pause: they have begun.
+}
+LATE_THREADS = {  # that want the interpreter while it is finalized; the pause: they have begun
     "a lane drops what it has received": """
         groups.control_group().allgather([[slow_to_go(), torch.empty(2)]], [torch.ones(2)])
         time.sleep(0.1)
@@ -127,10 +128,11 @@ sys.exit(1 if bad else 0)
 """
 
 
-def test_processes_end_in_an_orderly_way(tmp_path: Path) -> None:
+@pytest.mark.parametrize("endings", [ENDINGS, LATE_THREADS], ids=["groups", "threads"])
+def test_processes_end_in_an_orderly_way(endings: dict[str, str], tmp_path: Path) -> None:
     groups.build()
     script = tmp_path / "endings.py"
-    script.write_text(SCRIPT.format(endings={name: textwrap.dedent(code) for name, code in ENDINGS.items()}))
+    script.write_text(SCRIPT.format(endings={name: textwrap.dedent(code) for name, code in endings.items()}))
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, env=env, timeout=120

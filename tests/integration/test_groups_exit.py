@@ -35,13 +35,60 @@ ENDINGS = {
         dist.all_reduce(t)
         """,
     "an error": "dist.all_reduce(t); sys.exit(0 if rank else 'on purpose')",
+    "an exit handler that communicates": """
+        def last():
+            try:
+                dist.all_reduce(t)
+            except BaseException:
+                os._exit(9)
+        atexit.register(last)
+        """,
+    "a forked child that ends first": """
+        forked = os.fork()
+        if forked == 0:
+            sys.exit(0)
+        assert os.waitpid(forked, 0)[1] == 0
+        dist.all_reduce(t)
+        """,
+}
+LATE_THREADS = {  # that want the interpreter while it is finalized; the pause: they have begun
+    "a lane drops what it has received": """
+        groups.control_group().allgather([[slow_to_go(), torch.empty(2)]], [torch.ones(2)])
+        time.sleep(0.1)
+        """,
+    "gloo drops what it has reduced": "dist.all_reduce(slow_to_go(), async_op=True); time.sleep(0.1)",
+    "the same, of a group that is destroyed and still held": """
+        held = dist.group.WORLD
+        dist.all_reduce(slow_to_go(), async_op=True)
+        dist.destroy_process_group()
+        time.sleep(0.1)
+        """,
+    "a thread is in a call of ours": """
+        outer = groups.groups()[0].outer()
+        beside(lambda: native_build.native().undrained(outer))
+        """,
+    "a thread waits for a peer": "beside(lambda: dist.recv(torch.ones(1), 1 - rank)); time.sleep(0.1)",
+    "a thread is in a call of torch": "beside(lambda: torch.ones(1).add_(1))",
 }
 
 
 # Each ending in two forked ranks, which then leave through the interpreter's own finalization (no os._exit).
 SCRIPT = """
-import os, sys, tempfile, time, torch, torch.distributed as dist
+import atexit, os, sys, tempfile, threading, time, weakref, torch, torch.distributed as dist
 from flashrecovery import groups
+from flashrecovery.groups import native_build
+
+def slow_to_go():
+    \"\"\"A tensor whose Python object takes a second to go, for which its thread gives up the GIL fifty times.\"\"\"
+    tensor = torch.ones(2)
+    weakref.finalize(tensor, lambda: [time.sleep(0.02) for _ in range(50)]).atexit = False
+    return tensor
+
+def beside(call):
+    def run():
+        while True:
+            call()
+    threading.Thread(target=run, daemon=True).start()
 
 endings = {endings!r}
 bad = []
@@ -81,10 +128,11 @@ sys.exit(1 if bad else 0)
 """
 
 
-def test_processes_end_in_an_orderly_way(tmp_path: Path) -> None:
+@pytest.mark.parametrize("endings", [ENDINGS, LATE_THREADS], ids=["groups", "threads"])
+def test_processes_end_in_an_orderly_way(endings: dict[str, str], tmp_path: Path) -> None:
     groups.build()
     script = tmp_path / "endings.py"
-    script.write_text(SCRIPT.format(endings={name: textwrap.dedent(code) for name, code in ENDINGS.items()}))
+    script.write_text(SCRIPT.format(endings={name: textwrap.dedent(code) for name, code in endings.items()}))
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, env=env, timeout=120

@@ -21,6 +21,20 @@ from tests.support.jobs import Job, Layout, References, RunningJob, check_clean,
 TINY = Path(__file__).parent.parent / "scripts" / "tiny.py"
 TWO = Layout("two", "tiny.py", nproc=2)
 STORE = "flashrecovery.agent.store_server"
+EXIT_HANDLER = """
+import atexit
+
+@atexit.register
+def sum_up():
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    print("summed up", ones.item(), flush=True)
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+"""
 _END = re.compile(r"end rank=(\d+) version-sum=(\S+) settings=(\S+) rng=(\S+)")
 
 
@@ -339,6 +353,18 @@ def test_an_exception_between_two_steps_is_a_failure_like_any_other(tmp_path: Pa
     (failure,) = job.of("failure_detected")
     assert failure["exception"] == "ValueError" and failure["rank"] == 1
     assert ends(job) == ends(reference)
+    check_clean(job)
+
+
+def test_exit_handlers_communicate(tmp_path: Path) -> None:
+    """Also one that the script registers before it imports torch: ours comes last all the same."""
+    script = tmp_path / "train.py"
+    script.write_text(EXIT_HANDLER)
+    two = Layout("two", "", nproc=2)  # in interpreters that have imported nothing of torch
+    job = run_job(tmp_path / "run", two, script=script, standby=0, options=["--start-method", "spawn"])
+    assert job.code == 0, job.explain()
+    logs = [p.read_text() for p in (job.run_dir / "logs").glob("rank*.log")]
+    assert [log.count("summed up 2.0") for log in logs] == [1, 1], job.explain()
     check_clean(job)
 
 

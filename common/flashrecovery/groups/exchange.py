@@ -25,7 +25,7 @@ from flashrecovery.groups.stores import OneStore, Servers, StoresInUse, stop_all
 from flashrecovery.groups.torch_private import HashStore, Store
 
 _POLL_S = 0.0005  # between looks at what is still draining
-_EXIT_S = 2.0  # at the end of the process, for closing old connections in an orderly way
+_EXIT_S = 2.0  # at the end of the process, for closing connections in an orderly way
 
 
 @dataclass(frozen=True)
@@ -236,9 +236,15 @@ def _put_inside(module: Any, group: ManagedGroup, inners: Inners | None) -> None
 
 
 def _at_exit() -> None:
+    """From here on no thread of the groups wants the interpreter: one that did while it is finalized would take the
+    process with it (native/ending.h). The script's own exit handlers are over: the bootstrap has imported this before
+    the script's first line."""
     module = native_build.loaded()
-    if module is not None:
-        module.wait_buried(datetime.timedelta(seconds=_EXIT_S))
+    if module is None:
+        return
+    module.close_all("the process ends")
+    module.wait_buried(datetime.timedelta(seconds=_EXIT_S))
+    module.close_to_threads(datetime.timedelta(seconds=_EXIT_S))
 
 
 atexit.register(_at_exit)

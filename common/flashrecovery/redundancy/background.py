@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
+
+_EXIT_S = 2.0
+"""Seconds that the end of the process waits for a job if nobody has closed this: the script has ended within a step."""
 
 
 class Background:
@@ -26,6 +30,7 @@ class Background:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
+                atexit.register(self._at_exit)
             self._job = job
             self._busy = True
             self._changed.notify_all()
@@ -51,6 +56,7 @@ class Background:
         """End the thread after its job. False if that takes longer than ``timeout_s``; it dies with the
         process.
         """
+        atexit.unregister(self._at_exit)
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -59,6 +65,11 @@ class Background:
             thread.join(timeout_s)
             return not thread.is_alive()
         return True
+
+    def _at_exit(self) -> None:
+        # In a forked child it is not alive, and may hold the lock for ever.
+        if self._thread is not None and self._thread.is_alive():
+            self.close(_EXIT_S)
 
     def _run(self) -> None:
         while True:

@@ -5,11 +5,14 @@
 
 #include <array>
 #include <deque>
+#include <iterator>
 #include <optional>
 #include <thread>
 
+#include "ending.h"
 #include "graveyard.h"
 #include "inside.h"
+#include "living.h"
 #include "local_backend.h"
 #include "progress.h"
 #include "section.h"
@@ -68,8 +71,12 @@ class ManagedBase : public Backend {
   ManagedBase(int rank, int size, std::string group, std::string kind, std::chrono::milliseconds timeout, bool own)
       : Backend(rank, size), group_(std::move(group)), kind_(std::move(kind)), timeout_(timeout), own_(own) {
     local_ = c10::make_intrusive<LocalBackend>(rank, size, kind_ == "nccl");
+    Living<ManagedBase>::add(this);
   }
-  ~ManagedBase() override { bury(inners_); }
+  ~ManagedBase() override {
+    Living<ManagedBase>::remove(this);
+    bury(inners_);
+  }
 
   // ---- exchange -------------------------------------------------------------------------------------------------
 
@@ -125,6 +132,16 @@ class ManagedBase : public Backend {
     return count;
   }
 
+  // The process ends: everything pending fails, in every group, and every later operation, and all inner backends are
+  // buried, so that no thread of theirs is left. Groups that torch does not know any more may still be there: a DDP module
+  // has its own handle.
+  static void closeAll(const std::string& reason) {
+    Remains remains;  // destroyed at the end: they may hold tensors
+    Living<ManagedBase>::visit([&](ManagedBase& one) { one.close(reason, remains); });
+    for (auto& transport : remains.transports) transport->cut(reason);
+    bury(remains.inners);
+  }
+
   // Operations and buffers that could still touch a tensor.
   std::pair<size_t, size_t> undrained() const {
     std::lock_guard<std::mutex> guard(mutex_);
@@ -140,7 +157,10 @@ class ManagedBase : public Backend {
   // at all, `aborting()` stays true, and the process has to be replaced.
   void startAbort() {
     aborting_ = true;
-    std::thread([here = self()] { here->abortInners(); }).detach();
+    std::thread([here = self()]() mutable {
+      here->abortInners();
+      Ending::drop(std::move(here));
+    }).detach();
   }
   bool aborting() const { return aborting_; }
 
@@ -311,6 +331,29 @@ class ManagedBase : public Backend {
   }
 
   using Records = std::deque<std::shared_ptr<OpRecord>>;
+
+  struct Remains {
+    std::vector<Inner> inners;
+    std::vector<std::shared_ptr<Transport>> transports;
+    Records records;
+    std::vector<std::function<void()>> dropped;
+  };
+
+  void close(const std::string& reason, Remains& remains) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    reason_ = reason;
+    abandoned_ = true;
+    for (auto& record : records_)
+      if (record->pending()) remains.dropped.push_back(record->abandon(reason));
+    moveTo(remains.records, records_);
+    moveTo(remains.transports, transports_);
+    moveTo(remains.inners, inners_);
+  }
+  template <typename Container>
+  static void moveTo(Container& all, Container& some) {
+    std::move(some.begin(), some.end(), std::back_inserter(all));
+    some.clear();
+  }
 
   // How long an abort waits for an open section, and for a launch: beyond that it is a communicator that hangs.
   void abortInners() {

@@ -2,6 +2,8 @@
 // recovery must not wait for that.
 #pragma once
 
+#include "ending.h"
+
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <pthread.h>
@@ -59,7 +61,7 @@ class Graveyard {
       auto backend = std::move(queue_.front());
       queue_.pop_front();
       lock.unlock();
-      backend.reset();
+      Ending::drop(std::move(backend));  // gloo's threads end in here, and their operations hold tensors
       lock.lock();
     }
     digging_ = false;

@@ -1,6 +1,7 @@
 // Operations of one stream, carried out in their order by a thread of their own.
 #pragma once
 
+#include "ending.h"
 #include "streams.h"
 #include "work.h"
 
@@ -78,16 +79,15 @@ class Lane {
     while (true) {
       queue.changed.wait(lock, [&] { return queue.closed || !queue.jobs.empty(); });
       if (queue.jobs.empty()) return;
-      {
-        Job job = std::move(queue.jobs.front());
-        queue.jobs.pop_front();
-        lock.unlock();
-        if (!failed) failed = carryOut(job.body, streams);
-        if (failed)
-          job.work->fail(failed);
-        else
-          job.work->succeed();
-      }  // may free tensors: not under the lock
+      Job job = std::move(queue.jobs.front());
+      queue.jobs.pop_front();
+      lock.unlock();
+      if (!failed) failed = carryOut(job.body, streams);
+      if (failed)
+        job.work->fail(failed);
+      else
+        job.work->succeed();
+      Ending::drop(std::move(job));  // may free tensors: not under the lock
       lock.lock();
     }
   }

@@ -7,8 +7,10 @@
 #include <pybind11/stl.h>
 
 #include <map>
+#include <optional>
 
 #include "backend.h"
+#include "ending.h"
 #include "glance.h"
 #include "sparse_backend.h"
 #include "store.h"
@@ -19,7 +21,20 @@ namespace {
 using namespace flashrecovery;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 using DevicePtr = std::shared_ptr<gloo::transport::Device>;
-using NoGil = py::call_guard<py::gil_scoped_release>;
+
+// Whoever comes back when the interpreter ends never does.
+class ReleasedGil {
+ public:
+  ~ReleasedGil() {
+    const Ending::Visit visit;
+    Ending::comeBack(visit);
+    released_.reset();
+  }
+
+ private:
+  std::optional<py::gil_scoped_release> released_{std::in_place};
+};
+using NoGil = py::call_guard<ReleasedGil>;
 
 ManagedBase& managed(const BackendPtr& backend) {
   auto* own = dynamic_cast<ManagedBase*>(backend.get());
@@ -55,6 +70,8 @@ const std::shared_ptr<TransportState>& transport(const DevicePtr& device) {
 std::function<void(const std::string&, const char*)> forever(py::object callback) {
   auto* kept = new py::object(std::move(callback));
   return [kept](const std::string& group, const char* op) {
+    const Ending::Visit visit;
+    Ending::comeBack(visit);
     py::gil_scoped_acquire gil;
     (*kept)(group, op);
   };
@@ -180,4 +197,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_hook", &setHook);
   m.def("bury", [](BackendPtr b) { Graveyard::instance().bury(std::move(b)); }, NoGil());
   m.def("wait_buried", [](Millis deadline) { return Graveyard::instance().waitEmpty(deadline); }, NoGil());
+
+  // the end of the process
+  m.def("close_all", [](const std::string& why) { ManagedBase::closeAll(why); }, NoGil());
+  m.def("close_to_threads", [](Millis deadline) { return Ending::close(deadline); }, NoGil());
 }

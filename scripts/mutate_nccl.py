@@ -43,6 +43,7 @@ FENCE, PROCESSES, STANDBY = (f"{CORE}/agent/{name}.py" for name in ("gpu_fence",
 ENV, ENVIRONMENT, CHECKS = (f"{CORE}/{name}.py" for name in ("runtime/nccl_env", "runtime/environment", "cli/checks"))
 FLAT, COPIES_EXCHANGE = f"{CORE}/redundancy/flat.py", f"{CORE}/redundancy/exchange.py"
 PACE, BUFFERS, ADAPTER = f"{CORE}/groups/native/pace.h", f"{CORE}/adapter/buffers.py", f"{CORE}/adapter/base.py"
+FSDP2_STATE, FSDP2_ADAPTER = f"{CORE}/adapter/fsdp2_state.py", f"{CORE}/torch_native/fsdp2.py"
 REDUCER, ORDER = f"{CORE}/torch_native/ddp_reducer.py", f"{CORE}/controller/recovery.py"
 MEGATRON = "fr_megatron/support.py"
 
@@ -419,6 +420,20 @@ ROWS = (
                 "        if True:\n",
                 *_unit("torch_native", "test_of_several_micro_batches_only_the_last_one_synchronises"),
             ),
+            _out(
+                "11-fsdp2-waits-after-the-forward",
+                FSDP2_ADAPTER,
+                "        return False  # said later than at the end of the forward pass, by the last unit\n",
+                "        return fsdp2_state.synchronises(self.fsdp)\n",
+                *_unit("torch_native", "test_with_fsdp2_copies_are_waited_for_before_the_last_unit_reduces"),
+            ),
+            _out(
+                "11-a-unit-that-hands-over-nothing-counts",
+                FSDP2_STATE,
+                " and synchronises(root) and _hands_over(group):\n",
+                " and synchronises(root):\n",
+                *_unit("torch_native", "test_a_unit_without_gradients_is_no_sign_that_a_contribution_follows"),
+            ),
             _out("11-one-stream", COPIES_EXCHANGE, "STREAMS = 4\n", "STREAMS = 1\n", *_unit("pacing")),
             _out(
                 "11-copies-are-not-held-back",
@@ -677,19 +692,20 @@ ROWS = (
             _out(
                 "19-abort-holds-the-interpreter",
                 NATIVE,
-                "std::thread([here = self()] { here->abortInners(); }).detach();",
-                "std::thread([here = self()] {\n"
+                "      here->abortInners();\n      Ending::drop(std::move(here));\n",
                 "      auto state = PyGILState_Ensure();\n"
                 "      here->abortInners();\n"
-                "      PyGILState_Release(state);\n"
-                "    }).detach();",
+                "      PyGILState_Release(state);\n",
                 f"{FAKE}::test_an_abort_waits_for_the_end_of_a_section",
             ),
             _out(
                 "19-abort-blocks-its-caller",
                 NATIVE,
-                "std::thread([here = self()] { here->abortInners(); }).detach();",
-                "abortInners();",
+                "    std::thread([here = self()]() mutable {\n"
+                "      here->abortInners();\n"
+                "      Ending::drop(std::move(here));\n"
+                "    }).detach();\n",
+                "    abortInners();\n",
                 f"{FAKE}::test_an_abort_waits_for_the_end_of_a_section",
             ),
         ),

@@ -27,6 +27,7 @@ from tests.support.soak import SEED
 from tests.support.soak import kills as scaled
 
 WRAPPER = ROOT / "tests" / "scripts" / "fake_nccl.py"
+UNHURRIED = replace(DDP, name="unhurried", flags=("--step-time=30",))
 NEEDS = {"train_deepspeed.py": pytest.mark.deepspeed, "pretrain_gpt.py": pytest.mark.megatron}
 
 pytestmark = pytest.mark.timeout(500)  # some ten cold starts of a process on two cores
@@ -97,9 +98,10 @@ def test_a_kernel_fails_and_the_process_can_never_use_its_device_again(
 def test_a_replica_is_restored_from_device_to_device(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
     """All but what lies in host memory: the capsule and common state. A bit that is damaged on this way is found."""
     inject = ["rank=1,fault=sigkill,at=backward,step=3", "rank=1,fault=corrupt,at=recovery:restoring"]
-    inject += ["rank=2,fault=sigkill,at=optimizer,step=9"]
-    job = _run(tmp_path / "run", DDP, inject=inject, standby=1)
-    check_same(job, reference(DDP))
+    # Half a second later: the first recovery is over when the controller hears of a step that all have committed.
+    inject += ["rank=2,fault=sigkill,at=optimizer,step=18"]
+    job = _run(tmp_path / "run", UNHURRIED, inject=inject, standby=1)
+    check_same(job, reference(UNHURRIED))
     recoveries = job.of("recovery_finished")
     assert len(recoveries) == 2, job.explain()
     first, second = recoveries

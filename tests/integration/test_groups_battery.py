@@ -70,7 +70,10 @@ def _operations(rank: int, size: int) -> dict[str, Check]:
         return out
 
     def all_to_all() -> object:
-        dist.all_to_all(out := [torch.zeros(1) for _ in range(size)], [mine(1) + i for i in range(size)])
+        try:
+            dist.all_to_all(out := [torch.zeros(1) for _ in range(size)], [mine(1) + i for i in range(size)])
+        except RuntimeError:  # stock gloo has it from torch 2.12 on; then ours must, too
+            return "not supported"
         return out
 
     def reduce() -> object:
@@ -287,7 +290,8 @@ def _battery(rank: int, size: int, store: dist.Store) -> None:
     assert generation == 3
     wrong = [name for name, value in reference.items() if not _equal(value, found[name])]
     assert not wrong, [(n, reference[n], found[n]) for n in wrong]
-    assert groups.failure_count() == 0 and groups.main_op() is None
+    unsupported = [name for name, value in found.items() if isinstance(value, str)]
+    assert groups.failure_count() == len(unsupported) and groups.main_op() is None
     names = [g.name for g in groups.groups()]
     assert names[1] == "flashrecovery" and names[0] != names[1]
     dist.destroy_process_group()

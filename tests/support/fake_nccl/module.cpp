@@ -12,6 +12,7 @@
 #include <map>
 
 #include "communicator.h"
+#include "torch_differences.h"
 
 namespace fake_nccl {
 
@@ -265,7 +266,7 @@ class FakeNccl final : public Backend {
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in, const c10d::ReduceScatterOptions& o) override {
     auto plain = o;
     plain.reduceOp = summed(o.reduceOp);
-    return collective(OpType::REDUCE_SCATTER_TENSOR_COALESCED, o.asyncOp, out,
+    return collective(flashrecovery::kReduceScatterTensorCoalesced, o.asyncOp, out,
                       [out, in, plain](Backend& b) mutable { return b.reduce_scatter_tensor_coalesced(out, in, plain); },
                       averaged(o.reduceOp, out));
   }

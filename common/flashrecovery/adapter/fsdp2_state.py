@@ -149,16 +149,15 @@ def before_last_reduction(root: FSDPModule, callback: Callable[[], None]) -> Non
     on all ranks, so that none waits for another in the meantime. If it has no gradients in a pass, it hands over
     nothing, and there is no callback: what counts is that a contribution of this rank *follows*.
     """
-    for group in groups(root):
-        group.post_backward = partial(_post_backward, root, callback, group, group.post_backward)
+    units = list(groups(root))
 
+    def post_backward(group: Any, original: Callable[..., Any], *arguments: Any) -> Any:
+        if group is next(filter(_trains, units), None) and synchronises(root) and _hands_over(group):
+            callback()
+        return original(*arguments)
 
-def _post_backward(
-    root: FSDPModule, callback: Callable[[], None], group: Any, original: Callable[..., Any], *arguments: Any
-) -> Any:
-    if group is next(filter(_trains, groups(root)), None) and synchronises(root) and _hands_over(group):
-        callback()
-    return original(*arguments)
+    for unit in units:
+        unit.post_backward = partial(post_backward, unit, unit.post_backward)
 
 
 def _trains(group: Any) -> bool:

@@ -137,8 +137,11 @@ def _reset_iteration(root_state: Any) -> None:
 
 def synchronises(root: FSDPModule) -> bool:
     """Whether the next backward pass reduces gradients, and is not said to be followed by another one of the step."""
-    reduces = any(g.reduce_grads and (g.all_reduce_grads or not g._is_hsdp) for g in groups(root))
-    return reduces and bool(root._get_fsdp_state()._state_ctx.is_last_backward)
+    return any(map(_reduces, groups(root))) and bool(root._get_fsdp_state()._state_ctx.is_last_backward)
+
+
+def _reduces(group: Any) -> bool:
+    return bool(group.reduce_grads and (group.all_reduce_grads or not group._is_hsdp))
 
 
 def before_last_reduction(root: FSDPModule, callback: Callable[[], None]) -> None:
@@ -166,7 +169,7 @@ def _trains(group: Any) -> bool:
 
 def _hands_over(group: Any) -> bool:
     """Whether there are gradients that it will have reduced, as FSDPParamGroup.post_backward asks."""
-    if not group.reduce_grads or not (group.all_reduce_grads or not group._is_hsdp):
+    if not _reduces(group):
         return False
     for parameter in group.fsdp_params:
         unsharded = getattr(parameter, "_unsharded_param", None)

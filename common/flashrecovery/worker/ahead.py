@@ -155,7 +155,9 @@ def _recorded() -> set[Path]:
     found = set()
     for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         for record in Path(folder).glob("*.dist-info/RECORD"):
-            tops = {line.partition(",")[0].partition("/")[0] for line in record.read_text().splitlines()}
+            tops = {
+                line.partition(",")[0].partition("/")[0] for line in record.read_text("utf-8", "replace").splitlines()
+            }
             found |= {(Path(folder) / top).resolve() for top in tops if not top.startswith("..")}
     return found
 

@@ -1,7 +1,8 @@
 """``make gpu-check``: kill ranks in every phase of a step on NVIDIA GPUs, and compare the end bit for bit.
 
 First what one GPU can show of recovery's parts (:mod:`tests.gpu_parts`). Then for each layout one undisturbed job and
-one with a SIGKILL in every phase of a step, with deterministic kernels. The report (``report.md``, ``report.json``) is
+one with a SIGKILL in every phase of a step, with deterministic kernels; for two of them also all ranks at once, and the
+launcher with them. The report (``report.md``, ``report.json``) is
 meant to be attached to an issue. With fewer GPUs than ranks, all ranks share
 the first one; without any, ``--cpu`` runs the same over gloo, which tests this program and nothing of CUDA.
 """
@@ -10,11 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +31,7 @@ from tests.gpu_costs import MemoryWatch, Overhead, lost_per_recovery, overhead, 
 from tests.gpu_parts import PARTS, PartResult, run_part
 from tests.support import megatron as mg
 from tests.support.faults import in_every_phase
-from tests.support.jobs import DDP, FSDP, GPT, HSDP, ROOT, SMALL, Job, Layout, check_clean, run_job
+from tests.support.jobs import DDP, FSDP, GPT, HSDP, ROOT, SMALL, Job, Layout, RunningJob, check_clean
 from tests.support.sameness import Printed, differences
 
 WRAPPER = ROOT / "tests" / "scripts" / "one_gpu.py"
@@ -38,6 +42,8 @@ LAYOUTS = {
     layout.name: layout
     for layout in (DDP, FSDP, HSDP, ZERO2, ZERO3, mg.PP2_DP2, mg.DP4_DISTRIBUTED, mg.TP2_DP2_OVERLAPS, mg.TP2_PP2_DP2)
 }
+AT_ONCE = (FSDP, ZERO2)
+"""Layouts in which all ranks are killed at once, too."""
 NEEDS = {"train_deepspeed.py": "deepspeed", "pretrain_gpt.py": "megatron.core"}
 REAL = ["--layers=12", "--heads=12", "--width=768", "--context=512", "--batch-size=8"]
 """A model whose step keeps a GPU busy."""
@@ -69,38 +75,72 @@ def phases_of(layout: Layout) -> list[str]:
     return list(PHASES) if layout in (FSDP, HSDP, ZERO3) else mg.phases(layout)
 
 
-def run(directory: Path, layout: Layout, inject: list[str], *, gpus: int, timeout_s: float) -> Job:
+def start(directory: Path, layout: Layout, gpus: int, inject: Sequence[str] = (), *options: str) -> RunningJob:
+    """With one warm standby if faults are injected."""
     on_cpu = not gpus and layout.script == "pretrain_gpt.py"
     env = dict(mg.ENVIRONMENT) if on_cpu else {"PYTHONWARNINGS": "ignore"}
     if 0 < gpus < layout.nproc:
         env["FLASHRECOVERY_SHARED_GPU"] = "1"
     flags = [str(GPT / layout.script), *SMALL, "--steps", str(STEPS), *layout.flags]
     standby = 1 if inject else 0
-    return run_job(
-        directory, layout, timeout_s=timeout_s, standby=standby, inject=inject, script=WRAPPER, flags=flags, env=env
+    return RunningJob(
+        directory, layout, standby=standby, inject=inject, options=options, script=WRAPPER, flags=flags, env=env
     )
 
 
-def check(layout: Layout, directory: Path, gpus: int, job_s: float = JOB_S) -> Result:
+def check(layout: Layout, directory: Path, gpus: int, job_s: float = JOB_S) -> list[Result]:
     """One layout. A job that takes more than ``job_s`` seconds counts as hung: all its stacks are written."""
-    began = time.monotonic()
     result = Result(layout.name, layout.nproc)
     directory.mkdir(parents=True)
     victims = (0, layout.nproc // 2, layout.nproc - 1)
     inject = in_every_phase(phases_of(layout), victims, 0, "sigkill")
     result.kills = len(inject)
-    reference = run(directory / "reference", layout, [], gpus=gpus, timeout_s=job_s)
+    began = time.monotonic()
+    reference = start(directory / "reference", layout, gpus).wait(job_s)
     if reference.code != 0:
         result.seconds = time.monotonic() - began
         result.found.append(f"the undisturbed job has ended with code {reference.code}: {directory}/reference.out")
-        return result
+        return [result]
     with MemoryWatch(used_bytes if gpus else lambda: 0) as memory:
-        job = run(directory / "killed", layout, inject, gpus=gpus, timeout_s=job_s)
+        job = start(directory / "killed", layout, gpus, inject).wait(job_s)
     result.lost_bytes = lost_per_recovery(memory.samples, job.events) if gpus else None
     fired = len(job.notices("fault_fired"))
     if fired < len(inject):
         result.found.append(f"{fired} of {len(inject)} kills were carried out")
-    result.found += differences(job, reference, Printed.STEPS, 0, 1)
+    compare(result, job, reference)
+    result.seconds = time.monotonic() - began
+    if layout not in AT_ONCE:
+        return [result]
+    at_once = (all_at_once(layout, directory, reference, gpus, job_s, launcher=launcher) for launcher in (False, True))
+    return [result, *at_once]
+
+
+def all_at_once(layout: Layout, directory: Path, reference: Job, gpus: int, job_s: float, *, launcher: bool) -> Result:
+    """All ranks are killed at once, with or without the launcher: what the snapshot process holds is all there is."""
+    began = time.monotonic()
+    name = "everything" if launcher else "all ranks"
+    result = Result(f"{layout.name}, {name} at once", layout.nproc, kills=layout.nproc + launcher)
+    running = start(directory / name.replace(" ", "-"), layout, gpus)
+    try:
+        running.wait_for_step(STEPS // 3, job_s)
+    except AssertionError as e:
+        result.found.append(str(e).splitlines()[0])
+        return result
+    for pid in [*([running.popen.pid] if launcher else []), *running.ranks().values()]:
+        os.kill(pid, signal.SIGKILL)
+    job = running.wait(job_s)
+    if launcher:
+        job = start(directory / name.replace(" ", "-"), layout, gpus, (), "--resume").wait(job_s)
+        if not job.gone_on_from_snapshots():
+            result.found.append("the second launch has not gone on from the snapshots")
+    compare(result, job, reference, launches=1 + launcher)
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def compare(result: Result, job: Job, reference: Job, launches: int = 1) -> None:
+    """What is not as in the undisturbed job, and how long the recoveries took."""
+    result.found += differences(job, reference, Printed.STEPS, 0, launches)
     try:
         check_clean(job)
     except AssertionError as e:
@@ -110,8 +150,6 @@ def check(layout: Layout, directory: Path, gpus: int, job_s: float = JOB_S) -> R
         result.totals.append(event["total_s"])
         for name, seconds in event["phases"].items():
             result.phases.setdefault(name, []).append(seconds)
-    result.seconds = time.monotonic() - began
-    return result
 
 
 def machine() -> dict[str, Any]:
@@ -172,7 +210,8 @@ def main() -> int:
     if not gpus and not args.cpu:
         flags.error("there is no GPU here; --cpu tries this program over gloo")
     args.out.mkdir(parents=True, exist_ok=False)
-    where, results = machine(), []
+    where = machine()
+    results: list[Result] = []
     until = time.monotonic() + 60 * args.minutes
     parts: list[PartResult] = []
     cost: Overhead | str | None = None
@@ -205,10 +244,10 @@ def main() -> int:
         if time.monotonic() > until:
             print(f"{name}: left out, the time is up", flush=True)
             continue
-        result = check(layout, args.out / name, gpus, args.job_seconds)
-        results.append(result)
-        verdict = "; ".join(result.found) or f"{result.recoveries} recoveries, the same bits"
-        print(f"{name}: {verdict} ({result.seconds:.0f} s)", flush=True)
+        for result in check(layout, args.out / name, gpus, args.job_seconds):
+            results.append(result)
+            verdict = "; ".join(result.found) or f"{result.recoveries} recoveries, the same bits"
+            print(f"{result.layout}: {verdict} ({result.seconds:.0f} s)", flush=True)
         write()
     print(f"{args.out}/report.md")
     if isinstance(cost, str):

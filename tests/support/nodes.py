@@ -65,8 +65,9 @@ class NodesJob:
             command += ["--node-rank", str(number), "--node-name", host.name, "--controller", self._address, *options]
             command += [str(GPT / layout.script), *SMALL, "--steps", str(steps), "--step-time", str(step_ms)]
             command += [*layout.flags, *flags]
-            token = {"FLASHRECOVERY_TOKEN": (tokens or {}).get(host.name, TOKEN)}
-            self._start(host, command, {**token, **(env or {})})
+            own = {"FLASHRECOVERY_TOKEN": (tokens or {}).get(host.name, TOKEN)}
+            own["OMP_NUM_THREADS"] = "1"  # each host takes the machine's processors for its own
+            self._start(host, command, {**own, **(env or {})})
 
     def _start(self, host: Host, command: Sequence[str], env: Mapping[str, str]) -> None:
         self._started[host.name] = (command, env)

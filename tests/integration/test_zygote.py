@@ -192,6 +192,24 @@ print("seen", asks_known.SEEN, asks_own.SEEN, later().SEEN, flush=True)
     assert "asks_own not imported ahead" in ahead and "asks_known not imported" not in ahead, ahead
 
 
+def test_variables_that_a_function_sets_are_there_when_the_optimizer_imports(tmp_path: Path) -> None:
+    """torch imports its compiler in an optimizer's first step, and a zygote does so before the script runs."""
+    imports = """
+import atexit
+def prepare():
+    os.environ["TORCHDYNAMO_VERBOSE"] = "1"
+prepare()
+atexit.register(lambda: print("verbose", sys.modules["torch._dynamo.config"].verbose, flush=True))
+"""
+    job = any_job(tmp_path / "job", imports)
+    job.wait_for_step(2)
+    job.kill(1)
+    job.wait_for("recovery_started")
+    done = finish(job, tmp_path / "job")
+    check_recovered(done, {1})
+    assert re.findall(r"^verbose (.*)", logs(done), re.MULTILINE) == ["True", "True"], done.explain()
+
+
 def test_a_script_that_replaces_parts_of_a_library_or_brings_its_own_finds_them(tmp_path: Path) -> None:
     """As a fresh interpreter does, before and after a recovery: whoever imports ahead would have others."""
     env = installed(

@@ -120,3 +120,32 @@ def test_no_library_that_is_needed_asks_for_its_rank() -> None:
         "assert 'torch._dynamo' in sys.modules and 'flashrecovery' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+LATER = """
+import sys
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.worker.ahead_of_script import AheadOfScript
+
+failed = []
+AheadOfScript([sys.argv[1]], tried=lambda name, error: failed.extend([name] if error else [])).import_all(pb.Modules())
+print("torch._dynamo" in sys.modules, failed)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "True []"),
+        ("os.environ['TORCHDYNAMO_VERBOSE'] = '1'", "True []"),
+        ("def main(): os.environ['OF_MINE'] = '1'", "True []"),
+        ("def main(): os.environ['TORCHDYNAMO_VERBOSE'] = '1'", "False []"),
+        ("def main(): os.environ.update(settings)", "False []"),
+    ],
+)
+def test_what_an_optimizers_first_step_imports(text: str, expected: str, tmp_path: Path) -> None:
+    """It reads the environment, which the script may have set by then."""
+    (tmp_path / "train.py").write_text(f"import os\n{text}\nimport torch\n")
+    command = [sys.executable, "-c", LATER, str(tmp_path / "train.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert expected in done.stdout

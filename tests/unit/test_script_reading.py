@@ -100,7 +100,35 @@ def test_the_scripts_own_modules_are_followed_and_not_named(tmp_path: Path) -> N
 )
 def test_variables_that_are_set(line: str, expected: list[Setting], tmp_path: Path) -> None:
     facts = read(tmp_path, f"import os\n{line}\nimport torch\n")
-    assert facts == ScriptFacts((Import("os"), *expected, Import("torch")))
+    assert facts.actions == (Import("os"), *expected, Import("torch")) and not facts.ends_at
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("return os.environ['Y']", {"X"}),
+        ("os.environ['Y'] = '1'", {"X", "Y"}),
+        ("os.environ['Z'] = '1'", {"X"}),
+        ("os.environ['Z'] = '2'", {"X", "Z"}),
+        ("with f(): os.environ.setdefault('Y', '1')", {"X", "Y"}),
+        ("f(lambda: os.environ.update(Y='1'))", {"X", "Y"}),
+        ("del os.environ['Y']", {"X", "Y"}),
+        ("os.environ[name] = '1'", None),
+        ("os.environ |= settings", None),
+        ("environment = os.environ", None),
+    ],
+)
+def test_variables_that_are_set_at_any_time(body: str, expected: set[str] | None, tmp_path: Path) -> None:
+    """In a function of a module that a function imports, and where the script is the main program. What is set to the
+    same value before all imports is not in doubt."""
+    text = "import os\nos.environ['Z'] = '1'\ndef main():\n    from setup import begin\n    begin()\n"
+    text += "if __name__ == '__main__':\n    os.environ['X'] = '1'\n    main()\n"
+    facts = read(tmp_path, text, setup=f"import os\ndef begin():\n    {body}\n")
+    assert facts.sets == expected and not facts.ends_at
+
+
+def test_where_reading_ends_nobody_knows_what_is_set(tmp_path: Path) -> None:
+    assert read(tmp_path, "sys.path.insert(0, '/mine')\n").sets is None
 
 
 def test_what_the_script_does_has_its_order(tmp_path: Path) -> None:
@@ -195,8 +223,8 @@ else:
 if torch.cuda.is_available():
     import kernels
 """
-    assert read(tmp_path, text, gpus=False) == ScriptFacts((Setting("X", "cpu"),))
-    assert read(tmp_path, text) == ScriptFacts((Setting("X", None), Import("kernels")))
+    assert read(tmp_path, text, gpus=False).actions == (Setting("X", "cpu"),)
+    assert read(tmp_path, text).actions == (Setting("X", None), Import("kernels"))
 
 
 @pytest.mark.parametrize("text", ["import (", "\0", "x = ("])

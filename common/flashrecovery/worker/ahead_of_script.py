@@ -8,6 +8,7 @@ there is no second part where the script's text is known in part only.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -22,6 +23,16 @@ USUALLY = {
     "flashrecovery": ("flashrecovery.torch_native", "flashrecovery.worker.session", "flashrecovery.worker.warm"),
 }
 """What scripts that have imported the one usually import later, in functions or by way of this package."""
+LATER = {
+    "torch": ("torch._dynamo",),
+    "deepspeed": ("torch._inductor.compile_fx",),
+    "megatron.core": ("torch._inductor.compile_fx",),
+}
+"""What such scripts import later still, in the library's functions: an optimizer's first step brings torch._dynamo, and
+the engines of both frameworks bring the compiler; together up to a thousand modules. They read variables of the
+environment, which the script may set before, in whatever function."""
+_READ_LATER = re.compile("TORCH|TRITON|INDUCTOR")
+"""Variables that they read, mostly. Where the script sets such a one, these imports are not even begun."""
 Tried = Callable[[str, "BaseException | None"], None]
 
 
@@ -88,9 +99,19 @@ class AheadOfScript:
         for top, names in USUALLY.items():
             if top in sys.modules:
                 self._ahead(names)
+        self._later()
         set_by_text = {action.name for action in self.facts.actions if isinstance(action, Setting)}
         self._uncertain |= (learned.env.keys() - set_by_text) | set(learned.unset)
         self._ahead(name for name in learned.names if self._is_where_it_was(name, learned))
+
+    def _later(self) -> None:
+        if self.facts.sets is None or any(map(_READ_LATER.search, self.facts.sets)):
+            return
+        uncertain, self._uncertain = self._uncertain, self._uncertain | self.facts.sets
+        for top, names in LATER.items():
+            if top in sys.modules:
+                self._ahead(names)
+        self._uncertain = uncertain
 
     def _set(self, setting: Setting, learned: pb.Modules) -> None:
         assert setting.name is not None, "where a name is not known, reading ends"

@@ -10,6 +10,9 @@ to the rank itself: at a variable whose name is unknown, or whose value is and t
 (:data:`READ_IN_C`); at a change of where modules are found; and at code of the script's own that replaces parts of
 another module, or at the definition of a function that does, for what is imported after that may be made of the
 replaced parts.
+
+Of variables that are set in functions nobody knows when, nor to what. Their names are a fact of their own
+(:attr:`ScriptFacts.sets`), for which all of the text is read, and that of modules which functions import.
 """
 
 from __future__ import annotations
@@ -58,10 +61,12 @@ class Setting:
 @dataclass(frozen=True)
 class ScriptFacts:
     """What the script does when it is started, in its order. ``ends_at``: ``file:line`` where that stops being known,
-    and why; empty if all has been read."""
+    and why; empty if all has been read. ``sets``: variables that its text sets elsewhere, too, at whatever
+    time; None: nobody knows which."""
 
     actions: tuple[Import | Setting, ...] = ()
     ends_at: str = ""
+    sets: frozenset[str] | None = frozenset()
 
 
 class _EndError(Exception):
@@ -75,8 +80,12 @@ def read_script(file: Path, find: FindOwn, *, gpus: bool = True) -> ScriptFacts:
     try:
         reader.read(file, "")
     except _EndError as e:
-        return ScriptFacts(tuple(reader.actions), str(e))
-    return ScriptFacts(tuple(reader.actions))
+        return ScriptFacts(tuple(reader.actions), str(e), None)
+    settings = _set_anywhere(file, find)
+    sets = (
+        None if settings is None else frozenset(found.name or "" for found in settings if found not in reader.actions)
+    )
+    return ScriptFacts(tuple(reader.actions), sets=sets)
 
 
 class _Reader:
@@ -112,11 +121,7 @@ class _Reader:
                 self._other(statement, certain, f"{file.name}:{statement.lineno}", patches)
 
     def _imported_from(self, statement: ast.ImportFrom, package: str) -> None:
-        module = statement.module or ""
-        if statement.level:
-            parents = package.split(".")
-            above = parents[: len(parents) - statement.level + 1]
-            module = ".".join(filter(None, (*above, module)))
+        module = _module_of(statement, package)
         if module and module != "__future__":
             self._imported(module)
             for alias in statement.names:
@@ -124,22 +129,12 @@ class _Reader:
                     self._imported(f"{module}.{alias.name}", member=True)
 
     def _imported(self, name: str, *, member: bool = False) -> None:
-        parts = name.split(".")
-        own = self._find(parts[0])
-        if own is None:
+        files = _own_files(name, self._find)
+        if files is None:
             self.actions.setdefault(Import(name, member))
             return
-        if own.is_file():
-            self.read(own, parts[0] if own.name == "__init__.py" else "")
-        place = own if own.is_dir() else own.parent if own.name == "__init__.py" else None
-        for count in range(2, len(parts) + 1 if place is not None else 0):
-            assert place is not None
-            place /= parts[count - 1]
-            dotted = ".".join(parts[:count])
-            if place.with_suffix(".py").is_file():
-                self.read(place.with_suffix(".py"), dotted.rpartition(".")[0])
-            elif (place / "__init__.py").is_file():
-                self.read(place / "__init__.py", dotted)
+        for file, package in files:
+            self.read(file, package)
 
     def _other(self, statement: ast.stmt, certain: bool, where: str, patches: _Patches) -> None:
         for found in _settings(statement):
@@ -238,23 +233,92 @@ def _changes(statement: ast.stmt, name: str) -> bool:
     return False
 
 
+def _set_anywhere(script: Path, find: FindOwn) -> set[Setting] | None:
+    """What the script and its own modules set, in functions, too; None: variables whose names are not known."""
+    settings: set[Setting] = set()
+    left, seen = [(script, "")], {script}
+    while left:
+        file, package = left.pop()
+        try:
+            tree = ast.parse(file.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            continue
+        for node in ast.walk(tree):
+            for found in _set_by(node):
+                if found.name is None:
+                    return None
+                settings.add(found)
+            for module in _imported_by(node, package):
+                new = [own for own in _own_files(module, find) or () if own[0] not in seen]
+                seen.update(own for own, _ in new)
+                left += new
+        if len(seen) > FILES_READ:
+            return None
+    return settings
+
+
+def _module_of(statement: ast.ImportFrom, package: str) -> str:
+    """The module from which names are imported. ``package``: that relative imports count from."""
+    module = statement.module or ""
+    if statement.level:
+        parents = package.split(".")
+        module = ".".join(filter(None, (*parents[: len(parents) - statement.level + 1], module)))
+    return module
+
+
+def _imported_by(node: ast.AST, package: str) -> list[str]:
+    """Modules that a statement imports, and names from modules, which may be modules themselves."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        module = _module_of(node, package)
+        return [module, *(f"{module}.{alias.name}" for alias in node.names)] if module else []
+    return []
+
+
+def _own_files(name: str, find: FindOwn) -> list[tuple[Path, str]] | None:
+    """The files that are run when the script's own module of this dotted name is imported, each with the package from
+    which its relative imports count; None if it is not the script's own."""
+    parts = name.split(".")
+    own = find(parts[0])
+    if own is None:
+        return None
+    files = [(own, parts[0] if own.name == "__init__.py" else "")] if own.is_file() else []
+    place = own if own.is_dir() else own.parent if own.name == "__init__.py" else None
+    for count in range(2, len(parts) + 1 if place is not None else 0):
+        assert place is not None
+        place /= parts[count - 1]
+        dotted = ".".join(parts[:count])
+        if place.with_suffix(".py").is_file():
+            files.append((place.with_suffix(".py"), dotted.rpartition(".")[0]))
+        elif (place / "__init__.py").is_file():
+            files.append((place / "__init__.py", dotted))
+    return files
+
+
 def _settings(statement: ast.stmt) -> Iterator[Setting]:
-    """Variables of the environment that a statement sets."""
-    if isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    """Variables of the environment that a statement sets, calls in it included."""
+    for node in ast.walk(statement):
+        if node is statement or isinstance(node, ast.Call):
+            yield from _set_by(node)
+
+
+def _set_by(node: ast.AST) -> Iterator[Setting]:
+    """Variables of the environment that this statement or call sets by itself."""
+    if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         for target in targets:
             if isinstance(target, ast.Subscript) and _is_environ(target.value):
-                plain = None if isinstance(statement, ast.AugAssign) else statement.value
+                plain = None if isinstance(node, ast.AugAssign) else node.value
                 yield Setting(_text(target.slice), _text(plain))
-            elif _is_environ(target):
+            elif _is_environ(target) or (node.value is not None and _is_environ(node.value)):
                 yield Setting(None, None)
-    elif isinstance(statement, ast.Delete):
-        for target in statement.targets:
+    elif isinstance(node, ast.Delete):
+        for target in node.targets:
             if isinstance(target, ast.Subscript) and _is_environ(target.value):
                 yield Setting(_text(target.slice), None)
-    for call in ast.walk(statement):
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
-            yield from _called(call, call.func)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        yield from _called(node, node.func)
 
 
 def _called(call: ast.Call, function: ast.Attribute) -> Iterator[Setting]:

@@ -12,6 +12,7 @@ import click
 
 from flashrecovery.config import CONTROLLER_PORT, parse_fault
 from flashrecovery.errors import ConfigError
+from flashrecovery.plan.resize import ReplicaRange
 
 ENVIRONMENT = "FLASHRECOVERY_RUN"
 """An option that is not given may be in the variable ``FLASHRECOVERY_RUN_<OPTION>``."""
@@ -61,6 +62,7 @@ OWN = (
     _option("--parity", type=int, default=None, help="With --redundancy parity: losses of a group at once, 1 | 2"),
     _option("--undo", default=None, help="Own pre-step copy: auto | always | never"),
     _option("--snapshots", default=None, help="Copies that outlive all processes: auto | always | never"),
+    _option("--elastic", default=None, help="MIN:MAX replicas: where a rank cannot be replaced, go on without it."),
     _option("--hang-timeout", type=float, default=None, help="Seconds without progress that are never a hang."),
     _option("--checkpoint-dir", type=click.Path(path_type=Path), default=None, help="Fallback checkpoints."),
     _option("--checkpoint-interval", default=None, help="Seconds between fallback checkpoints, or `auto`."),
@@ -120,6 +122,9 @@ def settings(options: dict[str, Any]) -> dict[str, Any]:
         values["inject"] = [parse_fault(text).model_dump() for text in inject]
     if "hang_timeout" in values:
         values["timeouts"] = {**values.get("timeouts", {}), "hang_floor_s": values.pop("hang_timeout")}
+    if "elastic" in values:
+        sizes = ReplicaRange.parse(values.pop("elastic"))
+        values["elastic"] = {"min": sizes.least, "max": sizes.most}
     if "snapshots" in values:
         values["snapshots"] = {"keep": values.pop("snapshots")}
     checkpoint: dict[str, Any] = {}

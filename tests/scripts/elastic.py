@@ -1,0 +1,103 @@
+"""A small elastic training script: losses and digests of each step as exact numbers, by the rank's number in its group.
+
+Dropout draws random numbers, there are two parameter groups of the optimizer and a scheduler, and the gradients come
+in several buckets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import flashrecovery
+
+
+class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """97 samples, each of its own numbers."""
+
+    def __len__(self) -> int:
+        return 97
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(16, generator=generator)
+        return x, x.roll(1).cumsum(0)
+
+
+def digest_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        found.update(parameter.detach().numpy().tobytes())
+        for name, value in sorted(optimizer.state[parameter].items()):
+            found.update(name.encode() + value.numpy().tobytes())
+    return found.hexdigest()
+
+
+def build() -> torch.nn.Module:
+    torch.manual_seed(5)
+    return torch.nn.Sequential(
+        torch.nn.Linear(16, 64),
+        torch.nn.LayerNorm(64),
+        torch.nn.GELU(),
+        torch.nn.Dropout(0.1),
+        torch.nn.Linear(64, 48),
+        torch.nn.Tanh(),
+        torch.nn.Linear(48, 16),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--step-time", type=float, default=0.0)
+    parser.add_argument("--global-batch", type=int, default=24)
+    parser.add_argument("--micro-batch", type=int, default=2)
+    parser.add_argument("--mode", default="ddp")
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    recovery = flashrecovery.init()
+    model = build()
+    ddp = args.mode != "plain"
+    trained = DistributedDataParallel(model, bucket_cap_mb=0.01) if ddp else model
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
+    recovery.register(model=trained, optimizer=optimizer, scheduler=scheduler)
+    batches = recovery.elastic_batches(
+        Numbers(), global_batch=args.global_batch, micro_batch=args.micro_batch, seed=3, averaged=ddp
+    )
+    torch.manual_seed(1000 + dist.get_rank())  # of no meaning in an elastic job
+    for step in recovery.steps(args.steps):
+        with step:
+            total = torch.zeros(())
+            for batch in batches.of(step):
+                x, y = batch.data
+                loss = torch.nn.functional.mse_loss(trained(x), y) * batch.weight
+                loss.backward()
+                total += loss.detach()
+                if args.mode == "broken-off" and step.index == 2:
+                    break
+            time.sleep(args.step_time)
+            if not ddp:
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            size = dist.get_world_size()
+            print(f"step={step.index} rank={dist.get_rank()} size={size} loss_hex={total.item().hex()}", flush=True)
+        if not recovery.void:
+            print(f"state={step.index + 1} {digest_of(model, optimizer)}", flush=True)
+    print(f"digest rank={dist.get_rank()} {digest_of(model, optimizer)}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

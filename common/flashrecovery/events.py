@@ -135,6 +135,18 @@ class RecoveryFinished(Event):
     start: list[StartLine] = Field(default_factory=list)
 
 
+class JobResized(Event):
+    """An elastic job goes on at ``step`` with another number of replicas than ``before``. ``ranks``: as the job was
+    launched, in the order of their numbers in the process groups; ``left``: those that have left."""
+
+    event: Literal["job_resized"] = "job_resized"
+    step: int
+    before: int
+    replicas: int
+    ranks: list[int] = Field(default_factory=list)
+    left: list[int] = Field(default_factory=list)
+
+
 class FallbackStarted(Event):
     """No consistent cut exists in memory (``reason``): the job goes back to a checkpoint."""
 

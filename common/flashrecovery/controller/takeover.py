@@ -53,6 +53,8 @@ class TakeOver:
             self._job.found_since = self._job.started_at = now
         if self._job.found_at is not None:
             self._job.found_at = now
+        for rank in set(self._job.ranks).difference(message.members) if message.members else ():
+            self._job.depart(rank)  # an elastic job has gone on without it
         for worker in message.workers:
             record = self._job.ranks[worker.rank]
             lives = record.place is not Place.EMPTY

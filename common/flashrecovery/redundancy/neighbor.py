@@ -120,8 +120,8 @@ class NeighbourCopies:
     def resize(self, rank: int, members: Sequence[int], targets: list[int]) -> None:
         """The group has other members from now on. What is kept for another rank is void.
 
-        Args: rank: this one's place among them. members: which ranks of the launch they are, by which their capsules are
-            named. targets: by place, the place of the rank that gets its copies.
+        Args: rank: this one's place among them. members: which ranks of the launch they are; their capsules are named
+            so. targets: by place, the place of the rank that gets its copies.
         """
         self._place(rank, targets)
         self._capsule_name = lambda place: f"capsule@{members[place]}"

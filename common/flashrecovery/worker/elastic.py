@@ -73,7 +73,7 @@ class ElasticBatches:
         seed: int,
         shuffle: bool = True,
         averaged: bool = True,
-        collate: Callable[[Sequence[Any]], Any] = default_collate,
+        collate: Callable[[list[Any]], Any] = default_collate,
         models: Callable[[], Sequence[torch.nn.Module]] = tuple,
     ) -> None:
         self._dataset = dataset

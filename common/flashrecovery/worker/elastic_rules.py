@@ -85,7 +85,7 @@ class ElasticRules:
         buffers = sorted(name for adapter in registry.adapters for name in adapter.rank_bytes())
         if buffers:
             raise UnsupportedError(
-                f"an elastic job in which steps change {', '.join(buffers[:5])}: each rank has values of its own (running "
-                "statistics of BatchNorm), which depend on the number of ranks; use layers without them (LayerNorm, "
-                "GroupNorm), or track_running_stats=False"
+                f"an elastic job in which steps change {', '.join(buffers[:5])}: each rank has values of its own "
+                "(running statistics of BatchNorm), which depend on the number of ranks; use layers without them "
+                "(LayerNorm, GroupNorm), or track_running_stats=False"
             )

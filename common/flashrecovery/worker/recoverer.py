@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal, NoReturn, Protocol
 
 from flashrecovery import groups
@@ -220,18 +220,18 @@ class Recoverer:
         if message.parity:
             self._loop.copies.regroup([group.ranks for group in message.parity])
         if message.members:
-            self._resize(message.members)
+            self._resize(tuple(message.members))
         addresses = tuple((server.host, server.port) for server in message.stores)
         groups.attach(groups.Servers(addresses, message.deadline_s), command.generation, message.deadline_s)
 
-    def _resize(self, members: Sequence[int]) -> None:
+    def _resize(self, members: tuple[int, ...]) -> None:
         """The job consists of these ranks (as it was launched) from now on. The groups stand alone meanwhile."""
         worker = self._worker
-        if tuple(members) == worker.members:
+        if members == worker.members:
             return
         position, size = members.index(worker.rank), len(members)
         groups.resize(members, worker.rank)
-        worker.members = tuple(members)
+        worker.members = members
         worker.registry.resize(position, size)
         self._loop.copies.resize(worker.members)
         os.environ.update(RANK=str(position), WORLD_SIZE=str(size), ROLE_RANK=str(position), ROLE_WORLD_SIZE=str(size))

@@ -137,8 +137,8 @@ class Recovery:
 
         Raises:
             DataSourceError: ``loader`` is not iterable.
-            UnsupportedError: the job is elastic, and a loader of each rank's own batches depends on how many ranks there
-                are; see :meth:`elastic_batches`.
+            UnsupportedError: the job is elastic, and a loader of each rank's own batches depends on how many ranks
+                there are; see :meth:`elastic_batches`.
         """
         if self._session is not None:
             self._session.refuse_streams()
@@ -156,7 +156,7 @@ class Recovery:
         seed: int = 0,
         shuffle: bool = True,
         averaged: bool = True,
-        collate: Callable[[Sequence[Any]], Any] = default_collate,
+        collate: Callable[[list[Any]], Any] = default_collate,
     ) -> ElasticBatches:
         """The batches of an elastic job: ``for batch in batches.of(step):`` inside of ``with step:``. Works alike in a
         job of a fixed size, and without recovery.

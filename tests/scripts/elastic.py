@@ -59,6 +59,8 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=24)
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--mode", default="ddp")
+    parser.add_argument("--save-to", help="a directory for the state of each version")
+    parser.add_argument("--start-from", help="such a state")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     recovery = flashrecovery.init()
@@ -69,12 +71,28 @@ def main() -> None:
     others = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
+    start = torch.load(args.start_from) if args.start_from else None
+    first = 0
+    if start is not None:
+        for _ in range(2):  # DDP rebuilds its buckets after a first step; in the middle of a run they are final
+            trained(torch.randn(2, 16)).sum().backward()
+        optimizer.zero_grad()
+        first = start["version"]
+        model.load_state_dict(start["model"])
+        optimizer.load_state_dict(start["optimizer"])
+        scheduler.load_state_dict(start["scheduler"])
     recovery.register(model=trained, optimizer=optimizer, scheduler=scheduler)
     batches = recovery.elastic_batches(
-        Numbers(), global_batch=args.global_batch, micro_batch=args.micro_batch, seed=3, averaged=ddp
+        Numbers(),
+        global_batch=args.global_batch,
+        micro_batch=args.micro_batch,
+        seed=3,
+        averaged=ddp,
+        first_step=first,
     )
     torch.manual_seed(1000 + dist.get_rank())  # of no meaning in an elastic job
-    for step in recovery.steps(args.steps):
+    for step in recovery.steps(args.steps - first):
+        number = first + step.index
         with step:
             total = torch.zeros(())
             for batch in batches.of(step):
@@ -82,7 +100,7 @@ def main() -> None:
                 loss = torch.nn.functional.mse_loss(trained(x), y) * batch.weight
                 loss.backward()
                 total += loss.detach()
-                if args.mode == "broken-off" and step.index == 2:
+                if args.mode == "broken-off" and number == 2:
                     break
             time.sleep(args.step_time)
             if not ddp:
@@ -92,9 +110,13 @@ def main() -> None:
             optimizer.zero_grad()
             scheduler.step()
             size = dist.get_world_size()
-            print(f"step={step.index} rank={dist.get_rank()} size={size} loss_hex={total.item().hex()}", flush=True)
+            print(f"step={number} rank={dist.get_rank()} size={size} loss_hex={total.item().hex()}", flush=True)
         if not recovery.void:
-            print(f"state={step.index + 1} {digest_of(model, optimizer)}", flush=True)
+            print(f"state={number + 1} {digest_of(model, optimizer)}", flush=True)
+            if args.save_to and dist.get_rank() == 0:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                state |= {"scheduler": scheduler.state_dict(), "version": number + 1}
+                torch.save(state, f"{args.save_to}/{number + 1}.pt")
     print(f"digest rank={dist.get_rank()} {digest_of(model, optimizer)}", flush=True)
     dist.destroy_process_group()
 

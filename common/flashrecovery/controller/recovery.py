@@ -383,7 +383,7 @@ class RecoverySteps:
             self._job.history.append(recovery)
             self._job.recovery = None
             slowest = slowest_start(self._job.ranks[rank] for rank in recovery.victims if rank in self._job.ranks)
-            self._job.emit(recovery.finished_event(self._job.generation, slowest))
+            self._job.emit(recovery.finished_event(self._job.generation, self._job.ranks, slowest))
         if self._job.places[Place.DONE] and self._job.all_in(*THROUGH):
             for r in self._job.ranks.values():
                 if r.place is Place.DONE:

@@ -72,16 +72,19 @@ class ElasticBatches:
         micro_batch: int,
         seed: int,
         shuffle: bool = True,
+        first_step: int = 0,
         averaged: bool = True,
         collate: Callable[[list[Any]], Any] = default_collate,
         models: Callable[[], Sequence[torch.nn.Module]] = tuple,
     ) -> None:
         self._dataset = dataset
         self._seed = seed
+        self._first_step = first_step
         self._averaged = averaged
         self._collate = collate
         self._models = models
         self._shape = {"global_batch": global_batch, "micro_batch": micro_batch, "seed": seed, "shuffle": shuffle}
+        self.before_fetch: Callable[[], None] = lambda: None
         self._through: int | None = None  # the step whose micro-batches have been handed out, all of them
         try:
             self._order = SampleOrder(len(dataset), global_batch, seed if shuffle else None)
@@ -103,12 +106,13 @@ class ElasticBatches:
     @property
     def settings(self) -> Mapping[str, Any]:
         """What all ranks must have alike."""
-        return {**self._shape, "samples": self._order.samples, "averaged": self._averaged}
+        rest = {"samples": self._order.samples, "first_step": self._first_step, "averaged": self._averaged}
+        return {**self._shape, **rest}
 
     def begin(self, step: int) -> None:
         """A step is handed out: what it draws outside of its micro-batches is the same on all replicas, too."""
         self._through = None
-        _seed_all(stream_seed(self._seed, step, _BETWEEN))
+        _seed_all(stream_seed(self._seed, self._first_step + step, _BETWEEN))
 
     def refuse_unread(self, step: int) -> None:
         """Raises RegistrationError unless all micro-batches of ``step``, which is about to be committed, have been
@@ -120,15 +124,20 @@ class ElasticBatches:
             )
 
     def division(self) -> BatchDivision:
-        """Of a step on the replicas that there are now."""
+        """Of a step, on the replicas that there are now."""
         return BatchDivision(self._shape["global_batch"], self._shape["micro_batch"], _place()[1])
+
+    def schedule(self, step: int) -> Iterator[tuple[int, range]]:
+        """This replica's micro-batches of a step, each with the positions of its samples in the order."""
+        return self.division().schedule(self._first_step + step, _place()[0])
 
     def batch(self, step: int, number: int, positions: range, *, last: bool) -> MicroBatch:
         """Hand out one micro-batch."""
+        self.before_fetch()
         for model in self._models():
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = last
-        _seed_all(stream_seed(self._seed, step, number))
+        _seed_all(stream_seed(self._seed, self._first_step + step, number))
         data = self._collate([self._dataset[self._order.sample(position)] for position in positions])
         return MicroBatch(number, data, float(self.division().weight(averaged=self._averaged)), last)
 
@@ -142,7 +151,7 @@ class _MicroBatches(Iterator[MicroBatch]):
 
     def __init__(self, batches: ElasticBatches, step: int) -> None:
         self._batches, self._step = batches, step
-        self._left = list(batches.division().schedule(step, _place()[0]))
+        self._left = list(batches.schedule(step))
 
     def __next__(self) -> MicroBatch:
         if not self._left:

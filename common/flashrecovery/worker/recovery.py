@@ -155,6 +155,7 @@ class Recovery:
         micro_batch: int,
         seed: int = 0,
         shuffle: bool = True,
+        first_step: int = 0,
         averaged: bool = True,
         collate: Callable[[list[Any]], Any] = default_collate,
     ) -> ElasticBatches:
@@ -167,6 +168,9 @@ class Recovery:
             micro_batch: samples that are computed at once; it divides the global batch. Replicas may have one
                 micro-batch more than others.
             seed: of the order of the samples, and of the random streams of all micro-batches.
+            shuffle: another order in each epoch; False: as they come.
+            first_step: the number, in the order of the samples, of this job's step 0: of a script that goes on from a
+                checkpoint of its own.
             averaged: gradients are averaged over the replicas afterwards, as DistributedDataParallel does it; False:
                 the script sums them.
             collate: makes a list of samples one batch.
@@ -183,6 +187,7 @@ class Recovery:
             micro_batch=micro_batch,
             seed=seed,
             shuffle=shuffle,
+            first_step=first_step,
             averaged=averaged,
             collate=collate,
             models=lambda: [thing for thing in self._registered if isinstance(thing, torch.nn.Module)],

@@ -73,6 +73,7 @@ class Session:
         """Raises RegistrationError after the first step."""
         if self._loop is not None:
             raise RegistrationError("recovery.elastic_batches() after the first step; call it before")
+        batches.before_fetch = self._at_data
         self.registry.batches = batches
 
     def at_script_end(self, callback: Callable[[], None]) -> None:

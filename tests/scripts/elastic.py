@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--mode", default="ddp")
     parser.add_argument("--save-to", help="a directory for the state of each version")
     parser.add_argument("--start-from", help="such a state")
-    args = parser.parse_args()
+    args, _ = parser.parse_known_args()
     dist.init_process_group("gloo")
     recovery = flashrecovery.init()
     model = build()
@@ -102,7 +102,7 @@ def main() -> None:
                 total += loss.detach()
                 if args.mode == "broken-off" and number == 2:
                     break
-            time.sleep(args.step_time)
+            time.sleep(args.step_time / 1e3)
             if not ddp:
                 for parameter in model.parameters():
                     dist.all_reduce(parameter.grad)
@@ -112,7 +112,7 @@ def main() -> None:
             size = dist.get_world_size()
             print(f"step={number} rank={dist.get_rank()} size={size} loss_hex={total.item().hex()}", flush=True)
         if not recovery.void:
-            print(f"state={number + 1} {digest_of(model, optimizer)}", flush=True)
+            print(f"state={number + 1} size={size} {digest_of(model, optimizer)}", flush=True)
             if args.save_to and dist.get_rank() == 0:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 state |= {"scheduler": scheduler.state_dict(), "version": number + 1}

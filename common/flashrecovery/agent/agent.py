@@ -365,6 +365,7 @@ class Agent:
 
     def _paused(self, process: WorkerProcess, message: pb.FromWorker) -> None:
         if self._counts(process):
+            process.stepping = False  # a controller that comes now finds it waiting
             self._send(pb.AgentMessage(paused=message.paused))
 
     def _stands(self, process: WorkerProcess, message: pb.FromWorker) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
+from flashrecovery.controller.crashes import Crashes
 from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.nodes import NodeRecord
 from flashrecovery.controller.outbox import Action, Blame, Outbox
@@ -56,6 +57,7 @@ class JobState:
             often in this recovery.
         needs_known: the generation whose stop has told every rank's needs; 0: none.
         confirmed: how many of the ranks, in order, have committed a step since the last recovery.
+        crashes: of all ranks together, where none that is lost is replaced.
         stuck_at: how often the job has come to a standstill, at the newest such step.
         tokens_per_step: that all ranks take in together, as the script has said; 0: it has not.
     """
@@ -101,6 +103,7 @@ class JobState:
     tokens_per_step: int = 0
 
     in_order: list[RankRecord] = field(default_factory=list)
+    crashes: Crashes = field(default_factory=Crashes)
     _blamed: set[tuple[str, bool, int, int]] = field(default_factory=set)
     _homes: list[str] = field(default_factory=list)  # of the ranks in order, as they were for ...
     _ranks_of: dict[str, list[int]] = field(default_factory=dict)  # ... this, by home

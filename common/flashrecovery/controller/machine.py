@@ -34,7 +34,7 @@ from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.nodes import NodeRecord, NodeState
 from flashrecovery.controller.records import HeldAt, Place, RankRecord, unequal_steps
 from flashrecovery.controller.recovery import RecoverySteps
-from flashrecovery.controller.resizing import Resizing, leaving_without
+from flashrecovery.controller.resizing import Resizing, leaving_without, never_replaced
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.controller.starting import HOW_TO_PROTECT, Starting
 from flashrecovery.controller.takeover import TakeOver
@@ -243,7 +243,8 @@ class Machine:
     def _is_crash_loop(self, record: RankRecord, message: pb.Failure, step: int) -> bool:
         """Whether the rank has failed so often that the job ends for it."""
         cause = cause_of(FailureKind(message.kind), message.signal)
-        count = record.crashes.count(cause, None if record.on_its_way else step)
+        crashes = self.job.crashes if never_replaced(self.job) else record.crashes
+        count = crashes.count(cause, None if record.on_its_way else step)
         if count < limit_of(cause, self.job.config):
             return False
         who, where = f"rank {record.rank}", f"at step {step}"
@@ -331,7 +332,8 @@ class Machine:
         """A worker has come to the step at which the job is to change. The others can come there, too, and no further,
         because this one takes no part in it: so the first one's word is enough."""
         current = message.generation == self.job.generation and self.job.state is State.RUNNING
-        if current and message.rank in self.job.ranks and self._resizing.paused():
+        if current and message.rank in self.job.ranks:
+            self.job.last_failure = self._resizing.why_paused
             self._steps.recover([], FailureKind.RESIZE, now, 0.0, now)
 
     def resize(self, replicas: int, step: int) -> str:

@@ -261,7 +261,8 @@ class RecoverySteps:
         if self._resizing.leave_at(decision.round.version):
             decision = decide(self._job.ranks, self._job.checkpoint)
         self._adopt(decision, now)
-        self._resizing.tell(decision.round.version)
+        if self._resizing.tell(decision.round.version):
+            self._staffing.publish_rank_table()
         self._job.to(State.REGROUPING, now)
         stores = self._staffing.stores()
         limit = self._job.config.timeouts.regroup_s

@@ -102,12 +102,12 @@ class Resizing:
             job.command(record.rank, pb.Command(pause=self._wish.pause()))
         return ""
 
-    def paused(self) -> bool:
-        """A rank has come to the step. Returns whether there is something to do."""
-        if self._wish is None:
-            return False
-        self._job.last_failure = f"the job is resized to {self._wish.replicas} replicas"
-        return True
+    @property
+    def why_paused(self) -> str:
+        """In words, for those who are stopped. A command that was given to a controller before this one is not known
+        any more."""
+        size = "as many" if self._wish is None else self._wish.replicas
+        return f"the job goes on with {size} replicas"
 
     def pause(self) -> pb.Pause | None:
         """What ranks that go on after a recovery are told of a command that is still to be carried out."""
@@ -127,8 +127,8 @@ class Resizing:
 
     # -- both -------------------------------------------------------------------------------------
 
-    def tell(self, version: int) -> None:
-        """The ranks that there are now go on at ``version``."""
+    def tell(self, version: int) -> bool:
+        """The ranks that there are now go on at ``version``. Returns whether they are others than were told last."""
         size = len(self._job.ranks)
         if size != self._size:
             self._job.emit(
@@ -142,6 +142,8 @@ class Resizing:
                 )
             )
             self._size, self._left = size, []
+            return True
+        return False
 
     def members(self) -> Sequence[int]:
         """The ranks of an elastic job, for those who form groups; of others nobody needs to know."""

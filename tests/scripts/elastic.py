@@ -13,9 +13,22 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import flashrecovery
+
+
+class Masked(torch.nn.Module):
+    """A buffer that never changes, but is broadcast by DistributedDataParallel in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", (torch.arange(64) % 5 > 0).float())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.mask
 
 
 class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -39,17 +52,33 @@ def digest_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return found.hexdigest()
 
 
-def build() -> torch.nn.Module:
+def build() -> torch.nn.Sequential:
     torch.manual_seed(5)
     return torch.nn.Sequential(
         torch.nn.Linear(16, 64),
         torch.nn.LayerNorm(64),
         torch.nn.GELU(),
+        Masked(),
         torch.nn.Dropout(0.1),
         torch.nn.Linear(64, 48),
         torch.nn.Tanh(),
         torch.nn.Linear(48, 16),
     )
+
+
+def misbehave(mode: str, model: torch.nn.Sequential, recovery: flashrecovery.Recovery) -> None:
+    """What an elastic job cannot have."""
+    if mode == "loader":
+        recovery.data(torch.utils.data.DataLoader(Numbers()))
+    elif mode == "per-rank":
+        recovery.register(own=torch.Generator().manual_seed(dist.get_rank()))
+    elif mode == "subgroup":
+        dist.new_group([0, 1])
+        dist.new_group([2, 3])
+    elif mode == "batch-norm":
+        model.insert(1, torch.nn.BatchNorm1d(64))
+    elif mode == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
 
 
 def main() -> None:
@@ -65,7 +94,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     recovery = flashrecovery.init()
     model = build()
-    ddp = args.mode != "plain"
+    misbehave(args.mode, model, recovery)
+    ddp = args.mode not in ("plain", "fsdp")
     trained = DistributedDataParallel(model, bucket_cap_mb=0.01) if ddp else model
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim == 1]
@@ -82,6 +112,8 @@ def main() -> None:
         optimizer.load_state_dict(start["optimizer"])
         scheduler.load_state_dict(start["scheduler"])
     recovery.register(model=trained, optimizer=optimizer, scheduler=scheduler)
+    if args.mode == "no-batches":
+        next(recovery.steps(1))
     batches = recovery.elastic_batches(
         Numbers(),
         global_batch=args.global_batch,

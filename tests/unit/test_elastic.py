@@ -376,7 +376,7 @@ def test_a_first_step_continues_the_order(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_step_that_has_not_gone_through_its_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     found = batches(monkeypatch, 0, 2)
     found.begin(3)
-    with pytest.raises(RegistrationError, match="batches.of"):
+    with pytest.raises(RegistrationError, match=r"batches\.of"):
         found.refuse_unread(3)
     next(found.of(3))
     with pytest.raises(RegistrationError):

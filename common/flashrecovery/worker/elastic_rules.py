@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from flashrecovery import groups
 from flashrecovery.config import Settings
 from flashrecovery.errors import UnsupportedError
@@ -45,6 +47,7 @@ def check_start(registry: Registry, own: Sequence[str], *, single_calls: bool) -
     if registry.batches is None:
         raise UnsupportedError(f"an elastic job whose script has not said where its batches come from: {_TAKE}")
     groups.refuse_partial(registry.world_size)
+    _refuse_collectives_of_micro_batches(registry)
     _refuse_unequal([*registry.habits.own, *own])
     for shard in registry.tensor_shards():
         if len(shard.holders) != registry.world_size:
@@ -54,6 +57,16 @@ def check_start(registry: Registry, own: Sequence[str], *, single_calls: bool) -
                 "modules (DistributedDataParallel) are allowed"
             )
     agreement.check_equal("the arguments of elastic_batches()", registry.batches.settings)
+
+
+def _refuse_collectives_of_micro_batches(registry: Registry) -> None:
+    """Replicas may have different numbers of micro-batches, so what communicates in each of them would wait for ever."""
+    models = [thing for thing in registry.known() if isinstance(thing, torch.nn.Module)]
+    if any(isinstance(module, torch.nn.SyncBatchNorm) for model in models for module in model.modules()):
+        raise UnsupportedError(
+            "an elastic job with SyncBatchNorm: it communicates in every micro-batch, of which replicas may have "
+            "different numbers; use LayerNorm or GroupNorm"
+        )
 
 
 def _refuse_unequal(names: Sequence[str]) -> None:
@@ -82,7 +95,7 @@ class ElasticRules:
         assert registry.batches is not None
         registry.batches.refuse_unread(step)
         _refuse_unequal(registry.habits.own)
-        buffers = sorted(name for adapter in registry.adapters for name in adapter.rank_bytes())
+        buffers = sorted(f"buffer {name!r}" for adapter in registry.adapters for name in adapter.moved_buffers())
         if buffers:
             raise UnsupportedError(
                 f"an elastic job in which steps change {', '.join(buffers[:5])}: each rank has values of its own "

@@ -34,6 +34,7 @@ PLACES = (
     _option(*_both("node-rank"), type=int, default=None, help="This node's number; default: as they come."),
     _option("--spare", is_flag=True, default=None, help="This node is a spare one."),
     _option("--slots", type=int, default=None, help="Ranks that this node can hold."),
+    _option("--elastic", default=None, help="MIN:MAX replicas: where a rank cannot be replaced, go on without it."),
     _option("--log", type=click.Choice(["0", "all", "none"]), default=None, help="Ranks whose output is shown live."),
 )
 """How many ranks there are, and where; whoever starts one task for each rank has decided it."""
@@ -62,7 +63,6 @@ OWN = (
     _option("--parity", type=int, default=None, help="With --redundancy parity: losses of a group at once, 1 | 2"),
     _option("--undo", default=None, help="Own pre-step copy: auto | always | never"),
     _option("--snapshots", default=None, help="Copies that outlive all processes: auto | always | never"),
-    _option("--elastic", default=None, help="MIN:MAX replicas: where a rank cannot be replaced, go on without it."),
     _option("--hang-timeout", type=float, default=None, help="Seconds without progress that are never a hang."),
     _option("--checkpoint-dir", type=click.Path(path_type=Path), default=None, help="Fallback checkpoints."),
     _option("--checkpoint-interval", default=None, help="Seconds between fallback checkpoints, or `auto`."),

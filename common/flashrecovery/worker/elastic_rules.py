@@ -60,7 +60,7 @@ def check_start(registry: Registry, own: Sequence[str], *, single_calls: bool) -
 
 
 def _refuse_collectives_of_micro_batches(registry: Registry) -> None:
-    """Replicas may have different numbers of micro-batches, so what communicates in each of them would wait for ever."""
+    """Replicas may have different numbers of micro-batches: what communicates in each of them would wait for ever."""
     models = [thing for thing in registry.known() if isinstance(thing, torch.nn.Module)]
     if any(isinstance(module, torch.nn.SyncBatchNorm) for model in models for module in model.modules()):
         raise UnsupportedError(

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.slow,
 ]
-KILL_AFTER = 4
+KILL_AFTER = 7
 two_hosts, three_hosts = hosts_of_a_test(2), hosts_of_a_test(3)
 
 
@@ -46,7 +46,7 @@ def test_a_node_without_a_spare_one(how: str, two_hosts: Network, tmp_path: Path
     assert event["ranks"] == [0, 1] and event["left"] == [2, 3], ended.explain()
     assert not ended.notices("waiting_for_node"), ended.explain()
     step = event["step"]
-    check_goes_on_alike(ended, commanded(tmp_path, step, 2), step, 2)
+    check_goes_on_alike(ended, commanded(tmp_path / "reference", step, 2), step, 2)
 
 
 def test_the_node_with_the_controller(three_hosts: Network, tmp_path: Path) -> None:
@@ -71,4 +71,4 @@ def test_the_node_with_the_controller(three_hosts: Network, tmp_path: Path) -> N
     assert ended.code == 0 and event["ranks"] == [1, 2] and event["left"] == [0], ended.explain()
     assert [e["victims"] for e in ended.of("recovery_finished")] == [[0], [2]], ended.explain()
     step = event["step"]
-    check_goes_on_alike(ended, commanded(tmp_path, step, 2, launched=3), step, 2)
+    check_goes_on_alike(ended, commanded(tmp_path / "reference", step, 2, launched=3), step, 2)

@@ -92,6 +92,7 @@ def check_goes_on_alike(job: Job, other: Job, step: int, size: int) -> None:
 def commanded(folder: Path, step: int, size: int, launched: int = 4) -> Job:
     """A job of so many ranks that is resized by command, undisturbed: from ``step`` on to ``size``. It is itself
     compared with a job that was started in the new size from that step's state."""
+    folder.mkdir(exist_ok=True)
     elastic = {"elastic": {"min": 1, "max": launched}}
     running = start(folder / "run", elastic, "--step-time", "100", "--save-to", str(folder), nproc=launched)
     running.wait_for("job_started")

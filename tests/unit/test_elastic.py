@@ -265,6 +265,28 @@ def test_a_new_controller_learns_who_has_left() -> None:
     assert world.machine.job.state is State.RUNNING and world.machine.job.all_in(Place.RUNNING)
 
 
+def test_a_new_controller_hears_from_a_rank_that_has_not_heard_that_it_left() -> None:
+    def register(node: str, ranks: list[int], members: list[int], generation: int) -> pb.Register:
+        fields = {"node": node, "host": node, "slots": 2, "incarnation": node, "stride": 2, "peer_port": 1}
+        message = pb.Register(**fields, generation=generation, members=members)  # type: ignore[arg-type]
+        for rank in ranks:
+            worker = pb.WorkerState(rank=rank, pid=rank + 1, resumed=True, stepping=True)
+            worker.joined.CopyFrom(pb.Joined(rank=rank, steps=9))
+            message.workers.append(worker)
+        return message
+
+    for first, second in (
+        (register("a", [0, 1], [0, 1, 2], 2), register("b", [2, 3], [], 1)),
+        (register("b", [2, 3], [], 1), register("a", [0, 1], [0, 1, 2], 2)),
+    ):
+        world = World(2, nnodes=2, controller="h:1", elastic={"min": 2, "max": 4})
+        world.machine.on_register(first, 0.0)
+        world.machine.on_register(second, 0.0)
+        world.collect()
+        assert set(world.machine.job.ranks) == {0, 1, 2}
+        assert told(world, "leave").keys() == {3}
+
+
 # -- pure parts ---------------------------------------------------------------------------------------
 
 

@@ -333,7 +333,7 @@ class Machine:
         because this one takes no part in it: so the first one's word is enough."""
         current = message.generation == self.job.generation and self.job.state is State.RUNNING
         if current and message.rank in self.job.ranks:
-            self.job.last_failure = self._resizing.why_paused
+            self.job.last_failure = self._resizing.why_paused(message.version)
             self._steps.recover([], FailureKind.RESIZE, now, 0.0, now)
 
     def resize(self, replicas: int, step: int) -> str:

@@ -34,6 +34,14 @@ def leaving_without(job: JobState, lost: Collection[int]) -> tuple[int, ...]:
     return leaving(list(job.ranks), lost, ReplicaRange(elastic.min, elastic.max))
 
 
+def tell_to_leave(job: JobState, rank: int, home: str, grace_s: float = 0.0) -> None:
+    """Have the process of a rank, if its node lives, end by itself within ``grace_s`` seconds, or end it."""
+    node = job.nodes.get(home)
+    if node is not None and node.alive:
+        leave = pb.Leave(grace_s=grace_s)
+        job.outbox.send(home, pb.Command(generation=job.generation, rank=rank, leave=leave))
+
+
 @dataclass(frozen=True)
 class Wish:
     """What somebody has commanded: so many replicas, from a step on (-1: from the next one)."""
@@ -73,7 +81,7 @@ class Resizing:
     def end_process(self, rank: int) -> None:
         """Whatever is left of the rank's process ends; it is not replaced now."""
         record = self._job.ranks[rank]
-        self._tell_to_leave(rank, record.home, 0.0)
+        tell_to_leave(self._job, rank, record.home)
         record.vacate()
         record.home, record.capsules = "", ()
 
@@ -102,12 +110,11 @@ class Resizing:
             job.command(record.rank, pb.Command(pause=self._wish.pause()))
         return ""
 
-    @property
-    def why_paused(self) -> str:
-        """In words, for those who are stopped. A command that was given to a controller before this one is not known
-        any more."""
+    def why_paused(self, version: int) -> str:
+        """In words, for those who are stopped: ranks have paused at ``version``. A command that was given to a
+        controller before this one is not known any more."""
         size = "as many" if self._wish is None else self._wish.replicas
-        return f"the job goes on with {size} replicas"
+        return f"the job goes on with {size} replicas from step {version} on"
 
     def pause(self) -> pb.Pause | None:
         """What ranks that go on after a recovery are told of a command that is still to be carried out."""
@@ -152,12 +159,6 @@ class Resizing:
     def _depart(self, rank: int, *, grace_s: float) -> None:
         record = self._job.depart(rank)
         self._left.append(rank)
-        self._tell_to_leave(rank, record.home, grace_s)
+        tell_to_leave(self._job, rank, record.home, grace_s)
         if self._job.homeless_since is not None and all(r.home for r in self._job.in_order):
             self._job.homeless_since = None
-
-    def _tell_to_leave(self, rank: int, home: str, grace_s: float) -> None:
-        node = self._job.nodes.get(home)
-        if node is not None and node.alive:
-            leave = pb.Leave(grace_s=grace_s)
-            self._job.outbox.send(home, pb.Command(generation=self._job.generation, rank=rank, leave=leave))

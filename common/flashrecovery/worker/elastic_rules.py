@@ -46,6 +46,10 @@ def check_start(registry: Registry, own: Sequence[str], *, single_calls: bool) -
         )
     if registry.batches is None:
         raise UnsupportedError(f"an elastic job whose script has not said where its batches come from: {_TAKE}")
+    if any(group.request.kind == "nccl" for group in groups.groups()):
+        raise UnsupportedError(
+            "an elastic job whose process groups use NCCL: that has not been tried yet; gloo is allowed"
+        )
     groups.refuse_partial(registry.world_size)
     _refuse_collectives_of_micro_batches(registry)
     _refuse_unequal([*registry.habits.own, *own])

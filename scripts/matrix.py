@@ -77,8 +77,8 @@ MEGATRON_CORE = (
 )
 HUGGING_FACE = (
     units("trainer"),
-    Selection("the Trainer with DDP, ranks killed", (f"{TRAINER}[ddp]",)),
-    Selection("the Trainer with ZeRO-2, ranks killed", (f"{TRAINER}[zero2]",)),
+    Selection("the Trainer with DDP, ranks killed", (f"{TRAINER}[hf-ddp]",)),
+    Selection("the Trainer with ZeRO-2, ranks killed", (f"{TRAINER}[hf-zero2]",)),
 )
 
 
@@ -195,6 +195,8 @@ def run_selection(python: Path, selection: Selection, scratch: Path, wrap: Seque
             why = (problem.get("message") or "").strip().splitlines()
             failed.append(f"{case.get('name')}: {(why or [''])[0][:200]}")
         skipped += case.find("skipped") is not None
+    if not cases:
+        failed.append("no test has been run")
     return {"seconds": seconds, "passed": len(cases) - len(failed) - skipped, "skipped": skipped, "failed": failed}
 
 

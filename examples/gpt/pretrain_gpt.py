@@ -92,6 +92,8 @@ def main() -> None:
 
     data = recovery.data(build_loader(args))
     log = training.StepLog(args)
+    samples = args.micro_batches * args.batch_size * parallel_state.get_data_parallel_world_size()
+    recovery.report(tokens_per_step=samples * args.context)
     for step in recovery.steps(args.steps):
         with step:
             batches = [next(data) for _ in range(args.micro_batches)]

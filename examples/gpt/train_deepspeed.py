@@ -39,6 +39,8 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
     if args.zero is not None:
         config["zero_optimization"]["stage"] = args.zero
     config["train_micro_batch_size_per_gpu"] = args.batch_size
+    if "flash_recovery" in config:
+        config["flash_recovery"].setdefault("sequence_length", args.context)
     config["optimizer"]["params"]["lr"] = args.lr
     config["scheduler"]["params"]["warmup_max_lr"] = args.lr
     if args.precision:

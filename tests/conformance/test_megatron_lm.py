@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.faults import faults
-from tests.support.jobs import Job, Layout, References, check_fired, check_recovered, check_same
+from tests.support.jobs import Job, Layout, References, check_fired, check_recovered, check_same, tokens_per_step
 from tests.support.megatron_lm import CHECKOUT, FLAGS, MODEL, TIMEOUT_S, needs_checkout, run_lm
 from tests.support.sameness import Printed
 
@@ -78,6 +78,7 @@ def test_deaths_in_training(layout: Layout, tmp_path: Path, reference: Reference
     check_same(job, reference(layout), printed=Printed.LAST_RANK)
     check_fired(job, len(inject))
     check_recovered(job, [0, last])
+    assert tokens_per_step(job) == 8 * 32, "the wrapper has reported them"
 
 
 def test_deaths_while_the_batch_size_ramps_up(tmp_path: Path) -> None:

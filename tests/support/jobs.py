@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashrecovery.observe.timeline import TimelineFile
 from tests.support.sameness import Printed, ProcessLog, Run, differences
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -205,6 +206,12 @@ def read_digests(job: Job, logs: Iterable[Path]) -> None:
         lines = tuple((int(m[1] or m[3]), m[2] or m[4]) for m in _LOSS.finditer(text))
         job.logs.append(ProcessLog(int(name[1]), int(name[2]), lines))
         job.digests.update({int(m[1]): m[2] for m in _DIGEST.finditer(text)})
+
+
+def tokens_per_step(job: Job) -> int:
+    """As the job's course over time has it; 0 if nobody has said."""
+    seen = TimelineFile.model_validate_json((job.run_dir / "timeline.json").read_bytes()).whole
+    return max((tokens // steps for tokens, steps in zip(seen.tokens, seen.steps, strict=True) if steps), default=0)
 
 
 def run_job(run_dir: Path, layout: Layout, *, timeout_s: float = 120, **kwargs: Any) -> Job:

@@ -191,6 +191,22 @@ class TlsSettings(_Model):
     )
 
 
+class ElasticSettings(_Model):
+    """A job that goes on with fewer data-parallel replicas where a rank cannot be replaced."""
+
+    min: int = Field(ge=1, description="replicas with which the job still goes on; with fewer it waits for nodes")
+    max: int = Field(ge=2, description="replicas at most; for now those of the launch (nnodes x nproc_per_node)")
+    replace: Literal["auto", "never"] = Field(
+        "auto",
+        description="auto: a rank leaves only if no node has room for it; never: no rank that is lost is replaced",
+    )
+
+    @property
+    def text(self) -> str:
+        """As it is written on the command line."""
+        return f"{self.min}:{self.max}"
+
+
 class Settings(_Model):
     """What a worker needs to know (handed over in :data:`CONFIG_ENV`)."""
 
@@ -204,6 +220,7 @@ class Settings(_Model):
     checkpoint: CheckpointSettings = Field(CheckpointSettings(), description="fallback checkpoint")
     snapshots: SnapshotSettings = Field(SnapshotSettings(), description="copies that outlive the job's processes")
     timeouts: Timeouts = Field(Timeouts(), description="all timeouts")
+    elastic: ElasticSettings | None = Field(None, description="how many replicas there may be; none: always all")
     resume: bool = Field(
         False,
         description="go on from the newest of living snapshots, snapshots on disk and fallback checkpoints, if any",
@@ -442,7 +459,32 @@ def run_config(values: dict[str, Any], where: str) -> RunConfig:
             "allowed here: 'auto' or 'none' (with a checkpoint)"
         )
     _check_parity(config)
+    _check_elastic(config)
     return config
+
+
+def _check_elastic(config: RunConfig) -> None:
+    """What goes together with an elastic job. Raises ConfigError."""
+    elastic = config.elastic
+    if elastic is None:
+        return
+    if elastic.min > elastic.max:
+        raise ConfigError(f"elastic.min = {elastic.min}: at most elastic.max ({elastic.max}) is allowed")
+    if elastic.max != config.world_size:
+        raise ConfigError(
+            f"elastic.max = {elastic.max}: {config.world_size} is allowed here, the ranks of the launch (nnodes = "
+            f"{config.nnodes} x nproc_per_node = {config.nproc_per_node}); a job does not grow beyond them"
+        )
+    if config.redundancy not in ("auto", "replica", "none"):
+        raise ConfigError(
+            f"redundancy: {config.redundancy!r} in an elastic job (elastic = {elastic.text}), all of whose state has "
+            "replicas; allowed here: 'auto', 'replica', 'none'"
+        )
+    if config.snapshots.keep == "always":
+        raise ConfigError(
+            f"snapshots.keep: 'always' in an elastic job (elastic = {elastic.text}): snapshots are of one number of "
+            "ranks; allowed here: 'auto', 'never'"
+        )
 
 
 def _check_parity(config: RunConfig) -> None:

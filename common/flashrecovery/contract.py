@@ -105,6 +105,11 @@ class Adapter(ABC):
         """The bytes of what makes the newest ``capture_rank`` large, by name."""
         return {}
 
+    def moved_buffers(self) -> Sequence[str]:
+        """Names of buffers whose content is not what it was at the start; where they are each rank's own, a job cannot
+        change its size."""
+        return ()
+
     def touch_mark(self) -> Any:
         """Compared between the hand-out of a step and its mutation or its stop: another value says that tensors of the
         shards have been changed before ``mutating``. Such a step must have its pre-step copy from the beginning."""

@@ -116,8 +116,8 @@ class RecoveryFinished(Event):
     failure has kept them from completing a step that others have completed. ``bytes``: bytes of state that went over
     the wire; ``device_bytes``: how many of them from device to device, the others through host memory and TCP;
     ``decoded_bytes``: how many of them came out of parity. ``phases``: seconds by name. ``reason``: why the job went on
-    from ``resume_step``. ``start``: lines of the script in which the slowest replacement spent most time before its
-    first step, longest first.
+    from ``resume_step``. ``left``: victims that were not replaced: an elastic job goes on without them. ``start``:
+    lines of the script in which the slowest replacement spent most time before its first step, longest first.
     """
 
     event: Literal["recovery_finished"] = "recovery_finished"
@@ -132,7 +132,20 @@ class RecoveryFinished(Event):
     total_s: float = 0.0
     cause: str = ""
     reason: str = ""
+    left: list[int] = Field(default_factory=list)
     start: list[StartLine] = Field(default_factory=list)
+
+
+class JobResized(Event):
+    """An elastic job goes on at ``step`` with another number of replicas than ``before``. ``ranks``: as the job was
+    launched, in the order of their numbers in the process groups; ``left``: those that have left."""
+
+    event: Literal["job_resized"] = "job_resized"
+    step: int
+    before: int
+    replicas: int
+    ranks: list[int] = Field(default_factory=list)
+    left: list[int] = Field(default_factory=list)
 
 
 class FallbackStarted(Event):

@@ -34,6 +34,8 @@ class FailureKind(_Word):
     STANDSTILL = "standstill"
     WARNING = "warning"
     """The rank lives, but its node is given up on a device plugin's warning."""
+    RESIZE = "resize"
+    """No failure: somebody has commanded another number of replicas."""
     CONTROLLER = "controller"
     """The rank was lost while there was no controller."""
 
@@ -66,6 +68,7 @@ class NoticeKind(_Word):
     HEALTH_FATAL = "health_fatal"
     HEALTH_PLUGIN = "health_plugin"
     HEALTH_WARNING = "health_warning"
+    LEFT = "left"
     HOLD_FAILED = "hold_failed"
     NODE_EXCLUDED = "node_excluded"
     NODE_MARKS = "node_marks"

@@ -86,6 +86,7 @@ def test_kinds_that_are_nobodys_doing_leave_nothing() -> None:
         FailureKind.COMMAND,
         FailureKind.STANDSTILL,
         FailureKind.WARNING,
+        FailureKind.RESIZE,
         FailureKind.CONTROLLER,
     }
 

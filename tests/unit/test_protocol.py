@@ -45,6 +45,7 @@ FOR_CALLERS = {
     "flashrecovery.plan.resize": {"Growth", "Position", "Resolve"},  # docs/elastic.md: not carried out yet
     "flashrecovery.plan.strategy": {"StrategyChoice"},  # the same
     "flashrecovery.plan.types": {"LocalRestore", "NoCut", "RestorePlan", "Transfer"},  # what tests hold a decision to
+    "flashrecovery.worker.elastic": {"MicroBatch"},  # what scripts read
     "flashrecovery.worker.transfer": {"TransferReport.bytes_sent"},
     "flashrecovery.controller.records": {"RankRecord.tally"},  # its tally is the job's own count of places
 }

@@ -267,6 +267,9 @@ class TorchAdapter(Adapter):
     def rank_bytes(self) -> Mapping[str, int]:
         return {f"buffer {fqn!r}": nbytes for fqn, nbytes in self._buffers.nbytes().items()}
 
+    def moved_buffers(self) -> Sequence[str]:
+        return self._buffers.moved()
+
     def touch_mark(self) -> Any:
         """Compared by version counters, which no supported framework moves between the hand-out of a step and its
         mutation, and by the calls of :meth:`_setting`.

@@ -181,6 +181,14 @@ class BufferTracker:
         """What the newest :meth:`capture` has to carry, by name."""
         return {i.fqn: i.copy.nbytes for i in self._tracked.values() if i.changed and i.copy is not None}
 
+    def moved(self) -> list[str]:
+        """The buffers whose content, at the newest :meth:`capture`, was not that of the start. (DDP writes to all of
+        them when it broadcasts them.)"""
+        changed = [item for item in self._tracked.values() if item.changed]
+        pairs = [None if i.copy is None or i.base is None else (i.copy, i.base) for i in changed]
+        alike = [pair if pair is not None and _alike(*pair) else None for pair in pairs]
+        return [item.fqn for item, same in zip(changed, all_equal(alike), strict=True) if not same]
+
     def _refresh(self, items: Iterable[_Tracked], *, closely: bool) -> int:
         """Note what has changed since the last look. Returns of how many buffers only the content has shown it."""
         unmoved: list[tuple[_Tracked, torch.Tensor, tuple[int, int]]] = []  # by their counters

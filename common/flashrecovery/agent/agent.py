@@ -66,6 +66,7 @@ class Agent:
         self._generation = 0
         self._attempt = 0
         self._domains: tuple[int, ...] = ()
+        self._members: tuple[int, ...] = ()
         self._ended_by: str | None = None
         self._checkpoint: pb.CheckpointSaved | None = None
         self.finished: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
@@ -89,6 +90,8 @@ class Agent:
             "replace": lambda command: self._tasks.start(self._replace(command)),
             "shutdown": lambda command: self._tasks.start(self.shutdown(command.shutdown.reason or None)),
             "rank_table": self._adopt,
+            "regroup": self._on_regroup,
+            "leave": self._on_leave,
             "probe": lambda command: self._tasks.start(self._probe(command.probe)),
             "look": lambda command: self._tasks.start(self._look(command.look)),
             "modules": self._on_modules,
@@ -105,6 +108,7 @@ class Agent:
             "joined": self._joined,
             "reply": self._replied,
             "done": self._done,
+            "paused": self._paused,
             "hang_report": self._stands,
             "checkpoint": self._saved,
             "notice": self._noticed,
@@ -150,6 +154,7 @@ class Agent:
         message.generation, message.attempt, message.stride = self._generation, self._attempt, self._table.stride
         message.domains.extend(self._domains)
         message.command.extend(self._command)
+        message.members.extend(self._members)
         message.settings.update(self._config.shared())
         known = [p for p in self._ranks.values() if p.exited or not (p.dead or p.failed or p.returncode == 0)]
         message.workers.extend(self._state_of(p) for p in known)
@@ -257,6 +262,20 @@ class Agent:
         self._snapshots.placed([e.rank for e in self._table.ranks if e.node != self._identity.name])
         self._tasks.start(self._setup_logs.spread(self._table, self._ranks, self._identity.name))
 
+    def _on_regroup(self, command: pb.Command) -> None:
+        self._members = tuple(command.regroup.members)
+        self._relay(command)
+
+    def _on_leave(self, command: pb.Command) -> None:
+        """A rank of this node leaves the job."""
+        self._relay(command)
+        self._tasks.start(self._let_go(command.rank, command.leave.grace_s))
+
+    async def _let_go(self, rank: int, grace_s: float) -> None:
+        code = await self._processes.let_go(rank, grace_s)
+        if code is not None and grace_s:
+            self.notice(rank, NoticeKind.LEFT, f"the process of rank {rank} has left the job, with exit code {code}")
+
     async def _replace(self, command: pb.Command) -> None:
         """Fill a rank with a new process."""
         self._attempt, self._domains = command.replace.attempt, tuple(command.replace.domains)
@@ -343,6 +362,11 @@ class Agent:
     def _counts(self, process: WorkerProcess) -> bool:
         """Whether what ``process`` says still counts: it has neither died nor failed."""
         return not (process.dead or process.failed)
+
+    def _paused(self, process: WorkerProcess, message: pb.FromWorker) -> None:
+        if self._counts(process):
+            process.stepping = False  # a controller that comes now finds it waiting
+            self._send(pb.AgentMessage(paused=message.paused))
 
     def _stands(self, process: WorkerProcess, message: pb.FromWorker) -> None:
         self._looks.answered(process, message.hang_report)

@@ -99,6 +99,7 @@ class ProcessManager:
         forked = [] if self._zygotes is None else [Forked(self._zygotes)]
         self._providers: list[ProcessProvider] = [*forked, Spawned(command)]
         self._orphans = Orphans()
+        self._leaving: list[WorkerProcess] = []
         self._orders: dict[int, int] = {}  # how often each rank was to be filled
         self.halted = False
         self.ending = False
@@ -186,6 +187,25 @@ class ProcessManager:
             early=process.page.early_capsules(),
         )
         return process, started
+
+    async def let_go(self, rank: int, grace_s: float) -> int | None:
+        """The rank leaves the job: its process ends by itself within ``grace_s``, or is killed. Returns its exit code;
+        None if there is none, or it was ended together with all others."""
+        self._orders[rank] = self._orders.get(rank, 0) + 1  # what is being filled now is not wanted any more
+        process = self.ranks.pop(rank, None)
+        if process is None:
+            return None
+        process.dead = True  # its end is no failure
+        self._leaving.append(process)
+        self._snapshots.forget([rank])
+        code = await process.end(grace_s)
+        process.kill()
+        code = code if code is not None else await process.end(self._config.timeouts.fence_s)
+        if process not in self._leaving:
+            return None
+        self._leaving.remove(process)
+        self._close(process)
+        return code
 
     def _is_over(self, process: WorkerProcess) -> bool:
         """Whether it has been ended while somebody else was waited for; its page may have been given back."""
@@ -293,7 +313,8 @@ class ProcessManager:
         self.ending = True
         if self._zygotes is not None:
             self._zygotes.close()
-        processes = [*self.ranks.values(), *self.pool.processes()]
+        processes = [*self.ranks.values(), *self.pool.processes(), *self._leaving]
+        self._leaving.clear()
         for process in processes:
             if not process.dead:
                 process.signal(signal.SIGTERM)

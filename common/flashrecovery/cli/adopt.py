@@ -30,6 +30,11 @@ def _adopt(
     given = {name: value for name, value in options.items() if value not in (None, ())}
     task = task_of(os.environ)
     config = load_run_config(config_file, placed(task, settings(given), os.environ))
+    if config.elastic is not None:
+        raise ConfigError(
+            f"elastic = {config.elastic.text}: not with ranks that a launcher has started ({task.launcher}); use "
+            "`flashrecovery run`"
+        )
     if not module and not Path(script).is_file():
         raise ConfigError(f"script {script!r} does not exist (working directory: {os.getcwd()})")
     path = config.run_dir or Path("runs") / re.sub(r"[^\w.-]", "-", task.job)

@@ -18,6 +18,7 @@ _COMMANDS = {
     "controller": "Run only the controller of a job of several nodes.",
     "status": "What a job is doing.",
     "inject": "Inject a fault into a running job.",
+    "resize": "Another number of replicas for a running elastic job.",
     "report": "Every recovery of a job, phase by phase.",
     "checkpoints": "What of a job is on disk, and whether it is whole.",
     "nodes": "Which nodes have failed, and what jobs make of it.",

@@ -12,6 +12,7 @@ import click
 
 from flashrecovery.config import CONTROLLER_PORT, parse_fault
 from flashrecovery.errors import ConfigError
+from flashrecovery.plan.resize import ReplicaRange
 
 ENVIRONMENT = "FLASHRECOVERY_RUN"
 """An option that is not given may be in the variable ``FLASHRECOVERY_RUN_<OPTION>``."""
@@ -33,6 +34,7 @@ PLACES = (
     _option(*_both("node-rank"), type=int, default=None, help="This node's number; default: as they come."),
     _option("--spare", is_flag=True, default=None, help="This node is a spare one."),
     _option("--slots", type=int, default=None, help="Ranks that this node can hold."),
+    _option("--elastic", default=None, help="MIN:MAX replicas: where a rank cannot be replaced, go on without it."),
     _option("--log", type=click.Choice(["0", "all", "none"]), default=None, help="Ranks whose output is shown live."),
 )
 """How many ranks there are, and where; whoever starts one task for each rank has decided it."""
@@ -120,6 +122,9 @@ def settings(options: dict[str, Any]) -> dict[str, Any]:
         values["inject"] = [parse_fault(text).model_dump() for text in inject]
     if "hang_timeout" in values:
         values["timeouts"] = {**values.get("timeouts", {}), "hang_floor_s": values.pop("hang_timeout")}
+    if "elastic" in values:
+        sizes = ReplicaRange.parse(values.pop("elastic"))
+        values["elastic"] = {"min": sizes.least, "max": sizes.most}
     if "snapshots" in values:
         values["snapshots"] = {"keep": values.pop("snapshots")}
     checkpoint: dict[str, Any] = {}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from flashrecovery import events as ev
-from flashrecovery.kinds import NoticeKind
+from flashrecovery.kinds import FailureKind, NoticeKind
+from flashrecovery.plan.words import ranks_text
 
 _OF_THE_SCRIPT = (
     NoticeKind.COMMUNICATION_OUTSIDE,
@@ -36,11 +37,16 @@ def line_of(event: ev.Event) -> str | None:
         first = event.evidence.splitlines()[0] if event.evidence else ""
         return f"rank {event.rank} failed at step {event.step} ({event.kind}: {first})"
     if isinstance(event, ev.RecoveryFinished):
-        victims = ", ".join(map(str, event.victims))
+        replaced = ", ".join(str(rank) for rank in event.victims if rank not in event.left)
+        done = "recovered" if event.cause != FailureKind.RESIZE else "resized"
+        who = f"rank {replaced} replaced, " if replaced else ""
         return (
-            f"recovered in {event.total_s:.2f} s: rank {victims} replaced, training goes on from step "
-            f"{event.resume_step} (generation {event.generation})"
+            f"{done} in {event.total_s:.2f} s: {who}training goes on from step {event.resume_step} (generation "
+            f"{event.generation})"
         )
+    if isinstance(event, ev.JobResized):
+        sizes = f"{event.replicas} replicas instead of {event.before}"
+        return f"{sizes}, from step {event.step} on, without {ranks_text(event.left)}"
     if isinstance(event, ev.NodeLost):
         return f"node {event.node} is lost ({event.evidence})"
     if isinstance(event, ev.FallbackStarted):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.nodes import NodeRecord, NodeState, rooms
+from flashrecovery.controller.resizing import never_replaced
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.kinds import FailureKind, NoticeKind
 from flashrecovery.plan.evacuation import Warned, evacuations
@@ -24,6 +25,8 @@ class Evacuation:
 
     def evacuate(self, now: float) -> None:
         """Give up the warned nodes that the job can do without."""
+        if never_replaced(self._job):
+            return
         marked = [n for n in self._job.nodes.values() if n.doubt and n.state is NodeState.ACTIVE]
         if not marked:
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from flashrecovery import events as ev
@@ -82,8 +82,10 @@ class HistoryEntry:
         self.enter(State.FINISHED, now)
         self.total_s = now - self.failed_at
 
-    def finished_event(self, generation: int, start: Iterable[pb.StartLine] = ()) -> ev.RecoveryFinished:
-        """``start``: where the slowest replacement's time went."""
+    def finished_event(
+        self, generation: int, ranks: Collection[int], start: Iterable[pb.StartLine] = ()
+    ) -> ev.RecoveryFinished:
+        """``ranks``: of which the job consists now; ``start``: where the slowest replacement's time went."""
         return ev.RecoveryFinished(
             generation=generation,
             resume_step=self.resume_step,
@@ -97,5 +99,6 @@ class HistoryEntry:
             total_s=self.total_s,
             cause=self.cause,
             reason=self.reason,
+            left=[rank for rank in self.victims if rank not in ranks],
             start=start_lines(start),
         )

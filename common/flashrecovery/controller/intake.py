@@ -55,6 +55,7 @@ class Intake:
             "reply": self._on_reply,
             "replies": self._on_replies,
             "done": self._on_done,
+            "paused": self._on_paused,
             "exited": self._on_exited,
             "checkpoint": self._on_checkpoint,
             "standby": self._on_standby,
@@ -127,6 +128,9 @@ class Intake:
 
     def _on_done(self, message: pb.AgentMessage, _: str, now: float) -> None:
         self._machine.on_done(message.done, now)
+
+    def _on_paused(self, message: pb.AgentMessage, _: str, now: float) -> None:
+        self._machine.on_paused(message.paused, now)
 
     def _on_exited(self, message: pb.AgentMessage, _: str, now: float) -> None:
         self._machine.on_exited(message.exited, now)

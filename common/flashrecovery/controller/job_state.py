@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
+from flashrecovery.controller.crashes import Crashes
 from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.nodes import NodeRecord
 from flashrecovery.controller.outbox import Action, Blame, Outbox
@@ -27,6 +28,8 @@ class JobState:
     """State of one job. All times are CLOCK_MONOTONIC seconds.
 
     Attributes:
+        ranks: those of which the job consists, numbered as it was launched; of an elastic job some may have left.
+        in_order: the same, by place.
         generation: grows with each recovery and each new start; whatever is of an older one is void.
         places: how many ranks are in each place; their sum is the world size.
         stride: distance in ranks to the neighbour that keeps copies.
@@ -53,7 +56,8 @@ class JobState:
         retry_at: when a failed regroup or restore is tried again; ``retry_for``: what has failed last; ``retries``: how
             often in this recovery.
         needs_known: the generation whose stop has told every rank's needs; 0: none.
-        confirmed: ranks before this one have committed a step since the last recovery.
+        confirmed: how many of the ranks, in order, have committed a step since the last recovery.
+        crashes: of all ranks together, where none that is lost is replaced.
         stuck_at: how often the job has come to a standstill, at the newest such step.
         tokens_per_step: that all ranks take in together, as the script has said; 0: it has not.
     """
@@ -98,12 +102,15 @@ class JobState:
     stuck_at: dict[int, int] = field(default_factory=dict)
     tokens_per_step: int = 0
 
+    in_order: list[RankRecord] = field(default_factory=list)
+    crashes: Crashes = field(default_factory=Crashes)
     _blamed: set[tuple[str, bool, int, int]] = field(default_factory=set)
-    _homes: list[str] = field(default_factory=list)  # by rank, as they were for ...
+    _homes: list[str] = field(default_factory=list)  # of the ranks in order, as they were for ...
     _ranks_of: dict[str, list[int]] = field(default_factory=dict)  # ... this, by home
 
     def __post_init__(self) -> None:
         self.ranks = {r: RankRecord(r, self.places) for r in range(self.config.world_size)}
+        self.in_order = list(self.ranks.values())
 
     def take_actions(self) -> list[Action]:
         """What is to be done because of the events so far, in order."""
@@ -158,9 +165,25 @@ class JobState:
         shutdown = pb.Shutdown(reason=reason)
         self.command(AGENT, pb.Command(shutdown=shutdown))
 
-    def keeper_of_copies(self, rank: int) -> RankRecord:
-        """The rank that holds this rank's neighbour copies."""
-        return self.ranks[(rank + self.stride) % len(self.ranks)]
+    def keeper_of_copies(self, place: int) -> RankRecord:
+        """The rank that holds the neighbour copies of the one at this place."""
+        size = len(self.in_order)
+        step = self.stride % size or 1
+        return self.in_order[(place + step) % size]
+
+    @property
+    def whole(self) -> bool:
+        """No rank has left since the launch."""
+        return len(self.ranks) == self.config.world_size
+
+    def depart(self, rank: int) -> RankRecord:
+        """The rank belongs to the job no longer. Returns what was known of it."""
+        record = self.ranks.pop(rank)
+        self.places[record.place] -= 1
+        self.in_order = list(self.ranks.values())
+        self._homes, self.confirmed = [], 0
+        self.outbox.keep(lambda _, other: other != rank)
+        return record
 
     def saved(self) -> pb.Command:
         """What the agents are to remember: the newest checkpoint, or (version -1) that there is none."""

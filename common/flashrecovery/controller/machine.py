@@ -11,6 +11,7 @@ done with it is in objects that have nothing of their own but their way of doing
 :mod:`.takeover`    a controller that is started while its job runs
 :mod:`.evacuate`    warned nodes are replaced with the next failure
 :mod:`.watching`    hangs and slow ranks
+:mod:`.resizing`    of an elastic job, who leaves and when
 :mod:`.staffing`    for all of them: which process fills a rank, on which node
 ==================  ==========================================================================
 
@@ -33,6 +34,7 @@ from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.nodes import NodeRecord, NodeState
 from flashrecovery.controller.records import HeldAt, Place, RankRecord, unequal_steps
 from flashrecovery.controller.recovery import RecoverySteps
+from flashrecovery.controller.resizing import Resizing, leaving_without, never_replaced
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.controller.starting import HOW_TO_PROTECT, Starting
 from flashrecovery.controller.takeover import TakeOver
@@ -56,7 +58,9 @@ class Machine:
         self.job = JobState(config)
         self._staffing = Staffing(self.job)
         self._starting = Starting(self.job, self._staffing)
-        self._steps = RecoverySteps(self.job, self._staffing, Evacuation(self.job, self._staffing), self._starting)
+        self._resizing = Resizing(self.job)
+        evacuation = Evacuation(self.job, self._staffing)
+        self._steps = RecoverySteps(self.job, self._staffing, evacuation, self._starting, self._resizing)
         self.takeover = TakeOver(self.job, self._staffing, self._starting, self._steps)
         self.watch = HangWatch(self.job)
         self.conduct = Conduct(self.job)
@@ -152,9 +156,11 @@ class Machine:
             self._staffing.fill(self.job.ranks[rank], now, detached=self.job.state is not State.STARTING)
 
     def on_started(self, message: pb.WorkerStarted, node: str, host: str) -> None:
-        record = self.job.ranks[message.rank]
-        if record.filled not in (_ELSEWHERE, message.generation) or not (
-            record.place is Place.EMPTY or (record.place is Place.STARTING and record.pid == message.pid)
+        record = self.job.ranks.get(message.rank)
+        if (
+            record is None
+            or record.filled not in (_ELSEWHERE, message.generation)
+            or not (record.place is Place.EMPTY or (record.place is Place.STARTING and record.pid == message.pid))
         ):
             return  # of a process that has been replaced since
         record.place, record.pid, record.node, record.host = Place.STARTING, message.pid, node, host
@@ -166,8 +172,12 @@ class Machine:
 
     def on_joined(self, message: pb.Joined, now: float) -> None:
         """A worker has come to its first step and says which shards it needs and holds."""
-        record = self.job.ranks[message.rank]
-        if record.place is not Place.STARTING or record.filled not in (_ELSEWHERE, message.generation):
+        record = self.job.ranks.get(message.rank)
+        if (
+            record is None
+            or record.place is not Place.STARTING
+            or record.filled not in (_ELSEWHERE, message.generation)
+        ):
             return  # of a process that has been replaced since
         known, steps = dict(record.needs), record.steps
         record.joined(message)
@@ -200,8 +210,13 @@ class Machine:
 
     def _is_lost(self, message: pb.Failure, now: float) -> bool:
         """Note a failure; returns whether the rank is to be filled again for that."""
-        record = self.job.ranks[message.rank]
-        if self.job.state in (State.FAILED, State.FINISHED) or record.pid != message.pid or record.place is Place.EMPTY:
+        record = self.job.ranks.get(message.rank)
+        if (
+            record is None
+            or self.job.state in (State.FAILED, State.FINISHED)
+            or record.pid != message.pid
+            or record.place is Place.EMPTY
+        ):
             return False
         step = max(message.step, record.committed, 0)
         record.committed = max(record.committed, message.step)
@@ -228,10 +243,14 @@ class Machine:
     def _is_crash_loop(self, record: RankRecord, message: pb.Failure, step: int) -> bool:
         """Whether the rank has failed so often that the job ends for it."""
         cause = cause_of(FailureKind(message.kind), message.signal)
-        count = record.crashes.count(cause, None if record.on_its_way else step)
+        crashes = self.job.crashes if never_replaced(self.job) else record.crashes
+        count = crashes.count(cause, None if record.on_its_way else step)
         if count < limit_of(cause, self.job.config):
             return False
         who, where = f"rank {record.rank}", f"at step {step}"
+        if record.on_its_way and leaving_without(self.job, [record.rank]):
+            record.irreplaceable = True
+            return False
         if record.on_its_way:
             who, where = f"the replacement of rank {record.rank}", "before its first step"
         self.job.fail(
@@ -303,16 +322,28 @@ class Machine:
 
     def on_done(self, message: pb.Done, now: float) -> None:
         """A worker has taken all its steps; it is let go when every rank has."""
-        record = self.job.ranks[message.rank]
-        if message.generation != self.job.generation or record.place is Place.EMPTY:
+        record = self.job.ranks.get(message.rank)
+        if record is None or message.generation != self.job.generation or record.place is Place.EMPTY:
             return
         record.place, record.committed = Place.DONE, message.version
         self._steps.confirm(now)
 
+    def on_paused(self, message: pb.Paused, now: float) -> None:
+        """A worker has come to the step at which the job is to change. The others can come there, too, and no further,
+        because this one takes no part in it: so the first one's word is enough."""
+        current = message.generation == self.job.generation and self.job.state is State.RUNNING
+        if current and message.rank in self.job.ranks:
+            self.job.last_failure = self._resizing.why_paused(message.version)
+            self._steps.recover([], FailureKind.RESIZE, now, 0.0, now)
+
+    def resize(self, replicas: int, step: int) -> str:
+        """See :meth:`.resizing.Resizing.ask`."""
+        return self._resizing.ask(replicas, step)
+
     def on_exited(self, message: pb.Exited, now: float) -> None:
         """A process ended with code 0."""
-        record = self.job.ranks[message.rank]
-        if record.pid != message.pid or self.job.state in (State.FAILED, State.FINISHED):
+        record = self.job.ranks.get(message.rank)
+        if record is None or record.pid != message.pid or self.job.state in (State.FAILED, State.FINISHED):
             return
         finished = record.place in (Place.RELEASED, Place.DONE) or (
             self.job.state is State.STARTING and record.place in (Place.STARTING, Place.FINISHED)
@@ -330,7 +361,7 @@ class Machine:
     @property
     def wants_every_heartbeat(self) -> bool:
         """Whether something waits for the next committed step; else the ranks' health is for those who look."""
-        first_steps = self.job.ranks[0].committed <= self.job.start_version + 1
+        first_steps = self.job.in_order[0].committed <= self.job.start_version + 1
         return self.job.state is State.RUNNING and (self.job.recovery is not None or first_steps)
 
     def on_heartbeat(self, message: pb.Heartbeat, now: float) -> None:
@@ -380,7 +411,7 @@ class Machine:
         ):
             self.job.fail(
                 f"{self.job.last_failure}; no node with room for ranks {self._staffing.homeless()} has come within "
-                f"{self.job.config.timeouts.node_wait_s:g} s"
+                f"{self.job.config.timeouts.node_wait_s:g} s{self._too_few()}"
             )
         late = {rank: what for what, rank in self.job.outbox.expired(now)}
         if late and self.job.state not in (State.FINISHED, State.FAILED):
@@ -394,6 +425,15 @@ class Machine:
                 self._all_again(found.text, now)
         self.watch.report_stragglers(now)
 
+    def _too_few(self) -> str:
+        """Why an elastic job has waited, in words."""
+        elastic = self.job.config.elastic
+        if elastic is None:
+            return ""
+        left = len(self.job.ranks) - len(self._staffing.homeless())
+        never = "no rank is replaced (elastic.replace: never)" if elastic.replace == "never" else "no node was left"
+        return f"; {never}, and with {left} replicas left there would be fewer than elastic.min = {elastic.min}"
+
     def _are_late(self, late: Mapping[int, Ordered], now: float) -> None:
         """These ranks, each with what it was asked, have missed a deadline: all of them are victims, of one recovery.
 
@@ -402,6 +442,8 @@ class Machine:
         """
         empty = sorted(rank for rank in late if self.job.ranks[rank].place is Place.EMPTY)
         survivors = {r.rank for r in self._steps.survivors()}
+        if empty and self._steps.go_on_without(empty, now):
+            return
         if empty:
             self.job.fail(f"{ranks_text(empty)} could not be filled again within the deadline")
         elif self.job.state is State.STARTING and not self.job.places[Place.JOINED]:

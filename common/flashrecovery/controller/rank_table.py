@@ -13,15 +13,22 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 @dataclass(frozen=True)
 class RankTable:
-    """Every rank's entry, by rank. One that has not changed since the table before is the same object there.
+    """Every rank's entry, in order of ranks. One that has not changed since the table before is the same object there.
 
     ``stride``: how far away the rank is that keeps a rank's copies. ``others``: Peer services of the living nodes
-    without ranks, by name.
+    without ranks, by name. ``launched``: how many ranks the job was launched with, 0: as many as there are; of an
+    elastic one some may have left.
     """
 
     entries: tuple[pb.RankEntry, ...]
     stride: int
     others: tuple[tuple[str, str], ...] = ()
+    launched: int = 0
+
+    @property
+    def world(self) -> int:
+        """By which ranks are counted."""
+        return self.launched or len(self.entries)
 
 
 def row(entry: pb.RankEntry) -> dict[str, Any]:
@@ -40,7 +47,7 @@ class Parts:
 
     def __init__(self, table: RankTable) -> None:
         self._table = table
-        self._entries = table.entries
+        self._entries = {entry.rank: entry for entry in table.entries}
         self._of: dict[str, list[pb.RankEntry]] = {}
         for entry in table.entries:
             self._of.setdefault(entry.node, []).append(entry)
@@ -52,7 +59,7 @@ class Parts:
         """The nodes whose part has the entry of ``rank``, or may have it."""
         entries, stride = self._entries, self._table.stride
         node = entries[rank].node
-        owners = {entries[r].node for r in setup_log_keepers(rank, -stride, len(entries))}
+        owners = {entries[r].node for r in setup_log_keepers(rank, -stride, self._table.world) if r in entries}
         return {node, *owners, *itertools.islice(preceding(node, self._ring), OBSERVERS)}
 
     def part_for(self, node: str) -> pb.RankTable:
@@ -60,27 +67,27 @@ class Parts:
         each of the next nodes in the ring; if it has all ranks, the next ones that have none."""
         entries, stride = self._entries, self._table.stride
         wanted = {e.rank: e for e in self._of.get(node, ())}
-        keepers = [k for rank in wanted for k in setup_log_keepers(rank, stride, len(entries))]
-        wanted.update({rank: entries[rank] for rank in keepers})
+        keepers = [k for rank in wanted for k in setup_log_keepers(rank, stride, self._table.world)]
+        wanted.update({rank: entries[rank] for rank in keepers if rank in entries})
         near = [self._of[n][0] for n in itertools.islice(following(node, self._ring), OBSERVERS)]
         wanted.update({e.rank: e for e in near})
         others = itertools.islice(following(node, sorted(self._others)), OBSERVERS)
         peers = [self._others[n] for n in others]
-        return pb.RankTable(ranks=wanted.values(), stride=stride, world_size=len(entries), others=peers)
+        return pb.RankTable(ranks=wanted.values(), stride=stride, world_size=self._table.world, others=peers)
 
     def has_ranks(self, node: str) -> bool:
         return node in self._of
 
     def changed_since(self, old: Parts) -> list[int]:
         """The ranks whose entry is another one."""
-        pairs = zip(self._entries, old._entries, strict=True)
+        pairs = zip(self._table.entries, old._table.entries, strict=True)
         return [mine.rank for mine, its in pairs if mine is not its and mine != its]
 
     def same_shape(self, old: Parts) -> bool:
         """Whether nothing but its entries can make a part differ."""
         mine, other = self._table, old._table
-        mine_is, other_is = (mine.stride, len(mine.entries)), (other.stride, len(other.entries))
-        return mine_is == other_is and self._others == old._others
+        same_ranks = self._entries.keys() == old._entries.keys()
+        return same_ranks and mine.stride == other.stride and self._others == old._others
 
 
 def affected(old: Parts, new: Parts) -> set[str]:

@@ -60,6 +60,7 @@ class RankRecord:
         live: -1 when the process holds no whole version.
         filled: the generation in which it was last ordered to be filled; -1: another controller has ordered it.
         on_its_way: the process has not been let into its loop yet.
+        irreplaceable: its replacements have failed so often that an elastic job goes on without it.
         capsules, early: versions of its capsule that its last process's page has, and those of them that are not final.
         late: versions whose capsule, on this rank, was not what it had been early.
         steps: that it will take; -1 when the script's end is the end of its steps, None as long as it has not said so.
@@ -85,6 +86,7 @@ class RankRecord:
     joined_generation: int = 0
     filled: int = -1
     on_its_way: bool = False
+    irreplaceable: bool = False
     steps: int | None = None
     in_snapshots: bool = False
     needs: dict[str, int] = field(default_factory=dict)

@@ -21,6 +21,7 @@ from flashrecovery.controller.records import (
     unequal_claims,
     unequal_steps,
 )
+from flashrecovery.controller.resizing import Resizing
 from flashrecovery.controller.restore import Decision, RestoreRound, decide, from_snapshots
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.controller.starting import Starting
@@ -38,8 +39,11 @@ _MAX_RETRIES = 3
 class RecoverySteps:
     """Transitions between the states of a recovery."""
 
-    def __init__(self, job: JobState, staffing: Staffing, evacuation: Evacuation, starting: Starting) -> None:
+    def __init__(
+        self, job: JobState, staffing: Staffing, evacuation: Evacuation, starting: Starting, resizing: Resizing
+    ) -> None:
         self._job = job
+        self._resizing = resizing
         self._staffing = staffing
         self._evacuation = evacuation
         self._starting = starting
@@ -159,15 +163,33 @@ class RecoverySteps:
 
     def _replace(self, victims: Sequence[int], now: float) -> None:
         """Fill these ranks again, and go on if there is somebody to go on from."""
+        lost = self._resizing.without_replacement(victims)
+        if lost and not self._resizing.lose(lost):
+            self._await_nodes(lost, now)
         for victim in victims:
-            if self._job.ranks[victim].home:
-                self._job.ranks[victim].vacate()
-                self._staffing.fill(self._job.ranks[victim], now, detached=True)
+            record = self._job.ranks.get(victim)
+            if record is not None and record.home:
+                record.vacate()
+                self._staffing.fill(record, now, detached=True)
         if not self.survivors() and self._job.checkpoint is None and not self._in_snapshots():
             why = f"no survivor holds any state and there is no checkpoint; the last failure: {self._job.last_failure}"
             self._nothing_to_go_on_from(why, now)
         else:
             self.advance(now)
+
+    def _await_nodes(self, ranks: Sequence[int], now: float) -> None:
+        """Ranks that cannot be replaced now, and without which an elastic job would be too small."""
+        for rank in ranks:
+            if self._job.ranks[rank].home:
+                self._resizing.end_process(rank)
+        self._staffing.settle(list(ranks), now)
+
+    def go_on_without(self, ranks: Sequence[int], now: float) -> bool:
+        """Whether the job can do without these ranks, which could not be filled again; if so, it does."""
+        if not self._resizing.lose(ranks):
+            return False
+        self.advance(now)
+        return True
 
     def _in_snapshots(self) -> bool:
         """Whether the state can be there although no process is: their nodes hold copies. Not if all ranks have raised
@@ -236,14 +258,20 @@ class RecoverySteps:
         except JobFailedError as e:
             self._nothing_to_go_on_from(str(e), now)
             return
+        if self._resizing.leave_at(decision.round.version):
+            decision = decide(self._job.ranks, self._job.checkpoint)
         self._adopt(decision, now)
+        if self._resizing.tell(decision.round.version):
+            self._staffing.publish_rank_table()
         self._job.to(State.REGROUPING, now)
         stores = self._staffing.stores()
         limit = self._job.config.timeouts.regroup_s
         for record in self._job.ranks.values():
             record.place = Place.RECOVERING
         parity = [pb.ParityRanks(ranks=ranks) for ranks in self._other_parity_groups()]
-        command = pb.Command(regroup=pb.Regroup(stores=stores, deadline_s=limit, parity=parity))
+        members = self._resizing.members()
+        regroup = pb.Regroup(stores=stores, deadline_s=limit, parity=parity, members=members)
+        command = pb.Command(regroup=regroup)
         self._job.command_all(self._job.ranks.values(), command, now + 2 * limit, Ordered.REGROUP)
         if not decision.checkpoint:
             self._restore_idle(now + 2 * limit)
@@ -281,7 +309,7 @@ class RecoverySteps:
     def _tell_of_cut_short(self, victims: Sequence[int], version: int) -> None:
         """Ranks that had committed ``version``, and died before they came to its hand-out: nobody can tell what their
         script had still to do there. It is not silently left out."""
-        for record in (self._job.ranks[rank] for rank in victims):
+        for record in (self._job.ranks[rank] for rank in victims if rank in self._job.ranks):
             if record.committed >= version and version in record.early and version in record.capsules:
                 text = (
                     f"rank {record.rank} died between the block of step {version - 1} and the next one; what only this "
@@ -342,9 +370,8 @@ class RecoverySteps:
             record.committed = version
             if self._job.state is State.RUNNING:
                 record.place = Place.RUNNING
-        self._job.command_all(
-            self._job.ranks.values(), pb.Command(resume=pb.Resume(version=version)), now + limit, Ordered.RESUME
-        )
+        resume = pb.Resume(version=version, pause=self._resizing.pause())
+        self._job.command_all(self._job.ranks.values(), pb.Command(resume=resume), now + limit, Ordered.RESUME)
 
     def confirm(self, now: float) -> None:
         """A recovery is over when every rank has committed one more real step (or has no step left); so is the job."""
@@ -356,8 +383,8 @@ class RecoverySteps:
             self._recovered()
             self._job.history.append(recovery)
             self._job.recovery = None
-            slowest = slowest_start(self._job.ranks[rank] for rank in recovery.victims)
-            self._job.emit(recovery.finished_event(self._job.generation, slowest))
+            slowest = slowest_start(self._job.ranks[rank] for rank in recovery.victims if rank in self._job.ranks)
+            self._job.emit(recovery.finished_event(self._job.generation, self._job.ranks, slowest))
         if self._job.places[Place.DONE] and self._job.all_in(*THROUGH):
             for r in self._job.ranks.values():
                 if r.place is Place.DONE:
@@ -388,8 +415,8 @@ class RecoverySteps:
     def _all_have_gone_on(self, resume_step: int) -> bool:
         """Whether every rank has committed a step after ``resume_step`` or has none left. Who has, has for good; so
         each rank is asked about only until then, however many heartbeats come."""
-        while self._job.confirmed < len(self._job.ranks):
-            record = self._job.ranks[self._job.confirmed]
+        while self._job.confirmed < len(self._job.in_order):
+            record = self._job.in_order[self._job.confirmed]
             if record.place not in THROUGH and record.committed <= resume_step:
                 return False
             self._job.confirmed += 1
@@ -412,7 +439,7 @@ class RecoverySteps:
             self._job.fail(why)  # a script that does so on all ranks will do so again
         elif self._job.start_version > 0:
             self._job.fail(f"{why}; without --resume the job begins anew")
-        elif max(r.committed for r in self._job.ranks.values()) <= 1:
+        elif self._job.whole and max(r.committed for r in self._job.ranks.values()) <= 1:
             self._starting.start_again(f"{why}; only the first step is lost", now)
         else:
             self._job.fail(why)

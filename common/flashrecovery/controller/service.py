@@ -205,9 +205,17 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
     async def Inject(self, request: pb.InjectRequest, context: Context) -> pb.InjectReply:
         """Arm or deliver a fault."""
         error = self._drills.refusal(request)
+        if not error and request.rank not in self.machine.job.ranks:
+            error = f"rank {request.rank} has left the job"
         if not error:
             self._actions.inject(request)
         return pb.InjectReply(accepted=not error, error=error)
+
+    async def Resize(self, request: pb.ResizeRequest, context: Context) -> pb.ResizeReply:
+        """Change the number of replicas of an elastic job."""
+        error = self.machine.resize(request.replicas, request.step)
+        self._actions.carry_out()
+        return pb.ResizeReply(error=error)
 
     def arm(self, spec: FaultSpec) -> None:
         """A fault of the command line; its rank gets it right before the first step."""

@@ -6,6 +6,7 @@ from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.nodes import NodeRecord, NodeState, rooms
 from flashrecovery.controller.rank_table import RankTable
 from flashrecovery.controller.records import Place, RankRecord
+from flashrecovery.controller.resizing import leaving_without, never_replaced
 from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan.placement import place, setup_log_keepers
 from flashrecovery.plan.stores import choose, store_count
@@ -22,9 +23,10 @@ class Staffing:
         """Give ``ranks``, which have lost their node, a new one; False if there is no room for them. ``excluded``: also
         one that is not to be used."""
         taken = [r.home for r in self._job.ranks.values() if r.home]
-        places = place(ranks, rooms(self._job.nodes.values(), taken, excluded=excluded), lost_domain)
+        free = [] if never_replaced(self._job) else rooms(self._job.nodes.values(), taken, excluded=excluded)
+        places = place(ranks, free, lost_domain)
         if places is None:
-            if self._job.homeless_since is None:
+            if self._job.homeless_since is None and not leaving_without(self._job, ranks):
                 self._job.homeless_since = now
                 limit_s = self._job.config.timeouts.node_wait_s
                 wait = f"ranks {ranks} wait {limit_s:g} s at most for a node with room for them"
@@ -92,8 +94,8 @@ class Staffing:
         """The agents that keep the rank's set-up log for when its own node is lost; none if its node still has it."""
         if record.page_on == record.home:
             return []
-        ranks = setup_log_keepers(record.rank, self._job.stride, len(self._job.ranks))
-        nodes = [self._job.nodes.get(self._job.ranks[rank].page_on) for rank in ranks]
+        ranks = setup_log_keepers(record.rank, self._job.stride, self._job.config.world_size)
+        nodes = [self._job.nodes.get(r.page_on) for rank in ranks if (r := self._job.ranks.get(rank)) is not None]
         return list(dict.fromkeys(node.peer for node in nodes if node is not None and node.alive))
 
     def store(self) -> tuple[str, int]:
@@ -130,7 +132,8 @@ class Staffing:
         entries = tuple(r.entry(peers.get(r.home, "")) for r in self._job.ranks.values())
         living = [node for node in self._job.nodes.values() if node.state in (NodeState.ACTIVE, NodeState.SPARE)]
         others = tuple(sorted((node.name, node.peer) for node in living if node.name not in homes))
-        self._job.outbox.publish(self._job.generation, RankTable(entries, self._job.stride, others))
+        table = RankTable(entries, self._job.stride, others, self._job.config.world_size)
+        self._job.outbox.publish(self._job.generation, table)
 
     def publish_others(self) -> None:
         """A node without ranks has come or gone: a node that has all of them is to know of it, or it could not tell

@@ -46,7 +46,7 @@ def job_status(
         standby_starting=starting,
         last_failure=machine.job.last_failure,
         failure_reason=machine.job.failure_reason,
-        ranks=[_rank(machine, r, now) for r in machine.job.ranks.values()],
+        ranks=[_rank(machine, r, place, now) for place, r in enumerate(machine.job.in_order)],
         recoveries=[
             pb.RecoverySummary(
                 generation=x.generation,
@@ -61,7 +61,7 @@ def job_status(
     )
 
 
-def _rank(machine: Machine, r: RankRecord, now: float) -> pb.RankStatus:
+def _rank(machine: Machine, r: RankRecord, place: int, now: float) -> pb.RankStatus:
     found = pb.RankStatus(
         rank=r.rank,
         pid=r.pid,
@@ -76,7 +76,7 @@ def _rank(machine: Machine, r: RankRecord, now: float) -> pb.RankStatus:
         straggler=r.rank in machine.watch.stragglers.slow,
         overhead_s=r.overhead_s,
     )
-    keeper = machine.job.keeper_of_copies(r.rank)
+    keeper = machine.job.keeper_of_copies(place)
     if keeper.kept >= 0:
         found.copied, found.copied_by = keeper.kept + 1, keeper.rank
         found.copy_age_s = keeper.kept_age_s + max(now - keeper.heard_at, 0.0)

@@ -13,6 +13,7 @@ from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.nodes import NodeRecord, NodeState
 from flashrecovery.controller.records import THROUGH, Place, RankRecord
 from flashrecovery.controller.recovery import RecoverySteps
+from flashrecovery.controller.resizing import tell_to_leave
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.controller.starting import Starting
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered
@@ -53,6 +54,7 @@ class TakeOver:
             self._job.found_since = self._job.started_at = now
         if self._job.found_at is not None:
             self._job.found_at = now
+        self._forget_who_left(node, message)
         for worker in message.workers:
             record = self._job.ranks[worker.rank]
             lives = record.place is not Place.EMPTY
@@ -74,6 +76,16 @@ class TakeOver:
         self._job.restarts = max(self._job.restarts, message.attempt)
         if all(r.home for r in self._job.ranks.values()):
             self._take_over(now)
+
+    def _forget_who_left(self, node: NodeRecord, message: pb.Register) -> None:
+        """An elastic job has gone on without some ranks; one of their processes may not have heard of it yet."""
+        for rank in set(self._job.ranks).difference(message.members) if message.members else ():
+            tell_to_leave(self._job, rank, self._job.depart(rank).home)
+        for left in [worker for worker in message.workers if worker.rank not in self._job.ranks]:
+            tell_to_leave(self._job, left.rank, node.name)
+            message.workers.remove(left)
+        for page in [page for page in message.pages if page.rank not in self._job.ranks]:
+            message.pages.remove(page)
 
     def _adopt_page(self, record: RankRecord, page: pb.PageOf, node: NodeRecord, generation: int) -> None:
         """The rank's process has died there. Filled again on that node, it finds its capsules."""

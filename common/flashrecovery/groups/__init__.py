@@ -36,6 +36,7 @@ from flashrecovery.groups.registry import (
     underway_ns,
     watch_outside,
 )
+from flashrecovery.groups.resizing import refuse_partial, resize
 from flashrecovery.groups.setup_log import replay_setup_log, start_setup_log, take_setup_log
 from flashrecovery.groups.stores import Servers
 from flashrecovery.groups.torch_private import before_destruction, named_group
@@ -69,8 +70,10 @@ __all__ = [
     "named_group",
     "operation_count",
     "raised_count",
+    "refuse_partial",
     "replay_setup_log",
     "reported_errors",
+    "resize",
     "set_detached",
     "set_operation_hook",
     "set_outside_hook",

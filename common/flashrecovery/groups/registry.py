@@ -73,13 +73,18 @@ class ManagedGroup:
         self.request = request
         self._pg = weakref.ref(pg)
 
+    def became(self, request: GroupRequest) -> None:
+        """The group has other members now."""
+        self.request = request
+        self.__dict__.pop("members", None)
+
     @property
     def name(self) -> str:
         return self.request.name
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Global ranks in group order."""
+        """Global ranks, as the job was launched, in group order."""
         return self.request.ranks
 
     @property

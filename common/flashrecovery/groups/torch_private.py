@@ -10,6 +10,7 @@ Whether the installed torch has it is probed first (:mod:`flashrecovery.capabili
   that ``dist.get_backend`` and everything that asks it sees the backend the user named.
 * ``Backend.backend_capability`` of the plug-in is set to the devices of the group that is being made.
 * ``ProcessGroupGloo._Options`` has no public constructor; its devices are replaced by ours.
+* ``_world.pg_group_ranks`` is rewritten when the world is resized; rank and size themselves are changed in C++.
 * ``ProcessGroup._start_coalescing`` and ``_end_coalescing``, as ``batch_isend_irecv`` calls them.
 * ``formatSockAddr`` of its sockets asks for no more names once it has failed (:mod:`.peer_names`).
 * ``native/gloo_abi.h`` declares gloo's transport interface (see there).
@@ -192,6 +193,11 @@ def make_sparse_group(name: str, size: int, rank: int, ranks: Sequence[int], sto
     del c10d._world.pg_names[pg]  # their number goes into the names of groups made with hashed names
     c10d._world.pg_group_ranks[pg] = {r: i for i, r in enumerate(ranks or range(size))}
     return pg
+
+
+def renumber(pg: Any, size: int) -> None:
+    """The ranks of a group that has been resized are counted anew: its numbers are global ones, too."""
+    c10d._world.pg_group_ranks[pg] = {rank: rank for rank in range(size)}
 
 
 def before_destruction(callback: Callable[[], None]) -> None:

@@ -100,6 +100,13 @@ def setup_log_keepers(rank: int, stride: int, world: int) -> tuple[int, ...]:
     return tuple(keeper for keeper in ring if keeper != rank)
 
 
+def ring_of(size: int, stride: int) -> list[int]:
+    """By the place of each of ``size`` (2 or more) ranks, the place of the one that keeps its copies: ``stride`` away,
+    as in a job of the launch's size, or next to it where that would be itself."""
+    step = stride % size or 1
+    return [(place + step) % size for place in range(size)]
+
+
 def neighbour_stride(domains: Sequence[str], ranks_per_node: int) -> int:
     """Rank r's copies go to rank ``r + stride`` (modulo the world size), on another node and as far as possible in
     another failure domain. ``domains``: of each node, in node order. One node: the next rank.

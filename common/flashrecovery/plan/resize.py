@@ -144,6 +144,15 @@ def resolve(loss: Loss) -> Resolve:
     return Resolve(Remedy.SHRINK, tuple(filled), leaving, replace(grid, dp=size), text)
 
 
+def leaving(members: Sequence[int], lost: Collection[int], sizes: ReplicaRange) -> tuple[int, ...]:
+    """The ranks that leave a job of replicas of one rank each when ``lost`` ones of its ``members`` cannot be replaced;
+    none if too few would be left."""
+    places = frozenset(place for place, rank in enumerate(members) if rank in lost)
+    loss = Loss(RankGrid(dp=len(members)), places, sizes=sizes, micro_batches=len(members))
+    found = resolve(loss)
+    return tuple(members[place] for place in found.leaving) if found.remedy is Remedy.SHRINK else ()
+
+
 @dataclass(frozen=True)
 class Growth:
     """Whether replicas come. ``grid``: the job afterwards, the same if none does."""

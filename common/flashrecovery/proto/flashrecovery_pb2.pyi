@@ -96,6 +96,7 @@ class AgentMessage(_message.Message):
     REPLIES_FIELD_NUMBER: _builtins.int
     HANG_REPORTS_FIELD_NUMBER: _builtins.int
     VOUCH_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     acknowledged: _builtins.int
     """newest number received from the other side"""
@@ -143,6 +144,8 @@ class AgentMessage(_message.Message):
     def hang_reports(self) -> Global___HangReports: ...
     @_builtins.property
     def vouch(self) -> Global___Vouch: ...
+    @_builtins.property
+    def paused(self) -> Global___Paused: ...
     def __init__(
         self,
         *,
@@ -168,12 +171,13 @@ class AgentMessage(_message.Message):
         replies: Global___Replies | None = ...,
         hang_reports: Global___HangReports | None = ...,
         vouch: Global___Vouch | None = ...,
+        paused: Global___Paused | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "paused", b"paused", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "age_base", b"age_base", "body", b"body", "checkpoint", b"checkpoint", "done", b"done", "echo", b"echo", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "sent_at", b"sent_at", "sequence", b"sequence", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "age_base", b"age_base", "body", b"body", "checkpoint", b"checkpoint", "done", b"done", "echo", b"echo", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "paused", b"paused", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "sent_at", b"sent_at", "sequence", b"sequence", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice", "probed", "modules", "electors_known", "replies", "hang_reports", "vouch"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice", "probed", "modules", "electors_known", "replies", "hang_reports", "vouch", "paused"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -223,6 +227,7 @@ class Register(_message.Message):
     SUSPECT_FIELD_NUMBER: _builtins.int
     COMMAND_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
     SETTINGS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """name, unique in the job"""
@@ -264,6 +269,10 @@ class Register(_message.Message):
         """of the ranks here whose processes have died or failed, and have not been replaced"""
 
     @_builtins.property
+    def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of an elastic job, as its newest Regroup has said; none: there was none here"""
+
+    @_builtins.property
     def settings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """that all nodes and the controller must have alike, as JSON"""
 
@@ -288,11 +297,12 @@ class Register(_message.Message):
         suspect: _builtins.str = ...,
         command: _abc.Iterable[_builtins.str] | None = ...,
         pages: _abc.Iterable[Global___PageOf] | None = ...,
+        members: _abc.Iterable[_builtins.int] | None = ...,
         settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoint", b"checkpoint", "command", b"command", "domain", b"domain", "domains", b"domains", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "node", b"node", "node_rank", b"node_rank", "pages", b"pages", "peer_port", b"peer_port", "settings", b"settings", "slots", b"slots", "spare", b"spare", "store_port", b"store_port", "stride", b"stride", "suspect", b"suspect", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoint", b"checkpoint", "command", b"command", "domain", b"domain", "domains", b"domains", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "members", b"members", "node", b"node", "node_rank", b"node_rank", "pages", b"pages", "peer_port", b"peer_port", "settings", b"settings", "slots", b"slots", "spare", b"spare", "store_port", b"store_port", "stride", b"stride", "suspect", b"suspect", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1356,6 +1366,33 @@ class Done(_message.Message):
 Global___Done: _TypeAlias = Done  # noqa: Y015
 
 @_typing.final
+class Paused(_message.Message):
+    """The worker has come to the step at which it was to pause (or a later one), and has not begun it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    generation: _builtins.int
+    version: _builtins.int
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "rank", b"rank", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Paused: _TypeAlias = Paused  # noqa: Y015
+
+@_typing.final
 class Position(_message.Message):
     """Where a rank is, in answer to a hold."""
 
@@ -1577,6 +1614,8 @@ class Command(_message.Message):
     GO_THROUGH_FIELD_NUMBER: _builtins.int
     VOUCHED_FIELD_NUMBER: _builtins.int
     SAVED_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
+    LEAVE_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """see AgentMessage"""
@@ -1644,6 +1683,12 @@ class Command(_message.Message):
         """the newest one, for the agent to keep; version -1: there is none"""
 
     @_builtins.property
+    def pause(self) -> Global___Pause: ...
+    @_builtins.property
+    def leave(self) -> Global___Leave:
+        """agent and worker: the rank leaves the job"""
+
+    @_builtins.property
     def refused(self) -> Global___Refused:
         """instead of the first word: this agent cannot join, see controller/admission.py"""
 
@@ -1681,13 +1726,15 @@ class Command(_message.Message):
         go_through: Global___GoThrough | None = ...,
         vouched: Global___Vouched | None = ...,
         saved: Global___CheckpointSaved | None = ...,
+        pause: Global___Pause | None = ...,
+        leave: Global___Leave | None = ...,
         refused: Global___Refused | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "checkpoint", b"checkpoint", "electors", b"electors", "fault", b"fault", "fence", b"fence", "go_through", b"go_through", "heartbeat", b"heartbeat", "hold", b"hold", "keep_undo", b"keep_undo", "look", b"look", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank_table", b"rank_table", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "shutdown", b"shutdown", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "checkpoint", b"checkpoint", "electors", b"electors", "fault", b"fault", "fence", b"fence", "go_through", b"go_through", "heartbeat", b"heartbeat", "hold", b"hold", "keep_undo", b"keep_undo", "leave", b"leave", "look", b"look", "modules", b"modules", "pause", b"pause", "ping", b"ping", "probe", b"probe", "rank_table", b"rank_table", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "shutdown", b"shutdown", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "batch", b"batch", "body", b"body", "checkpoint", b"checkpoint", "echo", b"echo", "electors", b"electors", "fault", b"fault", "fence", b"fence", "generation", b"generation", "go_through", b"go_through", "heartbeat", b"heartbeat", "hold", b"hold", "keep_undo", b"keep_undo", "look", b"look", "modules", b"modules", "ping", b"ping", "probe", b"probe", "rank", b"rank", "rank_table", b"rank_table", "ranks", b"ranks", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "sent_at", b"sent_at", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "batch", b"batch", "body", b"body", "checkpoint", b"checkpoint", "echo", b"echo", "electors", b"electors", "fault", b"fault", "fence", b"fence", "generation", b"generation", "go_through", b"go_through", "heartbeat", b"heartbeat", "hold", b"hold", "keep_undo", b"keep_undo", "leave", b"leave", "look", b"look", "modules", b"modules", "pause", b"pause", "ping", b"ping", "probe", b"probe", "rank", b"rank", "rank_table", b"rank_table", "ranks", b"ranks", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "sent_at", b"sent_at", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold", "heartbeat", "probe", "fence", "modules", "electors", "batch", "look", "go_through", "vouched", "saved", "refused"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold", "heartbeat", "probe", "fence", "modules", "electors", "batch", "look", "go_through", "vouched", "saved", "pause", "leave", "refused"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -2166,6 +2213,8 @@ Global___Stop: _TypeAlias = Stop  # noqa: Y015
 class Regroup(_message.Message):
     """stores: the groups are spread over them, on each rank alike (plan/stores.py).
     parity: the ranks of all parity groups from the resume on, if they are not those of the launch.
+    members: of an elastic job, its ranks from the resume on, in order: each one's place among them is its number in the
+    process groups.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2173,21 +2222,25 @@ class Regroup(_message.Message):
     STORES_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     PARITY_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
     deadline_s: _builtins.float
     @_builtins.property
     def stores(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreServer]: ...
     @_builtins.property
     def parity(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParityRanks]: ...
+    @_builtins.property
+    def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         stores: _abc.Iterable[Global___StoreServer] | None = ...,
         deadline_s: _builtins.float = ...,
         parity: _abc.Iterable[Global___ParityRanks] | None = ...,
+        members: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "parity", b"parity", "stores", b"stores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "members", b"members", "parity", b"parity", "stores", b"stores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2291,19 +2344,65 @@ class Resume(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
+    @_builtins.property
+    def pause(self) -> Global___Pause: ...
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
+        pause: Global___Pause | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Resume: _TypeAlias = Resume  # noqa: Y015
+
+@_typing.final
+class Pause(_message.Message):
+    """Begin no step from this one on, but say so (Paused) and wait for commands."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pause: _TypeAlias = Pause  # noqa: Y015
+
+@_typing.final
+class Leave(_message.Message):
+    """Its process ends by itself, or is killed when it is still there after grace_s."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRACE_S_FIELD_NUMBER: _builtins.int
+    grace_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        grace_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_s", b"grace_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Leave: _TypeAlias = Leave  # noqa: Y015
 
 @_typing.final
 class Release(_message.Message):
@@ -2748,6 +2847,7 @@ class FromWorker(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     NOTICE_FIELD_NUMBER: _builtins.int
     HANG_REPORT_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def warmed(self) -> Global___Warmed: ...
     @_builtins.property
@@ -2766,6 +2866,8 @@ class FromWorker(_message.Message):
     def notice(self) -> Global___Notice: ...
     @_builtins.property
     def hang_report(self) -> Global___HangReport: ...
+    @_builtins.property
+    def paused(self) -> Global___Paused: ...
     def __init__(
         self,
         *,
@@ -2778,12 +2880,13 @@ class FromWorker(_message.Message):
         checkpoint: Global___CheckpointSaved | None = ...,
         notice: Global___Notice | None = ...,
         hang_report: Global___HangReport | None = ...,
+        paused: Global___Paused | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hang_report", b"hang_report", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "reply", b"reply", "warmed", b"warmed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hang_report", b"hang_report", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "paused", b"paused", "reply", b"reply", "warmed", b"warmed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hang_report", b"hang_report", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "reply", b"reply", "warmed", b"warmed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hang_report", b"hang_report", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "paused", b"paused", "reply", b"reply", "warmed", b"warmed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["warmed", "modules", "joined", "reply", "done", "last_words", "checkpoint", "notice", "hang_report"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["warmed", "modules", "joined", "reply", "done", "last_words", "checkpoint", "notice", "hang_report", "paused"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -3737,3 +3840,46 @@ class InjectReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InjectReply: _TypeAlias = InjectReply  # noqa: Y015
+
+@_typing.final
+class ResizeRequest(_message.Message):
+    """Of an elastic job: this many data-parallel replicas from a step on; step -1: from the next one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    replicas: _builtins.int
+    step: _builtins.int
+    def __init__(
+        self,
+        *,
+        replicas: _builtins.int = ...,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replicas", b"replicas", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResizeRequest: _TypeAlias = ResizeRequest  # noqa: Y015
+
+@_typing.final
+class ResizeReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERROR_FIELD_NUMBER: _builtins.int
+    error: _builtins.str
+    def __init__(
+        self,
+        *,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResizeReply: _TypeAlias = ResizeReply  # noqa: Y015

@@ -140,6 +140,11 @@ class ControllerStub:
                 request_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.InjectRequest.SerializeToString,
                 response_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.InjectReply.FromString,
                 _registered_method=True)
+        self.Resize = channel.unary_unary(
+                '/flashrecovery.v1.Controller/Resize',
+                request_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.ResizeRequest.SerializeToString,
+                response_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.ResizeReply.FromString,
+                _registered_method=True)
 
 
 class ControllerServicer:
@@ -175,6 +180,12 @@ class ControllerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Resize(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControllerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -202,6 +213,11 @@ def add_ControllerServicer_to_server(servicer, server):
                     servicer.Inject,
                     request_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.InjectRequest.FromString,
                     response_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.InjectReply.SerializeToString,
+            ),
+            'Resize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resize,
+                    request_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.ResizeRequest.FromString,
+                    response_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.ResizeReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -339,6 +355,33 @@ class Controller:
             '/flashrecovery.v1.Controller/Inject',
             flashrecovery_dot_proto_dot_flashrecovery__pb2.InjectRequest.SerializeToString,
             flashrecovery_dot_proto_dot_flashrecovery__pb2.InjectReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flashrecovery.v1.Controller/Resize',
+            flashrecovery_dot_proto_dot_flashrecovery__pb2.ResizeRequest.SerializeToString,
+            flashrecovery_dot_proto_dot_flashrecovery__pb2.ResizeReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -127,6 +127,10 @@ class CheckpointFallback:
         """The version of which the next checkpoint is to be; None if it has not been announced yet."""
         return self._announced
 
+    def resize(self, rank: int, world: int) -> None:
+        """From the next checkpoint on this is ``rank`` of ``world`` ranks."""
+        self._rank, self._world = rank, world
+
     def withdraw(self) -> None:
         """A recovery has taken place: not every rank knows of what was announced before it."""
         self._announced = None
@@ -323,10 +327,16 @@ def newest(directory: Path) -> tuple[int, Path] | None:
 
 
 def load(
-    path: Path, shards: Sequence[Shard], *, rank: int, world: int, form: CheckpointFormat | None = None
+    path: Path,
+    shards: Sequence[Shard],
+    *,
+    rank: int,
+    world: int,
+    form: CheckpointFormat | None = None,
+    replicated: bool = False,
 ) -> PlainState:
     """Write a checkpoint into the live shards of this rank. Each rank reads for itself, without a collective unless
-    ``form`` has some.
+    ``form`` has some. ``replicated``: every rank has every shard, so that another number of ranks may have written it.
 
     Raises DamagedCheckpointError if the checkpoint is not whole or does not have its digests, RestoreError if it was
     written by another world, by another model (the shards that differ are named) or in another format.
@@ -340,15 +350,17 @@ def load(
         form.load(path.parent, path.name)
         return PlainState(None, first[5])
     found = len(list(path.glob("part-*")))
-    if found and found != world:
+    resized = bool(found) and found != world
+    if resized and not replicated:
         raise RestoreError(f"checkpoint {path} was written by {found} ranks, this job has {world}")
-    manifests = manifests_of(path, sorted({rank, *map(writer_of, shards)}))
-    _check_format(path, manifests[rank], form)
-    _, _, _, _, capsule, common, *_ = manifests[rank]
+    manifests = manifests_of(path, range(found) if resized else sorted({rank, *map(writer_of, shards)}))
+    mine = manifests[0 if resized else rank]
+    _check_format(path, mine, form)
+    capsule, common = None if resized else mine[4], mine[5]
     entries: dict[str, tuple[int, bool, bytes, str]] = {}
     for writer, manifest in manifests.items():
         for name, (shared, spec, digest) in manifest[3].items():
-            if shared or writer == rank:
+            if shared or writer == rank or resized:
                 entries[name] = (writer, shared, spec, digest)
     _check_names(path, {s.name for s in shards}, entries, rank)
     live = _read_tensors(path, shards, entries) if form is None else _load_as(form, path, shards)

@@ -89,14 +89,7 @@ class NeighbourCopies:
         keep: Keep | None = None,
     ) -> None:
         to = destination or (lambda r: (r + 1) % world)
-        targets = [to(r) for r in range(world)]
-        if sorted(targets) != list(range(world)) or any(t == r for r, t in enumerate(targets)):
-            raise ValueError(f"neighbour map {targets} is not a permutation of {world} ranks without fixed points")
-        self.destination = targets[rank]
-        self.source_rank = targets.index(rank)
-        self._rank = rank
-        self._world = world
-        self._targets = targets
+        self._place(rank, [to(r) for r in range(world)])
         if copied is None:
             copied = {s.name for s in shards if s.holders == (rank,)}
         self._sent = FirstShards(copied)
@@ -114,6 +107,26 @@ class NeighbourCopies:
         self._mapped_there: OrderedDict[int, bool] = OrderedDict()  # inodes of own buffers offered: has it mapped them?
         self._mapped: OrderedDict[int, SharedMemory] = OrderedDict()  # buffers of the other rank, by inode
         self._received_layout = Layout()
+
+    def _place(self, rank: int, targets: list[int]) -> None:
+        world = len(targets)
+        if sorted(targets) != list(range(world)) or any(t == r for r, t in enumerate(targets)):
+            raise ValueError(f"neighbour map {targets} is not a permutation of {world} ranks without fixed points")
+        self.destination = targets[rank]
+        self.source_rank = targets.index(rank)
+        self._rank = rank
+        self._world = world
+
+    def resize(self, rank: int, members: Sequence[int], targets: list[int]) -> None:
+        """The group has other members from now on. What is kept for another rank is void.
+
+        Args: rank: this one's place among them. members: which ranks of the launch they are; their capsules are named
+            so. targets: by place, the place of the rank that gets its copies.
+        """
+        self._place(rank, targets)
+        self._capsule_name = lambda place: f"capsule@{members[place]}"
+        for slot in self._slots:
+            slot.version = -1
 
     # -- each step --------------------------------------------------------------------------------
 

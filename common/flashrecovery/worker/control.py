@@ -53,6 +53,7 @@ class Control:
             "ping": self._answer,
             "fault": lambda command: on_fault(command.fault),
             "checkpoint": lambda command: on_checkpoint(command.checkpoint.version),
+            "pause": self._pause,
             "keep_undo": lambda command: on_keep_undo(command.keep_undo.step),
         }
         """What does not wait for the training thread, by its body."""
@@ -143,6 +144,11 @@ class Control:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+
+    def _pause(self, command: pb.Command) -> None:
+        """A new size comes with a step. In a newer generation a resume would say so."""
+        if command.generation == self._gate.generation:
+            self._gate.pause_at = command.pause.step
 
     def _answer(self, command: pb.Command) -> None:
         """Say where the training thread is."""

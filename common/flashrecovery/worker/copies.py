@@ -22,6 +22,7 @@ from flashrecovery.plan import Kind
 from flashrecovery.plan.choice import CopyChoice
 from flashrecovery.plan.decoding import DecodeOrder, ParityHeld
 from flashrecovery.plan.parity_groups import Groups
+from flashrecovery.plan.placement import ring_of
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy import checkpoint
 from flashrecovery.redundancy.exchange import PeerCopies
@@ -79,6 +80,9 @@ class Copies:
         self._peers: PeerCopies | None = None
         self._parity: ParityCopies | None = None
         self._capsules_only = False
+        self._ring: NeighbourCopies | None = None
+        self._members: tuple[int, ...] | None = None  # of a job that has just changed its size
+        self._replicated = settings.elastic is not None
         self._chosen = ""
         self._undo: UndoCopy | None = None
         self._undo_allowed = settings.undo != "never"
@@ -130,7 +134,7 @@ class Copies:
         group = groups.create_control_group(NEIGHBOUR_GROUP)
         assert group is not None
         self._capsules_only = not shards
-        self._peers = NeighbourCopies(
+        self._peers = self._ring = NeighbourCopies(
             group,
             registry.rank,
             world,
@@ -343,12 +347,31 @@ class Copies:
 
     def resumed(self, generation: int, version: int) -> None:
         """All ranks are at ``version``: newer copies are void."""
+        if self._members is not None:
+            self._become(self._members)
         if self.checkpoint is not None:
             self.checkpoint.withdraw()
         if self._peers is not None:
             self._peers.reset(generation, version)
         for copies in self._alone:
             copies.reset(version)
+
+    def resize(self, members: tuple[int, ...]) -> None:
+        """The job consists of these ranks (as it was launched) from the next :meth:`resumed` on. What is kept until
+        then may still be needed."""
+        self._members = members
+
+    def _become(self, members: tuple[int, ...]) -> None:
+        """Every shard of such a job has replicas, so that the neighbour keeps nothing but capsules."""
+        self._members = None
+        rank, world = self._registry.rank, self._registry.world_size
+        if self.checkpoint is not None:
+            self.checkpoint.resize(rank, world)
+        if self._ring is not None:
+            alone = world == 1
+            self._peers, self._capsules_only = None if alone else self._ring, not alone
+            if not alone:
+                self._ring.resize(rank, members, ring_of(world, placement()[0]))
 
     def load_checkpoint(self, path: str, version: int) -> str:
         """Load everything of this rank from a checkpoint. Returns the layout of the ranks that wrote it if that is
@@ -359,7 +382,12 @@ class Copies:
         if other:
             registry.begin_anew()
         plain = checkpoint.load(
-            Path(path), registry.tensor_shards(), rank=registry.rank, world=registry.world_size, form=form
+            Path(path),
+            registry.tensor_shards(),
+            rank=registry.rank,
+            world=registry.world_size,
+            form=form,
+            replicated=self._replicated,
         )
         capsule = registry.capture_capsule(registry.drawn()) if plain.capsule is None else plain.capsule
         registry.capsule.keep(version, capsule)

@@ -34,6 +34,7 @@ class Gate:
         overhead: what recovery takes of each step.
         in_block: the training thread is in the body of a step, where an interruption is caught.
         above: it is in the script's own code between a hand-out and the body of that step.
+        pause_at: no step is begun from this one on, before commands have been carried out; -1: all may begin.
     """
 
     def __init__(self, page: Page) -> None:
@@ -44,6 +45,7 @@ class Gate:
         self.generation = 0
         self.in_block = False
         self.above = False
+        self.pause_at = -1
         self._called_off_by = 0  # the newest generation that a hold or a stop has announced
         self._stopped = False
         self._finish_to = -1
@@ -161,6 +163,11 @@ class Gate:
     @property
     def stopped(self) -> bool:
         return self._stopped
+
+    @property
+    def paused(self) -> bool:
+        """Whether the next step is not to begin yet."""
+        return 0 <= self.pause_at <= self.version
 
     def outdated(self, generation: int) -> bool:
         """True if a newer generation has been announced than ``generation``."""

@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 from types import FrameType
+from typing import NoReturn
 
 from flashrecovery import groups
 from flashrecovery.errors import FlashRecoveryError, RestoreError, StepInterrupted
@@ -24,6 +25,7 @@ from flashrecovery.worker import leftovers
 from flashrecovery.worker.ahead_of_script import imported_so_far
 from flashrecovery.worker.collectives import CollectiveWatch
 from flashrecovery.worker.copies import Copies
+from flashrecovery.worker.elastic_rules import ElasticRules
 from flashrecovery.worker.error_watch import ErrorWatch
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.habits import IN_ALL_STEPS, UNTIL_RESEALED
@@ -73,6 +75,7 @@ class Loop:
             worker, copies, self.sealing, self._touches, self._collectives, self._proving, self._stops
         )
         self._recoverer = Recoverer(worker, self)
+        self._elastic = None if worker.settings.elastic is None else ElasticRules(worker.registry)
         self._published = False  # the version that is handed out; its own pre-step copy, too, where touched
         self._unsettled = False  # a version has come about and is not complete yet
         self._committed = False  # ... by a step
@@ -162,6 +165,8 @@ class Loop:
     def _commit(self) -> None:
         """Commit the step. What belongs to the new version may still change until it is handed out; see
         :meth:`settle`."""
+        if self._elastic is not None:
+            self._elastic.check_step(self._gate.version)
         self._step.commit(outside=not self._own_calls)
         self._unsettled = self._committed = True
         self._published = False
@@ -178,6 +183,8 @@ class Loop:
             self.settle()
             if self._gate.stopped:
                 self.recover()
+            elif self._gate.paused:
+                self._recoverer.pause()
             elif self._gate.version < num_steps:
                 self._gate.above = True
                 self._outside.watch(True)
@@ -286,6 +293,16 @@ class Loop:
     def _close(self) -> None:
         self._optimizers.stop()
         self.copies.close()
+
+    def leave(self) -> NoReturn:
+        """The rank leaves the job: the script ends here, as at its end.
+
+        Raises SystemExit.
+        """
+        self._failing = True  # nobody waits for this rank's last step
+        self._close()
+        print("flashrecovery: this rank leaves the job, which goes on with fewer", file=sys.stderr, flush=True)
+        sys.exit(0)
 
     def _tell_modules(self) -> None:
         """Tell the agent what a zygote or a standby should import: all that this process has loaded by the end of its

@@ -8,8 +8,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import Literal, NoReturn, Protocol
 
 from flashrecovery import groups
 from flashrecovery.errors import DrainError, FlashRecoveryError, RegroupError, RestoreError
@@ -57,6 +58,9 @@ class Restorable(Protocol):
 
     def resumed(self) -> None:
         """The state of the version that is to be handed out is there."""
+
+    def leave(self) -> NoReturn:
+        """End this process: its rank leaves the job."""
 
 
 class Recoverer:
@@ -112,6 +116,15 @@ class Recoverer:
         while not self._carry_out(self._next_command()):
             pass
 
+    def pause(self) -> None:
+        """The step at which the job changes has come: say so, and carry out commands until the next resume."""
+        worker = self._worker
+        worker.gate.leave_step(done=True)  # settled: all that this rank has to do for its version is done
+        paused = pb.Paused(rank=worker.rank, generation=worker.gate.generation, version=worker.gate.version)
+        worker.send(pb.FromWorker(paused=paused))
+        while not self._carry_out(self._next_command()):
+            pass
+
     def wait_for_release(self) -> bool:
         """Called when all steps are done here. True: all ranks have taken theirs. False: a recovery has taken place
         meanwhile."""
@@ -150,6 +163,8 @@ class Recoverer:
                 self._restore(command.restore, reply)
             elif body == "resume":
                 resumed = self._resume(command)
+            elif body == "leave":
+                self._loop.leave()
         except (RuntimeError, FlashRecoveryError) as e:
             if not (isinstance(e, FlashRecoveryError) or groups.is_communication_error(e)):
                 raise
@@ -204,8 +219,22 @@ class Recoverer:
         message = command.regroup
         if message.parity:
             self._loop.copies.regroup([group.ranks for group in message.parity])
+        if message.members:
+            self._resize(tuple(message.members))
         addresses = tuple((server.host, server.port) for server in message.stores)
         groups.attach(groups.Servers(addresses, message.deadline_s), command.generation, message.deadline_s)
+
+    def _resize(self, members: tuple[int, ...]) -> None:
+        """The job consists of these ranks (as it was launched) from now on. The groups stand alone meanwhile."""
+        worker = self._worker
+        if members == worker.members:
+            return
+        position, size = members.index(worker.rank), len(members)
+        groups.resize(members, worker.rank)
+        worker.members = members
+        worker.registry.resize(position, size)
+        self._loop.copies.resize(worker.members)
+        os.environ.update(RANK=str(position), WORLD_SIZE=str(size), ROLE_RANK=str(position), ROLE_WORLD_SIZE=str(size))
 
     def _restore(self, restore: pb.Restore, reply: pb.Reply) -> None:
         worker = self._worker
@@ -259,11 +288,12 @@ class Recoverer:
         worker = self._worker
         outgoing: dict[int, list[ShardSource]] = {}
         incoming: dict[int, list[str]] = {}
+        number = {rank: place for place, rank in enumerate(worker.members)}  # in the groups
         for item in restore.transfers:
             if item.source == worker.rank:
-                outgoing.setdefault(item.dest, []).append(self._source(item, version))
+                outgoing.setdefault(number[item.dest], []).append(self._source(item, version))
             else:
-                incoming.setdefault(item.source, []).append(item.shard)
+                incoming.setdefault(number[item.source], []).append(item.shard)
         if not outgoing and not incoming:
             return True
         if incoming:
@@ -309,6 +339,7 @@ class Recoverer:
     def _resume(self, command: pb.Command) -> bool:
         worker = self._worker
         version = command.resume.version
+        worker.gate.pause_at = command.resume.pause.step if command.resume.HasField("pause") else -1
         if not worker.gate.resume(version, command.generation):
             return False
         groups.set_detached(False)

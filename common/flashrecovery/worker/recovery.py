@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.data import default_collate
 
 from flashrecovery.errors import ConfigError, RegistrationError
 from flashrecovery.worker.accelerated import readable, unwrapped
 from flashrecovery.worker.data import DataStream
+from flashrecovery.worker.elastic import Dataset, ElasticBatches
 from flashrecovery.worker.step import Step
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ class Recovery:
         self._looping = False
         self._looped = False
         self._calls: Calls | None = None
+        self._batches: ElasticBatches | None = None
 
     @property
     def enabled(self) -> bool:
@@ -134,11 +137,65 @@ class Recovery:
 
         Raises:
             DataSourceError: ``loader`` is not iterable.
+            UnsupportedError: the job is elastic, and a loader of each rank's own batches depends on how many ranks
+                there are; see :meth:`elastic_batches`.
         """
+        if self._session is not None:
+            self._session.refuse_streams()
         stream = DataStream(loader if self._session is None else readable(loader))
         if self._session is not None:
             self._session.add_stream(stream)
         return stream
+
+    def elastic_batches(
+        self,
+        dataset: Dataset,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        first_step: int = 0,
+        averaged: bool = True,
+        collate: Callable[[list[Any]], Any] = default_collate,
+    ) -> ElasticBatches:
+        """The batches of an elastic job: ``for batch in batches.of(step):`` inside of ``with step:``. Works alike in a
+        job of a fixed size, and without recovery.
+
+        Args:
+            dataset: map-style, the same on all ranks.
+            global_batch: samples of a step, on all replicas together, in any size of the job.
+            micro_batch: samples that are computed at once; it divides the global batch. Replicas may have one
+                micro-batch more than others.
+            seed: of the order of the samples, and of the random streams of all micro-batches.
+            shuffle: another order in each epoch; False: as they come.
+            first_step: the number, in the order of the samples, of this job's step 0: of a script that goes on from a
+                checkpoint of its own.
+            averaged: gradients are averaged over the replicas afterwards, as DistributedDataParallel does it; False:
+                the script sums them.
+            collate: makes a list of samples one batch.
+
+        Raises:
+            ConfigError: a size is not possible, or there are more replicas than micro-batches.
+            RegistrationError: called twice, or after the first step.
+        """
+        if self._batches is not None:
+            raise RegistrationError("elastic_batches() is called twice; a step has one global batch")
+        batches = ElasticBatches(
+            dataset,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            seed=seed,
+            shuffle=shuffle,
+            first_step=first_step,
+            averaged=averaged,
+            collate=collate,
+            models=lambda: [thing for thing in self._registered if isinstance(thing, torch.nn.Module)],
+        )
+        if self._session is not None:
+            self._session.take_batches(batches)
+        self._batches = batches
+        return batches
 
     def steps(self, num_steps: int) -> Iterator[Step]:
         """Hand out the steps up to ``num_steps`` in total; a step that failed is handed out again.
@@ -182,6 +239,7 @@ class Recovery:
 
     def _plain(self, num_steps: int) -> Iterator[Step]:
         for index in range(num_steps):
+            self._begin(index)
             step = Step(index, None)
             yield step
             _must_be_entered(step)
@@ -190,12 +248,17 @@ class Recovery:
         loop = session.open(num_steps)
         try:
             while not loop.finished(num_steps):
+                self._begin(loop.gate.version)
                 step = Step(loop.gate.version, loop)
                 yield step
                 _must_be_entered(step)
         except GeneratorExit:
             loop.leave_early()
             raise
+
+    def _begin(self, step: int) -> None:
+        if self._batches is not None:
+            self._batches.begin(step)
 
 
 def _names(per_rank: bool | Collection[str], objects: Mapping[str, Any]) -> Collection[str]:

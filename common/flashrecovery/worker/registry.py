@@ -23,6 +23,7 @@ from flashrecovery.state.checkpoint_format import CheckpointFormat
 from flashrecovery.state.object_shard import COMMON, ObjectShard
 from flashrecovery.state.shard import Shard
 from flashrecovery.worker.data import DataPosition, DataStream
+from flashrecovery.worker.elastic import ElasticBatches
 from flashrecovery.worker.generators import Stateful, as_stateful
 from flashrecovery.worker.habits import Habits
 from flashrecovery.worker.rng import RngState, restore_rng
@@ -60,6 +61,7 @@ class Registry:
         self.streams: list[DataStream] = []
         self.shards: dict[str, Shard] = {}
         self.habits = Habits()
+        self.batches: ElasticBatches | None = None
         self.common = ObjectShard(COMMON, tuple(range(world_size)))
         self.capsule = ObjectShard(f"capsule@{rank}", (rank,))
         self._known: list[tuple[str, object]] = []
@@ -140,6 +142,12 @@ class Registry:
                 self.shards[shard.name] = shard
         for objects in (self.common, self.capsule):
             self.shards[objects.name] = objects
+
+    def resize(self, rank: int, world_size: int) -> None:
+        """This process has another number now, in a world of another size, all of which holds every shard."""
+        self.rank, self.world_size = rank, world_size
+        for shard in self.shards.values():
+            shard.holders = (rank,) if shard is self.capsule else tuple(range(world_size))
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:

@@ -11,8 +11,10 @@ from flashrecovery.errors import JobFailedError, RegistrationError
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy import checkpoint
+from flashrecovery.worker import elastic_rules
 from flashrecovery.worker.copies import Copies
 from flashrecovery.worker.data import DataStream
+from flashrecovery.worker.elastic import ElasticBatches
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.loop import Loop
 from flashrecovery.worker.registry import AdapterFactory, ModuleAdapterFactory, Registry
@@ -63,6 +65,17 @@ class Session:
         stream.before_fetch = self._at_data
         self.registry.streams.append(stream)
 
+    def refuse_streams(self) -> None:
+        """Raises UnsupportedError in an elastic job, in which no rank has batches of its own."""
+        elastic_rules.refuse_streams(self.settings)
+
+    def take_batches(self, batches: ElasticBatches) -> None:
+        """Raises RegistrationError after the first step."""
+        if self._loop is not None:
+            raise RegistrationError("recovery.elastic_batches() after the first step; call it before")
+        batches.before_fetch = self._at_data
+        self.registry.batches = batches
+
     def at_script_end(self, callback: Callable[[], None]) -> None:
         """Call ``function`` when the script has come to its end, but not when it fails."""
         self._worker.connection.at_script_end.append(callback)
@@ -77,7 +90,8 @@ class Session:
         Raises:
             JobFailedError: the loop has been opened already, or the process group is not the launcher's world.
             RegistrationError: nothing is registered, or it cannot be protected.
-            UnsupportedError: this torch lacks something private that is needed, named in the message.
+            UnsupportedError: this torch lacks something private that is needed, named in the message; or the job is
+                elastic, and something in it depends on its size.
         """
         if self._loop is not None:
             raise JobFailedError(
@@ -89,6 +103,8 @@ class Session:
         registry.close()
         check_world(worker.rank, registry.world_size)
         own = find_own_objects(registry)
+        if self.settings.elastic is not None:
+            elastic_rules.check_start(registry, own, single_calls=num_steps is None)
         registry.habits.own = sorted({*registry.habits.own, *own})
         worker.tell_own(own)
         on_kept = worker.connection.page.set_kept

@@ -46,6 +46,10 @@ class Connection:
 class Worker:
     """The worker of this process.
 
+    Attributes:
+        rank: its place in the job, as that was launched.
+        members: the ranks of which the job consists now, in order; their places here are their numbers in the groups.
+
     Args:
         adapter_for: for a registered model and its optimizers.
         module_adapter_for: for a module without any.
@@ -65,7 +69,9 @@ class Worker:
         self.rank = connection.rank
         self.gate = Gate(connection.page)
         self.gate.generation = connection.generation
-        self.registry = Registry(self.rank, int(os.environ.get("WORLD_SIZE", "1")), adapter_for, module_adapter_for)
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.members = tuple(range(world_size))
+        self.registry = Registry(self.rank, world_size, adapter_for, module_adapter_for)
         self.faults = Faults(self.notice)
         self.device = DeviceClock()
         self.control = Control(

@@ -51,6 +51,16 @@ inline std::atomic<uint64_t>& standInCount() {
   return count;
 }
 
+// Where c10d keeps the number and the size of a group, in ProcessGroup and in Backend alike. It has no way to change
+// them, and declares them const; but they are members of objects on the heap, which are read anew at every use.
+template <typename Base>
+struct Numbered : Base {
+  static void set(Base& one, int rank, int size) {
+    const_cast<int&>(one.*(&Numbered::rank_)) = rank;
+    const_cast<int&>(one.*(&Numbered::size_)) = size;
+  }
+};
+
 // One inner backend and the device types whose tensors it serves.
 struct Inner {
   c10::DeviceType device;
@@ -97,6 +107,15 @@ class ManagedBase : public Backend {
     lock.unlock();
     for (auto& transport : oldTransports) transport->cut("the group was exchanged");
     bury(inners);
+  }
+
+  // The group has other members from now on, and this rank another number in it. Only while nothing but the local
+  // stand-in is inside: whoever holds the group finds it with its new size when it is connected again.
+  void renumber(int rank, int size) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    TORCH_CHECK(inners_.empty(), "group ", group_, " is connected");
+    Numbered<Backend>::set(*this, rank, size);
+    local_ = c10::make_intrusive<LocalBackend>(rank, size, kind_ == "nccl");
   }
 
   // Clears an abandonment without an exchange; for groups of one rank, which no peer can break.

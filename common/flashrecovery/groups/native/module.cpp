@@ -1,5 +1,6 @@
 // Python bindings of the exchangeable backend. Objects of ours travel as c10d's own base types; binding them as classes
 // of their own would need a holder that differs from c10d's.
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>
 
 #include <pybind11/chrono.h>
@@ -117,6 +118,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         managed(outer).exchange(std::move(parts), std::move(transports));
       },
       NoGil());
+  m.def("renumber", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const BackendPtr& outer, int rank, int size) {
+    managed(outer).renumber(rank, size);
+    Numbered<c10d::ProcessGroup>::set(*group, rank, size);
+  });
   m.def("revive", [](const BackendPtr& b) { managed(b).revive(); }, NoGil());
   m.def("abandon", [](const BackendPtr& b, const std::string& why) { return managed(b).abandon(why); }, NoGil());
   m.def("start_abort", [](const BackendPtr& b) { managed(b).startAbort(); }, NoGil());

@@ -1,0 +1,177 @@
+"""The batches of an elastic job: one global order of samples, handed out by index, for any number of replicas.
+
+A step's samples belong to the step, and its micro-batches are numbered in it; who computes which of them follows from
+the number of replicas at that moment (:mod:`flashrecovery.plan.sample_order`). So there is no position in the data that
+could be lost, and a step that is done again in another size has the same global batch.
+
+``for batch in batches.of(step)`` goes through this replica's micro-batches. Before each of them the random streams are
+seeded from the step and the micro-batch's number, so that a sample is treated alike wherever it is computed; and
+DistributedDataParallel reduces gradients in the last one only, as below ``no_sync()``.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import default_collate
+
+from flashrecovery.errors import ConfigError, RegistrationError
+from flashrecovery.plan.sample_order import BatchDivision, SampleOrder, stream_seed
+
+_BETWEEN = -1
+"""The number, as of a micro-batch, of the random stream of a step outside of its micro-batches."""
+
+
+class Dataset(Protocol):
+    """A map-style data set: as many samples as it says, each by its index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch of a step.
+
+    Attributes:
+        number: in the step, of all replicas.
+        data: its samples, collated.
+        weight: what the mean loss over its samples is multiplied by before ``backward()``. The gradients are then, once
+            they have been reduced, the mean over all samples of the global batch.
+        last: this replica's last one in the step, in whose backward pass the gradients are reduced.
+    """
+
+    number: int
+    data: Any
+    weight: float
+    last: bool
+
+
+class ElasticBatches:
+    """The global batches of a data set; see :meth:`flashrecovery.worker.recovery.Recovery.elastic_batches`.
+
+    Args:
+        models: gives the models whose gradients are reduced in a step's last micro-batch.
+
+    Raises ConfigError: a size is not possible, or some replicas would have nothing to do.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        seed: int,
+        shuffle: bool = True,
+        first_step: int = 0,
+        averaged: bool = True,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        models: Callable[[], Sequence[torch.nn.Module]] = tuple,
+    ) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._first_step = first_step
+        self._averaged = averaged
+        self._collate = collate
+        self._models = models
+        self._shape = {"global_batch": global_batch, "micro_batch": micro_batch, "seed": seed, "shuffle": shuffle}
+        self.before_fetch: Callable[[], None] = lambda: None
+        self._through: int | None = None  # the step whose micro-batches have been handed out, all of them
+        try:
+            self._order = SampleOrder(len(dataset), global_batch, seed if shuffle else None)
+            micro_batches = BatchDivision(global_batch, micro_batch, 1).micro_batches
+        except ValueError as e:
+            raise ConfigError(f"elastic_batches(): {e}") from e
+        if (replicas := _place()[1]) > micro_batches:
+            raise ConfigError(
+                f"elastic_batches(): global_batch = {global_batch}, micro_batch = {micro_batch}: a step has "
+                f"{micro_batches} micro-batches, and there are {replicas} replicas; at least one for each is needed"
+            )
+
+    def of(self, step: int) -> Iterator[MicroBatch]:
+        """This replica's micro-batches of a step, which is a number or what ``recovery.steps()`` hands out."""
+        return _MicroBatches(self, int(step.__index__()))
+
+    # -- for the iterator and the loop ------------------------------------------------------------
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What all ranks must have alike."""
+        rest = {"samples": self._order.samples, "first_step": self._first_step, "averaged": self._averaged}
+        return {**self._shape, **rest}
+
+    def begin(self, step: int) -> None:
+        """A step is handed out: what it draws outside of its micro-batches is the same on all replicas, too."""
+        self._through = None
+        _seed_all(stream_seed(self._seed, self._first_step + step, _BETWEEN))
+
+    def refuse_unread(self, step: int) -> None:
+        """Raises RegistrationError unless all micro-batches of ``step``, which is about to be committed, have been
+        handed out here: the gradients would not be those of the global batch."""
+        if self._through != step:
+            raise RegistrationError(
+                f"step {step} has not gone through its micro-batches: in an elastic job each step takes its samples "
+                "from `for batch in batches.of(step):` inside of `with step:`, to the end, and from nowhere else"
+            )
+
+    def division(self) -> BatchDivision:
+        """Of a step, on the replicas that there are now."""
+        return BatchDivision(self._shape["global_batch"], self._shape["micro_batch"], _place()[1])
+
+    def schedule(self, step: int) -> Iterator[tuple[int, range]]:
+        """This replica's micro-batches of a step, each with the positions of its samples in the order."""
+        return self.division().schedule(self._first_step + step, _place()[0])
+
+    def batch(self, step: int, number: int, positions: range, *, last: bool) -> MicroBatch:
+        """Hand out one micro-batch."""
+        self.before_fetch()
+        for model in self._models():
+            if isinstance(model, DistributedDataParallel):
+                model.require_backward_grad_sync = last
+        _seed_all(stream_seed(self._seed, self._first_step + step, number))
+        data = self._collate([self._dataset[self._order.sample(position)] for position in positions])
+        return MicroBatch(number, data, float(self.division().weight(averaged=self._averaged)), last)
+
+    def went_through(self, step: int) -> None:
+        self._through = step
+
+
+class _MicroBatches(Iterator[MicroBatch]):
+    """Goes through one step's micro-batches. It has nothing to tidy up, so one that a stop has left in the middle
+    disturbs nobody later."""
+
+    def __init__(self, batches: ElasticBatches, step: int) -> None:
+        self._batches, self._step = batches, step
+        self._left = list(batches.schedule(step))
+
+    def __next__(self) -> MicroBatch:
+        if not self._left:
+            self._batches.went_through(self._step)
+            raise StopIteration
+        number, positions = self._left.pop(0)
+        return self._batches.batch(self._step, number, positions, last=not self._left)
+
+
+def _place() -> tuple[int, int]:
+    """This replica's number, and how many there are."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def _seed_all(seed: int) -> None:
+    """The global random streams: torch's of all devices, Python's, and numpy's if it is used."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % (1 << 32))

@@ -1,0 +1,108 @@
+"""What an elastic job must be like, so that it can go on in another size; everything else is refused by name.
+
+All of its state is equal on all ranks: then those that stay have it, whoever leaves. And nothing of a step may depend
+on how many there are, but who computes which micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flashrecovery import groups
+from flashrecovery.config import Settings
+from flashrecovery.errors import UnsupportedError
+from flashrecovery.worker import agreement
+from flashrecovery.worker.registry import Registry
+
+_TAKE = (
+    "take them from recovery.elastic_batches(dataset, global_batch=..., micro_batch=...), and in each step `for batch "
+    "in batches.of(step):` (docs/elastic.md)"
+)
+
+
+def refuse_streams(settings: Settings) -> None:
+    """Raises UnsupportedError if the job is elastic."""
+    if settings.elastic is not None:
+        raise UnsupportedError(
+            "recovery.data() in an elastic job: a loader with batches of each rank's own is not defined in another "
+            f"size; {_TAKE}"
+        )
+
+
+def check_start(registry: Registry, own: Sequence[str], *, single_calls: bool) -> None:
+    """Whether the job can change its size; a collective, when everything is registered.
+
+    Raises:
+        UnsupportedError: not, and why.
+        ConfigError: the ranks' batches differ.
+    """
+    if single_calls or any(adapter.whole_framework for adapter in registry.adapters):
+        names = ", ".join(adapter.name for adapter in registry.adapters)
+        raise UnsupportedError(
+            f"an elastic job of {names}: its schedules and partitions depend on the number of ranks; loops over "
+            "recovery.steps() with DistributedDataParallel or plain replicated modules are allowed"
+        )
+    if registry.batches is None:
+        raise UnsupportedError(f"an elastic job whose script has not said where its batches come from: {_TAKE}")
+    if any(group.request.kind == "nccl" for group in groups.groups()):
+        raise UnsupportedError(
+            "an elastic job whose process groups use NCCL: that has not been tried yet; gloo is allowed"
+        )
+    groups.refuse_partial(registry.world_size)
+    _refuse_collectives_of_micro_batches(registry)
+    _refuse_unequal([*registry.habits.own, *own])
+    for shard in registry.tensor_shards():
+        if len(shard.holders) != registry.world_size:
+            raise UnsupportedError(
+                f"an elastic job in which {shard.name!r} is not on all {registry.world_size} ranks (FSDP2, tensor "
+                "parallelism, experts): state that is divided among ranks cannot change its size yet; replicated "
+                "modules (DistributedDataParallel) are allowed"
+            )
+    agreement.check_equal("the arguments of elastic_batches()", registry.batches.settings)
+
+
+def _refuse_collectives_of_micro_batches(registry: Registry) -> None:
+    """Replicas may have different numbers of micro-batches: what communicates in each of them would wait for ever."""
+    models = [thing for thing in registry.known() if isinstance(thing, torch.nn.Module)]
+    if any(isinstance(module, torch.nn.SyncBatchNorm) for model in models for module in model.modules()):
+        raise UnsupportedError(
+            "an elastic job with SyncBatchNorm: it communicates in every micro-batch, of which replicas may have "
+            "different numbers; use LayerNorm or GroupNorm"
+        )
+
+
+def _refuse_unequal(names: Sequence[str]) -> None:
+    if names:
+        raise UnsupportedError(
+            f"an elastic job in which {sorted({*names})} differ between the ranks, or are random generators: who gets "
+            "them in another size is not defined; registered objects that are equal on all ranks are allowed, and the "
+            "global random streams, which are seeded for each micro-batch"
+        )
+
+
+class ElasticRules:
+    """What each step of an elastic job must keep to."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    def check_step(self, step: int) -> None:
+        """``step`` is about to be committed.
+
+        Raises:
+            RegistrationError: it has not gone through its micro-batches.
+            UnsupportedError: it has changed state that is each rank's own.
+        """
+        registry = self._registry
+        assert registry.batches is not None
+        registry.batches.refuse_unread(step)
+        _refuse_unequal(registry.habits.own)
+        buffers = sorted(f"buffer {name!r}" for adapter in registry.adapters for name in adapter.moved_buffers())
+        if buffers:
+            raise UnsupportedError(
+                f"an elastic job in which steps change {', '.join(buffers[:5])}: each rank has values of its own "
+                "(running statistics of BatchNorm), which depend on the number of ranks; use layers without them "
+                "(LayerNorm, GroupNorm), or track_running_stats=False"
+            )

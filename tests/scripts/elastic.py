@@ -1,0 +1,157 @@
+"""A small elastic training script: losses and digests of each step as exact numbers, by the rank's number in its group.
+
+Dropout draws random numbers, there are two parameter groups of the optimizer and a scheduler, and the gradients come
+in several buckets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import flashrecovery
+
+
+class Masked(torch.nn.Module):
+    """A buffer that never changes, but is broadcast by DistributedDataParallel in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", (torch.arange(64) % 5 > 0).float())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.mask
+
+
+class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """97 samples, each of its own numbers."""
+
+    def __len__(self) -> int:
+        return 97
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(16, generator=generator)
+        return x, x.roll(1).cumsum(0)
+
+
+def digest_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        found.update(parameter.detach().numpy().tobytes())
+        for name, value in sorted(optimizer.state[parameter].items()):
+            found.update(name.encode() + value.numpy().tobytes())
+    return found.hexdigest()
+
+
+def build() -> torch.nn.Sequential:
+    torch.manual_seed(5)
+    return torch.nn.Sequential(
+        torch.nn.Linear(16, 64),
+        torch.nn.LayerNorm(64),
+        torch.nn.GELU(),
+        Masked(),
+        torch.nn.Dropout(0.1),
+        torch.nn.Linear(64, 48),
+        torch.nn.Tanh(),
+        torch.nn.Linear(48, 16),
+    )
+
+
+def misbehave(mode: str, model: torch.nn.Sequential, recovery: flashrecovery.Recovery) -> None:
+    """What an elastic job cannot have."""
+    if mode == "loader":
+        recovery.data(torch.utils.data.DataLoader(Numbers()))
+    elif mode == "per-rank":
+        recovery.register(own=torch.Generator().manual_seed(dist.get_rank()))
+    elif mode == "subgroup":
+        dist.new_group([0, 1])
+        dist.new_group([2, 3])
+    elif mode == "batch-norm":
+        model.insert(1, torch.nn.BatchNorm1d(64))
+    elif mode == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--step-time", type=float, default=0.0)
+    parser.add_argument("--global-batch", type=int, default=24)
+    parser.add_argument("--micro-batch", type=int, default=2)
+    parser.add_argument("--mode", default="ddp")
+    parser.add_argument("--save-to", help="a directory for the state of each version")
+    parser.add_argument("--start-from", help="such a state")
+    args, _ = parser.parse_known_args()
+    dist.init_process_group("gloo")
+    recovery = flashrecovery.init()
+    model = build()
+    misbehave(args.mode, model, recovery)
+    ddp = args.mode not in ("plain", "fsdp")
+    trained = DistributedDataParallel(model, bucket_cap_mb=0.01) if ddp else model
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
+    start = torch.load(args.start_from) if args.start_from else None
+    first = 0
+    if start is not None:
+        for _ in range(2):  # DDP rebuilds its buckets after a first step; in the middle of a run they are final
+            trained(torch.randn(2, 16)).sum().backward()
+        optimizer.zero_grad()
+        first = start["version"]
+        model.load_state_dict(start["model"])
+        optimizer.load_state_dict(start["optimizer"])
+        scheduler.load_state_dict(start["scheduler"])
+    recovery.register(model=trained, optimizer=optimizer, scheduler=scheduler)
+    if args.mode == "no-batches":
+        next(recovery.steps(1))
+    batches = recovery.elastic_batches(
+        Numbers(),
+        global_batch=args.global_batch,
+        micro_batch=args.micro_batch,
+        seed=3,
+        averaged=ddp,
+        first_step=first,
+    )
+    torch.manual_seed(1000 + dist.get_rank())  # of no meaning in an elastic job
+    for step in recovery.steps(args.steps - first):
+        number = first + step.index
+        with step:
+            total = torch.zeros(())
+            for batch in batches.of(step):
+                x, y = batch.data
+                loss = torch.nn.functional.mse_loss(trained(x), y) * batch.weight
+                loss.backward()
+                total += loss.detach()
+                if args.mode == "broken-off" and number == 2:
+                    break
+            time.sleep(args.step_time / 1e3)
+            if not ddp:
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            size = dist.get_world_size()
+            print(f"step={number} rank={dist.get_rank()} size={size} loss_hex={total.item().hex()}", flush=True)
+        if not recovery.void:
+            print(f"state={number + 1} size={size} {digest_of(model, optimizer)}", flush=True)
+            if args.save_to and dist.get_rank() == 0:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                state |= {"scheduler": scheduler.state_dict(), "version": number + 1}
+                torch.save(state, f"{args.save_to}/{number + 1}.pt")
+    print(f"digest rank={dist.get_rank()} {digest_of(model, optimizer)}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,430 @@
+"""Elastic jobs without a process: what the controller's machine does about a loss and a command, who gets which batch,
+and what is refused."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from flashrecovery import events as ev
+from flashrecovery.cli.run_options import settings
+from flashrecovery.config import Settings, run_config
+from flashrecovery.controller.rank_table import Parts, RankTable, affected
+from flashrecovery.controller.records import Place
+from flashrecovery.errors import ConfigError, RegistrationError, UnsupportedError
+from flashrecovery.plan.placement import ring_of
+from flashrecovery.plan.resize import ReplicaRange, leaving
+from flashrecovery.plan.transitions import State
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.worker import elastic, elastic_rules
+from flashrecovery.worker.elastic import ElasticBatches
+from tests.unit.test_machine import World
+from tests.unit.test_machine_failures import running
+
+
+def elastic_world(size: int = 4, least: int = 2, replace: str = "never", **config: object) -> World:
+    return running(size, elastic={"min": least, "max": size, "replace": replace}, **config)
+
+
+def resized(world: World) -> ev.JobResized:
+    """The one change that there was."""
+    (event,) = world.of(ev.JobResized)
+    assert isinstance(event, ev.JobResized)
+    return event
+
+
+def pause(world: World, rank: int, generation: int | None = None) -> None:
+    generation = world.machine.job.generation if generation is None else generation
+    world.machine.on_paused(pb.Paused(rank=rank, generation=generation, version=world.version[rank]), world.now)
+    world.collect()
+
+
+def told(world: World, body: str) -> dict[int, pb.Command]:
+    return {rank: command for rank, command in world.inbox if command.WhichOneof("body") == body}
+
+
+# -- a loss -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_a_rank_that_is_not_replaced_leaves(victim: int) -> None:
+    world = elastic_world()
+    world.kill(victim)
+    assert not told(world, "replace") and world.run() is State.FINISHED
+    others = [rank for rank in range(4) if rank != victim]
+    event = resized(world)
+    assert (event.before, event.replicas, event.left, event.ranks) == (4, 3, [victim], others)
+    (finished,) = world.of(ev.RecoveryFinished)
+    assert isinstance(finished, ev.RecoveryFinished) and finished.victims == finished.left == [victim]
+    assert [entry.rank for entry in world.tables[-1].entries] == others
+
+
+def test_the_others_are_told_who_is_left() -> None:
+    world = elastic_world()
+    world.kill(1)
+    while not told(world, "regroup"):
+        assert world.step()
+    assert {tuple(c.regroup.members) for c in told(world, "regroup").values()} == {(0, 2, 3)}
+    assert told(world, "regroup").keys() == {0, 2, 3}
+
+
+def test_in_a_job_of_fixed_size_nobody_is_told_of_members() -> None:
+    world = running(4)
+    world.kill(1)
+    while not told(world, "regroup"):
+        assert world.step()
+    assert not any(c.regroup.members for c in told(world, "regroup").values())
+
+
+def test_with_room_the_rank_is_replaced() -> None:
+    world = elastic_world(replace="auto")
+    world.kill(1)
+    assert 1 in told(world, "replace") and world.run() is State.FINISHED
+    assert not world.of(ev.JobResized)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_second_death_at_any_moment(seed: int) -> None:
+    world = elastic_world(5, least=1)
+    world.random = random.Random(seed)
+    first, second = world.random.sample(range(5), 2)
+    world.kill(first)
+    for _ in range(world.random.randrange(14)):
+        world.step()
+    world.kill(second)
+    assert world.run() is State.FINISHED
+    left = [rank for event in world.of(ev.JobResized) for rank in event.left]  # type: ignore[attr-defined]
+    assert sorted(left) == sorted([first, second])
+    assert set(world.machine.job.ranks) == set(range(5)) - {first, second}
+
+
+def test_below_the_least_it_waits_for_a_node_and_then_ends() -> None:
+    world = elastic_world(3, least=3, timeouts={"node_wait_s": 5.0})
+    world.kill(1)
+    while world.step():
+        pass
+    assert world.machine.job.state is State.REPLACING and not world.of(ev.JobResized)
+    world.now += 6.0
+    world.machine.on_tick(world.now)
+    assert world.machine.job.state is State.FAILED
+    assert "fewer than elastic.min = 3" in world.machine.job.failure_reason
+    assert "elastic.replace: never" in world.machine.job.failure_reason
+
+
+def test_a_node_without_a_spare_one() -> None:
+    world = World(2, steps=30, nnodes=2, controller="h:1", elastic={"min": 2, "max": 4})
+    world.launch()
+    while world.version[0] < 2:
+        world.step()
+    world.machine.on_node_lost("node1", "silent", 0.5, world.now)
+    world.collect()
+    assert world.run() is State.FINISHED
+    assert resized(world).ranks == [0, 1] and resized(world).left == [2, 3]
+    assert not [e for e in world.of(ev.Notice) if e.kind == "waiting_for_node"]  # type: ignore[attr-defined]
+
+
+def test_a_node_with_a_spare_one() -> None:
+    world = World(2, steps=30, nnodes=2, spare_nodes=1, controller="h:1", elastic={"min": 2, "max": 4})
+    world.launch()
+    while world.version[0] < 2:
+        world.step()
+    world.join("spare", spare=True)
+    world.machine.on_node_lost("node1", "silent", 0.5, world.now)
+    world.collect()
+    assert world.run() is State.FINISHED and not world.of(ev.JobResized)
+
+
+def test_a_rank_that_cannot_be_filled_in_time() -> None:
+    world = elastic_world(replace="auto", timeouts={"replacement_s": 5.0, "fence_s": 1.0})
+    world.kill(2)
+    world.inbox = [(rank, command) for rank, command in world.inbox if not command.HasField("replace")]
+    while world.step():
+        pass
+    world.now += 7.0
+    world.machine.on_tick(world.now)
+    world.collect()
+    assert world.run() is State.FINISHED
+    assert resized(world).left == [2]
+
+
+def test_what_a_rank_that_has_left_still_says() -> None:
+    world = elastic_world()
+    pid = world.machine.job.ranks[1].pid
+    world.kill(1)
+    machine, now = world.machine, world.now
+    machine.on_started(pb.WorkerStarted(rank=1, pid=7, generation=1), "node0", "h")
+    machine.on_joined(pb.Joined(rank=1, generation=1), now)
+    machine.on_failure(pb.Failure(rank=1, pid=pid, kind="killed"), now)
+    machine.on_done(pb.Done(rank=1, generation=1), now)
+    machine.on_exited(pb.Exited(rank=1, pid=pid), now)
+    machine.on_paused(pb.Paused(rank=1, generation=1), now)
+    assert world.run() is State.FINISHED
+
+
+# -- a command ----------------------------------------------------------------------------------------
+
+
+def test_the_last_ranks_leave() -> None:
+    world = elastic_world(replace="auto")
+    step = world.version[0] + 2
+    assert world.machine.resize(2, step) == ""
+    world.collect()
+    assert {c.pause.step for c in told(world, "pause").values()} == {step} and len(told(world, "pause")) == 4
+    while world.version[0] < step:
+        world.step()
+    pause(world, 2)
+    while not told(world, "leave"):
+        assert world.step()
+    assert told(world, "leave").keys() == {2, 3} and all(c.leave.grace_s > 1 for c in told(world, "leave").values())
+    assert world.run() is State.FINISHED
+    event = resized(world)
+    assert (event.step, event.before, event.replicas, event.ranks, event.left) == (step, 4, 2, [0, 1], [2, 3])
+    (finished,) = world.of(ev.RecoveryFinished)
+    assert isinstance(finished, ev.RecoveryFinished) and finished.cause == "resize" and not finished.victims
+
+
+def test_a_failure_before_the_step_does_not_forget_the_command() -> None:
+    world = elastic_world(replace="auto")
+    step = world.version[0] + 5
+    assert world.machine.resize(3, step) == ""
+    world.kill(0)
+    while not told(world, "resume"):
+        assert world.step()
+    assert all(c.resume.pause.step == step for c in told(world, "resume").values())
+    while world.version[0] < step:
+        world.step()
+    pause(world, 1)
+    assert world.run() is State.FINISHED
+    assert resized(world).step == step and resized(world).left == [3]
+
+
+def test_a_rank_that_dies_while_all_pause_leaves_instead() -> None:
+    world = elastic_world()
+    assert world.machine.resize(3, -1) == ""
+    pause(world, 1)
+    world.kill(0)
+    assert world.run() is State.FINISHED
+    assert resized(world).left == [0] and resized(world).ranks == [1, 2, 3]
+
+
+def test_a_pause_of_an_older_generation_changes_nothing() -> None:
+    world = elastic_world(replace="auto")
+    assert world.machine.resize(3, 25) == ""
+    world.kill(0)
+    while world.machine.job.recovery is not None:
+        world.step()
+    pause(world, 1, generation=0)
+    assert world.machine.job.state is State.RUNNING
+
+
+def test_a_pause_that_nobody_remembers_is_ended() -> None:
+    """Of a command that was given to the controller before this one: the ranks are not left waiting."""
+    world = elastic_world(replace="auto")
+    pause(world, 1)
+    assert world.machine.job.state is State.QUIESCING
+    assert world.run() is State.FINISHED and not world.of(ev.JobResized)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "step", "why"),
+    [
+        (1, -1, "2 to 3 is allowed"),
+        (4, -1, "2 to 3 is allowed"),
+        (3, 1, "has begun already"),
+        (3, 30, "takes 30 steps"),
+    ],
+)
+def test_a_command_that_is_refused(replicas: int, step: int, why: str) -> None:
+    world = elastic_world()
+    assert why in world.machine.resize(replicas, step)
+    assert world.run() is State.FINISHED and not world.of(ev.JobResized)
+
+
+def test_a_command_to_a_job_that_is_not_elastic_or_not_training() -> None:
+    assert "--elastic" in running(4).machine.resize(3, -1)
+    world = elastic_world()
+    world.kill(0)
+    assert "when it trains" in world.machine.resize(2, -1)
+
+
+def test_a_new_controller_learns_who_has_left() -> None:
+    world = World(4, elastic={"min": 2, "max": 4})
+    register = pb.Register(node="n", host="h", slots=4, incarnation="i", generation=1, stride=1, members=[0, 2, 3])
+    for rank in (0, 2, 3):
+        worker = pb.WorkerState(rank=rank, pid=rank + 1, resumed=True, stepping=True)
+        worker.joined.CopyFrom(pb.Joined(rank=rank, steps=9))
+        register.workers.append(worker)
+    world.machine.on_register(register, 0.0)
+    assert set(world.machine.job.ranks) == {0, 2, 3}
+    assert world.machine.job.state is State.RUNNING and world.machine.job.all_in(Place.RUNNING)
+
+
+def test_a_new_controller_hears_from_a_rank_that_has_not_heard_that_it_left() -> None:
+    def register(node: str, ranks: list[int], members: list[int], generation: int) -> pb.Register:
+        fields = {"node": node, "host": node, "slots": 2, "incarnation": node, "stride": 2, "peer_port": 1}
+        message = pb.Register(**fields, generation=generation, members=members)  # type: ignore[arg-type]
+        for rank in ranks:
+            worker = pb.WorkerState(rank=rank, pid=rank + 1, resumed=True, stepping=True)
+            worker.joined.CopyFrom(pb.Joined(rank=rank, steps=9))
+            message.workers.append(worker)
+        return message
+
+    for first, second in (
+        (register("a", [0, 1], [0, 1, 2], 2), register("b", [2, 3], [], 1)),
+        (register("b", [2, 3], [], 1), register("a", [0, 1], [0, 1, 2], 2)),
+    ):
+        world = World(2, nnodes=2, controller="h:1", elastic={"min": 2, "max": 4})
+        world.machine.on_register(first, 0.0)
+        world.machine.on_register(second, 0.0)
+        world.collect()
+        assert set(world.machine.job.ranks) == {0, 1, 2}
+        assert told(world, "leave").keys() == {3}
+
+
+# -- pure parts ---------------------------------------------------------------------------------------
+
+
+def test_who_leaves() -> None:
+    sizes = ReplicaRange(2, 4)
+    assert leaving([0, 1, 2, 3], {1}, sizes) == (1,)
+    assert leaving([0, 2, 3], {3}, sizes) == (3,)
+    assert leaving([0, 3], {3}, sizes) == (), "too few would be left"
+    assert leaving([0, 1, 2, 3], set(), sizes) == ()
+
+
+@pytest.mark.parametrize("size", range(2, 9))
+@pytest.mark.parametrize("stride", range(1, 10))
+def test_each_rank_keeps_the_copies_of_one_other(size: int, stride: int) -> None:
+    ring = ring_of(size, stride)
+    assert sorted(ring) == list(range(size)) and all(to != place for place, to in enumerate(ring))
+    if stride < size:
+        assert ring == [(place + stride) % size for place in range(size)], "as at the launch"
+
+
+def test_a_rank_table_with_ranks_missing() -> None:
+    def table(ranks: list[int]) -> Parts:
+        entries = tuple(pb.RankEntry(rank=rank, node=f"n{rank // 2}", peer=f"p{rank}") for rank in ranks)
+        return Parts(RankTable(entries, 2, (), 6))
+
+    whole, part = table([0, 1, 2, 3, 4, 5]), table([0, 1, 3, 4])
+    assert affected(whole, part) == {"n0", "n1", "n2"}
+    for node in ("n0", "n1", "n2"):
+        assert part.part_for(node).world_size == 6
+        assert not {2, 5} & {entry.rank for entry in part.part_for(node).ranks}
+
+
+def test_the_options() -> None:
+    assert settings({"elastic": "2:4"}) == {"elastic": {"min": 2, "max": 4}}
+    with pytest.raises(ConfigError, match="MIN:MAX"):
+        settings({"elastic": "4"})
+
+
+@pytest.mark.parametrize(
+    ("elastic", "more", "why"),
+    [
+        ({"min": 3, "max": 2}, {}, "elastic.min = 3"),
+        ({"min": 2, "max": 8}, {}, "elastic.max = 8: 4 is allowed"),
+        ({"min": 2, "max": 3}, {}, "elastic.max = 3: 4 is allowed"),
+        ({"min": 0, "max": 4}, {}, "elastic.min = 0"),
+        ({"min": 2, "max": 4, "replace": "sometimes"}, {}, "elastic.replace = 'sometimes'"),
+        ({"min": 2, "max": 4, "most": 4}, {}, "elastic.most"),
+        ({"min": 2, "max": 4}, {"redundancy": "neighbor"}, "redundancy: 'neighbor'"),
+        ({"min": 2, "max": 4}, {"redundancy": "parity"}, "redundancy: 'parity'"),
+        ({"min": 2, "max": 4}, {"snapshots": {"keep": "always"}}, "snapshots.keep: 'always'"),
+    ],
+)
+def test_a_configuration_that_is_refused(elastic: dict[str, Any], more: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        run_config({"nproc_per_node": 4, "elastic": elastic, **more}, "here")
+    assert why in str(refused.value)
+
+
+# -- batches ------------------------------------------------------------------------------------------
+
+
+def batches(monkeypatch: pytest.MonkeyPatch, rank: int, size: int, **more: Any) -> ElasticBatches:
+    monkeypatch.setattr(elastic, "_place", lambda: (rank, size))
+    data = TensorDataset(torch.arange(30, dtype=torch.float64))
+    return ElasticBatches(data, **{"global_batch": 12, "micro_batch": 2, "seed": 4, **more})
+
+
+@pytest.mark.parametrize("averaged", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6])
+def test_the_mean_over_the_global_batch_in_any_size(size: int, averaged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: Counter[float] = Counter()
+    total, drawn = Fraction(0), {}
+    for rank in range(size):
+        mine = batches(monkeypatch, rank, size, averaged=averaged)
+        found = list(mine.of(7))
+        assert [batch.last for batch in found] == [False] * (len(found) - 1) + [True]
+        for batch in mine.of(7):
+            drawn[batch.number] = torch.rand(1).item()
+            seen.update(batch.data[0].tolist())
+            total += Fraction(batch.data[0].mean().item()) * Fraction(batch.weight).limit_denominator(1000)
+    whole = list(batches(monkeypatch, 0, 1).of(7))
+    samples = [x for batch in whole for x in batch.data[0].tolist()]
+    assert seen == Counter(samples) and sorted(drawn) == list(range(6))
+    assert total / (size if averaged else 1) == Fraction(sum(samples)) / 12
+    expected = {}
+    for batch in batches(monkeypatch, 0, 1).of(7):
+        expected[batch.number] = torch.rand(1).item()
+    assert drawn == expected and len({*drawn.values()}) == 6, "a stream for each micro-batch, in any size"
+
+
+def test_gradients_are_reduced_in_the_last_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrapped(torch.nn.Module):
+        require_backward_grad_sync = True
+
+    monkeypatch.setattr(elastic, "DistributedDataParallel", Wrapped)
+    model = Wrapped()
+    flags = [model.require_backward_grad_sync for _ in batches(monkeypatch, 0, 2, models=lambda: [model]).of(0)]
+    assert flags == [False, False, True] and model.require_backward_grad_sync
+
+
+def test_a_first_step_continues_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    def samples(first: int, step: int) -> list[float]:
+        found = batches(monkeypatch, 1, 3, first_step=first).of(step)
+        return [x for batch in found for x in batch.data[0].tolist()]
+
+    assert samples(5, 2) == samples(0, 7) != samples(0, 2)
+
+
+def test_a_step_that_has_not_gone_through_its_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = batches(monkeypatch, 0, 2)
+    found.begin(3)
+    with pytest.raises(RegistrationError, match=r"batches\.of"):
+        found.refuse_unread(3)
+    next(found.of(3))
+    with pytest.raises(RegistrationError):
+        found.refuse_unread(3)
+    for _ in found.of(3):
+        pass
+    found.refuse_unread(3)
+    found.begin(4)
+    with pytest.raises(RegistrationError):
+        found.refuse_unread(4)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"micro_batch": 5}, "micro_batch = 5"),
+        ({"micro_batch": 0}, "1 or more"),
+        ({"micro_batch": 6}, "2 micro-batches"),
+    ],
+)
+def test_batches_that_are_refused(more: dict[str, int], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=why):
+        batches(monkeypatch, 0, 3, **more)
+
+
+def test_a_loader_of_each_ranks_own_is_refused() -> None:
+    elastic_rules.refuse_streams(Settings())
+    with pytest.raises(UnsupportedError, match="elastic_batches"):
+        elastic_rules.refuse_streams(Settings.model_validate({"elastic": {"min": 1, "max": 2}}))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW
 
@@ -406,13 +406,13 @@ def units(monkeypatch: pytest.MonkeyPatch) -> tuple[Units, Callable[[], list[str
     """The model, and a backward pass of it that gives the order in which its units reduce, with "synchronising"."""
     model, recorder = Units(), Recorder()
     adapter = adapter_for(model, [SGD(model.parameters(), lr=0.1)])
-    reduce = FSDPParamGroup._wait_for_post_backward
+    reduce = _fsdp_param_group.foreach_reduce
 
-    def noted(self: FSDPParamGroup) -> None:  # right before a unit reduces
-        recorder.moments.append(str(self._module_fqn))
-        reduce(self)
+    def noted(parameters: list[Any], *arguments: Any, **named: Any) -> Any:
+        recorder.moments.append(str(parameters[0]._param_fqn).partition(".")[0])
+        return reduce(parameters, *arguments, **named)
 
-    monkeypatch.setattr(FSDPParamGroup, "_wait_for_post_backward", noted)
+    monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", noted)
     adapter.watch(recorder)
 
     def run() -> list[str]:

@@ -120,7 +120,8 @@ def all_at_once(layout: Layout, directory: Path, reference: Job, gpus: int, job_
     began = time.monotonic()
     name = "everything" if launcher else "all ranks"
     result = Result(f"{layout.name}, {name} at once", layout.nproc, kills=layout.nproc + launcher)
-    running = start(directory / name.replace(" ", "-"), layout, gpus)
+    run_dir = directory / name.replace(" ", "-")
+    running = start(run_dir, layout, gpus)
     try:
         running.wait_for_step(STEPS // 3, job_s)
     except AssertionError as e:
@@ -130,7 +131,7 @@ def all_at_once(layout: Layout, directory: Path, reference: Job, gpus: int, job_
         os.kill(pid, signal.SIGKILL)
     job = running.wait(job_s)
     if launcher:
-        job = start(directory / name.replace(" ", "-"), layout, gpus, (), "--resume").wait(job_s)
+        job = start(run_dir, layout, gpus, (), "--resume").wait(job_s)
         if not job.gone_on_from_snapshots():
             result.found.append("the second launch has not gone on from the snapshots")
     compare(result, job, reference, launches=1 + launcher)

@@ -16,6 +16,7 @@ from flashrecovery.controller.records import Place, RankRecord
 from flashrecovery.controller.restore import RestoreRound
 from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan.node_marks import SLOW, WEIGHTS
+from flashrecovery.plan.placement import keeper_of_copies
 from flashrecovery.plan.transitions import State, check_transition
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -167,9 +168,7 @@ class JobState:
 
     def keeper_of_copies(self, place: int) -> RankRecord:
         """The rank that holds the neighbour copies of the one at this place."""
-        size = len(self.in_order)
-        step = self.stride % size or 1
-        return self.in_order[(place + step) % size]
+        return self.in_order[keeper_of_copies(place, len(self.in_order), self.stride)]
 
     @property
     def whole(self) -> bool:

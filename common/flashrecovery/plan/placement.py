@@ -100,11 +100,15 @@ def setup_log_keepers(rank: int, stride: int, world: int) -> tuple[int, ...]:
     return tuple(keeper for keeper in ring if keeper != rank)
 
 
+def keeper_of_copies(place: int, size: int, stride: int) -> int:
+    """The place of the rank that keeps the copies of the one at ``place``, of ``size`` ranks: ``stride`` away, as in a
+    job of the launch's size, or next to it where that would be itself."""
+    return (place + (stride % size or 1)) % size
+
+
 def ring_of(size: int, stride: int) -> list[int]:
-    """By the place of each of ``size`` (2 or more) ranks, the place of the one that keeps its copies: ``stride`` away,
-    as in a job of the launch's size, or next to it where that would be itself."""
-    step = stride % size or 1
-    return [(place + step) % size for place in range(size)]
+    """By the place of each of ``size`` (2 or more) ranks, the place of the one that keeps its copies."""
+    return [keeper_of_copies(place, size, stride) for place in range(size)]
 
 
 def neighbour_stride(domains: Sequence[str], ranks_per_node: int) -> int:

@@ -113,8 +113,7 @@ class Recoverer:
     def run(self) -> None:
         """Carry out commands until the next resume."""
         self._worker.gate.leave_step()
-        while not self._carry_out(self._next_command()):
-            pass
+        self._until_resumed()
 
     def pause(self) -> None:
         """The step at which the job changes has come: say so, and carry out commands until the next resume."""
@@ -122,6 +121,9 @@ class Recoverer:
         worker.gate.leave_step(done=True)  # settled: all that this rank has to do for its version is done
         paused = pb.Paused(rank=worker.rank, generation=worker.gate.generation, version=worker.gate.version)
         worker.send(pb.FromWorker(paused=paused))
+        self._until_resumed()
+
+    def _until_resumed(self) -> None:
         while not self._carry_out(self._next_command()):
             pass
 

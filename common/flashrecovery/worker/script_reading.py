@@ -81,7 +81,7 @@ def read_script(file: Path, find: FindOwn, *, gpus: bool = True) -> ScriptFacts:
         reader.read(file, "")
     except _EndError as e:
         return ScriptFacts(tuple(reader.actions), str(e), None)
-    settings = _set_anywhere(file, find)
+    settings = reader.set_anywhere(file)
     sets = (
         None if settings is None else frozenset(found.name or "" for found in settings if found not in reader.actions)
     )
@@ -92,6 +92,7 @@ class _Reader:
     def __init__(self, find: FindOwn, gpus: bool) -> None:
         self._find = find
         self._gpus = gpus
+        self._trees: dict[Path, ast.Module | None] = {}  # of the files that have been parsed; None: cannot be
         self._seen: set[Path] = set()
         self.actions: dict[Import | Setting, None] = {}
 
@@ -102,9 +103,8 @@ class _Reader:
         if len(self._seen) >= FILES_READ:
             raise _EndError(f"{file.name}: {FILES_READ} modules of the script's own have been read")
         self._seen.add(file)
-        try:
-            tree = ast.parse(file.read_bytes())
-        except (OSError, SyntaxError, ValueError):
+        tree = self._tree(file)
+        if tree is None:
             return
         patches = _Patches(tree, self._find)
         for statement, certain in self._statements(tree.body, True):
@@ -119,6 +119,34 @@ class _Reader:
                     raise _EndError(f"{file.name}:{line}: a function replaces {replaced}")
             else:
                 self._other(statement, certain, f"{file.name}:{statement.lineno}", patches)
+
+    def set_anywhere(self, script: Path) -> set[Setting] | None:
+        """What the script and its own modules set, in functions, too; None: variables whose names are not known."""
+        settings: set[Setting] = set()
+        left, seen = [(script, "")], {script}
+        while left:
+            file, package = left.pop()
+            tree = self._tree(file)
+            for node in ast.walk(tree) if tree is not None else ():
+                for found in _set_by(node):
+                    if found.name is None:
+                        return None
+                    settings.add(found)
+                for module in _imported_by(node, package):
+                    new = [own for own in _own_files(module, self._find) or () if own[0] not in seen]
+                    seen.update(own for own, _ in new)
+                    left += new
+            if len(seen) > FILES_READ:
+                return None
+        return settings
+
+    def _tree(self, file: Path) -> ast.Module | None:
+        if file not in self._trees:
+            try:
+                self._trees[file] = ast.parse(file.read_bytes())
+            except (OSError, SyntaxError, ValueError):
+                self._trees[file] = None
+        return self._trees[file]
 
     def _imported_from(self, statement: ast.ImportFrom, package: str) -> None:
         module = _module_of(statement, package)
@@ -231,30 +259,6 @@ def _changes(statement: ast.stmt, name: str) -> bool:
             if called.startswith(name) and called not in (f"{name}.append", f"{name}.get", f"{name}.index"):
                 return True
     return False
-
-
-def _set_anywhere(script: Path, find: FindOwn) -> set[Setting] | None:
-    """What the script and its own modules set, in functions, too; None: variables whose names are not known."""
-    settings: set[Setting] = set()
-    left, seen = [(script, "")], {script}
-    while left:
-        file, package = left.pop()
-        try:
-            tree = ast.parse(file.read_bytes())
-        except (OSError, SyntaxError, ValueError):
-            continue
-        for node in ast.walk(tree):
-            for found in _set_by(node):
-                if found.name is None:
-                    return None
-                settings.add(found)
-            for module in _imported_by(node, package):
-                new = [own for own in _own_files(module, find) or () if own[0] not in seen]
-                seen.update(own for own, _ in new)
-                left += new
-        if len(seen) > FILES_READ:
-            return None
-    return settings
 
 
 def _module_of(statement: ast.ImportFrom, package: str) -> str:

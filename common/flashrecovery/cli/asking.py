@@ -1,0 +1,42 @@
+"""Ask the controller of a running job for something, from its run directory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+
+from flashrecovery.access import CONTROLLER
+from flashrecovery.cli.status import access_of
+from flashrecovery.errors import ConfigError, StrangerError
+from flashrecovery.events import RunFiles
+from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+
+Reply = TypeVar("Reply")
+
+ANSWER_S = 5.0
+
+
+def ask(run_dir: Path, name: str, call: Callable[[rpc.ControllerStub], Awaitable[Reply]]) -> Reply:
+    """What ``call`` gives. ``name``: of the run directory, in errors.
+
+    Raises ConfigError if no job runs there, or its controller does not answer.
+    """
+    controller = RunFiles(run_dir).controller()
+    if controller is None:
+        raise ConfigError(f"{name}: no job runs there (no controller.json)")
+    address, access = controller["address"], access_of(controller)
+
+    async def asked() -> Reply:
+        async with access.dial(address, CONTROLLER, ANSWER_S) as channel:
+            return await call(rpc.ControllerStub(channel))
+
+    try:
+        return asyncio.run(asked())
+    except grpc.aio.AioRpcError as e:
+        raise ConfigError(f"{name}: no controller answers at {address} ({e.code()})") from e
+    except StrangerError as e:
+        raise ConfigError(f"{name}: its controller is gone: {e}") from e

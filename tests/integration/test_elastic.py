@@ -181,10 +181,11 @@ def test_checkpoints_of_another_size(tmp_path: Path, resized: Callable[[int, int
         "elastic": {"min": 2, "max": 4},
         "checkpoint": {"dir": str(tmp_path / "checkpoints"), "interval_s": 0.3, "keep": 100},
     }
-    running = start(tmp_path / "run", config, "--step-time", "200")
+    running = start(tmp_path / "run", config, "--step-time", "400")
     running.wait_for("job_started")
     assert command(running, 3, AT) == ""
     running.wait_for("recovery_finished")
+    running.wait_for("checkpoint_saved")  # the first one may be announced too early, and is announced again 3 s later
     running.kill(0, 1, 2)
     job = running.wait()
     assert job.code == 0 and job.of("fallback_started"), job.explain()

@@ -29,12 +29,13 @@ STORM_S = (0.0, 0.3, 0.6)
 
 @dataclass(frozen=True)
 class Layout:
-    """One example. ``goal_s``: the goal for the median of each kind of failure."""
+    """One example. ``goal_s``: the goal for the median of each kind of failure. ``ours``: options of our launcher."""
 
     name: str
     script: str
     flags: tuple[str, ...]
     goal_s: float
+    ours: tuple[str, ...] = ()
 
 
 LAYOUTS = {
@@ -42,7 +43,8 @@ LAYOUTS = {
     for layout in (
         Layout("ddp", "train_ddp.py", (), 1.0),
         Layout("zero2", "train_deepspeed.py", ("--zero=2",), 1.5),
-        Layout("tp2dp2", "pretrain_gpt.py", ("--tensor-model-parallel-size=2",), 1.5),
+        # Three of four ranks are more than its replicas survive: snapshots hold what they held.
+        Layout("tp2dp2", "pretrain_gpt.py", ("--tensor-model-parallel-size=2",), 1.5, ("--snapshots", "always")),
     )
 }
 Times = dict[tuple[str, str, str], list[float]]
@@ -59,7 +61,7 @@ class Job:
         self.launch.start(
             [
                 *(sys.executable, "-m", "flashrecovery.cli.main", "run", "--start-method", method),
-                *("--nproc-per-node", "4", "--run-dir", str(self._run_dir), "--log", "none"),
+                *("--nproc-per-node", "4", "--run-dir", str(self._run_dir), "--log", "none", *layout.ours),
                 *(str(harness.EXAMPLE / layout.script), *SMALL, *layout.flags),
             ],
             FR_MEGATRON_CPU="1",

@@ -47,7 +47,7 @@ def _save(rank: int, world: int, folder: Path, versions: list[int], keep: int = 
     mine = shards(rank, world)
     for version in versions:
         advance(mine, version)
-        fallback.announce(version)
+        fallback.announce(version, 0)
         assert not fallback.due(version - 1) and fallback.due(version) and not fallback.due(version)
         k0 = fallback.commit(version, mine, capsule=capsule_of(rank, version), common=COMMON, generation=0)
         advance(mine, version + 1)  # training goes on while the checkpoint is written
@@ -146,9 +146,20 @@ def test_another_runs_later_checkpoint_is_neither_resumed_nor_removed(tmp_path: 
 
 def test_a_rank_that_hears_of_it_too_late_does_not_take_part(tmp_path: Path) -> None:
     fallback = CheckpointFallback(tmp_path, rank=0, world=1)
-    fallback.announce(5)
+    fallback.announce(5, 0)
     assert not fallback.due(6)
     assert not fallback.due(5)
+    fallback.close(1)
+
+
+def test_only_what_was_announced_before_a_recovery_is_withdrawn_by_it(tmp_path: Path) -> None:
+    fallback = CheckpointFallback(tmp_path, rank=0, world=1)
+    fallback.announce(5, 1)
+    fallback.withdraw(2)
+    assert fallback.announced is None and not fallback.due(5)
+    fallback.announce(6, 2)  # by a controller that knows of the resume before this rank has carried it out
+    fallback.withdraw(2)
+    assert fallback.due(6)
     fallback.close(1)
 
 

@@ -107,7 +107,7 @@ class CheckpointFallback:
         self._on_published = on_published
         self._on_error = on_error
         self._background = Background("flashrecovery-checkpoint")
-        self._announced: int | None = None
+        self._announced: tuple[int, int] | None = None
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             probe = self.directory / f".probe-{rank}"
@@ -116,28 +116,31 @@ class CheckpointFallback:
         except OSError as e:
             raise ConfigError(f"checkpoint.dir = {str(directory)!r} cannot be written: {e.strerror}") from e
 
-    def announce(self, version: int) -> None:
-        """Take a checkpoint when ``version`` is committed. Any thread. Too late is harmless: see
+    def announce(self, version: int, generation: int) -> None:
+        """Take a checkpoint when ``version`` is committed in ``generation``. Any thread. Too late is harmless: see
         :mod:`flashrecovery.plan.interval`.
         """
-        self._announced = version
+        self._announced = version, generation
 
     @property
     def announced(self) -> int | None:
         """The version of which the next checkpoint is to be; None if it has not been announced yet."""
-        return self._announced
+        return None if self._announced is None else self._announced[0]
 
     def resize(self, rank: int, world: int) -> None:
         """From the next checkpoint on this is ``rank`` of ``world`` ranks."""
         self._rank, self._world = rank, world
 
-    def withdraw(self) -> None:
-        """A recovery has taken place: not every rank knows of what was announced before it."""
-        self._announced = None
+    def withdraw(self, generation: int) -> None:
+        """Training goes on in ``generation``: not every rank knows of what was announced in an earlier one. What has
+        been announced in this one counts, although it has come here before the news of it."""
+        announced = self._announced
+        if announced is not None and announced[1] < generation:
+            self._announced = None
 
     def due(self, version: int) -> bool:
         """True if ``version`` is the announced one and no earlier checkpoint is still being written."""
-        announced = self._announced
+        announced = self.announced
         if announced is None or announced > version:
             return False
         self._announced = None

@@ -39,7 +39,7 @@ class Control:
         limits: Timeouts,
         device: DeviceClock,
         on_fault: Callable[[pb.Fault], None],
-        on_checkpoint: Callable[[int], None],
+        on_checkpoint: Callable[[int, int], None],
         on_keep_undo: Callable[[int], None],
     ) -> None:
         self.inbox: queue.Queue[pb.Command] = queue.Queue()
@@ -52,7 +52,7 @@ class Control:
             "stop": self._stop,
             "ping": self._answer,
             "fault": lambda command: on_fault(command.fault),
-            "checkpoint": lambda command: on_checkpoint(command.checkpoint.version),
+            "checkpoint": lambda command: on_checkpoint(command.checkpoint.version, command.generation),
             "pause": self._pause,
             "keep_undo": lambda command: on_keep_undo(command.keep_undo.step),
         }

@@ -350,7 +350,7 @@ class Copies:
         if self._members is not None:
             self._become(self._members)
         if self.checkpoint is not None:
-            self.checkpoint.withdraw()
+            self.checkpoint.withdraw(generation)
         if self._peers is not None:
             self._peers.reset(generation, version)
         for copies in self._alone:

@@ -61,13 +61,8 @@ format: $(BIN)/.setup-done  ## let ruff format the code
 	$(BIN)/ruff format .
 
 $(BIN)/.frameworks-done: $(BIN)/.setup-done
-	@echo "==> deepspeed, megatron-core"
-	@$(PIP) -c constraints.txt --editable '.[test,deepspeed,megatron]'
-	@touch $@
-
-$(BIN)/.trainer-done: $(BIN)/.setup-done
-	@echo "==> deepspeed, transformers, accelerate"
-	@$(PIP) -c constraints.txt --editable '.[test,trainer]'
+	@echo "==> deepspeed, megatron-core, transformers, accelerate"
+	@$(PIP) -c constraints.txt --editable '.[test,deepspeed,megatron,trainer]'
 	@touch $@
 
 test: setup $(BIN)/.frameworks-done lint  ## set up, check the code, run the tests (about 35 minutes)
@@ -87,7 +82,7 @@ test-cuda-build:  ## an environment with a CUDA build of torch (5.5 GB; needs no
 	    tests/integration/test_nccl_build.py tests/integration/test_nccl.py tests/integration/test_groups_*.py \
 	    tests/conformance/test_nccl.py tests/conformance/test_grid.py
 
-matrix: setup $(BIN)/.trainer-done $(BIN)/.frameworks-done  ## chosen tests with each supported version, and docs/versions.md (MATRIX="torch==2.14.1": one)
+matrix: setup $(BIN)/.frameworks-done  ## chosen tests with each supported version, and docs/versions.md (MATRIX="torch==2.14.1": one)
 	$(BIN)/python scripts/matrix.py $(MATRIX_ARGS) $(if $(MATRIX),"$(MATRIX)")
 
 test-slurm: setup  ## the example on a real Slurm cluster of one machine (root; Debian: slurmctld slurmd slurm-client munge)
@@ -96,7 +91,7 @@ test-slurm: setup  ## the example on a real Slurm cluster of one machine (root; 
 grid: setup  ## the whole conformance grid with plain PyTorch, and all slow tests
 	$(BIN)/python -m pytest -m "(grid or slow) and not deepspeed and not megatron and not slurm" --durations=15 $(PYTEST_ARGS)
 
-grid-deepspeed: setup $(BIN)/.trainer-done  ## the whole conformance grid with DeepSpeed and the Trainer
+grid-deepspeed: setup $(BIN)/.frameworks-done  ## the whole conformance grid with DeepSpeed and the Trainer
 	$(BIN)/python -m pytest -m "deepspeed and not soak" --durations=15 $(PYTEST_ARGS)
 
 grid-megatron: setup $(BIN)/.frameworks-done  ## the whole conformance grid with megatron-core; MEGATRON_LM: a checkout

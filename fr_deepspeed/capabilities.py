@@ -274,7 +274,7 @@ DEEPSPEED = Framework(
     "DeepSpeed",
     "deepspeed",
     "deepspeed",
-    ("0.16.9", "0.19.8"),
+    ("0.16.9", "0.17.6", "0.19.0", "0.19.8"),
     tuple(dict.fromkeys((*ALL_STAGES, PIPELINE, *STAGE12, *STAGE3))),
 )
 

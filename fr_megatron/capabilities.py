@@ -159,6 +159,6 @@ MEGATRON = Framework(
     "megatron-core",
     "megatron-core",
     "megatron.core",
-    ("0.13.1", "0.16.1", "0.20.0"),
+    ("0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.20.0"),
     (*EVERY_MODEL, MEGATRON_FSDP, ARGUMENTS),
 )

@@ -255,8 +255,7 @@ Every job here has real SIGKILLs, on CPUs with gloo, and must end with the bits 
 Torch 2.13.0 is a CPU build; the others are CUDA builds that run on the CPU. Where nothing else is said, an entry has
 torch 2.13.0 and Python 3.11. DeepSpeed 0.16 wraps bf16 without ZeRO in its `BF16_Optimizer`, which is refused by name:
 the failure of `zero0` with 0.16.9. DeepSpeed 0.18.9's ZeRO-1 and 2 do not train with torch 2.13 under torchrun
-either (an all-gather into views). The Trainer of transformers 4.57 is refused by name: it has no
-`_tr_loss`, `_clip_grad_norm` and `_get_grad_norm`. Torch 2.11.0 has been run on a GPU, too: [gpu.md](gpu.md).
+either (an all-gather into views). Torch 2.11.0 has been run on a GPU, too: [gpu.md](gpu.md).
 """
 
 

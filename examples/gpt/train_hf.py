@@ -1,6 +1,6 @@
 """Train a small GPT-2 with the Hugging Face Trainer, and keep training when a rank dies::
 
-    pip install transformers==5.23.0 accelerate==1.15.0
+    pip install transformers accelerate
     flashrecovery run --nproc-per-node 4 --standby 1 examples/gpt/train_hf.py --by ddp
     torchrun --nproc-per-node 4 examples/gpt/train_hf.py --by ddp        # the same script, without recovery
 
@@ -162,10 +162,12 @@ def main() -> None:
     if args.by == "deepspeed" or not args.switched_off:
         protect(trainer)
     training.seed_rank(args.seed)
-    trainer.train()
+    result = trainer.train()
+    trainer.evaluate()
 
     if args.digest:
-        training.emit(f"digest rank={arguments.process_index} {training.digest(state(trainer))}")
+        ended = [*state(trainer), ("training_loss", result.training_loss)]
+        training.emit(f"digest rank={arguments.process_index} {training.digest(ended)}")
 
 
 if __name__ == "__main__":

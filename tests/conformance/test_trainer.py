@@ -24,9 +24,10 @@ pytest.importorskip("accelerate")
 STEPS = 20
 TIMEOUT_S = 500
 SCRIPT = "train_hf.py"
-EVALUATION, CHECKPOINT, END = 7, 12, 32  # END: the count of operations after the last step
+EVALUATION, CHECKPOINT, END, AFTER = 7, 12, 32, 33
+"""END: the count of operations after the last step. AFTER: the script's own evaluation, when training has ended."""
 
-pytestmark = [pytest.mark.grid, pytest.mark.deepspeed, pytest.mark.timeout(3 * TIMEOUT_S)]
+pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(3 * TIMEOUT_S)]
 Reference = Callable[[Layout], Job]
 
 
@@ -36,7 +37,7 @@ def hf(stage: int, name: str = "", *flags: str) -> Layout:
 
 ZERO2, DDP = hf(2), Layout("hf-ddp", SCRIPT, ("--by", "ddp"))
 FSDP = Layout("hf-fsdp", str(ROOT / "tests" / "scripts" / "trainer_fsdp.py"), DDP.flags)
-LAYOUTS = (hf(0), hf(1, "-own-optimizer", "--own-optimizer"), ZERO2, hf(3), DDP, FSDP)
+LAYOUTS = (hf(0), hf(1, "-own-optimizer", "--own-optimizer"), ZERO2, hf(3), FSDP)
 WITHOUT_GATHER = (hf(0).name, DDP.name)
 
 
@@ -51,7 +52,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return References(lambda: tmp_path_factory.mktemp("reference"), lambda path, layout: _run(path, layout, standby=0))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.name)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(DDP, id=DDP.name), *(pytest.param(x, id=x.name, marks=pytest.mark.grid) for x in LAYOUTS)],
+)
 def test_deaths_in_steps(layout: Layout, tmp_path: Path, reference: Reference) -> None:
     """In the second of two micro-batches too, and at the beginning of a log."""
     late = "optimizer" if layout.name in WITHOUT_GATHER else "param-gather"
@@ -62,15 +66,17 @@ def test_deaths_in_steps(layout: Layout, tmp_path: Path, reference: Reference) -
     check_recovered(job, [0, 1, 2, 3])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("layout", [ZERO2, DDP], ids=lambda x: x.name)
 def test_deaths_in_evaluation_checkpoint_and_at_both_ends(layout: Layout, tmp_path: Path, reference: Reference) -> None:
-    inject = faults((3, "backward", 0), (1, "forward", EVALUATION), (2, "commit", CHECKPOINT), (0, "commit", END))
-    job = _run(tmp_path / "run", layout, inject=inject)
+    kills = (3, "backward", 0), (1, "forward", EVALUATION), (2, "commit", CHECKPOINT), (0, "commit", END)
+    job = _run(tmp_path / "run", layout, inject=faults(*kills, (3, "forward", AFTER)))
     check_same(job, reference(layout), printed=Printed.LOGS)
-    check_fired(job, 4)
+    check_fired(job, 5)
     check_recovered(job, [0, 1, 2, 3])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("off", "on"),
     [(hf(2, "-off", "--switched-off"), ZERO2), (Layout("hf-ddp-off", SCRIPT, (*DDP.flags, "--switched-off")), DDP)],

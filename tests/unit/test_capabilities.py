@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
+import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -14,7 +18,7 @@ from flashrecovery.capabilities import Capability, Framework, Way, capability
 from flashrecovery.capabilities.of_ray import RAY
 from flashrecovery.capabilities.of_torch import TORCH
 from flashrecovery.capabilities.of_trainer import ACCELERATE, TRANSFORMERS
-from flashrecovery.capabilities.probes import Assigned, Attributes, Defined, Live, Parameters
+from flashrecovery.capabilities.probes import Assigned, Attributes, Defined, Live, Parameters, Uses, module_code
 from flashrecovery.errors import UnsupportedError
 from fr_deepspeed.capabilities import DEEPSPEED
 from fr_megatron.capabilities import MEGATRON
@@ -195,6 +199,23 @@ def test_parameters(module: str) -> None:
         f"{module}.function begins with (a, b), not with (b, a)"
     ]
     assert Parameters(module, "Kind.other", ("x",)).missing() == [f"no {module}.Kind.other"]
+
+
+def test_uses(module: str) -> None:
+    assert Uses(module, "function", ("_mark",)).missing() == []
+    assert Uses(module, "function", ("_mark", "deep")).missing() == [f"{module}.function uses no deep"]
+    assert Uses(module, "Kind.gone", ("_mark",)).missing() == [f"no {module}.Kind.gone"]
+
+
+def test_a_package_with_other_paths_in_its_specification(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = ModuleType(module.partition(".")[0])
+    found = importlib.util.find_spec(package.__name__)
+    assert found is not None and found.origin is not None
+    package.__spec__ = ModuleSpec(package.__name__, None, is_package=True)
+    package.__spec__.submodule_search_locations = [Path(found.origin).parent]  # type: ignore[list-item]
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    module_code.cache_clear()
+    assert Defined(module, ("Kind",)).missing() == []
 
 
 def test_live() -> None:

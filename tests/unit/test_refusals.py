@@ -89,7 +89,7 @@ def test_other_recipes_of_fp8_and_what_is_only_imported_go_on(tmp_path: Path) ->
         "manager = te.FP8GlobalStateManager\n"
         "print(manager.add_fp8_tensors_to_global_buffer({'recipe': Recipe(False)}), len(manager.seen))\n"
     )
-    assert run(tmp_path, body) == "added 1"
+    assert run(tmp_path, body).splitlines()[-1] == "added 1"  # older versions of gloo print there, too
 
 
 GRAPHS = """
@@ -108,7 +108,7 @@ print(graph.mode, graph.capture_end())
 
 
 def test_a_graph_without_a_collective_in_it_goes_on(tmp_path: Path) -> None:
-    assert run(tmp_path, GRAPHS) == "relaxed captured"
+    assert run(tmp_path, GRAPHS).splitlines()[-1] == "relaxed captured"
 
 
 def test_a_graph_with_collectives_in_it_is_refused(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ TORCH = Framework(
     "torch",
     "torch",
     "torch",
-    ("2.9.1", "2.11.0", "2.12.1", "2.13.0", "2.14.1"),
+    ("2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1"),
     (
         *(GROUP_CREATION, TORCHCOMMS, STORES, GLOO, COALESCING, SYMMETRIC_MEMORY, REDUCER, PYTHON_REDUCER, FSDP2),
         *(FSDP2_ITERATION, AUTOGRAD, TENSORS, SCALER, LOADERS, SCHEDULERS, CUDA),

@@ -2,25 +2,55 @@
 
 from __future__ import annotations
 
-from flashrecovery.capabilities import Framework, capability
-from flashrecovery.capabilities.probes import Attributes, Defined, Parameters
+from flashrecovery.capabilities import Capability, Framework, Way, capability
+from flashrecovery.capabilities.probes import Attributes, Defined, Parameters, Uses
 
 _TRAINER = "transformers.trainer"
 
-LOOP = capability(
-    "the Trainer's loop",
-    "each part of it that communicates becomes one call",
+_PARTS = (
     Parameters(_TRAINER, "Trainer.get_batch_samples", ("epoch_iterator", "num_batches", "device")),
     Parameters(_TRAINER, "Trainer.training_step", ("model", "inputs", "num_items_in_batch")),
     Defined(_TRAINER, ("Trainer._maybe_log_save_evaluate", "Trainer.store_flos", "Trainer.floating_point_ops")),
-    Attributes(_TRAINER, "Trainer", ("_globalstep_last_logged", "_tr_loss", "current_gradient_accumulation_steps")),
+    Attributes(_TRAINER, "Trainer", ("_globalstep_last_logged", "_total_loss_scalar")),
 )
-STEP_END = capability(
+LOOP = Capability(
+    "the Trainer's loop",
+    "each part of it that communicates becomes one call, and what it sums up goes on in a replacement",
+    (
+        Way(
+            "kept",
+            (
+                *_PARTS,
+                Attributes(_TRAINER, "Trainer", ("_tr_loss", "current_gradient_accumulation_steps")),
+            ),
+        ),
+        Way(
+            "local",
+            (
+                *_PARTS,
+                Parameters(_TRAINER, "Trainer._maybe_log_save_evaluate", ("tr_loss", "grad_norm")),
+            ),
+        ),
+    ),
+)
+STEP_END = Capability(
     "the end of the Trainer's step",
     "clipping, the norm for the log and the learning rate",
-    Defined(_TRAINER, ("Trainer._clip_grad_norm", "Trainer._get_grad_norm", "Trainer._get_learning_rate")),
+    (
+        Way(
+            "methods",
+            (Defined(_TRAINER, ("Trainer._clip_grad_norm", "Trainer._get_grad_norm", "Trainer._get_learning_rate")),),
+        ),
+        Way(
+            "inline",
+            (
+                Uses(_TRAINER, "Trainer._inner_training_loop", ("clip_grad_norm_", "_get_learning_rate")),
+                Defined(_TRAINER, ("Trainer._get_learning_rate",)),
+            ),
+        ),
+    ),
 )
-TRANSFORMERS = Framework("transformers", "transformers", "transformers", ("5.23.0",), (LOOP, STEP_END))
+TRANSFORMERS = Framework("transformers", "transformers", "transformers", ("5.23.0", "4.57.6"), (LOOP, STEP_END))
 
 STATE = capability(
     "accelerate's state",

@@ -12,6 +12,7 @@ import dis
 import functools
 import importlib
 import importlib.util
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
@@ -114,6 +115,25 @@ class Parameters:
 
 
 @dataclass(frozen=True)
+class Uses:
+    """Attributes or global names that the body of a function uses (``Class.name`` for a method)."""
+
+    module: str
+    function: str
+    names: tuple[str, ...]
+
+    @property
+    def covers(self) -> tuple[str, ...]:
+        return self.module, *self.names
+
+    def missing(self) -> list[str]:
+        code = _function(self.module, self.function)
+        if code is None:
+            return [f"no {self.module}.{self.function}"]
+        return [f"{self.module}.{self.function} uses no {name}" for name in self.names if name not in code.co_names]
+
+
+@dataclass(frozen=True)
 class Live:
     """Names of a module that is imported for it: what C++ has no code for. ``Class.name`` for one of a class."""
 
@@ -155,22 +175,33 @@ def module_code(name: str) -> CodeType | None:
 
 
 def _spec(name: str) -> ModuleSpec | None:
-    """Where a module lies. Its packages are not run, so this finds only what lies where its name says."""
+    """Where a module lies. Its packages are not run, so this finds only what lies where its name says.
+
+    A package that puts itself in its module's place may have written other paths into its specification than those that
+    Python writes there: transformers 5.23 has a ``Path``, which Python's finder passes over.
+    """
     first, *rest = name.split(".")
     spec: ModuleSpec | None = importlib.util.find_spec(first)
     for number in range(len(rest)):
         if spec is None or spec.submodule_search_locations is None:
             return None
-        spec = PathFinder.find_spec(".".join((first, *rest[: number + 1])), list(spec.submodule_search_locations))
+        locations = [os.fspath(location) for location in spec.submodule_search_locations]
+        spec = PathFinder.find_spec(".".join((first, *rest[: number + 1])), locations)
     return spec
 
 
 def parameters(module: str, function: str) -> tuple[str, ...] | None:
     """The parameters of a function or method, without ``*`` and ``**``; None if there is none of this name."""
+    code = _function(module, function)
+    return None if code is None else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+def _function(module: str, function: str) -> CodeType | None:
+    """The body of a function or method; None if there is none of this name."""
     code = module_code(module)
     for part in function.split("."):
         code = None if code is None else next(_inner(code, part), None)
-    return None if code is None else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return code
 
 
 def _inner(code: CodeType, name: str) -> Iterator[CodeType]:

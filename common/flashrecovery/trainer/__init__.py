@@ -31,6 +31,7 @@ from flashrecovery.capabilities.of_trainer import ACCELERATE, LOADERS, STATE, TR
 from flashrecovery.errors import RegistrationError, UnsupportedError
 from flashrecovery.trainer.data import Epochs, WatchedLoader
 from flashrecovery.trainer.plain import PlainTraining
+from flashrecovery.trainer.running_loss import running_loss
 from flashrecovery.trainer.state import TrainerLoop, refused
 from flashrecovery.trainer.with_deepspeed import DeepSpeedTraining
 
@@ -68,6 +69,9 @@ def _check_arguments(trainer: Any) -> None:
             ("load_best_model_at_end", args.load_best_model_at_end),
             ("include_num_input_tokens_seen", args.include_num_input_tokens_seen not in ("no", False)),
             ("push_to_hub", args.push_to_hub),
+            ("past_index", getattr(args, "past_index", -1) >= 0),
+            ("apex", getattr(trainer, "use_apex", False)),
+            ("tensor parallelism", getattr(trainer, "is_tp_enabled", False)),
             ("a train_dataset without a length", not hasattr(trainer.train_dataset, "__len__")),
         )
         if wrong
@@ -83,7 +87,9 @@ class _Step:
         self._loop = loop
 
     def __call__(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        return self._loop.step.next_loss()
+        loss = self._loop.step.next_loss()
+        self._loop.running.adds(loss)
+        return loss
 
 
 class _Protected:
@@ -103,6 +109,8 @@ class _Protected:
         self._evaluate: Callable[..., Any] = trainer.evaluate
         self._save: Callable[..., Any] = trainer.save_model
         self._backward: Callable[..., Any] = trainer.accelerator.backward
+        self._report: Callable[..., Any] = trainer.log
+        self._final_loss: float | None = None
         trainer.train = self.train
         trainer.get_train_dataloader = self.get_train_dataloader
         trainer.get_batch_samples = self.get_batch_samples
@@ -113,6 +121,7 @@ class _Protected:
         trainer.evaluate = self.evaluate
         trainer.save_model = self.save_model
         trainer.accelerator.backward = self.backward
+        trainer.log = self.log_metrics
 
     # -- calls ------------------------------------------------------------------------------------
 
@@ -150,7 +159,11 @@ class _Protected:
                 f"resume_from_checkpoint = {resume_from_checkpoint!r}: not supported with flash_recovery; "
                 "resume with `flashrecovery run --resume`"
             )
-        return self._train(resume_from_checkpoint=None, **kwargs)
+        self._loop.running = running_loss(self._trainer)
+        ended = self._train(resume_from_checkpoint=None, **kwargs)
+        if self._final_loss is None:
+            return ended
+        return type(ended)(ended.global_step, self._final_loss, ended.metrics)
 
     def get_train_dataloader(self) -> Any:
         self._source = WatchedLoader(self._loader())
@@ -192,24 +205,37 @@ class _Protected:
                 self._loop.adapter.sealed()
         return self._backward(loss, **kwargs)
 
-    def maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> Any:
+    def maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> Any:
         """Logging, evaluation and saving, as far as the flags say."""
         trainer = self._trainer
+        self._loop.running.shows(tr_loss)
         control, state = trainer.control, trainer.state
         log = control.should_log and state.global_step > trainer._globalstep_last_logged
         flags = "".join(str(int(f)) for f in (log, control.should_evaluate, control.should_save))
         if "1" not in flags:
-            return self._log(*args, **kwargs)
+            return self._log(tr_loss, *args, **kwargs)
 
         def skipped() -> None:
             trainer.control.should_log = trainer.control.should_evaluate = trainer.control.should_save = False
             if log:
                 trainer._globalstep_last_logged = state.global_step
 
-        return self._call(f"log:{flags}", lambda: self._log(*args, **kwargs), skipped)
+        return self._call(f"log:{flags}", lambda: self._log(tr_loss, *args, **kwargs), skipped)
 
     def store_flos(self) -> None:
-        self._call("flops", self._count, lambda: None)
+        """What ends the training."""
+
+        def skipped() -> None:
+            self._final_loss = self._loop.final_loss()
+
+        self._call("flops", self._count, skipped)
+
+    def log_metrics(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's ``log``. A replacement that has skipped the end of the training knows the loss of all of it
+        from the process that it replaces."""
+        if self._final_loss is not None and "train_loss" in logs:
+            logs["train_loss"] = self._final_loss
+        self._report(logs, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. In a replacement, an evaluation that others have behind them returns the newest metrics."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from flashrecovery import Recovery, init
+from flashrecovery.capabilities.of_trainer import STEP_END
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.trainer.state import StepResults, TrainerLoop, TrainerLoopAdapter, refused
 
@@ -26,13 +27,10 @@ class PlainTraining:
     def __init__(self, trainer: Any, loop: TrainerLoop) -> None:
         self._trainer, self._step = trainer, loop.step
         self._loop = loop
-        self._clip: Callable[..., Any] = trainer._clip_grad_norm
-        self._norm: Callable[..., Any] = trainer._get_grad_norm
+        self._clip = _clipping(trainer, loop.step)
         self._rate: Callable[..., Any] = trainer._get_learning_rate
         self._optimize: Callable[..., Any]
         self._scheduler: Any
-        trainer._clip_grad_norm = lambda model: self._step.grad_norm
-        trainer._get_grad_norm = lambda model, grad_norm=None: self._step.grad_norm
         trainer._get_learning_rate = self._learning_rate
 
     @staticmethod
@@ -79,7 +77,8 @@ class PlainTraining:
     def synchronised(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Stands around one micro-batch, as in the Trainer's loop. ``last``: of its step."""
         accelerator = self._trainer.accelerator
-        if last or accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
+        each = STEP_END.takes("methods") and accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        if last or each:
             return contextlib.nullcontext()
         context: contextlib.AbstractContextManager[Any] = accelerator.no_sync(model=self.model)
         return context
@@ -87,8 +86,7 @@ class PlainTraining:
     def finish(self, step: StepResults) -> None:
         """What follows the last micro-batch, in the order of the Trainer's loop."""
         trainer = self._trainer
-        norm = self._clip(self.model) if trainer.args.max_grad_norm > 0 else None
-        step.grad_norm = self._norm(self.model, grad_norm=norm)
+        step.grad_norm = self._clip(self.model)
         self._optimize()
         step.learning_rate = self._rate()  # before the schedule goes on
         if not trainer.accelerator.optimizer_step_was_skipped:
@@ -100,6 +98,19 @@ class PlainTraining:
         known = self._step.learning_rate
         rate: float = self._rate() if known is None else known
         return rate
+
+
+def _clipping(trainer: Any, step: StepResults) -> Callable[[torch.nn.Module], Any]:
+    """What clips the gradients and gives their norm, as the Trainer's loop does it, which finds it done from now on."""
+    limit = trainer.args.max_grad_norm
+    if STEP_END.takes("methods"):
+        clip, norm = trainer._clip_grad_norm, trainer._get_grad_norm
+        trainer._clip_grad_norm = lambda model: step.grad_norm
+        trainer._get_grad_norm = lambda model, grad_norm=None: step.grad_norm
+        return lambda model: norm(model, grad_norm=clip(model) if limit > 0 else None)
+    clip = trainer.accelerator.clip_grad_norm_
+    trainer.accelerator.clip_grad_norm_ = lambda *_, **__: step.grad_norm
+    return lambda model: clip(model.parameters(), limit) if limit is not None and limit > 0 else None
 
 
 def _done(*_: object, **__: object) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from flashrecovery.adapter import LoopAdapter, codec
 from flashrecovery.errors import UnsupportedError
+from flashrecovery.trainer.running_loss import RunningLoss, running_loss
 
 _COUNTERS = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos")
 
@@ -63,11 +64,13 @@ class StepResults:
 
 
 class TrainerLoop:
-    """A :class:`flashrecovery.worker.calls.LoopState`. ``metrics``: of the newest ``evaluate()`` of the script."""
+    """A :class:`flashrecovery.worker.calls.LoopState`. ``metrics``: of the newest ``evaluate()`` of the script.
+    ``running``: the sum of losses since the last log."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.step = StepResults()
+        self.running: RunningLoss = running_loss(trainer)
         self.metrics: dict[str, Any] = {}
         self.adapter: TrainerLoopAdapter | None = None
         self._restored: dict[str, Any] | None = None
@@ -82,7 +85,7 @@ class TrainerLoop:
             "state": codec.dumps({name: getattr(state, name) for name in names}),
             "history": self._encoded_history(state.log_history),
             "control": dict(vars(trainer.control)),
-            "loss": trainer._tr_loss.detach().cpu().clone(),
+            "loss": self.running.value(),
             "counters": {name: getattr(trainer, name) for name in _COUNTERS},
             "callbacks": [codec.dumps(vars_of(c)) for c in self._callbacks()],
             "losses": [loss.cpu() for loss in self.step.losses],
@@ -96,9 +99,9 @@ class TrainerLoop:
             setattr(state, name, value)
         state.log_history = codec.loads(saved["history"])
         vars(trainer.control).update(saved["control"])
-        trainer._tr_loss.copy_(saved["loss"])  # the loop holds this very tensor
         for name, value in saved["counters"].items():
             setattr(trainer, name, value)
+        self.running.put(saved["loss"])
         for callback, attributes in zip(self._callbacks(), saved["callbacks"], strict=True):
             vars(callback).update(codec.loads(attributes))
         self.step.losses = list(saved["losses"])
@@ -111,6 +114,15 @@ class TrainerLoop:
     def resume(self) -> None:
         if self._restored is not None:
             self.load(self._restored)
+
+    def final_loss(self) -> float | None:
+        """In a replacement that skips the end of the training: the mean loss of all of it. The Trainer has formed its
+        own from what it has skipped. The loop is as it was then."""
+        if self._restored is None:
+            return None
+        self.load(self._restored)
+        mean: float = self._trainer._total_loss_scalar / max(self._trainer.state.global_step, 0.001)
+        return mean
 
     # -- parts ------------------------------------------------------------------------------------
 

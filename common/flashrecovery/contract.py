@@ -110,6 +110,16 @@ class Adapter(ABC):
         change its size."""
         return ()
 
+    def tied_to_size(self) -> Sequence[str]:
+        """What of this rank depends on the number of ranks, and cannot follow when that changes: by name, and what is
+        allowed instead. Asked in an elastic job, before the first step and at the end of each one."""
+        return (f"{self.name}: its schedules and partitions",) if self.whole_framework else ()
+
+    def resized(self) -> None:  # noqa: B027 - optional
+        """The process groups have other members now (some have left): bring everything that depends on their number, or
+        on this rank's number in them, to what it would be in a job that was started so. Called after :meth:`reset`,
+        while the groups are detached; plain state follows with :meth:`restore_common`, and may be of before."""
+
     def touch_mark(self) -> Any:
         """Compared between the hand-out of a step and its mutation or its stop: another value says that tensors of the
         shards have been changed before ``mutating``. Such a step must have its pre-step copy from the beginning."""

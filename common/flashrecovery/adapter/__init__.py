@@ -39,6 +39,7 @@ from flashrecovery.state import codec
 from flashrecovery.worker.agreement import check_equal
 from flashrecovery.worker.calls import LoopAdapter
 from flashrecovery.worker.data import DataStream
+from flashrecovery.worker.elastic import FrameworkBatch
 from flashrecovery.worker.recovery import Recovery
 from flashrecovery.worker.rng import RngState, restore_rng
 
@@ -48,6 +49,7 @@ __all__ = [
     "CheckpointFormat",
     "DataStream",
     "FixedShard",
+    "FrameworkBatch",
     "GradientWatch",
     "LoopAdapter",
     "Method",

@@ -26,12 +26,22 @@ def never_replaced(job: JobState) -> bool:
 
 
 def leaving_without(job: JobState, lost: Collection[int]) -> tuple[int, ...]:
-    """The ranks that leave the job if ``lost`` ones cannot be replaced; none if it is not elastic, has not begun yet,
-    or too few would be left."""
-    elastic = job.config.elastic
-    if elastic is None or not lost or job.state is State.STARTING:
+    """Those of the ``lost`` ranks, which cannot be replaced, that leave the job: all or none. None if it is not
+    elastic, has not begun yet, or too few would be left. (Where as many as are left are not allowed, more leave when
+    all are stopped: :meth:`Resizing.leave_at`.)"""
+    if job.config.elastic is None or not lost or job.state is State.STARTING:
         return ()
-    return leaving(list(job.ranks), lost, ReplicaRange(elastic.min, elastic.max))
+    found = leaving(list(job.ranks), lost, allowed_sizes(job))
+    return tuple(rank for rank in found if rank in lost)
+
+
+def allowed_sizes(job: JobState) -> ReplicaRange:
+    """How many replicas an elastic job may have: as it was launched, and as its ranks have said its batch, or a
+    framework's configuration, allows."""
+    elastic = job.config.elastic
+    assert elastic is not None
+    said = next((record.sizes for record in job.in_order if record.sizes), None)
+    return ReplicaRange(elastic.min, elastic.max, said)
 
 
 def tell_to_leave(job: JobState, rank: int, home: str, grace_s: float = 0.0) -> None:
@@ -99,6 +109,11 @@ class Resizing:
         if not elastic.min <= replicas < size:
             least = f"{elastic.min} to {size - 1}" if elastic.min < size else "no smaller number"
             return f"--to {replicas}: the job has {size} replicas (elastic = {elastic.text}); {least} is allowed"
+        possible = allowed_sizes(job).allowed
+        if possible is not None and replicas not in possible:
+            fitting = [str(n) for n in sorted(possible) if elastic.min <= n < size]
+            allowed = f"{' or '.join(fitting)} is allowed" if fitting else "no smaller number is allowed"
+            return f"--to {replicas}: the job's global batch, or its configuration, does not allow that; {allowed}"
         newest = max(record.committed for record in job.in_order)
         if 0 <= step <= newest:
             return f"--at-step {step}: step {newest} has begun already; a later one is allowed"
@@ -121,13 +136,14 @@ class Resizing:
         return None if self._wish is None else self._wish.pause()
 
     def leave_at(self, version: int) -> bool:
-        """All ranks are stopped, and are to go on at ``version``. Those that a command has leave do so now. Returns
-        whether there are any."""
-        wish = self._wish
-        if wish is None or version < wish.step:
+        """All ranks are stopped, and are to go on at ``version``. Those that a command has leave do so now, and those
+        without whom as many are left as are allowed. Returns whether there are any."""
+        wish, size = self._wish, len(self._job.ranks)
+        if self._job.config.elastic is None:
             return False
-        self._wish = None
-        ranks = list(self._job.ranks)[wish.replicas :]
+        if wish is not None and version >= wish.step:
+            self._wish, size = None, min(size, wish.replicas)
+        ranks = list(self._job.ranks)[allowed_sizes(self._job).largest(size, size, uneven=True) or size :]
         for rank in ranks:
             self._depart(rank, grace_s=self._job.config.timeouts.fence_s)
         return bool(ranks)

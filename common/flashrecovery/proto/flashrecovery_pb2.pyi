@@ -1291,6 +1291,7 @@ class Joined(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     PARITY_FIELD_NUMBER: _builtins.int
     IN_SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    SIZES_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     generation: _builtins.int
     steps: _builtins.int
@@ -1315,6 +1316,10 @@ class Joined(_message.Message):
 
     @_builtins.property
     def parity(self) -> Global___Parity: ...
+    @_builtins.property
+    def sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of an elastic job: the numbers of replicas with which it can go on; none: all"""
+
     def __init__(
         self,
         *,
@@ -1329,10 +1334,11 @@ class Joined(_message.Message):
         start: _abc.Iterable[Global___StartLine] | None = ...,
         parity: Global___Parity | None = ...,
         in_snapshots: _builtins.bool = ...,
+        sizes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parity", b"parity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "generation", b"generation", "hang_floor_s", b"hang_floor_s", "held", b"held", "in_snapshots", b"in_snapshots", "needs", b"needs", "parity", b"parity", "rank", b"rank", "start", b"start", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "generation", b"generation", "hang_floor_s", b"hang_floor_s", "held", b"held", "in_snapshots", b"in_snapshots", "needs", b"needs", "parity", b"parity", "rank", b"rank", "sizes", b"sizes", "start", b"start", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -38,12 +38,14 @@ def check_start(registry: Registry, own: Sequence[str], *, single_calls: bool) -
         UnsupportedError: not, and why.
         ConfigError: the ranks' batches differ.
     """
-    if single_calls or any(adapter.whole_framework for adapter in registry.adapters):
+    if single_calls:
         names = ", ".join(adapter.name for adapter in registry.adapters)
         raise UnsupportedError(
-            f"an elastic job of {names}: its schedules and partitions depend on the number of ranks; loops over "
-            "recovery.steps() with DistributedDataParallel or plain replicated modules are allowed"
+            f"an elastic job of {names} whose steps are a framework's own calls: they take batches of each rank's own; "
+            "loops over recovery.steps() with DistributedDataParallel, plain replicated modules or a DeepSpeed engine "
+            "are allowed"
         )
+    _refuse_tied(registry)
     if registry.batches is None:
         raise UnsupportedError(f"an elastic job whose script has not said where its batches come from: {_TAKE}")
     if any(group.request.kind == "nccl" for group in groups.groups()):
@@ -61,6 +63,16 @@ def check_start(registry: Registry, own: Sequence[str], *, single_calls: bool) -
                 "modules (DistributedDataParallel) are allowed"
             )
     agreement.check_equal("the arguments of elastic_batches()", registry.batches.settings)
+
+
+def _refuse_tied(registry: Registry) -> None:
+    """Raises UnsupportedError if an adapter's framework has what cannot change its size."""
+    tied = [name for adapter in registry.adapters for name in adapter.tied_to_size()]
+    if tied:
+        raise UnsupportedError(
+            f"an elastic job with {'; '.join(tied)}: depends on the number of ranks; loops over recovery.steps() with "
+            "DistributedDataParallel, plain replicated modules, or a DeepSpeed engine are allowed (docs/elastic.md)"
+        )
 
 
 def _refuse_collectives_of_micro_batches(registry: Registry) -> None:
@@ -93,11 +105,14 @@ class ElasticRules:
 
         Raises:
             RegistrationError: it has not gone through its micro-batches.
-            UnsupportedError: it has changed state that is each rank's own.
+            UnsupportedError: it has changed state that is each rank's own, or is tied to the number of ranks now.
+            ConfigError: the framework has another batch now.
         """
         registry = self._registry
+        _refuse_tied(registry)
         assert registry.batches is not None
         registry.batches.refuse_unread(step)
+        registry.batches.check_framework()
         _refuse_unequal(registry.habits.own)
         buffers = sorted(f"buffer {name!r}" for adapter in registry.adapters for name in adapter.moved_buffers())
         if buffers:

@@ -104,6 +104,7 @@ class Recoverer:
             start=worker.connection.start_profile.joined(),
             in_snapshots=self._loop.copies.in_snapshots,
             parity=parity_message(self._loop.copies.parity(-1)),
+            sizes=() if worker.registry.batches is None else worker.registry.batches.sizes,
         )
         if not worker.connection.detached:
             worker.gate.live = 0
@@ -235,6 +236,8 @@ class Recoverer:
         groups.resize(members, worker.rank)
         worker.members = members
         worker.registry.resize(position, size)
+        for adapter in worker.registry.adapters:
+            adapter.resized()
         self._loop.copies.resize(worker.members)
         os.environ.update(RANK=str(position), WORLD_SIZE=str(size), ROLE_RANK=str(position), ROLE_WORLD_SIZE=str(size))
 

@@ -1,0 +1,167 @@
+"""Elastic jobs with a DeepSpeed engine: a rank dies and nobody replaces it, and the others go on as a job that was
+resized by command at the same step, bit for bit, which goes on as one that was started in the new size from that step's
+state: losses, and the whole fp32 weights and optimizer state, of every later step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.elastic import check_goes_on_alike, command, commanded, start
+from tests.support.jobs import ROOT, Job, RunningJob, check_clean, check_fired
+
+pytest.importorskip("deepspeed")
+
+SCRIPT = ROOT / "tests" / "scripts" / "elastic_deepspeed.py"
+TIMEOUT_S = 240
+AT = 9
+PHASES = ("between", "data", "forward", "backward", "grad-sync", "optimizer-start", "optimizer", "commit", "below")
+VICTIMS = (0, 1, 3)
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(3 * TIMEOUT_S)]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One configuration of the script's engine."""
+
+    name: str
+    flags: tuple[str, ...]
+
+
+ZERO0 = Engine("zero0", ())
+ZERO0_FP32 = Engine("zero0-fp32", ("--precision", "fp32"))
+ZERO0_FP16 = Engine("zero0-fp16", ("--precision", "fp16"))
+FUSED = Engine("zero0-fused-adam", ("--precision", "fp32", "--set", "optimizer.params.torch_adam=false"))
+MAIN = (ZERO0,)
+"""Those that are killed in each phase."""
+OTHERS = (ZERO0_FP32, ZERO0_FP16, FUSED)
+
+Resized = Callable[[Engine, int, int], Job]
+
+
+@pytest.fixture(scope="module")
+def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
+    """The job that is resized by command, undisturbed: from this step on to this size. Each is made once, and is itself
+    compared with a job that was started in the new size from that step's state."""
+    made: dict[tuple[Engine, int, int], Job] = {}
+
+    def job(engine: Engine, step: int, size: int) -> Job:
+        if (engine, step, size) not in made:
+            folder = tmp_path_factory.mktemp(f"{engine.name}-resized-{step}-{size}")
+            made[engine, step, size] = commanded(folder, step, size, *engine.flags, script=SCRIPT, timeout_s=TIMEOUT_S)
+        return made[engine, step, size]
+
+    return job
+
+
+def launch(folder: Path, engine: Engine, *flags: str, inject: Sequence[str] = (), config: Any = None) -> RunningJob:
+    return start(folder, config, *engine.flags, *flags, inject=inject, script=SCRIPT)
+
+
+def check_ends_as_resized(job: Job, engine: Engine, resized: Resized, left: Sequence[int]) -> None:
+    """These ranks have left, at the same step, and the others go on as if that had been commanded."""
+    assert job.code == 0, job.explain()
+    events = job.of("job_resized")
+    assert sorted(rank for event in events for rank in event["left"]) == sorted(left), job.explain()
+    step, size = events[-1]["step"], 4 - len(left)
+    assert {event["step"] for event in events} == {step} and events[-1]["replicas"] == size, job.explain()
+    assert step in (AT, AT + 1), job.explain()
+    check_goes_on_alike(job, resized(engine, step, size), step, size)
+    check_clean(job)
+
+
+def kills() -> list[Any]:
+    """Each victim in each phase; each phase once in every run of the tests, the rest in the grid."""
+    return [
+        pytest.param(
+            *(engine, phase, victim),
+            id=f"{engine.name}-{phase}-{victim}",
+            marks=() if engine is MAIN[-1] and number % 3 == turn % 3 else pytest.mark.grid,
+        )
+        for engine in MAIN
+        for turn, phase in enumerate(PHASES)
+        for number, victim in enumerate(VICTIMS)
+    ]
+
+
+@pytest.mark.parametrize(("engine", "phase", "victim"), kills())
+def test_killed_and_not_replaced(engine: Engine, phase: str, victim: int, tmp_path: Path, resized: Resized) -> None:
+    job = launch(tmp_path / "run", engine, inject=[f"rank={victim},fault=sigkill,at={phase},step={AT}"]).wait(TIMEOUT_S)
+    check_fired(job)
+    check_ends_as_resized(job, engine, resized, [victim])
+
+
+@pytest.mark.parametrize("engine", [pytest.param(e, id=e.name, marks=pytest.mark.grid) for e in OTHERS])
+def test_other_engines(engine: Engine, tmp_path: Path, resized: Resized) -> None:
+    faults = [f"rank=0,fault=sigkill,at=optimizer,step={AT}"]
+    job = launch(tmp_path / "run", engine, inject=faults).wait(TIMEOUT_S)
+    check_fired(job)
+    check_ends_as_resized(job, engine, resized, [0])
+
+
+@pytest.mark.parametrize("engine", [pytest.param(e, id=e.name) for e in MAIN])
+def test_two_at_once(engine: Engine, tmp_path: Path, resized: Resized) -> None:
+    faults = [f"rank={rank},fault=sigkill,at=backward,step={AT}" for rank in (0, 2)]
+    job = launch(tmp_path / "run", engine, inject=faults).wait(TIMEOUT_S)
+    check_fired(job, 2)
+    check_ends_as_resized(job, engine, resized, [0, 2])
+
+
+@pytest.mark.parametrize("state", ["quiescing", "regrouping", "restoring", "verifying"])
+@pytest.mark.parametrize("engine", [pytest.param(e, id=e.name) for e in MAIN])
+def test_a_second_death_during_the_change(engine: Engine, state: str, tmp_path: Path, resized: Resized) -> None:
+    faults = [f"rank=1,fault=sigkill,at=backward,step={AT}", f"rank=3,fault=sigkill,at=recovery:{state}"]
+    job = launch(tmp_path / "run", engine, inject=faults).wait(TIMEOUT_S)
+    check_fired(job, 2)
+    check_ends_as_resized(job, engine, resized, [1, 3])
+
+
+@pytest.mark.parametrize("engine", [pytest.param(e, id=e.name) for e in MAIN])
+def test_a_size_that_does_not_divide_is_left_out(engine: Engine, tmp_path: Path) -> None:
+    """Eight micro-batches: without one of four replicas, two go on."""
+    sizes = ("--global-batch", "16")
+    running = launch(
+        tmp_path / "commanded", engine, *sizes, "--step-time", "100", config={"elastic": {"min": 1, "max": 4}}
+    )
+    running.wait_for("job_started", TIMEOUT_S)
+    assert "2 or 1 is allowed" in command(running, 3, AT) or "1 or 2 is allowed" in command(running, 3, AT)
+    assert command(running, 2, AT) == ""
+    reference = running.wait(TIMEOUT_S)
+    faults = [f"rank=3,fault=sigkill,at=forward,step={AT}"]
+    job = launch(tmp_path / "run", engine, *sizes, inject=faults).wait(TIMEOUT_S)
+    check_fired(job)
+    (event,) = job.of("job_resized")
+    assert (event["step"], event["replicas"], event["left"]) == (AT, 2, [2, 3]), job.explain()
+    assert job.code == 0, job.explain()
+    check_goes_on_alike(job, reference, AT, 2)
+    check_clean(job)
+    check_clean(reference)
+
+
+REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
+    "loader": (("--mode", "loader"), "recovery.data() in an elastic job"),
+    "training-data": (("--mode", "training-data"), "training_data of deepspeed.initialize()"),
+    "boundary": (("--mode", "boundary"), "set_gradient_accumulation_boundary()"),
+    "other-batch": (("--mode", "other-batch"), "global_batch = 24, and the framework's own is 48"),
+    "other-sizes": (("--mode", "other-sizes"), "global_batch = 48, and the framework's own is 24"),
+    "zero3": (("--zero", "3"), "zero_optimization.stage = 3"),
+    "offload": (
+        ("--zero", "2", "--set", 'zero_optimization.offload_optimizer={"device": "cpu"}'),
+        "zero_optimization.offload_optimizer",
+    ),
+    "sum": (("--set", 'gradient_allreduce_op="sum"'), "gradient_allreduce_op"),
+}
+
+
+@pytest.mark.parametrize("mode", REFUSED)
+def test_what_is_refused(mode: str, tmp_path: Path) -> None:
+    flags, words = REFUSED[mode]
+    config = {"elastic": {"min": 2, "max": 4}}
+    job = start(tmp_path / "run", config, *flags, script=SCRIPT).wait(TIMEOUT_S)
+    assert job.code != 0 and words in job.of("job_failed")[0]["reason"], job.explain()
+    check_clean(job)

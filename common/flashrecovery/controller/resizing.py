@@ -13,10 +13,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from flashrecovery import events as ev
+from flashrecovery.controller.custody import choose_leaving, divided
 from flashrecovery.controller.job_state import JobState
+from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.resize import ReplicaRange, leaving
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
+
+PATIENCE_S = 2.0
+"""So long ranks of a job whose state is divided are waited for that have not paused before a change."""
+_TRIES = 3
+"""Pauses before the same step, until those that are to leave can."""
 
 
 def never_replaced(job: JobState) -> bool:
@@ -62,6 +69,9 @@ class Resizing:
         self._wish: Wish | None = None
         self._size = len(job.ranks)  # as was told last
         self._left: list[int] = []  # since then
+        self._tries = 0  # to carry out what somebody has commanded
+        self._paused: set[int] = set()
+        self._paused_at: float | None = None
 
     # -- a loss -----------------------------------------------------------------------------------
 
@@ -110,6 +120,28 @@ class Resizing:
             job.command(record.rank, pb.Command(pause=self._wish.pause()))
         return ""
 
+    def paused(self, rank: int, now: float) -> bool:
+        """A rank has come to the step at which the job is to change. Returns whether it changes now. Where state is
+        divided,
+        the others are waited for: they pause when the copies of what they have are made."""
+        if not divided(self._job.in_order):
+            return True
+        if not self._paused:
+            self._paused_at = now
+        self._paused.add(rank)
+        return self._paused >= self._job.ranks.keys()
+
+    def overdue(self, now: float) -> bool:
+        """Whether the others have been waited for long enough: one that had begun the step before it heard of the
+        command does not pause."""
+        waited = self._paused_at is not None and now - self._paused_at >= PATIENCE_S
+        return waited and self._job.state is State.RUNNING and self._job.recovery is None
+
+    def resumed(self) -> None:
+        """Nobody is paused any more."""
+        self._paused.clear()
+        self._paused_at = None
+
     def why_paused(self, version: int) -> str:
         """In words, for those who are stopped: ranks have paused at ``version``. A command that was given to a
         controller before this one is not known any more."""
@@ -121,14 +153,26 @@ class Resizing:
         return None if self._wish is None else self._wish.pause()
 
     def leave_at(self, version: int) -> bool:
-        """All ranks are stopped, and are to go on at ``version``. Those that a command has leave do so now. Returns
-        whether there are any."""
+        """All ranks are stopped, and are to go on at ``version``. Those that a command has leave do so now, if what
+        only they have is also elsewhere; else all pause once more before the same step, with their copies made.
+        Returns whether somebody leaves."""
         wish = self._wish
         if wish is None or version < wish.step:
             return False
-        self._wish = None
-        ranks = list(self._job.ranks)[wish.replicas :]
-        for rank in ranks:
+        count = len(self._job.ranks) - wish.replicas
+        ranks = choose_leaving(self._job.ranks, self._job.departed, count, version) if count > 0 else []
+        if ranks is None and self._tries < _TRIES:
+            self._tries += 1
+            return False
+        self._wish, self._tries = None, 0
+        if ranks is None:
+            text = (
+                f"the job is not resized to {wish.replicas} replicas: of what {count} of its ranks have alone, the "
+                f"others "
+                "keep no copies; fewer at a time can leave"
+            )
+            self._job.notice(NoticeKind.NOT_RESIZED, text)
+        for rank in ranks or ():
             self._depart(rank, grace_s=self._job.config.timeouts.fence_s)
         return bool(ranks)
 
@@ -151,6 +195,10 @@ class Resizing:
             self._size, self._left = size, []
             return True
         return False
+
+    def layout(self) -> Sequence[int]:
+        """Among which ranks state is divided that is divided among ranks; of interest in an elastic job alone."""
+        return () if self._job.config.elastic is None else self._job.layout
 
     def members(self) -> Sequence[int]:
         """The ranks of an elastic job, for those who form groups; of others nobody needs to know."""

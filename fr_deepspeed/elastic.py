@@ -15,7 +15,7 @@ import torch.distributed as dist
 from flashrecovery.adapter import FrameworkBatch
 from flashrecovery.errors import ConfigError
 from fr_deepspeed import offload
-from fr_deepspeed.capabilities import RESIZE
+from fr_deepspeed.capabilities import REFORM, RESIZE
 
 
 def tied_to_size(engine: Any) -> Iterator[str]:
@@ -27,8 +27,10 @@ def tied_to_size(engine: Any) -> Iterator[str]:
         yield "a PipelineEngine (allowed: DeepSpeedEngine)"
         return
     stage = engine.zero_optimization_stage()
-    if stage > 0:
-        yield f"zero_optimization.stage = {stage} (allowed: 0)"
+    if stage > 2:
+        yield f"zero_optimization.stage = {stage} (allowed: 0, 1, 2)"
+    elif stage > 0:
+        yield from _zero12(engine)
     if engine.has_moe_layers:
         yield "MoE layers, whose experts are on some of the ranks"
     if offload.offloads(engine):
@@ -48,6 +50,17 @@ def tied_to_size(engine: Any) -> Iterator[str]:
     writer = type(engine.checkpoint_engine).__name__
     if writer != "TorchCheckpointEngine":
         yield f"the checkpoint engine {writer} (allowed: DeepSpeed's default)"
+
+
+def _zero12(engine: Any) -> Iterator[str]:
+    if REFORM.way is None:
+        yield f"ZeRO-1 and 2 of this DeepSpeed, which lacks {'; '.join(REFORM.missing())}"
+        return
+    zero = engine.optimizer
+    if zero.round_robin_gradients:
+        yield "zero_optimization.round_robin_gradients, which orders parameters by the number of ranks"
+    if zero.optimizer is not engine.basic_optimizer:
+        yield f"the optimizer {type(zero.optimizer).__name__}, which DeepSpeed makes anew"
 
 
 def batch_of(engine: Any) -> FrameworkBatch:

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from flashrecovery.adapter import give_up_state
+
 
 def reform(engine: Any) -> None:
     """Build the engine's ZeRO optimizer for the groups as they are now. No communication.
@@ -26,7 +28,7 @@ def reform(engine: Any) -> None:
     zero, basic = engine.optimizer, engine.basic_optimizer
     kept = {name: getattr(zero, name) for name in _KEPT}
     for partition in zero.single_partition_of_fp32_groups:
-        basic.state.pop(partition, None)
+        give_up_state(basic, partition)
     zero.destroy()  # its hooks at the parameters
     for group, parameters in zip(basic.param_groups, zero.bit16_groups, strict=True):
         group["params"] = list(parameters)

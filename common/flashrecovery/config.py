@@ -375,7 +375,8 @@ PHASES = (
     "below",
 )
 RECOVERY_PHASES = tuple(
-    f"recovery:{state}" for state in ("quiescing", "replacing", "regrouping", "restoring", "verifying")
+    f"recovery:{state}"
+    for state in ("quiescing", "replacing", "regrouping", "restoring", "reshaping", "verifying", "resuming")
 )
 
 

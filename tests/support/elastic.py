@@ -91,10 +91,18 @@ def check_goes_on_alike(job: Job, other: Job, step: int, size: int) -> None:
 
 
 def commanded(
-    folder: Path, step: int, size: int, *flags: str, launched: int = 4, script: Path = SCRIPT, timeout_s: float = 120
+    folder: Path,
+    step: int,
+    size: int,
+    *flags: str,
+    launched: int = 4,
+    script: Path = SCRIPT,
+    timeout_s: float = 120,
+    divided: bool = False,
 ) -> Job:
     """A job of so many ranks that is resized by command, undisturbed: from ``step`` on to ``size``. It is itself
-    compared with a job that was started in the new size from that step's state."""
+    compared with a job that was started in the new size from that step's state. ``divided``: its state is, and who
+    leaves need not be the last ones."""
     folder.mkdir(exist_ok=True)
     elastic = {"elastic": {"min": 1, "max": launched}}
     slowly = ("--step-time", "100", "--save-to", str(folder), *flags)
@@ -104,7 +112,8 @@ def commanded(
     job = running.wait(timeout_s)
     assert job.code == 0, job.explain()
     (event,) = job.of("job_resized")
-    left = list(range(size, launched))
+    left = event["left"] if divided else list(range(size, launched))
+    assert len(left) == launched - size, job.explain()
     assert (event["step"], event["before"], event["replicas"], event["left"]) == (step, launched, size, left), (
         job.explain()
     )

@@ -13,10 +13,18 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from flashrecovery import events as ev
+from flashrecovery.controller.custody import choose_leaving, divided
 from flashrecovery.controller.job_state import JobState
+from flashrecovery.errors import JobFailedError
+from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.resize import ReplicaRange, leaving
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
+
+PATIENCE_S = 2.0
+"""So long ranks of a job whose state is divided are waited for that have not paused before a change."""
+_TRIES = 3
+"""Pauses before the same step, until those that are to leave can."""
 
 
 def never_replaced(job: JobState) -> bool:
@@ -72,6 +80,9 @@ class Resizing:
         self._wish: Wish | None = None
         self._size = len(job.ranks)  # as was told last
         self._left: list[int] = []  # since then
+        self._tries = 0  # to carry out what somebody has commanded
+        self._paused: set[int] = set()
+        self._paused_at: float | None = None
 
     # -- a loss -----------------------------------------------------------------------------------
 
@@ -125,6 +136,28 @@ class Resizing:
             job.command(record.rank, pb.Command(pause=self._wish.pause()))
         return ""
 
+    def paused(self, rank: int, now: float) -> bool:
+        """A rank has come to the step at which the job is to change. Returns whether it changes now. Where state is
+        divided,
+        the others are waited for: they pause when the copies of what they have are made."""
+        if not divided(self._job.in_order):
+            return True
+        if not self._paused:
+            self._paused_at = now
+        self._paused.add(rank)
+        return self._paused >= self._job.ranks.keys()
+
+    def overdue(self, now: float) -> bool:
+        """Whether the others have been waited for long enough: one that had begun the step before it heard of the
+        command does not pause."""
+        waited = self._paused_at is not None and now - self._paused_at >= PATIENCE_S
+        return waited and self._job.state is State.RUNNING and self._job.recovery is None
+
+    def resumed(self) -> None:
+        """Nobody is paused any more."""
+        self._paused.clear()
+        self._paused_at = None
+
     def why_paused(self, version: int) -> str:
         """In words, for those who are stopped: ranks have paused at ``version``. A command that was given to a
         controller before this one is not known any more."""
@@ -136,17 +169,47 @@ class Resizing:
         return None if self._wish is None else self._wish.pause()
 
     def leave_at(self, version: int) -> bool:
-        """All ranks are stopped, and are to go on at ``version``. Those that a command has leave do so now, and those
-        without whom as many are left as are allowed. Returns whether there are any."""
-        wish, size = self._wish, len(self._job.ranks)
+        """All ranks are stopped, and are to go on at ``version``. Who has to leave does so now: those that a command
+        has leave, and those without whom there are as many as are allowed. What only they have must also be elsewhere:
+        else, for a command, all pause once more before the same step, with their copies made. Returns whether somebody
+        leaves.
+
+        Raises JobFailedError: there are more ranks than are allowed, and none of those can leave.
+        """
         if self._job.config.elastic is None:
             return False
+        wish, size = self._wish, len(self._job.ranks)
+        allowed = allowed_sizes(self._job)
+        most = allowed.largest(size, size, uneven=True) or size
+        ranks: list[int] | None = None
         if wish is not None and version >= wish.step:
-            self._wish, size = None, min(size, wish.replicas)
-        ranks = list(self._job.ranks)[allowed_sizes(self._job).largest(size, size, uneven=True) or size :]
+            wanted = min(most, wish.replicas)
+            ranks = self._choose(allowed.largest(wanted, wanted, uneven=True) or most, version)
+            if ranks is None and self._tries < _TRIES:
+                self._tries += 1
+            elif ranks is None:
+                self._job.notice(
+                    NoticeKind.NOT_RESIZED,
+                    f"the job is not resized to {wish.replicas} replicas: of what {size - wish.replicas} of its ranks "
+                    "have alone, the others keep no copies; fewer at a time can leave",
+                )
+            if ranks is not None or self._tries >= _TRIES:
+                self._wish, self._tries = None, 0
+        if ranks is None:
+            ranks = self._choose(most, version)
+        if ranks is None:
+            raise JobFailedError(
+                f"{size} replicas are left, {most} are allowed, and what the others have alone nobody else has at "
+                f"version {version}"
+            )
         for rank in ranks:
             self._depart(rank, grace_s=self._job.config.timeouts.fence_s)
         return bool(ranks)
+
+    def _choose(self, size: int, version: int) -> list[int] | None:
+        """The ranks that leave so that ``size`` go on; None if so many cannot."""
+        count = len(self._job.ranks) - size
+        return choose_leaving(self._job.ranks, self._job.departed, count, version) if count > 0 else []
 
     # -- both -------------------------------------------------------------------------------------
 
@@ -167,6 +230,10 @@ class Resizing:
             self._size, self._left = size, []
             return True
         return False
+
+    def layout(self) -> Sequence[int]:
+        """Among which ranks state is divided that is divided among ranks; of interest in an elastic job alone."""
+        return () if self._job.config.elastic is None else self._job.layout
 
     def members(self) -> Sequence[int]:
         """The ranks of an elastic job, for those who form groups; of others nobody needs to know."""

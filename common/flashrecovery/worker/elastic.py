@@ -14,8 +14,8 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,16 @@ class FrameworkBatch:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """What a replica is to compute: the number of a micro-batch, where its samples are in the order, and whether it
+    only repeats it."""
+
+    number: int
+    positions: range
+    repeated: bool = False
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """One micro-batch of a step.
 
@@ -63,12 +73,21 @@ class MicroBatch:
         weight: what the mean loss over its samples is multiplied by before ``backward()``. The gradients are then, once
             they have been reduced, the mean over all samples of the global batch.
         last: this replica's last one in the step, in whose backward pass the gradients are reduced.
+        repeated: it is computed once more, with weight 0: where each micro-batch communicates (FSDP2), all replicas
+            must compute equally many.
     """
 
     number: int
     data: Any
     weight: float
     last: bool
+    repeated: bool = False
+
+
+class Switchable(Protocol):
+    """A model of FSDP2, which communicates in each micro-batch, and reduces gradients in those that it is told to."""
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None: ...
 
 
 class ElasticBatches:
@@ -181,19 +200,29 @@ class ElasticBatches:
             return float(division.weight(averaged=self._averaged))
         return float(division.correction(_place()[0]))  # 1: every replica has as many
 
-    def schedule(self, step: int) -> Iterator[tuple[int, range]]:
-        """This replica's micro-batches of a step, each with the positions of its samples in the order."""
-        return self.division().schedule(self._first_step + step, _place()[0])
+    def schedule(self, step: int) -> list[Turn]:
+        """This replica's micro-batches of a step. Where all replicas must compute equally many, those that have fewer
+        begin with one of their own, as often as it takes: with weight 0, to which it adds nothing."""
+        division = self.division()
+        own = [Turn(*turn) for turn in division.schedule(self._first_step + step, _place()[0])]
+        if own and any(_communicates(model) for model in self._models()):
+            again = replace(own[0], repeated=True)
+            own = [again] * (division.accumulation - len(own)) + own
+        return own
 
-    def batch(self, step: int, number: int, positions: range, *, last: bool) -> MicroBatch:
+    def batch(self, step: int, turn: Turn, *, last: bool) -> MicroBatch:
         """Hand out one micro-batch."""
         self.before_fetch()
         for model in self._models():
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = last
+            elif _communicates(model):
+                model.set_requires_gradient_sync(last)
+        number, positions = turn.number, turn.positions
         _seed_all(stream_seed(self._seed, self._first_step + step, number))
         data = self._collate([self._dataset[self._order.sample(position)] for position in positions])
-        return MicroBatch(number, data, self._weight(), last)
+        weight = 0.0 if turn.repeated else self._weight()
+        return MicroBatch(number, data, weight, last, turn.repeated)
 
     def went_through(self, step: int) -> None:
         self._through = step
@@ -205,14 +234,19 @@ class _MicroBatches(Iterator[MicroBatch]):
 
     def __init__(self, batches: ElasticBatches, step: int) -> None:
         self._batches, self._step = batches, step
-        self._left = list(batches.schedule(step))
+        self._left = batches.schedule(step)
 
     def __next__(self) -> MicroBatch:
         if not self._left:
             self._batches.went_through(self._step)
             raise StopIteration
-        number, positions = self._left.pop(0)
-        return self._batches.batch(self._step, number, positions, last=not self._left)
+        turn = self._left.pop(0)
+        return self._batches.batch(self._step, turn, last=not self._left)
+
+
+def _communicates(model: torch.nn.Module) -> TypeGuard[Switchable]:
+    """Whether a model communicates in each micro-batch. FSDP2 need not be imported to tell."""
+    return callable(getattr(model, "set_requires_gradient_sync", None))
 
 
 def _one_of(name: str, said: int | None, configured: int | None) -> int:

@@ -31,7 +31,7 @@ def refuse_streams(settings: Settings) -> None:
         )
 
 
-def check_start(registry: Registry, own: Sequence[str], *, single_calls: bool) -> None:
+def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, single_calls: bool) -> None:
     """Whether the job can change its size; a collective, when everything is registered.
 
     Raises:
@@ -55,12 +55,16 @@ def check_start(registry: Registry, own: Sequence[str], *, single_calls: bool) -
     groups.refuse_partial(registry.world_size)
     _refuse_collectives_of_micro_batches(registry)
     _refuse_unequal([*registry.habits.own, *own])
+    divided = registry.divided()
+    if divided:
+        _check_divided(registry, settings)
     for shard in registry.tensor_shards():
-        if len(shard.holders) != registry.world_size:
+        if len(shard.holders) != registry.world_size and shard.name not in divided:
             raise UnsupportedError(
-                f"an elastic job in which {shard.name!r} is not on all {registry.world_size} ranks (FSDP2, tensor "
-                "parallelism, experts): state that is divided among ranks cannot change its size yet; replicated "
-                "modules (DistributedDataParallel) are allowed"
+                f"an elastic job in which {shard.name!r} is not on all {registry.world_size} ranks (tensor "
+                f"parallelism, "
+                "experts, parameters that nothing keeps equal): it is not known how that is divided in another size; "
+                "replicated modules (DistributedDataParallel) and FSDP2 are allowed"
             )
     agreement.check_equal("the arguments of elastic_batches()", registry.batches.settings)
 
@@ -72,6 +76,22 @@ def _refuse_tied(registry: Registry) -> None:
         raise UnsupportedError(
             f"an elastic job with {'; '.join(tied)}: depends on the number of ranks; loops over recovery.steps() with "
             "DistributedDataParallel, plain replicated modules, or a DeepSpeed engine are allowed (docs/elastic.md)"
+        )
+
+
+def _check_divided(registry: Registry, settings: Settings) -> None:
+    """What a rank has alone must be on another one, too, so that it can leave."""
+    if settings.redundancy not in ("auto", "neighbor"):
+        raise UnsupportedError(
+            f"an elastic job whose state is divided among the ranks, with redundancy = {settings.redundancy!r}: when "
+            f"a rank "
+            "leaves, the others need copies of what it alone has; allowed here: auto, neighbor"
+        )
+    if settings.snapshots.keep == "always":
+        raise UnsupportedError(
+            "an elastic job whose state is divided among the ranks, with snapshots.keep = 'always': snapshots cannot "
+            "be read "
+            "in another size yet; auto and never are allowed"
         )
 
 

@@ -59,6 +59,8 @@ def _zero12(engine: Any) -> Iterator[str]:
     zero = engine.optimizer
     if zero.round_robin_gradients:
         yield "zero_optimization.round_robin_gradients, which orders parameters by the number of ranks"
+    if getattr(zero, "parameter_alignment", False):
+        yield "zero_optimization.parameter_alignment"
     if zero.optimizer is not engine.basic_optimizer:
         yield f"the optimizer {type(zero.optimizer).__name__}, which DeepSpeed makes anew"
 

@@ -4,6 +4,7 @@ state: losses, and the whole fp32 weights and optimizer state, of every later st
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,12 +46,23 @@ class Engine:
 ZERO0 = Engine("zero0", ())
 ZERO0_FP32 = Engine("zero0-fp32", ("--precision", "fp32"))
 ZERO0_FP16 = Engine("zero0-fp16", ("--precision", "fp16"))
-FUSED = Engine("zero0-fused-adam", ("--precision", "fp32", "--set", "optimizer.params.torch_adam=false"))
+FUSED_ADAM = ("--set", "optimizer.params.torch_adam=false")
+"""DeepSpeed's own. It keeps the powers of its betas in C++, which the script cannot start from."""
+ZERO0_FUSED = Engine("zero0-fp32-fused-adam", ("--precision", "fp32", *FUSED_ADAM))
 ZERO1 = Engine("zero1", ("--zero", "1"))
 ZERO2 = Engine("zero2", ("--zero", "2"))
 MAIN = (ZERO0, ZERO1, ZERO2)
 """Those that are killed in each phase."""
-OTHERS = (ZERO0_FP32, ZERO0_FP16, FUSED)
+OTHERS = (
+    *(ZERO0_FP32, ZERO0_FP16, ZERO0_FUSED),
+    Engine("zero1-fp32", ("--zero", "1", "--precision", "fp32")),
+    Engine("zero2-fp16", ("--zero", "2", "--precision", "fp16")),
+    Engine(
+        "zero2-fp32-overlap", ("--zero", "2", "--precision", "fp32", "--set", "zero_optimization.overlap_comm=true")
+    ),
+    Engine("zero1-no-buckets", ("--zero", "1", "--set", "zero_optimization.contiguous_gradients=false")),
+    Engine("zero2-fused-adam", ("--zero", "2", *FUSED_ADAM)),
+)
 
 Resized = Callable[[Engine, int, int], Job]
 
@@ -69,6 +81,7 @@ def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
                 script=SCRIPT,
                 timeout_s=TIMEOUT_S,
                 divided=engine.divided,
+                started=not {*FUSED_ADAM} <= {*engine.flags},
             )
         return made[engine, step, size]
 
@@ -152,6 +165,44 @@ def test_a_size_that_does_not_divide_is_left_out(engine: Engine, tmp_path: Path,
     assert finished["victims"] == [3], job.explain()
 
 
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("engine", [pytest.param(e, id=e.name) for e in MAIN])
+def test_in_the_very_first_step(engine: Engine, victim: int, tmp_path: Path) -> None:
+    """Then all of it is as in a job that was launched with three ranks."""
+    faults = [f"rank={victim},fault=sigkill,at=optimizer-start,step=0"]
+    job = launch(tmp_path / "run", engine, inject=faults).wait(TIMEOUT_S)
+    check_fired(job)
+    (event,) = job.of("job_resized")
+    assert job.code == 0 and event["step"] == 0 and event["left"] == [victim], job.explain()
+    sizes = {"elastic": {"min": 2, "max": 3}}
+    launched = start(tmp_path / "launched", sizes, *engine.flags, nproc=3, script=SCRIPT).wait(TIMEOUT_S)
+    check_goes_on_alike(job, launched, 0, 3)
+    check_clean(job)
+    check_clean(launched)
+
+
+def test_the_first_rank_leaves_what_it_alone_does(tmp_path: Path) -> None:
+    """The next one writes the monitor's files, and the checkpoints are those of three ranks."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    monitor = json.dumps({"enabled": True, "output_path": str(tmp_path), "job_name": "monitor"})
+    flags = ("--set", f"csv_monitor={monitor}", "--checkpoint-to", str(tmp_path / "checkpoint"))
+    job = launch(tmp_path / "run", ZERO2, *flags, inject=[f"rank=0,fault=sigkill,at=optimizer,step={AT}"]).wait(
+        TIMEOUT_S
+    )
+    check_fired(job)
+    assert job.code == 0 and job.of("job_resized")[0]["left"] == [0], job.explain()
+    rows = (tmp_path / "monitor" / "Train_Samples_lr.csv").read_text().splitlines()
+    samples = [int(row.partition(",")[0]) for row in rows if row[0].isdigit()]
+    assert {24 * step for step in range(1, 17)} <= {*samples}, rows
+    tag = (tmp_path / "checkpoint" / "latest").read_text()
+    assert len(list((tmp_path / "checkpoint" / tag).glob("*optim_states.pt"))) == 3
+    assert len(list((tmp_path / "checkpoint" / tag).glob("*model_states.pt"))) == 1
+    weights = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "checkpoint"), tag)
+    assert weights["0.weight"].shape == (61, 16) and all(bool(w.isfinite().all()) for w in weights.values())
+    check_clean(job)
+
+
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "loader": (("--mode", "loader"), "recovery.data() in an elastic job"),
     "training-data": (("--mode", "training-data"), "training_data of deepspeed.initialize()"),
@@ -162,6 +213,14 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "offload": (
         ("--zero", "2", "--set", 'zero_optimization.offload_optimizer={"device": "cpu"}'),
         "zero_optimization.offload_optimizer",
+    ),
+    "round-robin": (
+        ("--zero", "2", "--set", "zero_optimization.round_robin_gradients=true"),
+        "zero_optimization.round_robin_gradients",
+    ),
+    "checkpoints": (
+        ("--set", 'flash_recovery.checkpoint={"dir": "/tmp/never-made"}'),
+        "fallback checkpoints (checkpoint.dir) in the format of deepspeed",
     ),
     "sum": (("--set", 'gradient_allreduce_op="sum"'), "gradient_allreduce_op"),
 }

@@ -237,6 +237,7 @@ def main() -> None:
     parser.add_argument("--mode", default="")
     parser.add_argument("--save-to", help="a directory for the state of each version")
     parser.add_argument("--start-from", help="such a state")
+    parser.add_argument("--checkpoint-to", help="a directory for a checkpoint of DeepSpeed's own, at the end")
     args, _ = parser.parse_known_args()
     if args.precision == "fp16":
         get_accelerator().is_fp16_supported = lambda: True
@@ -265,12 +266,13 @@ def main() -> None:
             time.sleep(args.step_time / 1e3)
             size = dist.get_world_size()
             print(f"step={number} rank={dist.get_rank()} size={size} loss_hex={total.item().hex()}", flush=True)
-        if not recovery.void:
-            digest = digest_of(engine)
-            if args.save_to and not recovery.void:
+            digest = digest_of(engine)  # in the block: with ZeRO it communicates
+            if args.save_to:
                 save(engine, number + 1, f"{args.save_to}/{number + 1}.pt")
-            if not recovery.void:
-                print(f"state={number + 1} size={size} {digest}", flush=True)
+        if not recovery.void:
+            print(f"state={number + 1} size={size} {digest}", flush=True)
+    if args.checkpoint_to:
+        engine.save_checkpoint(args.checkpoint_to)
     print(f"digest rank={dist.get_rank()} {digest_of(engine)}", flush=True)
     dist.destroy_process_group()
 

@@ -99,10 +99,11 @@ def commanded(
     script: Path = SCRIPT,
     timeout_s: float = 120,
     divided: bool = False,
+    started: bool = True,
 ) -> Job:
     """A job of so many ranks that is resized by command, undisturbed: from ``step`` on to ``size``. It is itself
     compared with a job that was started in the new size from that step's state. ``divided``: its state is, and who
-    leaves need not be the last ones."""
+    leaves need not be the last ones. ``started``: False leaves out the comparison."""
     folder.mkdir(exist_ok=True)
     elastic = {"elastic": {"min": 1, "max": launched}}
     slowly = ("--step-time", "100", "--save-to", str(folder), *flags)
@@ -120,6 +121,8 @@ def commanded(
     assert [n["text"][-11:] for n in job.notices("left")] == ["exit code 0"] * len(left), job.explain()
     assert not job.of("failure_detected"), job.explain()
     check_clean(job)
+    if not started:
+        return job
     config = {"elastic": {"min": 1, "max": size}} if size > 1 else {}
     begin = ("--start-from", str(folder / f"{step}.pt"), *flags)
     new = start(folder / "new", config, *begin, nproc=size, script=script).wait(timeout_s)

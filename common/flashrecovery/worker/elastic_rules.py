@@ -52,6 +52,12 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
         raise UnsupportedError(
             "an elastic job whose process groups use NCCL: that has not been tried yet; gloo is allowed"
         )
+    form = registry.checkpoint_format()
+    if form is not None and settings.checkpoint.dir is not None:
+        raise UnsupportedError(
+            f"an elastic job with fallback checkpoints (checkpoint.dir) in the format of {form.name}: they are of one "
+            "number of ranks; without checkpoint.dir it is allowed, and the script may save checkpoints itself"
+        )
     groups.refuse_partial(registry.world_size)
     _refuse_collectives_of_micro_batches(registry)
     _refuse_unequal([*registry.habits.own, *own])
@@ -64,7 +70,7 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
                 f"an elastic job in which {shard.name!r} is not on all {registry.world_size} ranks (tensor "
                 f"parallelism, "
                 "experts, parameters that nothing keeps equal): it is not known how that is divided in another size; "
-                "replicated modules (DistributedDataParallel) and FSDP2 are allowed"
+                "replicated modules (DistributedDataParallel), FSDP2 and ZeRO-1 and 2 are allowed"
             )
     agreement.check_equal("the arguments of elastic_batches()", registry.batches.settings)
 

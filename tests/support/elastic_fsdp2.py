@@ -40,8 +40,8 @@ def start(
 @dataclass
 class Course:
     """What the processes of a job have printed: losses by step, number in the group, and size; digests of each rank's
-    part of the state by version, number and size; and of the whole state at the end by number. More than one of the same
-    is a difference."""
+    part of the state by version, number and size; and of the whole state at the end by number. More than one of the
+    same is a difference."""
 
     losses: dict[tuple[int, int, int], set[str]] = field(default_factory=lambda: defaultdict(set))
     parts: dict[tuple[int, int, int], set[str]] = field(default_factory=lambda: defaultdict(set))

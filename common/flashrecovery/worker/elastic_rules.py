@@ -55,7 +55,7 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
     _refuse_unequal([*registry.habits.own, *own])
     divided = registry.divided()
     if divided:
-        _check_divided(registry, settings)
+        _check_divided(settings)
     for shard in registry.tensor_shards():
         if len(shard.holders) != registry.world_size and shard.name not in divided:
             raise UnsupportedError(
@@ -67,19 +67,12 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
     agreement.check_equal("the arguments of elastic_batches()", registry.batches.settings)
 
 
-def _check_divided(registry: Registry, settings: Settings) -> None:
+def _check_divided(settings: Settings) -> None:
     """What a rank has alone must be on another one, too, so that it can leave."""
-    if settings.redundancy not in ("auto", "neighbor"):
+    if settings.redundancy != "auto":
         raise UnsupportedError(
-            f"an elastic job whose state is divided among the ranks, with redundancy = {settings.redundancy!r}: when "
-            f"a rank "
-            "leaves, the others need copies of what it alone has; allowed here: auto, neighbor"
-        )
-    if settings.snapshots.keep == "always":
-        raise UnsupportedError(
-            "an elastic job whose state is divided among the ranks, with snapshots.keep = 'always': snapshots cannot "
-            "be read "
-            "in another size yet; auto and never are allowed"
+            f"an elastic job whose state is divided among the ranks, with redundancy = {settings.redundancy!r}: when a "
+            "rank leaves, the others need copies of what it alone has; allowed here: auto"
         )
 
 

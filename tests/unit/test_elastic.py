@@ -430,6 +430,41 @@ def test_a_loader_of_each_ranks_own_is_refused() -> None:
         elastic_rules.refuse_streams(Settings.model_validate({"elastic": {"min": 1, "max": 2}}))
 
 
+class Communicating(torch.nn.Module):
+    """As FSDP2's models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[bool] = []
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        self.told.append(requires_gradient_sync)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6])
+def test_where_each_micro_batch_communicates_all_compute_equally_many(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some compute one of their own again, which adds nothing."""
+    model, counts, samples = Communicating(), set(), Counter[float]()
+    for rank in range(size):
+        model.told.clear()
+        found = list(batches(monkeypatch, rank, size, models=lambda: [model]).of(3))
+        plain = list(batches(monkeypatch, rank, size).of(3))
+        counts.add(len(found))
+        assert model.told == [False] * (len(found) - 1) + [True]
+        own = [batch for batch in found if not batch.repeated]
+        assert [(b.number, b.weight, b.data[0].tolist()) for b in own] == [
+            (b.number, b.weight, b.data[0].tolist()) for b in plain
+        ]
+        again = found[: len(found) - len(own)]
+        assert all(b.repeated and b.weight == 0.0 and b.number == own[0].number for b in again)
+        assert found[-1].last and not found[-1].repeated
+        samples.update(x for b in own for x in b.data[0].tolist())
+    assert counts == {-(-6 // size)}
+    assert samples == Counter(x for b in batches(monkeypatch, 0, 1).of(3) for x in b.data[0].tolist())
+
+
 # -- a framework that accumulates itself --------------------------------------------------------------
 
 

@@ -63,7 +63,7 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
     _refuse_unequal([*registry.habits.own, *own])
     divided = registry.divided()
     if divided:
-        _check_divided(registry, settings)
+        _check_divided(settings)
     for shard in registry.tensor_shards():
         if len(shard.holders) != registry.world_size and shard.name not in divided:
             raise UnsupportedError(
@@ -85,19 +85,12 @@ def _refuse_tied(registry: Registry) -> None:
         )
 
 
-def _check_divided(registry: Registry, settings: Settings) -> None:
+def _check_divided(settings: Settings) -> None:
     """What a rank has alone must be on another one, too, so that it can leave."""
-    if settings.redundancy not in ("auto", "neighbor"):
+    if settings.redundancy != "auto":
         raise UnsupportedError(
-            f"an elastic job whose state is divided among the ranks, with redundancy = {settings.redundancy!r}: when "
-            f"a rank "
-            "leaves, the others need copies of what it alone has; allowed here: auto, neighbor"
-        )
-    if settings.snapshots.keep == "always":
-        raise UnsupportedError(
-            "an elastic job whose state is divided among the ranks, with snapshots.keep = 'always': snapshots cannot "
-            "be read "
-            "in another size yet; auto and never are allowed"
+            f"an elastic job whose state is divided among the ranks, with redundancy = {settings.redundancy!r}: when a "
+            "rank leaves, the others need copies of what it alone has; allowed here: auto"
         )
 
 

@@ -375,7 +375,8 @@ class Recoverer:
         version = command.resume.version
         self._reshaping.put_in_place()
         self._reshaping.check(worker.members)
-        worker.faults.hit("recovery:resuming", version)
+        if command.generation > 0:
+            worker.faults.hit("recovery:resuming", version)
         worker.gate.pause_at = command.resume.pause.step if command.resume.HasField("pause") else -1
         if not worker.gate.resume(version, command.generation):
             return False

@@ -27,6 +27,7 @@ Under ``flashrecovery run`` this package wraps ``deepspeed.initialize`` as soon 
 :mod:`.checkpoint`  the fallback checkpoint in DeepSpeed's own format
 :mod:`.pipeline`    the pipeline engine's schedule
 :mod:`.layout`      which ranks hold a parameter, an expert's or another one; how a partition is named
+:mod:`.elastic`     another number of replicas: what is refused, and how an engine follows
 :mod:`.experts`     mixture of experts: what is refused, and what an interrupted step leaves
 :mod:`.backward`    what an interrupted backward pass leaves behind (ZeRO 1 to 3)
 :mod:`.offload`     the optimizer on the CPU

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashrecovery.errors import RegistrationError
 from fr_deepspeed import config as flash_config
+from fr_deepspeed.elastic import batch_of
 
 if TYPE_CHECKING:
     from flashrecovery import Recovery
@@ -31,6 +32,7 @@ def attach(engine: Any) -> Recovery:
         raise RegistrationError(f"this engine has an attribute 'recovery' of type {type(known).__name__} already")
     block = flash_config.parse(engine.config)
     recovery = init(**block.overrides()) if block.enabled else Recovery(None)
+    recovery.take_framework_batch(lambda: batch_of(engine))
     if recovery.enabled:
         _check_untouched(engine)
         from fr_deepspeed.adapter import adapter_for

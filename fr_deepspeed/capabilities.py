@@ -78,6 +78,39 @@ SHARED_MEMORY = capability(
     Defined("deepspeed.comm.torch", ("build_shm_op",)),
     otherwise="this DeepSpeed has no such op",
 )
+RESIZE = capability(
+    "the engine's numbers of ranks",
+    "an elastic job goes on with fewer",
+    Attributes(
+        _ENGINE,
+        "DeepSpeedEngine",
+        (
+            *("world_size", "global_rank", "dp_world_size", "seq_dp_world_size", "save_non_zero_checkpoint"),
+            *("save_zero_checkpoint", "_configure_checkpointing", "gradient_average", "training_dataloader", "monitor"),
+        ),
+    ),
+    Attributes("deepspeed.runtime.config", "DeepSpeedConfig", ("world_size", "global_rank", "train_batch_size")),
+    Defined("deepspeed.utils.groups", ("_get_data_parallel_world_size", "_get_sequence_data_parallel_world_size")),
+    Defined("deepspeed.monitor.monitor", ("MonitorMaster",)),
+    otherwise="an elastic job is refused",
+)
+REFORM = capability(
+    "the optimizer wrapper's making (ZeRO-1 and 2)",
+    "it is made anew for fewer ranks, by the engine itself",
+    Defined(_ENGINE, ("DeepSpeedEngine._configure_zero_optimizer", "DeepSpeedEngine._backward_post_hook")),
+    Attributes(_ENGINE, "DeepSpeedEngine", ("_support_torch_style_backward",)),
+    Defined(_ENGINE, ("DeepSpeedZeroOptimizer",)),
+    Attributes(
+        _ZERO12,
+        "DeepSpeedZeroOptimizer",
+        (
+            *("destroy", "partition_count", "round_robin_bit16_offsets", "round_robin_bit16_meta", "loss_scaler"),
+            *("dynamic_loss_scale", "custom_loss_scaler", "external_loss_scale"),
+        ),
+    ),
+    Defined(_BASE, ("BackwardHookStateManager.register_grad_acc_post_hook",)),
+    otherwise="an elastic job is refused",
+)
 PIPELINE = capability(
     "the pipeline's schedule",
     "what an interrupted schedule leaves is dropped",
@@ -264,8 +297,8 @@ COORDINATOR_BACKWARD = capability(
     otherwise="this DeepSpeed keeps none",
 )
 
-ALL_STAGES = (ENGINE, BACKWARD, UNMANAGED, ENGINE_STEP, CHECKPOINTS, SHARED_MEMORY)
-STAGE12 = (GRADIENT_HOOKS, COALESCED, BUCKETS, BUCKET_EVENTS, FLAT_GRADIENTS, OFFLOADED, OFFLOAD_EVENTS)
+ALL_STAGES = (ENGINE, BACKWARD, UNMANAGED, ENGINE_STEP, CHECKPOINTS, SHARED_MEMORY, RESIZE)
+STAGE12 = (GRADIENT_HOOKS, COALESCED, BUCKETS, BUCKET_EVENTS, FLAT_GRADIENTS, OFFLOADED, OFFLOAD_EVENTS, REFORM)
 STAGE3 = (
     *(GRADIENT_HOOKS, COALESCED, BUCKETS3, REDUCED3, PARTITION_RANK, COORDINATOR, COORDINATOR_LEAVES),
     COORDINATOR_BACKWARD,

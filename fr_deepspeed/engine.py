@@ -45,6 +45,7 @@ from fr_deepspeed.activation import reset_checkpointing
 from fr_deepspeed.beta_powers import beta_powers
 from fr_deepspeed.capabilities import BACKWARD, ENGINE_STEP, UNMANAGED, is_managed
 from fr_deepspeed.checkpoint import EngineCheckpoint
+from fr_deepspeed.elastic import in_this_size, resize_engine, tied_to_size
 from fr_deepspeed.experts import reset_experts
 from fr_deepspeed.layout import ranks_of
 from fr_deepspeed.offload import offloads
@@ -153,6 +154,15 @@ class EngineAdapter(TorchAdapter):
         known = is_managed(self.engine) and not self.engine.pipeline_parallelism
         return not known or bool(self.engine.is_gradient_accumulation_boundary())
 
+    # -- another number of replicas ---------------------------------------------------------------
+
+    def tied_to_size(self) -> Sequence[str]:
+        return tuple(tied_to_size(self.engine))
+
+    def resized(self) -> None:
+        self._ranks = dist.get_process_group_ranks(self.engine.data_parallel_group)
+        resize_engine(self.engine)
+
     # -- reset, capture, restore ------------------------------------------------------------------
 
     def _reset_framework(self) -> None:
@@ -212,6 +222,7 @@ class EngineAdapter(TorchAdapter):
         return {
             **super().capture_common(),
             "counters": {name: getattr(engine, name) for name in _COUNTERS},
+            "replicas": engine.dp_world_size,
             "batch": {} if engine.pipeline_parallelism else {n: getattr(engine._config, n) for n in _BATCH},
             "scaler": plain_fields(self._scaler()),
             # DeepSpeed's schedulers do not keep it in their state, and refuse to say it before their first step.
@@ -221,6 +232,7 @@ class EngineAdapter(TorchAdapter):
         }
 
     def restore_common(self, state: dict[str, Any]) -> None:
+        state = dict(in_this_size(self.engine, state))
         super().restore_common(state)
         for name, value in state["counters"].items():
             setattr(self.engine, name, value)

@@ -6,18 +6,23 @@ only: 12 bytes an element for Adam. ``bit16_groups_flat[g]`` is gathered at the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
-from flashrecovery.adapter import FixedShard, Method, ParamRecord, ParamShard, Shard, world_size
+from flashrecovery.adapter import Division, FixedShard, Method, ParamRecord, ParamShard, Shard, world_size
 from fr_deepspeed.backward import reset_backward_hooks
-from fr_deepspeed.capabilities import BUCKET_EVENTS, BUCKETS, FLAT_GRADIENTS
+from fr_deepspeed.capabilities import BUCKET_EVENTS, BUCKETS, FLAT_GRADIENTS, REFORM
+from fr_deepspeed.division import PartitionDivision, fill, length_of, weights_name
+from fr_deepspeed.elastic import resize_engine
 from fr_deepspeed.engine import EngineAdapter
 from fr_deepspeed.layout import partition_record
 from fr_deepspeed.offload import check_gradients, reset_accumulation
+from fr_deepspeed.reform import reform
 
 _NO_MICRO_STEP = -1
 """``micro_step_id`` between two steps (deepspeed's INITIAL_MICRO_STEP_ID)."""
@@ -27,6 +32,10 @@ class Stage12Adapter(EngineAdapter):
     """Protects an engine with ``DeepSpeedZeroOptimizer``."""
 
     name = "deepspeed-zero12"
+
+    def __init__(self, engine: Any, optimizer: Optimizer) -> None:
+        super().__init__(engine, optimizer)
+        self._division = PartitionDivision(engine.optimizer, self._partitions, self._install)
 
     @property
     def _optimized(self) -> Sequence[nn.Parameter]:
@@ -48,9 +57,32 @@ class Stage12Adapter(EngineAdapter):
         for g, flat in enumerate(zero.bit16_groups_flat):
             # Of experts: not all data-parallel ranks.
             ranks = dist.get_process_group_ranks(zero.real_dp_process_group[g])
-            suffix = "" if len(ranks) == world_size() else f"#group={min(ranks)}"
-            shards.append(FixedShard(f"weights/{g}{suffix}", ranks, flat))
+            suffix = "" if len(ranks) == world_size() else f",group={min(ranks)}"
+            whole = flat[: length_of(zero, g)] if REFORM.way is not None else flat
+            shards.append(FixedShard(weights_name(g, len(ranks)) + suffix, ranks, whole))
         return shards
+
+    # -- another number of replicas ---------------------------------------------------------------
+
+    def division(self) -> Division:
+        return self._division
+
+    def _partitions(self) -> Sequence[ParamShard]:
+        return [shard for shard in self.shards() if isinstance(shard, ParamShard)][: len(self._records)]
+
+    def _install(self, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]) -> None:
+        """Go on with these partitions, in the size that the groups have now."""
+        zero = self.engine.optimizer
+        resize_engine(self.engine)
+        reform(self.engine)
+        fill(zero, self.basic, tensors, description)
+        self._weights = list(zero.single_partition_of_fp32_groups)
+        self._records = self._find_parameters()
+        self._all_shards = None
+        self._looks = 0
+        self._find_what_loading_makes()
+        zero._hp_optimizer_states_linked = False
+        self._derive_weights()
 
     def _setting(self) -> Iterable[Method]:
         return [*super()._setting(), *((parameter, "set_full_hp_param") for parameter in self._optimized)]
@@ -78,7 +110,8 @@ class Stage12Adapter(EngineAdapter):
                 zero.all_grad_tensors[g] = None
             for parameter in group:
                 parameter.grad = parameter.grad_accum = None
-        zero.reset_partition_gradient_structures()
+        if dist.get_world_size(zero.real_dp_process_group[0]) == zero.partition_count[0]:
+            zero.reset_partition_gradient_structures()  # else the partitions are of another size, and are made anew
         zero.callback_queued = False
         zero.micro_step_id = _NO_MICRO_STEP
         # A roll-back to version 0 makes new state tensors, which DeepSpeed's accessors then have to find.

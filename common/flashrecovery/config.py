@@ -375,7 +375,8 @@ PHASES = (
     "below",
 )
 RECOVERY_PHASES = tuple(
-    f"recovery:{state}" for state in ("quiescing", "replacing", "regrouping", "restoring", "verifying")
+    f"recovery:{state}"
+    for state in ("quiescing", "replacing", "regrouping", "restoring", "reshaping", "verifying", "resuming")
 )
 
 
@@ -477,8 +478,9 @@ def _check_elastic(config: RunConfig) -> None:
         )
     if config.redundancy not in ("auto", "replica", "none"):
         raise ConfigError(
-            f"redundancy: {config.redundancy!r} in an elastic job (elastic = {elastic.text}), all of whose state has "
-            "replicas; allowed here: 'auto', 'replica', 'none'"
+            f"redundancy: {config.redundancy!r} in an elastic job (elastic = {elastic.text}), of which 'auto' keeps "
+            f"the "
+            "copies that are needed; allowed here: 'auto', 'replica', 'none'"
         )
     if config.snapshots.keep == "always":
         raise ConfigError(

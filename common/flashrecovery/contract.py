@@ -21,11 +21,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+from flashrecovery.division import DividedTensor, Division, LocalBox, Prepared
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec, TensorSpec
 
-__all__ = ["Adapter", "CheckpointFormat", "Shard", "ShardSpec", "StepHooks", "TensorSpec"]
+__all__ = [
+    "Adapter",
+    "CheckpointFormat",
+    "DividedTensor",
+    "Division",
+    "LocalBox",
+    "Prepared",
+    "Shard",
+    "ShardSpec",
+    "StepHooks",
+    "TensorSpec",
+]
 
 
 class StepHooks(Protocol):
@@ -109,6 +121,22 @@ class Adapter(ABC):
         """Names of buffers whose content is not what it was at the start; where they are each rank's own, a job cannot
         change its size."""
         return ()
+
+    def tied_to_size(self) -> Sequence[str]:
+        """What of this rank depends on the number of ranks, and cannot follow when that changes: by name, and what is
+        allowed instead. Asked in an elastic job, before the first step and at the end of each one."""
+        return (f"{self.name}: its schedules and partitions",) if self.whole_framework else ()
+
+    def resized(self) -> None:  # noqa: B027 - optional
+        """The process groups have other members now (some have left): bring everything that depends on their number, or
+        on this rank's number in them, to what it would be in a job that was started so. Called after :meth:`reset`,
+        while the groups are detached; plain state follows with :meth:`restore_common`, and may be of before."""
+
+    def division(self) -> Division | None:
+        """How the state is divided among the ranks, so that the job can change its size; None: all of it is on all
+        ranks. Always the same object. Raises UnsupportedError, by name, if it is divided in a way that cannot be
+        changed."""
+        return None
 
     def touch_mark(self) -> Any:
         """Compared between the hand-out of a step and its mutation or its stop: another value says that tensors of the

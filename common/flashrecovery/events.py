@@ -115,9 +115,11 @@ class RecoveryFinished(Event):
     ``sources``: transfers by source rank. ``survivors_given``: ranks that were given state although they live: the
     failure has kept them from completing a step that others have completed. ``bytes``: bytes of state that went over
     the wire; ``device_bytes``: how many of them from device to device, the others through host memory and TCP;
-    ``decoded_bytes``: how many of them came out of parity. ``phases``: seconds by name. ``reason``: why the job went on
-    from ``resume_step``. ``left``: victims that were not replaced: an elastic job goes on without them. ``start``:
-    lines of the script in which the slowest replacement spent most time before its first step, longest first.
+    ``decoded_bytes``: how many of them came out of parity; ``reshaped_bytes``: how many because state was divided among
+    other ranks, which needed ``lacking_bytes`` that they did not hold. ``phases``: seconds by name. ``reason``: why
+    the job went on from ``resume_step``. ``left``: victims that were not replaced: an elastic job goes on without
+    them. ``start``: lines of the script in which the slowest replacement spent most time before its first step,
+    longest first.
     """
 
     event: Literal["recovery_finished"] = "recovery_finished"
@@ -128,6 +130,8 @@ class RecoveryFinished(Event):
     bytes: int = 0
     device_bytes: int = 0
     decoded_bytes: int = 0
+    reshaped_bytes: int = 0
+    lacking_bytes: int = 0
     phases: dict[str, float] = Field(default_factory=dict)
     total_s: float = 0.0
     cause: str = ""

@@ -76,6 +76,7 @@ class NoticeKind(_Word):
     NODE_UNHEARD = "node_unheard"
     NODE_USED_LAST = "node_used_last"
     NOT_FENCED = "not_fenced"
+    NOT_RESIZED = "not_resized"
     NOT_REGISTERED = "not_registered"
     OTHER_COMMAND = "other_command"
     OTHER_LAYOUT = "other_layout"

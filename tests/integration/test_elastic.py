@@ -206,7 +206,6 @@ REFUSED = {
     "batch-norm": "running statistics of BatchNorm",
     "per-rank": "differ between the ranks",
     "subgroup": "process group of 2 of its 4 ranks",
-    "fsdp": "is not on all 4 ranks",
 }
 
 

@@ -13,8 +13,6 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import flashrecovery
@@ -77,8 +75,6 @@ def misbehave(mode: str, model: torch.nn.Sequential, recovery: flashrecovery.Rec
         dist.new_group([2, 3])
     elif mode == "batch-norm":
         model.insert(1, torch.nn.BatchNorm1d(64))
-    elif mode == "fsdp":
-        fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
 
 
 def main() -> None:
@@ -95,7 +91,7 @@ def main() -> None:
     recovery = flashrecovery.init()
     model = build()
     misbehave(args.mode, model, recovery)
-    ddp = args.mode not in ("plain", "fsdp")
+    ddp = args.mode != "plain"
     trained = DistributedDataParallel(model, bucket_cap_mb=0.01) if ddp else model
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim == 1]

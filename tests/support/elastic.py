@@ -32,6 +32,7 @@ def start(
     nproc: int = 4,
     inject: Sequence[str] = (),
     standby: int = 0,
+    script: Path = SCRIPT,
 ) -> RunningJob:
     return RunningJob(
         folder,
@@ -39,7 +40,7 @@ def start(
         standby=standby,
         inject=inject,
         config=never() if config is None else config,
-        script=SCRIPT,
+        script=script,
         flags=["--steps", str(STEPS), *flags],
     )
 
@@ -89,26 +90,42 @@ def check_goes_on_alike(job: Job, other: Job, step: int, size: int) -> None:
     assert mine.ends == theirs.ends and set(mine.ends) == set(range(size)), why
 
 
-def commanded(folder: Path, step: int, size: int, launched: int = 4) -> Job:
+def commanded(
+    folder: Path,
+    step: int,
+    size: int,
+    *flags: str,
+    launched: int = 4,
+    script: Path = SCRIPT,
+    timeout_s: float = 120,
+    divided: bool = False,
+    started: bool = True,
+) -> Job:
     """A job of so many ranks that is resized by command, undisturbed: from ``step`` on to ``size``. It is itself
-    compared with a job that was started in the new size from that step's state."""
+    compared with a job that was started in the new size from that step's state. ``divided``: its state is, and who
+    leaves need not be the last ones. ``started``: False leaves out the comparison."""
     folder.mkdir(exist_ok=True)
     elastic = {"elastic": {"min": 1, "max": launched}}
-    running = start(folder / "run", elastic, "--step-time", "100", "--save-to", str(folder), nproc=launched)
-    running.wait_for("job_started")
+    slowly = ("--step-time", "100", "--save-to", str(folder), *flags)
+    running = start(folder / "run", elastic, *slowly, nproc=launched, script=script)
+    running.wait_for("job_started", timeout_s)
     assert command(running, size, step) == ""
-    job = running.wait()
+    job = running.wait(timeout_s)
     assert job.code == 0, job.explain()
     (event,) = job.of("job_resized")
-    left = list(range(size, launched))
+    left = event["left"] if divided else list(range(size, launched))
+    assert len(left) == launched - size, job.explain()
     assert (event["step"], event["before"], event["replicas"], event["left"]) == (step, launched, size, left), (
         job.explain()
     )
     assert [n["text"][-11:] for n in job.notices("left")] == ["exit code 0"] * len(left), job.explain()
     assert not job.of("failure_detected"), job.explain()
     check_clean(job)
+    if not started:
+        return job
     config = {"elastic": {"min": 1, "max": size}} if size > 1 else {}
-    new = start(folder / "new", config, "--start-from", str(folder / f"{step}.pt"), nproc=size).wait()
+    begin = ("--start-from", str(folder / f"{step}.pt"), *flags)
+    new = start(folder / "new", config, *begin, nproc=size, script=script).wait(timeout_s)
     assert new.code == 0, new.explain()
     check_goes_on_alike(job, new, step, size)
     check_clean(new)

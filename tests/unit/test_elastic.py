@@ -428,3 +428,128 @@ def test_a_loader_of_each_ranks_own_is_refused() -> None:
     elastic_rules.refuse_streams(Settings())
     with pytest.raises(UnsupportedError, match="elastic_batches"):
         elastic_rules.refuse_streams(Settings.model_validate({"elastic": {"min": 1, "max": 2}}))
+
+
+class Communicating(torch.nn.Module):
+    """As FSDP2's models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[bool] = []
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        self.told.append(requires_gradient_sync)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6])
+def test_where_each_micro_batch_communicates_all_compute_equally_many(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some compute one of their own again, which adds nothing."""
+    model, counts, samples = Communicating(), set(), Counter[float]()
+    for rank in range(size):
+        model.told.clear()
+        found = list(batches(monkeypatch, rank, size, models=lambda: [model]).of(3))
+        plain = list(batches(monkeypatch, rank, size).of(3))
+        counts.add(len(found))
+        assert model.told == [False] * (len(found) - 1) + [True]
+        own = [batch for batch in found if not batch.repeated]
+        assert [(b.number, b.weight, b.data[0].tolist()) for b in own] == [
+            (b.number, b.weight, b.data[0].tolist()) for b in plain
+        ]
+        again = found[: len(found) - len(own)]
+        assert all(b.repeated and b.weight == 0.0 and b.number == own[0].number for b in again)
+        assert found[-1].last and not found[-1].repeated
+        samples.update(x for b in own for x in b.data[0].tolist())
+    assert counts == {-(-6 // size)}
+    assert samples == Counter(x for b in batches(monkeypatch, 0, 1).of(3) for x in b.data[0].tolist())
+
+
+# -- a framework that accumulates itself --------------------------------------------------------------
+
+
+def test_sizes_that_do_not_divide_are_left_out() -> None:
+    """Of four replicas one is lost, and three are none that the batch allows: another one leaves with it."""
+    world = elastic_world()
+    for record in world.machine.job.in_order:
+        record.sizes = frozenset({1, 2, 4})
+    assert "2 is allowed" in world.machine.resize(3, -1)
+    world.kill(1)
+    assert world.run() is State.FINISHED
+    event = resized(world)
+    assert (event.before, event.replicas, event.left, event.ranks) == (4, 2, [1, 3], [0, 2])
+
+
+def test_without_a_size_that_divides_it_waits() -> None:
+    world = elastic_world(3, least=2, timeouts={"node_wait_s": 5.0})
+    for record in world.machine.job.in_order:
+        record.sizes = frozenset({1, 3})
+    assert "no smaller number is allowed" in world.machine.resize(2, -1)
+    world.kill(1)
+    while world.step():
+        pass
+    world.now += 6.0
+    world.machine.on_tick(world.now)
+    assert world.machine.job.state is State.FAILED and not world.of(ev.JobResized)
+
+
+def test_ranks_say_which_sizes_are_possible() -> None:
+    world = World(4, elastic={"min": 2, "max": 4})
+    register = pb.Register(node="n", host="h", slots=4, incarnation="i", generation=1, stride=1, members=[0, 1, 2, 3])
+    for rank in range(4):
+        worker = pb.WorkerState(rank=rank, pid=rank + 1, resumed=True, stepping=True)
+        worker.joined.CopyFrom(pb.Joined(rank=rank, steps=9, sizes=[4, 2]))
+        register.workers.append(worker)
+    world.machine.on_register(register, 0.0)
+    assert "2 is allowed" in world.machine.resize(3, -1)
+
+
+def of_framework(monkeypatch: pytest.MonkeyPatch, size: int, batch: elastic.FrameworkBatch, **more: Any) -> Any:
+    none = {"global_batch": None, "micro_batch": None}
+    return batches(monkeypatch, size - 1, size, **{**none, "framework": lambda: batch, **more})
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_the_batch_of_a_framework(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = of_framework(monkeypatch, size, elastic.FrameworkBatch(12, 2))
+    mine = list(found.of(0))
+    assert len(mine) == 6 // size and {batch.weight for batch in mine} == {1.0}
+    assert found.settings["global_batch"] == 12 and found.settings["micro_batch"] == 2
+
+
+def test_sizes_of_a_framework(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert of_framework(monkeypatch, 6, elastic.FrameworkBatch(12, 2)).sizes == [6, 3, 2, 1]
+    assert of_framework(monkeypatch, 6, elastic.FrameworkBatch(12, 2, frozenset({2, 4, 6}))).sizes == [6, 2]
+    assert batches(monkeypatch, 0, 6).sizes == ()
+
+
+@pytest.mark.parametrize(
+    ("size", "more", "why"),
+    [
+        (4, {}, "6 micro-batches on 4 replicas"),
+        (2, {"global_batch": 24}, "global_batch = 24, and the framework's own is 12"),
+        (2, {"micro_batch": 3}, "micro_batch = 3, and the framework's own is 2"),
+        (2, {"averaged": False}, "averaged=False"),
+    ],
+)
+def test_a_batch_that_is_not_the_frameworks(
+    size: int, more: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        of_framework(monkeypatch, size, elastic.FrameworkBatch(12, 2), **more)
+    assert why in str(refused.value)
+
+
+def test_a_framework_whose_batch_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [elastic.FrameworkBatch(12, 2)]
+    found = of_framework(monkeypatch, 2, now[0], framework=lambda: now[0])
+    found.check_framework()
+    now[0] = elastic.FrameworkBatch(24, 2)
+    with pytest.raises(ConfigError, match="global_batch = 12"):
+        found.check_framework()
+    batches(monkeypatch, 0, 2).check_framework()
+
+
+def test_sizes_are_needed_where_no_framework_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="micro_batch is missing"):
+        batches(monkeypatch, 0, 2, micro_batch=None)

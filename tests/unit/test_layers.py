@@ -20,7 +20,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "_version errors finding import_hooks kinds versions clock complaints replace_file grpc_private grpc_quiet "
         "proto",
         "capabilities plan handshake security state",
-        "config patches events parity_messages",
+        "config patches events parity_messages division",
         "sealed tls heartbeat health",
         "access",
         "runtime",

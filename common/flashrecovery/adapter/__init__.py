@@ -8,6 +8,8 @@ docs/adapters.md explains how one is written; in short:
 * the contract: :class:`Adapter` and what it is given, :class:`StepHooks`
 * the kit for frameworks whose state is tensors and a ``torch.optim`` optimizer: :class:`TorchAdapter`, with records of
   parameters that become shards, names by placement, and optimizer state
+* state that is divided among the ranks, in a job that changes its size: :class:`Division`, with the boxes and layouts
+  of :mod:`flashrecovery.plan`
 * a loop of the framework's own: :class:`LoopAdapter`, and what such a loop has to agree on and to restore
 * checkpoints in the framework's own format: :class:`CheckpointFormat`, and torch's DCP
 """
@@ -16,6 +18,7 @@ from flashrecovery import groups
 from flashrecovery.adapter import faults, fsdp2_state
 from flashrecovery.adapter.base import TorchAdapter
 from flashrecovery.adapter.fields import plain_fields
+from flashrecovery.adapter.fsdp2_division import Divided, FSDP2Division
 from flashrecovery.adapter.gradients import GradientWatch
 from flashrecovery.adapter.optimizer_state import layout_of, new_state_tensor, plain
 from flashrecovery.adapter.placement import (
@@ -29,8 +32,21 @@ from flashrecovery.adapter.placement import (
 )
 from flashrecovery.adapter.setters import Method, Setters
 from flashrecovery.adapter.shards import FixedShard, ParamRecord, ParamShard, constant, owners_of
-from flashrecovery.contract import Adapter, CheckpointFormat, Shard, ShardSpec, StepHooks, TensorSpec
+from flashrecovery.adapter.state_order import give_up_state, hand_over_state, settle_state
+from flashrecovery.contract import (
+    Adapter,
+    CheckpointFormat,
+    DividedTensor,
+    Division,
+    LocalBox,
+    Prepared,
+    Shard,
+    ShardSpec,
+    StepHooks,
+    TensorSpec,
+)
 from flashrecovery.groups import named_group
+from flashrecovery.plan import boxes, layouts
 from flashrecovery.redundancy.checkpoint import writer_of
 from flashrecovery.redundancy.dcp import read_into, write_part
 from flashrecovery.runtime.channel import CHANNEL_ENV
@@ -39,6 +55,7 @@ from flashrecovery.state import codec
 from flashrecovery.worker.agreement import check_equal
 from flashrecovery.worker.calls import LoopAdapter
 from flashrecovery.worker.data import DataStream
+from flashrecovery.worker.elastic import FrameworkBatch
 from flashrecovery.worker.recovery import Recovery
 from flashrecovery.worker.rng import RngState, restore_rng
 
@@ -47,12 +64,19 @@ __all__ = [
     "Adapter",
     "CheckpointFormat",
     "DataStream",
+    "Divided",
+    "DividedTensor",
+    "Division",
+    "FSDP2Division",
     "FixedShard",
+    "FrameworkBatch",
     "GradientWatch",
+    "LocalBox",
     "LoopAdapter",
     "Method",
     "ParamRecord",
     "ParamShard",
+    "Prepared",
     "Recovery",
     "RngState",
     "Setters",
@@ -61,14 +85,18 @@ __all__ = [
     "StepHooks",
     "TensorSpec",
     "TorchAdapter",
+    "boxes",
     "check_equal",
     "codec",
     "constant",
     "faults",
     "fsdp2_state",
+    "give_up_state",
     "global_rank",
     "groups",
+    "hand_over_state",
     "layout_of",
+    "layouts",
     "local_tensor",
     "mesh_spans_world",
     "named_group",
@@ -80,6 +108,7 @@ __all__ = [
     "read_into",
     "replicated",
     "restore_rng",
+    "settle_state",
     "unsynchronised",
     "world_size",
     "write_durably",

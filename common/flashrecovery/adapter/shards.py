@@ -119,6 +119,11 @@ class ParamShard(Shard):
         self._seen: _Seen | None = None
         self._optimizers = [(_prefix(number), optimizer) for number, optimizer in optimizers.items()]
 
+    @property
+    def optimizers(self) -> Sequence[tuple[str, Optimizer]]:
+        """Those that keep state of the parameter, each with what its keys begin with."""
+        return self._optimizers
+
     def tensors(self) -> dict[str, torch.Tensor]:
         return dict(self._look().tensors)
 

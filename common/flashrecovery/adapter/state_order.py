@@ -6,6 +6,7 @@ shards, as the place of each entry; a replacement, which gets its shards in any 
 
 from __future__ import annotations
 
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -56,6 +57,25 @@ class StateOrder:
         self._state.clear()
         self._state.update(entries)
         self._settled = True
+
+
+def give_up_state(optimizer: Optimizer, parameter: torch.Tensor) -> None:
+    """The parameter is none of the optimizer's any more."""
+    optimizer.state.pop(parameter, None)
+    StateOrder.of(optimizer).forget(parameter)
+
+
+def hand_over_state(optimizer: Optimizer, parameter: torch.Tensor, state: dict[str, Any], place: int) -> None:
+    """The parameter, which is new, gets this state, and its place among the optimizer's entries by
+    :func:`settle_state`."""
+    if state:
+        optimizer.state[parameter] = state
+        StateOrder.of(optimizer).put(parameter, place)
+
+
+def settle_state(optimizer: Optimizer) -> None:
+    """All entries that were handed over are brought to their places."""
+    StateOrder.of(optimizer).settle()
 
 
 _ORDERS: WeakKeyDictionary[Optimizer, StateOrder] = WeakKeyDictionary()

@@ -158,6 +158,41 @@ FSDP2_ITERATION = Capability(
         Way("state", (*_FSDP_ITERATION, Attributes(_FSDP_GROUP, "FSDPCommContext", ("reduce_scatter_state",)))),
     ),
 )
+FSDP2_RESIZING = capability(
+    "FSDP2's sizes",
+    "parameters, optimizer state and device meshes become those of another number of ranks",
+    Attributes(
+        "torch.distributed.device_mesh",
+        "DeviceMesh",
+        (
+            *("_layout", "_rank_map", "_flatten_rank_map", "_rank", "_coordinate_on_dim", "_hash"),
+            *("_root_mesh", "_flatten_mapping"),
+        ),
+    ),
+    Attributes(_FSDP + "_fsdp_common", "FSDPMeshInfo", ("shard_mesh_size", "shard_mesh_rank")),
+    Attributes(
+        _FSDP_GROUP,
+        "FSDPParamGroup",
+        (
+            *("mesh_info", "post_forward_mesh_info", "gradient_divide_factor"),
+            *("_all_gather_comm", "_reduce_scatter_comm"),
+        ),
+    ),
+    Attributes(
+        _FSDP + "_fsdp_param",
+        "FSDPParam",
+        (
+            *("mesh_info", "is_dtensor", "fsdp_placement", "offload_to_cpu", "_sharded_local_tensor", "_orig_size"),
+            *("sharded_size", "contiguous_sharded_stride", "padded_sharded_param_size", "_sharded_param_data"),
+            *("_sharding_spec", "all_gather_outputs", "_unsharded_inner_tensors"),
+        ),
+    ),
+    Attributes("torch.nn.modules.module", "Module", ("_compiled_call_impl",)),
+    Attributes("torch.distributed.tensor._dispatch", "OpDispatcher", ("sharding_propagator",)),
+    Attributes("torch.distributed.tensor._sharding_prop", "ShardingPropagator", ("propagate_op_sharding",)),
+    Attributes("torch.distributed.tensor._api", "DTensor", ("_spec", "_op_dispatcher")),
+    Live("torch._C", ("_clear_DTensor_sharding_propagator_cache",)),
+)
 AUTOGRAD = capability(
     "autograd's graph",
     "what an interrupted step has saved is let go of",
@@ -208,7 +243,7 @@ TORCH = Framework(
     ("2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1"),
     (
         *(GROUP_CREATION, TORCHCOMMS, STORES, GLOO, COALESCING, SYMMETRIC_MEMORY, REDUCER, PYTHON_REDUCER, FSDP2),
-        *(FSDP2_ITERATION, AUTOGRAD, TENSORS, SCALER, LOADERS, SCHEDULERS, CUDA),
+        *(FSDP2_ITERATION, FSDP2_RESIZING, AUTOGRAD, TENSORS, SCALER, LOADERS, SCHEDULERS, CUDA),
     ),
 )
 GROUPS = (GROUP_CREATION, TORCHCOMMS, STORES, GLOO, COALESCING, SYMMETRIC_MEMORY)

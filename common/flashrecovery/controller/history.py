@@ -45,6 +45,8 @@ class HistoryEntry:
     bytes_on_wire: int = 0
     bytes_on_device: int = 0
     bytes_decoded: int = 0
+    bytes_reshaped: int = 0
+    bytes_lacking: int = 0
     total_s: float = 0.0
     _open: tuple[str, float] | None = None
 
@@ -70,6 +72,8 @@ class HistoryEntry:
     def add_round(self, done: RestoreRound) -> None:
         self.bytes_on_wire += done.bytes_received()
         self.bytes_on_device += done.bytes_on_device()
+        self.bytes_reshaped += sum(reply.reshaped_bytes for reply in done.reports.values())
+        self.bytes_lacking += sum(reply.lacking_bytes for reply in done.reports.values())
         for transfer in done.plan.transfers:
             key = str(transfer.source)
             self.sources[key] = self.sources.get(key, 0) + 1
@@ -95,6 +99,8 @@ class HistoryEntry:
             bytes=self.bytes_on_wire,
             device_bytes=self.bytes_on_device,
             decoded_bytes=self.bytes_decoded,
+            reshaped_bytes=self.bytes_reshaped,
+            lacking_bytes=self.bytes_lacking,
             phases=dict(self.phases),
             total_s=self.total_s,
             cause=self.cause,

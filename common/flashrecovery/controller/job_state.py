@@ -60,6 +60,9 @@ class JobState:
         confirmed: how many of the ranks, in order, have committed a step since the last recovery.
         crashes: of all ranks together, where none that is lost is replaced.
         stuck_at: how often the job has come to a standstill, at the newest such step.
+        layout: the ranks among which state that is divided among ranks is divided, as all of them have it or can have
+            it at once.
+        departed: ranks of the layout that have left the job, and what they needed.
         tokens_per_step: that all ranks take in together, as the script has said; 0: it has not.
     """
 
@@ -102,6 +105,8 @@ class JobState:
     confirmed: int = 0
     stuck_at: dict[int, int] = field(default_factory=dict)
     tokens_per_step: int = 0
+    layout: tuple[int, ...] = ()
+    departed: dict[int, dict[str, int]] = field(default_factory=dict)
 
     in_order: list[RankRecord] = field(default_factory=list)
     crashes: Crashes = field(default_factory=Crashes)
@@ -112,6 +117,7 @@ class JobState:
     def __post_init__(self) -> None:
         self.ranks = {r: RankRecord(r, self.places) for r in range(self.config.world_size)}
         self.in_order = list(self.ranks.values())
+        self.layout = tuple(self.ranks)
 
     def take_actions(self) -> list[Action]:
         """What is to be done because of the events so far, in order."""
@@ -178,11 +184,17 @@ class JobState:
     def depart(self, rank: int) -> RankRecord:
         """The rank belongs to the job no longer. Returns what was known of it."""
         record = self.ranks.pop(rank)
+        self.departed[rank] = dict(record.needs)
         self.places[record.place] -= 1
         self.in_order = list(self.ranks.values())
         self._homes, self.confirmed = [], 0
         self.outbox.keep(lambda _, other: other != rank)
         return record
+
+    def settle_layout(self) -> None:
+        """All ranks of the job have what they need of a state that is divided among them alone."""
+        self.layout = tuple(self.ranks)
+        self.departed = {}
 
     def saved(self) -> pb.Command:
         """What the agents are to remember: the newest checkpoint, or (version -1) that there is none."""

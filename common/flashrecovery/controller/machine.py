@@ -182,7 +182,10 @@ class Machine:
         known, steps = dict(record.needs), record.steps
         record.joined(message)
         self.job.outbox.forget(Ordered.REPLACE, record.rank)
-        if known and set(known) != set(record.needs):
+        if known and self.job.layout != tuple(range(self.job.config.world_size)):
+            record.needs = known  # it has divided its state as at the launch, and takes on the others' division
+            self._steps.advance(now)
+        elif known and set(known) != set(record.needs):
             odd = sorted(set(known) ^ set(record.needs))[:3]
             self.job.fail(
                 f"rank {record.rank}: the replacement registered other state than the process it replaces: {odd}"
@@ -334,7 +337,8 @@ class Machine:
         current = message.generation == self.job.generation and self.job.state is State.RUNNING
         if current and message.rank in self.job.ranks:
             self.job.last_failure = self._resizing.why_paused(message.version)
-            self._steps.recover([], FailureKind.RESIZE, now, 0.0, now)
+            if self._resizing.paused(message.rank, now):
+                self._steps.recover([], FailureKind.RESIZE, now, 0.0, now)
 
     def resize(self, replicas: int, step: int) -> str:
         """See :meth:`.resizing.Resizing.ask`."""
@@ -413,6 +417,8 @@ class Machine:
                 f"{self.job.last_failure}; no node with room for ranks {self._staffing.homeless()} has come within "
                 f"{self.job.config.timeouts.node_wait_s:g} s{self._too_few()}"
             )
+        if self._resizing.overdue(now):
+            self._steps.recover([], FailureKind.RESIZE, now, 0.0, now)
         late = {rank: what for what, rank in self.job.outbox.expired(now)}
         if late and self.job.state not in (State.FINISHED, State.FAILED):
             self._are_late(late, now)

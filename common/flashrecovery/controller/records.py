@@ -65,6 +65,7 @@ class RankRecord:
         late: versions whose capsule, on this rank, was not what it had been early.
         steps: that it will take; -1 when the script's end is the end of its steps, None as long as it has not said so.
         in_snapshots: its copies outlive the processes of the job.
+        sizes: the numbers of replicas with which an elastic job can go on; empty: all.
         hang_floor_s: no progress for less than this is never a hang of this rank; 0: as launched.
         heard_at: when the last heartbeat told of it, CLOCK_MONOTONIC seconds.
         own_s, own_least_s: its own work in a step, and the least of its last steps; 0: not known yet.
@@ -89,6 +90,7 @@ class RankRecord:
     irreplaceable: bool = False
     steps: int | None = None
     in_snapshots: bool = False
+    sizes: frozenset[int] = frozenset()
     needs: dict[str, int] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     start: list[pb.StartLine] = field(default_factory=list)
@@ -158,6 +160,7 @@ class RankRecord:
         self.steps = message.steps
         self.hang_floor_s = message.hang_floor_s
         self.in_snapshots = message.in_snapshots
+        self.sizes = frozenset(message.sizes)
         self.needs = {n.name: n.nbytes for n in message.needs}
         self.digests = {n.name: n.digest for n in message.needs if n.digest}
         self.start = list(message.start)

@@ -126,6 +126,7 @@ class RecoverySteps:
     def enter(self, cause: str, now: float, victims: Sequence[int] = ()) -> None:
         """Enter QUIESCING with the next generation; also from the middle of a recovery."""
         self._job.generation += 1
+        self._resizing.resumed()
         victims = [*victims, *(rank for rank in self._staffing.stranded() if rank not in victims)]
         # replacements that are still on their way keep their deadline; every other command is void
         self._job.outbox.keep(lambda what, rank: what is Ordered.REPLACE and rank not in victims)
@@ -245,6 +246,7 @@ class RecoverySteps:
                 mutation_grace_s=limit.mutation_grace_s,
                 finish_to=newest if settled else -1,
                 needs_known=self._job.needs_known,
+                layout=self._resizing.layout(),
             )
             told = [r for r in chosen if r.held_at.settled is settled]
             deadline = now + limit.mutation_grace_s + limit.stop_ack_s
@@ -254,12 +256,12 @@ class RecoverySteps:
         """All ranks are stopped: decide which version they go to, and from whom they get it."""
         self._job.needs_known = self._job.generation
         try:
-            decision = decide(self._job.ranks, self._job.checkpoint)
+            decision = self._decision()
+            if self._resizing.leave_at(decision.round.version):
+                decision = self._decision()
         except JobFailedError as e:
             self._nothing_to_go_on_from(str(e), now)
             return
-        if self._resizing.leave_at(decision.round.version):
-            decision = decide(self._job.ranks, self._job.checkpoint)
         self._adopt(decision, now)
         if self._resizing.tell(decision.round.version):
             self._staffing.publish_rank_table()
@@ -271,10 +273,14 @@ class RecoverySteps:
         parity = [pb.ParityRanks(ranks=ranks) for ranks in self._other_parity_groups()]
         members = self._resizing.members()
         regroup = pb.Regroup(stores=stores, deadline_s=limit, parity=parity, members=members)
+        regroup.layout.extend(self._resizing.layout())
         command = pb.Command(regroup=regroup)
         self._job.command_all(self._job.ranks.values(), command, now + 2 * limit, Ordered.REGROUP)
         if not decision.checkpoint:
             self._restore_idle(now + 2 * limit)
+
+    def _decision(self) -> Decision:
+        return decide(self._job.ranks, self._job.checkpoint, self._resizing.layout(), self._job.departed)
 
     def _other_parity_groups(self) -> Groups:
         """The parity groups from now on, where members of those of the launch have come to be on one failure domain.
@@ -345,6 +351,10 @@ class RecoverySteps:
         if self._job.recovery is not None:
             self._job.recovery.add_round(self._job.round)
         if not wrong:
+            # From here on every rank goes over to what has been made ready, whatever else happens.
+            for rank, needs in self._job.round.next_needs().items():
+                self._job.ranks[rank].needs = needs
+            self._job.settle_layout()
             self.send_resume(self._job.round.version, now)
             return
         for shard, source in wrong:

@@ -13,10 +13,18 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from flashrecovery import events as ev
+from flashrecovery.controller.custody import choose_leaving, divided
 from flashrecovery.controller.job_state import JobState
+from flashrecovery.errors import JobFailedError
+from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.resize import ReplicaRange, leaving
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
+
+PATIENCE_S = 2.0
+"""So long ranks of a job whose state is divided are waited for that have not paused before a change."""
+_TRIES = 3
+"""Pauses before the same step, until those that are to leave can."""
 
 
 def never_replaced(job: JobState) -> bool:
@@ -26,12 +34,22 @@ def never_replaced(job: JobState) -> bool:
 
 
 def leaving_without(job: JobState, lost: Collection[int]) -> tuple[int, ...]:
-    """The ranks that leave the job if ``lost`` ones cannot be replaced; none if it is not elastic, has not begun yet,
-    or too few would be left."""
-    elastic = job.config.elastic
-    if elastic is None or not lost or job.state is State.STARTING:
+    """Those of the ``lost`` ranks, which cannot be replaced, that leave the job: all or none. None if it is not
+    elastic, has not begun yet, or too few would be left. (Where as many as are left are not allowed, more leave when
+    all are stopped: :meth:`Resizing.leave_at`.)"""
+    if job.config.elastic is None or not lost or job.state is State.STARTING:
         return ()
-    return leaving(list(job.ranks), lost, ReplicaRange(elastic.min, elastic.max))
+    found = leaving(list(job.ranks), lost, allowed_sizes(job))
+    return tuple(rank for rank in found if rank in lost)
+
+
+def allowed_sizes(job: JobState) -> ReplicaRange:
+    """How many replicas an elastic job may have: as it was launched, and as its ranks have said its batch, or a
+    framework's configuration, allows."""
+    elastic = job.config.elastic
+    assert elastic is not None
+    said = next((record.sizes for record in job.in_order if record.sizes), None)
+    return ReplicaRange(elastic.min, elastic.max, said)
 
 
 def tell_to_leave(job: JobState, rank: int, home: str, grace_s: float = 0.0) -> None:
@@ -62,6 +80,9 @@ class Resizing:
         self._wish: Wish | None = None
         self._size = len(job.ranks)  # as was told last
         self._left: list[int] = []  # since then
+        self._tries = 0  # to carry out what somebody has commanded
+        self._paused: set[int] = set()
+        self._paused_at: float | None = None
 
     # -- a loss -----------------------------------------------------------------------------------
 
@@ -99,6 +120,11 @@ class Resizing:
         if not elastic.min <= replicas < size:
             least = f"{elastic.min} to {size - 1}" if elastic.min < size else "no smaller number"
             return f"--to {replicas}: the job has {size} replicas (elastic = {elastic.text}); {least} is allowed"
+        possible = allowed_sizes(job).allowed
+        if possible is not None and replicas not in possible:
+            fitting = [str(n) for n in sorted(possible) if elastic.min <= n < size]
+            allowed = f"{' or '.join(fitting)} is allowed" if fitting else "no smaller number is allowed"
+            return f"--to {replicas}: the job's global batch, or its configuration, does not allow that; {allowed}"
         newest = max(record.committed for record in job.in_order)
         if 0 <= step <= newest:
             return f"--at-step {step}: step {newest} has begun already; a later one is allowed"
@@ -109,6 +135,28 @@ class Resizing:
         for record in job.in_order:
             job.command(record.rank, pb.Command(pause=self._wish.pause()))
         return ""
+
+    def paused(self, rank: int, now: float) -> bool:
+        """A rank has come to the step at which the job is to change. Returns whether it changes now. Where state is
+        divided,
+        the others are waited for: they pause when the copies of what they have are made."""
+        if not divided(self._job.in_order):
+            return True
+        if not self._paused:
+            self._paused_at = now
+        self._paused.add(rank)
+        return self._paused >= self._job.ranks.keys()
+
+    def overdue(self, now: float) -> bool:
+        """Whether the others have been waited for long enough: one that had begun the step before it heard of the
+        command does not pause."""
+        waited = self._paused_at is not None and now - self._paused_at >= PATIENCE_S
+        return waited and self._job.state is State.RUNNING and self._job.recovery is None
+
+    def resumed(self) -> None:
+        """Nobody is paused any more."""
+        self._paused.clear()
+        self._paused_at = None
 
     def why_paused(self, version: int) -> str:
         """In words, for those who are stopped: ranks have paused at ``version``. A command that was given to a
@@ -121,16 +169,47 @@ class Resizing:
         return None if self._wish is None else self._wish.pause()
 
     def leave_at(self, version: int) -> bool:
-        """All ranks are stopped, and are to go on at ``version``. Those that a command has leave do so now. Returns
-        whether there are any."""
-        wish = self._wish
-        if wish is None or version < wish.step:
+        """All ranks are stopped, and are to go on at ``version``. Who has to leave does so now: those that a command
+        has leave, and those without whom there are as many as are allowed. What only they have must also be elsewhere:
+        else, for a command, all pause once more before the same step, with their copies made. Returns whether somebody
+        leaves.
+
+        Raises JobFailedError: there are more ranks than are allowed, and none of those can leave.
+        """
+        if self._job.config.elastic is None:
             return False
-        self._wish = None
-        ranks = list(self._job.ranks)[wish.replicas :]
+        wish, size = self._wish, len(self._job.ranks)
+        allowed = allowed_sizes(self._job)
+        most = allowed.largest(size, size, uneven=True) or size
+        ranks: list[int] | None = None
+        if wish is not None and version >= wish.step:
+            wanted = min(most, wish.replicas)
+            ranks = self._choose(allowed.largest(wanted, wanted, uneven=True) or most, version)
+            if ranks is None and self._tries < _TRIES:
+                self._tries += 1
+            elif ranks is None:
+                self._job.notice(
+                    NoticeKind.NOT_RESIZED,
+                    f"the job is not resized to {wish.replicas} replicas: of what {size - wish.replicas} of its ranks "
+                    "have alone, the others keep no copies; fewer at a time can leave",
+                )
+            if ranks is not None or self._tries >= _TRIES:
+                self._wish, self._tries = None, 0
+        if ranks is None:
+            ranks = self._choose(most, version)
+        if ranks is None:
+            raise JobFailedError(
+                f"{size} replicas are left, {most} are allowed, and what the others have alone nobody else has at "
+                f"version {version}"
+            )
         for rank in ranks:
             self._depart(rank, grace_s=self._job.config.timeouts.fence_s)
         return bool(ranks)
+
+    def _choose(self, size: int, version: int) -> list[int] | None:
+        """The ranks that leave so that ``size`` go on; None if so many cannot."""
+        count = len(self._job.ranks) - size
+        return choose_leaving(self._job.ranks, self._job.departed, count, version) if count > 0 else []
 
     # -- both -------------------------------------------------------------------------------------
 
@@ -151,6 +230,10 @@ class Resizing:
             self._size, self._left = size, []
             return True
         return False
+
+    def layout(self) -> Sequence[int]:
+        """Among which ranks state is divided that is divided among ranks; of interest in an elastic job alone."""
+        return () if self._job.config.elastic is None else self._job.layout
 
     def members(self) -> Sequence[int]:
         """The ranks of an elastic job, for those who form groups; of others nobody needs to know."""

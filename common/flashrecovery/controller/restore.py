@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 
+from flashrecovery.controller.custody import custody, left_behind
 from flashrecovery.controller.records import RankRecord
 from flashrecovery.errors import JobFailedError
 from flashrecovery.parity_messages import decode_message
@@ -22,7 +24,8 @@ _SPARE_SOURCES = 256
 @dataclass
 class RestoreRound:
     """One execution of a plan: who takes part, what they reported. ``needs``, ``holdings``: what the plan is about.
-    ``decodes``: what is decoded before, group by group."""
+    ``decodes``: what is decoded before, group by group. ``reshape``: how state is divided otherwise afterwards; all
+    ranks take part in it."""
 
     version: int
     reason: str
@@ -32,6 +35,7 @@ class RestoreRound:
     holdings: list[Holding] = field(default_factory=list)
     excluded: frozenset[tuple[str, int]] = frozenset()
     decodes: tuple[DecodeOrder, ...] = ()
+    reshape: pb.Reshape | None = None
     reports: dict[int, pb.Reply] = field(default_factory=dict)
 
     @staticmethod
@@ -55,6 +59,7 @@ class RestoreRound:
             decode=self._decodes.get(rank) if rank is not None else None,
             checkpoint=checkpoint,
             deadline_s=deadline_s,
+            reshape=self.reshape,
         )
 
     @cached_property
@@ -78,7 +83,7 @@ class RestoreRound:
 
     def report(self, rank: int, reply: pb.Reply) -> None:
         """What ``rank`` says of its transfers."""
-        if reply.sent_digests or reply.received_digests or reply.bytes_received:
+        if reply.sent_digests or reply.received_digests or reply.bytes_received or reply.next_needs:
             self.reports[rank] = reply
 
     def bytes_received(self) -> int:
@@ -108,6 +113,10 @@ class RestoreRound:
         plan = plan_restore(needs, self.holdings, self.version, excluded=excluded)
         return replace(self, plan=plan, excluded=excluded, decodes=(), reports={})
 
+    def next_needs(self) -> dict[int, dict[str, int]]:
+        """What each rank needs once state is divided otherwise."""
+        return {rank: {n.name: n.nbytes for n in r.next_needs} for rank, r in self.reports.items() if r.next_needs}
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -123,19 +132,41 @@ class Decision:
         return Decision(RestoreRound.from_checkpoint(version, records, reason), path)
 
 
-def decide(records: Mapping[int, RankRecord], checkpoint: tuple[int, str] | None) -> Decision:
-    """Which version all ranks go to, and from whom they get it. Raises JobFailedError if neither a cut nor a checkpoint
-    exists."""
+def decide(
+    records: Mapping[int, RankRecord],
+    checkpoint: tuple[int, str] | None,
+    layout: Sequence[int] = (),
+    departed: Mapping[int, Mapping[str, int]] = MappingProxyType({}),
+) -> Decision:
+    """Which version all ranks go to, and from whom they get it.
+
+    Args:
+        layout: of an elastic job, the ranks among which state is divided now.
+        departed: what those of them need who have left.
+
+    Raises JobFailedError if neither a cut nor a checkpoint exists.
+    """
     forgotten = _forget_early(records.values())
     parity = _decodable(records)
-    cut = _plain_cut(records, parity) or _any_cut(records, parity)
+    left = left_behind(departed, records.values())
+    cut = _plain_cut(records, parity, left) or _any_cut(records, parity, left)
     if isinstance(cut, NoCut):
         because = why_not([record.parity for record in records.values() if record.parity is not None])
         reason = cut.reason + forgotten + (f"; {because}" if because else "")
         if checkpoint is None:
             raise JobFailedError(f"the job cannot be recovered: {reason}; and there is no checkpoint")
         return Decision.from_checkpoint(checkpoint, records, reason)
-    return _from_memory(cut, records, parity)
+    decision = _from_memory(cut, records, parity)
+    if layout and tuple(layout) != tuple(records):
+        serving = custody(left, records.values(), cut.version)
+        if serving is None:
+            raise JobFailedError(
+                f"the job cannot go on without ranks {sorted(departed)}: of what they had, nobody keeps copies at "
+                f"version "
+                f"{cut.version}"
+            )
+        decision.round.reshape = pb.Reshape(before=layout, after=list(records), custody=serving)
+    return decision
 
 
 def _decodable(records: Mapping[int, RankRecord]) -> list[Decodable]:
@@ -194,14 +225,14 @@ def _sources(records: Iterable[RankRecord], version: int, lacking: Mapping[str, 
         yield from record.copies_at(version, of_any)
 
 
-def _any_cut(records: Mapping[int, RankRecord], parity: Iterable[Decodable]) -> Cut | NoCut:
-    needs = [n for r in records.values() for n in r.need_list()]
+def _any_cut(records: Mapping[int, RankRecord], parity: Iterable[Decodable], left: Sequence[Need] = ()) -> Cut | NoCut:
+    needs = [n for r in records.values() for n in r.need_list()] + list(left)
     holdings = [h for r in records.values() for h in r.holdings()]
     holdings += [h for one in parity for h in one.holdings]
     return newest_cut(needs, holdings)
 
 
-def _plain_cut(records: Mapping[int, RankRecord], parity: Iterable[Decodable]) -> Cut | None:
+def _plain_cut(records: Mapping[int, RankRecord], parity: Iterable[Decodable], left: Sequence[Need] = ()) -> Cut | None:
     """The usual case, found without writing down who holds what: everything exists at one version, and nothing at a
     newer one. None in every other case."""
     newest = max((r.newest for r in records.values()), default=-1)
@@ -209,6 +240,7 @@ def _plain_cut(records: Mapping[int, RankRecord], parity: Iterable[Decodable]) -
     if newest < 0 or not any(r.needs for r in records.values()):
         return None
     lacking = {shard for r in others for shard in r.needs}  # what the ranks that are live need, they have
+    lacking.update(need.shard for need in left)
     for one in parity:
         if one.order.version == newest:
             lacking.difference_update(h.shard for h in one.holdings)

@@ -81,6 +81,8 @@ class TakeOver:
         """An elastic job has gone on without some ranks; one of their processes may not have heard of it yet."""
         for rank in set(self._job.ranks).difference(message.members) if message.members else ():
             tell_to_leave(self._job, rank, self._job.depart(rank).home)
+        if message.members:
+            self._job.settle_layout()
         for left in [worker for worker in message.workers if worker.rank not in self._job.ranks]:
             tell_to_leave(self._job, left.rank, node.name)
             message.workers.remove(left)

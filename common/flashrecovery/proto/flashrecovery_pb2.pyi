@@ -1291,6 +1291,7 @@ class Joined(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     PARITY_FIELD_NUMBER: _builtins.int
     IN_SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    SIZES_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     generation: _builtins.int
     steps: _builtins.int
@@ -1315,6 +1316,10 @@ class Joined(_message.Message):
 
     @_builtins.property
     def parity(self) -> Global___Parity: ...
+    @_builtins.property
+    def sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of an elastic job: the numbers of replicas with which it can go on; none: all"""
+
     def __init__(
         self,
         *,
@@ -1329,10 +1334,11 @@ class Joined(_message.Message):
         start: _abc.Iterable[Global___StartLine] | None = ...,
         parity: Global___Parity | None = ...,
         in_snapshots: _builtins.bool = ...,
+        sizes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parity", b"parity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "generation", b"generation", "hang_floor_s", b"hang_floor_s", "held", b"held", "in_snapshots", b"in_snapshots", "needs", b"needs", "parity", b"parity", "rank", b"rank", "start", b"start", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "generation", b"generation", "hang_floor_s", b"hang_floor_s", "held", b"held", "in_snapshots", b"in_snapshots", "needs", b"needs", "parity", b"parity", "rank", b"rank", "sizes", b"sizes", "start", b"start", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1484,6 +1490,9 @@ class Reply(_message.Message):
     OUTSIDE_FIELD_NUMBER: _builtins.int
     PARITY_FIELD_NUMBER: _builtins.int
     LATE_FIELD_NUMBER: _builtins.int
+    NEXT_NEEDS_FIELD_NUMBER: _builtins.int
+    RESHAPED_BYTES_FIELD_NUMBER: _builtins.int
+    LACKING_BYTES_FIELD_NUMBER: _builtins.int
     serial: _builtins.int
     generation: _builtins.int
     rank: _builtins.int
@@ -1499,6 +1508,8 @@ class Reply(_message.Message):
     """trying again cannot help: the job ends with this error"""
     outside: _builtins.bool
     """of a stop: heard, but the script is in its own code between two steps; the answer follows"""
+    reshaped_bytes: _builtins.int
+    lacking_bytes: _builtins.int
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___Held]: ...
     @_builtins.property
@@ -1525,6 +1536,12 @@ class Reply(_message.Message):
     def late(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of a stop: versions whose capsule, here, was not what it had been early"""
 
+    @_builtins.property
+    def next_needs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardNeed]:
+        """Of a restore in which state was divided otherwise: what this rank needs once that is in place, how many bytes it has
+        received for it, and how many of what it needs it did not hold.
+        """
+
     def __init__(
         self,
         *,
@@ -1546,10 +1563,13 @@ class Reply(_message.Message):
         outside: _builtins.bool = ...,
         parity: Global___Parity | None = ...,
         late: _abc.Iterable[_builtins.int] | None = ...,
+        next_needs: _abc.Iterable[Global___ShardNeed] | None = ...,
+        reshaped_bytes: _builtins.int = ...,
+        lacking_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parity", b"parity", "position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_on_device", b"bytes_on_device", "bytes_received", b"bytes_received", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "late", b"late", "live_version", b"live_version", "needs", b"needs", "outside", b"outside", "parity", b"parity", "position", b"position", "rank", b"rank", "received_digests", b"received_digests", "sent_digests", b"sent_digests", "serial", b"serial"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_on_device", b"bytes_on_device", "bytes_received", b"bytes_received", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "lacking_bytes", b"lacking_bytes", "late", b"late", "live_version", b"live_version", "needs", b"needs", "next_needs", b"next_needs", "outside", b"outside", "parity", b"parity", "position", b"position", "rank", b"rank", "received_digests", b"received_digests", "reshaped_bytes", b"reshaped_bytes", "sent_digests", b"sent_digests", "serial", b"serial"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2188,11 +2208,18 @@ class Stop(_message.Message):
     MUTATION_GRACE_S_FIELD_NUMBER: _builtins.int
     FINISH_TO_FIELD_NUMBER: _builtins.int
     NEEDS_KNOWN_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     mutation_grace_s: _builtins.float
     finish_to: _builtins.int
     needs_known: _builtins.int
     """the generation whose stop everybody has answered, 0: none; needs that are as then are left out"""
+    @_builtins.property
+    def layout(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of an elastic job: the ranks among which its state is divided from now on. What a rank has made ready for these takes
+        the place of what it had; what it has made ready for others is dropped.
+        """
+
     def __init__(
         self,
         *,
@@ -2200,10 +2227,11 @@ class Stop(_message.Message):
         mutation_grace_s: _builtins.float = ...,
         finish_to: _builtins.int = ...,
         needs_known: _builtins.int = ...,
+        layout: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_to", b"finish_to", "mutation_grace_s", b"mutation_grace_s", "needs_known", b"needs_known", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_to", b"finish_to", "layout", b"layout", "mutation_grace_s", b"mutation_grace_s", "needs_known", b"needs_known", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2223,6 +2251,7 @@ class Regroup(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     PARITY_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
     deadline_s: _builtins.float
     @_builtins.property
     def stores(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreServer]: ...
@@ -2230,6 +2259,10 @@ class Regroup(_message.Message):
     def parity(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParityRanks]: ...
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def layout(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of an elastic job: the ranks among which state is divided that the others have"""
+
     def __init__(
         self,
         *,
@@ -2237,10 +2270,11 @@ class Regroup(_message.Message):
         deadline_s: _builtins.float = ...,
         parity: _abc.Iterable[Global___ParityRanks] | None = ...,
         members: _abc.Iterable[_builtins.int] | None = ...,
+        layout: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "members", b"members", "parity", b"parity", "stores", b"stores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "layout", b"layout", "members", b"members", "parity", b"parity", "stores", b"stores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2304,6 +2338,7 @@ class Restore(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
+    RESHAPE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     checkpoint: _builtins.str
     """directory; set: restore everything from it"""
@@ -2321,6 +2356,10 @@ class Restore(_message.Message):
     def decode(self) -> Global___Decode:
         """before all else"""
 
+    @_builtins.property
+    def reshape(self) -> Global___Reshape:
+        """after all else"""
+
     def __init__(
         self,
         *,
@@ -2330,14 +2369,77 @@ class Restore(_message.Message):
         checkpoint: _builtins.str = ...,
         decode: Global___Decode | None = ...,
         deadline_s: _builtins.float = ...,
+        reshape: Global___Reshape | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "reshape", b"reshape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "deadline_s", b"deadline_s", "decode", b"decode", "local", b"local", "transfers", b"transfers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "deadline_s", b"deadline_s", "decode", b"decode", "local", b"local", "reshape", b"reshape", "transfers", b"transfers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Restore: _TypeAlias = Restore  # noqa: Y015
+
+@_typing.final
+class Reshape(_message.Message):
+    """State that is divided among the ranks "before" is to be divided among those "after"; made ready, and put in place with
+    the resume. Both are ranks as the job was launched, in the order of their numbers in the groups.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEFORE_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    CUSTODY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def before(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def after(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def custody(self) -> _containers.RepeatedCompositeFieldContainer[Global___Custody]: ...
+    def __init__(
+        self,
+        *,
+        before: _abc.Iterable[_builtins.int] | None = ...,
+        after: _abc.Iterable[_builtins.int] | None = ...,
+        custody: _abc.Iterable[Global___Custody] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "before", b"before", "custody", b"custody"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Reshape: _TypeAlias = Reshape  # noqa: Y015
+
+@_typing.final
+class Custody(_message.Message):
+    """The owner has left the job; the holder has this shard of it, of the kind that it says, at the version of the restore."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    shard: _builtins.str
+    owner: _builtins.int
+    holder: _builtins.int
+    kind: _builtins.str
+    def __init__(
+        self,
+        *,
+        shard: _builtins.str = ...,
+        owner: _builtins.int = ...,
+        holder: _builtins.int = ...,
+        kind: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "kind", b"kind", "owner", b"owner", "shard", b"shard"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Custody: _TypeAlias = Custody  # noqa: Y015
 
 @_typing.final
 class Resume(_message.Message):

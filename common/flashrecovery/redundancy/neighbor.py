@@ -128,6 +128,12 @@ class NeighbourCopies:
         for slot in self._slots:
             slot.version = -1
 
+    def adopt(self, shards: Sequence[Shard]) -> None:
+        """The shards of these names, of which copies are kept, live in other tensors from now on. No exchange may be
+        under way."""
+        by_name = {shard.name: shard for shard in shards}
+        self.undo.shards = [by_name[shard.name] for shard in self.undo.shards]
+
     # -- each step --------------------------------------------------------------------------------
 
     def commit(self, version: int, capsule: bytes | None, *, early: bool = False, beside: Beside = NOTHING) -> None:

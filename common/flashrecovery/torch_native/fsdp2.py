@@ -12,7 +12,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from flashrecovery.adapter import (
+    Divided,
+    Division,
+    FSDP2Division,
     ParamRecord,
+    ParamShard,
     StepHooks,
     TorchAdapter,
     constant,
@@ -40,7 +44,21 @@ class FSDP2Adapter(TorchAdapter):
         self.fsdp: FSDPModule = model
         fsdp2_state.check(model)
         fsdp2_state.initialise(model)
+        self._division: FSDP2Division | None = None
         super().__init__(model, optimizers)
+
+    def division(self) -> Division | None:
+        if self._division is None:
+            shards = {shard.name: shard for shard in self.shards() if isinstance(shard, ParamShard)}
+            of_fqn = {record.fqn: shards[record.name] for record in self._records}
+            sharded = fsdp2_state.sharded_parameters(self.fsdp).items()
+            divided = [Divided(fqn, entry, of_fqn[fqn]) for fqn, entry in sharded]
+            self._division = FSDP2Division(self.fsdp, self.optimizers, divided, self._look_again)
+        return self._division
+
+    def _look_again(self) -> None:
+        """The tensors of the shards are others."""
+        self._looks = 0
 
     def _find_parameters(self) -> tuple[ParamRecord, ...]:
         records = []

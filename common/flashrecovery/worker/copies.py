@@ -82,7 +82,12 @@ class Copies:
         self._capsules_only = False
         self._ring: NeighbourCopies | None = None
         self._members: tuple[int, ...] | None = None  # of a job that has just changed its size
-        self._replicated = settings.elastic is not None
+        # In an elastic job whose state is divided the neighbour's ring is made anew in each size.
+        self._divided = settings.elastic is not None and any(a.division() is not None for a in registry.adapters)
+        self._ring_group: dist.ProcessGroup | None = None
+        self._on_kept = on_kept
+        self._next: NeighbourCopies | None = None  # of a division that has been made ready
+        self._replicated = settings.elastic is not None and not self._divided
         self._chosen = ""
         self._undo: UndoCopy | None = None
         self._undo_allowed = settings.undo != "never"
@@ -103,7 +108,7 @@ class Copies:
             self._chosen = chosen.reason if chosen.fits else ""
             if not chosen.fits and registry.rank == 0:
                 on_risk(f"the copies may not fit into the nodes' memory: {chosen.reason}")
-            if chosen.parity:
+            if chosen.parity and not self._divided:
                 self._keep_parity(registry, settings, parity_groups, on_kept, on_risk)
             else:
                 self._keep_for_neighbour(registry, copied_somewhere, on_kept)
@@ -131,9 +136,13 @@ class Copies:
         if not shards and nodes == 1:
             return
         world = registry.world_size
-        group = groups.create_control_group(NEIGHBOUR_GROUP)
+        group = self._ring_group = groups.create_control_group(NEIGHBOUR_GROUP)
         assert group is not None
         self._capsules_only = not shards
+        if self._divided:
+            members = tuple(range(world))
+            self._peers = self._ring = self._ring_for(registry.tensor_shards(), registry.rank, members, 0)
+            return
         self._peers = self._ring = NeighbourCopies(
             group,
             registry.rank,
@@ -145,6 +154,26 @@ class Copies:
             network=PacedNetwork(),
             look=self._look,
             keep=self._outliving if self._keeper is not None and shards else None,
+        )
+
+    def _ring_for(
+        self, shards: Sequence[Shard], place: int, members: Sequence[int], generation: int
+    ) -> NeighbourCopies:
+        """Neighbour copies among these ranks (as the job was launched) of a divided state, for the one at ``place``.
+        They do not outlive the job's processes: what they hold may be of another size than what the next launch has."""
+        assert self._ring_group is not None
+        targets = ring_of(len(members), placement()[0])
+        return NeighbourCopies(
+            self._ring_group,
+            place,
+            len(members),
+            shards,
+            destination=targets.__getitem__,
+            capsule_name=lambda number: f"capsule@{members[number]}",
+            generation=generation,
+            on_kept=self._on_kept,
+            network=PacedNetwork(),
+            look=self._look,
         )
 
     def _keep_parity(
@@ -341,6 +370,8 @@ class Copies:
         """After the groups have been abandoned: end what is under way."""
         if self._peers is not None:
             self._peers.halt(self._limits.drain_s)
+        if self._next is not None:
+            self._next.halt(self._limits.drain_s)
         for copies in self._alone:
             if not copies.wait_idle(self._limits.drain_s):
                 raise RestoreError(f"this rank's own pre-step copy was not made within {self._limits.drain_s:g} s")
@@ -362,16 +393,61 @@ class Copies:
         self._members = members
 
     def _become(self, members: tuple[int, ...]) -> None:
-        """Every shard of such a job has replicas, so that the neighbour keeps nothing but capsules."""
+        """Every shard of such a job has replicas, so that the neighbour keeps nothing but capsules; where state is
+        divided, the ring has been made anew already (:meth:`put_in_place`)."""
         self._members = None
         rank, world = self._registry.rank, self._registry.world_size
         if self.checkpoint is not None:
             self.checkpoint.resize(rank, world)
-        if self._ring is not None:
+        if self._ring is not None and not self._divided:
             alone = world == 1
             self._peers, self._capsules_only = None if alone else self._ring, not alone
             if not alone:
                 self._ring.resize(rank, members, ring_of(world, placement()[0]))
+
+    # -- a state that is divided otherwise ---------------------------------------------------------
+
+    def make_ready(
+        self, shards: Sequence[Shard], version: int, generation: int, place: int, members: Sequence[int]
+    ) -> None:
+        """``shards`` are what this rank, at ``place`` among ``members``, will have of ``version``: copy them, and have
+        the neighbour among these members keep them. Returns when that is done; nothing that is kept so far is given up
+        for it. Raises what the exchange raises."""
+        self.drop_ready()
+        if self._ring_group is None or len(members) == 1:
+            return
+        capsule = self._registry.capsule.at(version)
+        self._next = self._ring_for(shards, place, members, generation)
+        self._next.commit(version, capsule, beside=self._beside(version))
+        self._next.wait()
+
+    def drop_ready(self) -> None:
+        """What was made ready does not come."""
+        if self._next is not None:
+            self._next.halt(self._limits.drain_s)
+            self._next.close()
+            self._next = None
+
+    def put_in_place(self, shards: Sequence[Shard]) -> None:
+        """What was made ready is this rank's state now, in ``shards``; the copies of the state before go."""
+        if self._ring is not None:
+            self._ring.close()
+        for copies in self._alone:
+            copies.close()
+        self._undo = None
+        self._peers = self._ring = self._next
+        self._next = None
+        if self._ring is not None:
+            self._ring.adopt(shards)
+        elif self._undo_always:
+            self.enable_undo()
+
+    def begin_divided(self, shards: Sequence[Shard], place: int, members: Sequence[int]) -> None:
+        """This process has just come into a job of ``members``, with ``shards`` that have no content yet."""
+        self._next = (
+            None if self._ring_group is None or len(members) == 1 else self._ring_for(shards, place, members, 0)
+        )
+        self.put_in_place(shards)
 
     def load_checkpoint(self, path: str, version: int) -> str:
         """Load everything of this rank from a checkpoint. Returns the layout of the ranks that wrote it if that is
@@ -421,7 +497,7 @@ class Copies:
     @property
     def _kept(self) -> UndoCopy | None:
         """Makes the copy that the node's snapshot process holds, too."""
-        return self._every_step if self._keeper is not None else None
+        return self._every_step if self._keeper is not None and not self._divided else None
 
     @property
     def _alone(self) -> list[UndoCopy]:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
 from flashrecovery.errors import ConfigError, RegistrationError
-from flashrecovery.plan.sample_order import BatchDivision, SampleOrder, stream_seed
+from flashrecovery.plan.sample_order import BatchDivision, SampleOrder, exact_sizes, stream_seed
 
 _BETWEEN = -1
 """The number, as of a micro-batch, of the random stream of a step outside of its micro-batches."""
@@ -38,6 +38,32 @@ class Dataset(Protocol):
 
 
 @dataclass(frozen=True)
+class FrameworkBatch:
+    """The batch of a framework that has it in its own configuration. Such a framework divides the loss of each
+    micro-batch by their number on a replica itself, which is the same on all replicas.
+
+    Attributes:
+        global_batch: samples of a step, on all replicas together.
+        micro_batch: samples that are computed at once.
+        sizes: the numbers of replicas that its configuration allows besides; None: all.
+    """
+
+    global_batch: int
+    micro_batch: int
+    sizes: frozenset[int] | None = None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a replica is to compute: the number of a micro-batch, where its samples are in the order, and whether it
+    only repeats it."""
+
+    number: int
+    positions: range
+    repeated: bool = False
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """One micro-batch of a step.
 
@@ -47,12 +73,21 @@ class MicroBatch:
         weight: what the mean loss over its samples is multiplied by before ``backward()``. The gradients are then, once
             they have been reduced, the mean over all samples of the global batch.
         last: this replica's last one in the step, in whose backward pass the gradients are reduced.
+        repeated: it is computed once more, with weight 0: where each micro-batch communicates (FSDP2), all replicas
+            must compute equally many.
     """
 
     number: int
     data: Any
     weight: float
     last: bool
+    repeated: bool = False
+
+
+class Switchable(Protocol):
+    """A model of FSDP2, which communicates in each micro-batch, and reduces gradients in those that it is told to."""
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None: ...
 
 
 class ElasticBatches:
@@ -60,6 +95,8 @@ class ElasticBatches:
 
     Args:
         models: gives the models whose gradients are reduced in a step's last micro-batch.
+        framework: gives the batch of the framework that divides and averages itself; None: there is none. Sizes that
+            are None are taken from it.
 
     Raises ConfigError: a size is not possible, or some replicas would have nothing to do.
     """
@@ -68,15 +105,20 @@ class ElasticBatches:
         self,
         dataset: Dataset,
         *,
-        global_batch: int,
-        micro_batch: int,
+        global_batch: int | None,
+        micro_batch: int | None,
         seed: int,
         shuffle: bool = True,
         first_step: int = 0,
         averaged: bool = True,
         collate: Callable[[list[Any]], Any] = default_collate,
         models: Callable[[], Sequence[torch.nn.Module]] = tuple,
+        framework: Callable[[], FrameworkBatch] | None = None,
     ) -> None:
+        own = None if framework is None else framework()
+        self._framework, self._sizes = framework, None if own is None else own.sizes
+        global_batch = _one_of("global_batch", global_batch, None if own is None else own.global_batch)
+        micro_batch = _one_of("micro_batch", micro_batch, None if own is None else own.micro_batch)
         self._dataset = dataset
         self._seed = seed
         self._first_step = first_step
@@ -91,7 +133,15 @@ class ElasticBatches:
             micro_batches = BatchDivision(global_batch, micro_batch, 1).micro_batches
         except ValueError as e:
             raise ConfigError(f"elastic_batches(): {e}") from e
-        if (replicas := _place()[1]) > micro_batches:
+        replicas = _place()[1]
+        if own is not None and not averaged:
+            raise ConfigError("elastic_batches(): averaged=False: the framework averages gradients over the replicas")
+        if own is not None and micro_batches % replicas:
+            raise ConfigError(
+                f"elastic_batches(): {micro_batches} micro-batches on {replicas} replicas: a framework that "
+                "accumulates itself needs as many on each of them"
+            )
+        if replicas > micro_batches:
             raise ConfigError(
                 f"elastic_batches(): global_batch = {global_batch}, micro_batch = {micro_batch}: a step has "
                 f"{micro_batches} micro-batches, and there are {replicas} replicas; at least one for each is needed"
@@ -102,6 +152,23 @@ class ElasticBatches:
         return _MicroBatches(self, int(step.__index__()))
 
     # -- for the iterator and the loop ------------------------------------------------------------
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The numbers of replicas, up to that of now, with which a framework can divide the batch; none: all."""
+        if self._framework is None:
+            return ()
+        global_batch, micro_batch = self._shape["global_batch"], self._shape["micro_batch"]
+        found = exact_sizes(global_batch, micro_batch, _place()[1], uneven=False)
+        return [size for size in found if self._sizes is None or size in self._sizes]
+
+    def check_framework(self) -> None:
+        """Raises ConfigError if the framework's batch is not the one that it was."""
+        if self._framework is None:
+            return
+        now = self._framework()
+        for name, value in (("global_batch", now.global_batch), ("micro_batch", now.micro_batch)):
+            _one_of(name, self._shape[name], value)
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -127,19 +194,35 @@ class ElasticBatches:
         """Of a step, on the replicas that there are now."""
         return BatchDivision(self._shape["global_batch"], self._shape["micro_batch"], _place()[1])
 
-    def schedule(self, step: int) -> Iterator[tuple[int, range]]:
-        """This replica's micro-batches of a step, each with the positions of its samples in the order."""
-        return self.division().schedule(self._first_step + step, _place()[0])
+    def _weight(self) -> float:
+        division = self.division()
+        if self._framework is None:
+            return float(division.weight(averaged=self._averaged))
+        return float(division.correction(_place()[0]))  # 1: every replica has as many
 
-    def batch(self, step: int, number: int, positions: range, *, last: bool) -> MicroBatch:
+    def schedule(self, step: int) -> list[Turn]:
+        """This replica's micro-batches of a step. Where all replicas must compute equally many, those that have fewer
+        begin with one of their own, as often as it takes: with weight 0, to which it adds nothing."""
+        division = self.division()
+        own = [Turn(*turn) for turn in division.schedule(self._first_step + step, _place()[0])]
+        if own and any(_communicates(model) for model in self._models()):
+            again = replace(own[0], repeated=True)
+            own = [again] * (division.accumulation - len(own)) + own
+        return own
+
+    def batch(self, step: int, turn: Turn, *, last: bool) -> MicroBatch:
         """Hand out one micro-batch."""
         self.before_fetch()
         for model in self._models():
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = last
+            elif _communicates(model):
+                model.set_requires_gradient_sync(last)
+        number, positions = turn.number, turn.positions
         _seed_all(stream_seed(self._seed, self._first_step + step, number))
         data = self._collate([self._dataset[self._order.sample(position)] for position in positions])
-        return MicroBatch(number, data, float(self.division().weight(averaged=self._averaged)), last)
+        weight = 0.0 if turn.repeated else self._weight()
+        return MicroBatch(number, data, weight, last, turn.repeated)
 
     def went_through(self, step: int) -> None:
         self._through = step
@@ -151,14 +234,34 @@ class _MicroBatches(Iterator[MicroBatch]):
 
     def __init__(self, batches: ElasticBatches, step: int) -> None:
         self._batches, self._step = batches, step
-        self._left = list(batches.schedule(step))
+        self._left = batches.schedule(step)
 
     def __next__(self) -> MicroBatch:
         if not self._left:
             self._batches.went_through(self._step)
             raise StopIteration
-        number, positions = self._left.pop(0)
-        return self._batches.batch(self._step, number, positions, last=not self._left)
+        turn = self._left.pop(0)
+        return self._batches.batch(self._step, turn, last=not self._left)
+
+
+def _communicates(model: torch.nn.Module) -> TypeGuard[Switchable]:
+    """Whether a model communicates in each micro-batch. FSDP2 need not be imported to tell."""
+    return callable(getattr(model, "set_requires_gradient_sync", None))
+
+
+def _one_of(name: str, said: int | None, configured: int | None) -> int:
+    """A size that the script has said, or the framework's configuration. Raises ConfigError if neither has, or they
+    differ."""
+    if said is None and configured is None:
+        raise ConfigError(f"elastic_batches(): {name} is missing: a number of samples is needed")
+    if None not in (said, configured) and said != configured:
+        raise ConfigError(
+            f"elastic_batches(): {name} = {said}, and the framework's own is {configured}: the same is allowed, and in "
+            "an elastic job it stays as it is"
+        )
+    found = configured if said is None else said
+    assert found is not None
+    return found
 
 
 def _place() -> tuple[int, int]:

@@ -31,36 +31,67 @@ def refuse_streams(settings: Settings) -> None:
         )
 
 
-def check_start(registry: Registry, own: Sequence[str], *, single_calls: bool) -> None:
+def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, single_calls: bool) -> None:
     """Whether the job can change its size; a collective, when everything is registered.
 
     Raises:
         UnsupportedError: not, and why.
         ConfigError: the ranks' batches differ.
     """
-    if single_calls or any(adapter.whole_framework for adapter in registry.adapters):
+    if single_calls:
         names = ", ".join(adapter.name for adapter in registry.adapters)
         raise UnsupportedError(
-            f"an elastic job of {names}: its schedules and partitions depend on the number of ranks; loops over "
-            "recovery.steps() with DistributedDataParallel or plain replicated modules are allowed"
+            f"an elastic job of {names} whose steps are a framework's own calls: they take batches of each rank's own; "
+            "loops over recovery.steps() with DistributedDataParallel, plain replicated modules or a DeepSpeed engine "
+            "are allowed"
         )
+    _refuse_tied(registry)
     if registry.batches is None:
         raise UnsupportedError(f"an elastic job whose script has not said where its batches come from: {_TAKE}")
     if any(group.request.kind == "nccl" for group in groups.groups()):
         raise UnsupportedError(
             "an elastic job whose process groups use NCCL: that has not been tried yet; gloo is allowed"
         )
+    form = registry.checkpoint_format()
+    if form is not None and settings.checkpoint.dir is not None:
+        raise UnsupportedError(
+            f"an elastic job with fallback checkpoints (checkpoint.dir) in the format of {form.name}: they are of one "
+            "number of ranks; without checkpoint.dir it is allowed, and the script may save checkpoints itself"
+        )
     groups.refuse_partial(registry.world_size)
     _refuse_collectives_of_micro_batches(registry)
     _refuse_unequal([*registry.habits.own, *own])
+    divided = registry.divided()
+    if divided:
+        _check_divided(settings)
     for shard in registry.tensor_shards():
-        if len(shard.holders) != registry.world_size:
+        if len(shard.holders) != registry.world_size and shard.name not in divided:
             raise UnsupportedError(
-                f"an elastic job in which {shard.name!r} is not on all {registry.world_size} ranks (FSDP2, tensor "
-                "parallelism, experts): state that is divided among ranks cannot change its size yet; replicated "
-                "modules (DistributedDataParallel) are allowed"
+                f"an elastic job in which {shard.name!r} is not on all {registry.world_size} ranks (tensor "
+                f"parallelism, "
+                "experts, parameters that nothing keeps equal): it is not known how that is divided in another size; "
+                "replicated modules (DistributedDataParallel), FSDP2 and ZeRO-1 and 2 are allowed"
             )
     agreement.check_equal("the arguments of elastic_batches()", registry.batches.settings)
+
+
+def _refuse_tied(registry: Registry) -> None:
+    """Raises UnsupportedError if an adapter's framework has what cannot change its size."""
+    tied = [name for adapter in registry.adapters for name in adapter.tied_to_size()]
+    if tied:
+        raise UnsupportedError(
+            f"an elastic job with {'; '.join(tied)}: depends on the number of ranks; loops over recovery.steps() with "
+            "DistributedDataParallel, plain replicated modules, or a DeepSpeed engine are allowed (docs/elastic.md)"
+        )
+
+
+def _check_divided(settings: Settings) -> None:
+    """What a rank has alone must be on another one, too, so that it can leave."""
+    if settings.redundancy != "auto":
+        raise UnsupportedError(
+            f"an elastic job whose state is divided among the ranks, with redundancy = {settings.redundancy!r}: when a "
+            "rank leaves, the others need copies of what it alone has; allowed here: auto"
+        )
 
 
 def _refuse_collectives_of_micro_batches(registry: Registry) -> None:
@@ -93,11 +124,14 @@ class ElasticRules:
 
         Raises:
             RegistrationError: it has not gone through its micro-batches.
-            UnsupportedError: it has changed state that is each rank's own.
+            UnsupportedError: it has changed state that is each rank's own, or is tied to the number of ranks now.
+            ConfigError: the framework has another batch now.
         """
         registry = self._registry
+        _refuse_tied(registry)
         assert registry.batches is not None
         registry.batches.refuse_unread(step)
+        registry.batches.check_framework()
         _refuse_unequal(registry.habits.own)
         buffers = sorted(f"buffer {name!r}" for adapter in registry.adapters for name in adapter.moved_buffers())
         if buffers:

@@ -142,6 +142,12 @@ class Gate:
             self._mutating = False
             self.live = -1
 
+    def placed(self, version: int) -> None:
+        """The live state has been replaced, as a whole, by another one of ``version``."""
+        with self.lock:
+            self._mutating = False
+            self.version = self.live = version
+
     def resume(self, version: int, generation: int) -> bool:
         """Continue at ``version``. False if a newer hold or stop has come meanwhile: then this rank has said that it
         takes no step, and waits for the stop."""

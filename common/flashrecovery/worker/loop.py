@@ -184,7 +184,8 @@ class Loop:
             if self._gate.stopped:
                 self.recover()
             elif self._gate.paused:
-                self._recoverer.pause()
+                if self._copied():
+                    self._recoverer.pause()
             elif self._gate.version < num_steps:
                 self._gate.above = True
                 self._outside.watch(True)
@@ -199,6 +200,17 @@ class Loop:
         """Compare the ranks after the last step. False if another rank has failed meanwhile."""
         if not self._own_calls:
             self._proving.after_the_last_step(self._gate.version)
+        return not self._gate.stopped
+
+    def _copied(self) -> bool:
+        """The copies of this version are complete. False if another rank has failed meanwhile."""
+        try:
+            self.copies.wait()
+        except RuntimeError as e:
+            if not self._stops.explain(e):
+                raise
+        except StepInterrupted:
+            log.debug("stopped before step %d, at which the job was to change", self._gate.version)
         return not self._gate.stopped
 
     def settle(self) -> None:
@@ -362,6 +374,11 @@ class Loop:
         """The state of the version that is to be handed out is there: the script's, or what a recovery has brought."""
         self._unsettled, self._committed = True, False
         self._proving.resumed(self._gate.version, self._gate.generation)
+
+    def replaced(self) -> None:
+        """The tensors of the shards have been replaced by others of the version that is live."""
+        self._published = False
+        self._touches.begin()
 
     def _take_back(self, void_run: VoidRun) -> None:
         """Take back what the script has done from the end of a void attempt to the next hand-out."""

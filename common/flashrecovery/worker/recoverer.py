@@ -26,6 +26,7 @@ from flashrecovery.state.shard import ShardSource
 from flashrecovery.state.version import VERSIONS_KEPT
 from flashrecovery.worker.copies import Copies
 from flashrecovery.worker.registry import Drawn
+from flashrecovery.worker.reshaping import Reshaping
 from flashrecovery.worker.sealing import Sealing
 from flashrecovery.worker.transfer import exchange, within
 from flashrecovery.worker.worker import Worker
@@ -59,6 +60,9 @@ class Restorable(Protocol):
     def resumed(self) -> None:
         """The state of the version that is to be handed out is there."""
 
+    def replaced(self) -> None:
+        """The tensors of the shards have been replaced by others of the version that is live."""
+
     def leave(self) -> NoReturn:
         """End this process: its rank leaves the job."""
 
@@ -70,7 +74,9 @@ class Recoverer:
         self._worker = worker
         self._loop = loop
         self._fresh = True  # the data sources of this process stand at their beginning
+        self._generation = 0  # of the restore that is carried out
         self._came_at = 0  # the version at which this process has come into a loop that others had begun
+        self._reshaping = Reshaping(worker.registry, loop.copies, worker.rank, worker.members)
         self._told: tuple[int, list[pb.ShardNeed]] = (0, [])  # the needs in the newest answer to a stop, its generation
 
     # -- waiting for commands ---------------------------------------------------------------------
@@ -104,6 +110,7 @@ class Recoverer:
             start=worker.connection.start_profile.joined(),
             in_snapshots=self._loop.copies.in_snapshots,
             parity=parity_message(self._loop.copies.parity(-1)),
+            sizes=() if worker.registry.batches is None else worker.registry.batches.sizes,
         )
         if not worker.connection.detached:
             worker.gate.live = 0
@@ -162,6 +169,7 @@ class Recoverer:
             elif body == "regroup":
                 self._regroup(command)
             elif body == "restore":
+                self._generation = command.generation
                 self._restore(command.restore, reply)
             elif body == "resume":
                 resumed = self._resume(command)
@@ -198,6 +206,10 @@ class Recoverer:
             raise DrainError(f"after {drain_s:g} s (timeouts.drain_s): {report}")
         if worker.gate.live >= 0 and self._loop.touched:
             worker.gate.torn()
+        placed = self._reshaping.settle(command.stop.layout)
+        if placed >= 0:
+            worker.gate.placed(placed)
+            self._loop.replaced()
         reply.live_version = worker.gate.live
         reply.held.extend(self._held())
         reply.parity.CopyFrom(parity_message(self._loop.copies.parity(worker.gate.live)))
@@ -223,6 +235,8 @@ class Recoverer:
             self._loop.copies.regroup([group.ranks for group in message.parity])
         if message.members:
             self._resize(tuple(message.members))
+        if worker.connection.detached and worker.rank in message.layout:
+            self._reshaping.begin(tuple(message.layout))
         addresses = tuple((server.host, server.port) for server in message.stores)
         groups.attach(groups.Servers(addresses, message.deadline_s), command.generation, message.deadline_s)
 
@@ -235,6 +249,8 @@ class Recoverer:
         groups.resize(members, worker.rank)
         worker.members = members
         worker.registry.resize(position, size)
+        for adapter in worker.registry.adapters:
+            adapter.resized()
         self._loop.copies.resize(worker.members)
         os.environ.update(RANK=str(position), WORLD_SIZE=str(size), ROLE_RANK=str(position), ROLE_WORLD_SIZE=str(size))
 
@@ -256,10 +272,26 @@ class Recoverer:
                 reply.bytes_received += self._decode(restore, version, corrupt)
             self._take_local(restore, version)
             if not self._transfer(restore, version, reply, corrupt):
+                if restore.HasField("reshape"):
+                    raise RestoreError("a shard did not arrive as it was sent, and all ranks wait for it")
                 return  # the controller sees the digests, and sends the wrong shards again from other sources
         # Where it has never been, its data sources cannot go back by themselves.
         self._loop.restore_plain(version, fresh=self._fresh or version < self._came_at)
+        if restore.HasField("reshape"):
+            self._reshape(restore, reply, corrupt)
         worker.faults.hit("recovery:verifying", worker.gate.version)
+
+    def _reshape(self, restore: pb.Restore, reply: pb.Reply, corrupt: bool) -> None:
+        """Make ready what this rank has when the job's state is divided among its members."""
+        worker = self._worker
+        worker.faults.hit("recovery:reshaping", worker.gate.version)
+        with within(restore.deadline_s):
+            moved, needs = self._reshaping.make_ready(
+                restore.reshape, restore.version, self._generation, corrupt=corrupt
+            )
+        reply.bytes_received += moved.received
+        reply.reshaped_bytes, reply.lacking_bytes = moved.received, moved.lacking
+        reply.next_needs.extend(needs)
 
     def _decode(self, restore: pb.Restore, version: int, corrupt: bool) -> int:
         """Do this rank's part in decoding what its parity group has lost. Returns the bytes that it has got itself."""
@@ -341,6 +373,10 @@ class Recoverer:
     def _resume(self, command: pb.Command) -> bool:
         worker = self._worker
         version = command.resume.version
+        self._reshaping.put_in_place()
+        self._reshaping.check(worker.members)
+        if command.generation > 0:
+            worker.faults.hit("recovery:resuming", version)
         worker.gate.pause_at = command.resume.pause.step if command.resume.HasField("pause") else -1
         if not worker.gate.resume(version, command.generation):
             return False

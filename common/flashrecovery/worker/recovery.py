@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 from flashrecovery.errors import ConfigError, RegistrationError
 from flashrecovery.worker.accelerated import readable, unwrapped
 from flashrecovery.worker.data import DataStream
-from flashrecovery.worker.elastic import Dataset, ElasticBatches
+from flashrecovery.worker.elastic import Dataset, ElasticBatches, FrameworkBatch
 from flashrecovery.worker.step import Step
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class Recovery:
         self._looped = False
         self._calls: Calls | None = None
         self._batches: ElasticBatches | None = None
+        self._framework_batch: Callable[[], FrameworkBatch] | None = None
 
     @property
     def enabled(self) -> bool:
@@ -112,6 +113,10 @@ class Recovery:
         if self._session is not None:
             self._session.registry.register(model, optimizers, objects, _names(per_rank, objects))
 
+    def take_framework_batch(self, batch: Callable[[], FrameworkBatch]) -> None:
+        """For frameworks that have the batch in their own configuration: ``batch`` says what it is now."""
+        self._framework_batch = batch
+
     def register_adapter(self, adapter: Adapter, **objects: Any) -> None:
         """Protect what ``adapter`` describes; for frameworks that bring an adapter."""
         self._registered.append(adapter)
@@ -151,8 +156,8 @@ class Recovery:
         self,
         dataset: Dataset,
         *,
-        global_batch: int,
-        micro_batch: int,
+        global_batch: int | None = None,
+        micro_batch: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
         first_step: int = 0,
@@ -166,7 +171,8 @@ class Recovery:
             dataset: map-style, the same on all ranks.
             global_batch: samples of a step, on all replicas together, in any size of the job.
             micro_batch: samples that are computed at once; it divides the global batch. Replicas may have one
-                micro-batch more than others.
+                micro-batch more than others. Of a DeepSpeed engine both sizes are those of its config
+                (train_batch_size, train_micro_batch_size_per_gpu), and every replica has as many micro-batches.
             seed: of the order of the samples, and of the random streams of all micro-batches.
             shuffle: another order in each epoch; False: as they come.
             first_step: the number, in the order of the samples, of this job's step 0: of a script that goes on from a
@@ -191,6 +197,7 @@ class Recovery:
             averaged=averaged,
             collate=collate,
             models=lambda: [thing for thing in self._registered if isinstance(thing, torch.nn.Module)],
+            framework=self._framework_batch,
         )
         if self._session is not None:
             self._session.take_batches(batches)

@@ -144,10 +144,32 @@ class Registry:
             self.shards[objects.name] = objects
 
     def resize(self, rank: int, world_size: int) -> None:
-        """This process has another number now, in a world of another size, all of which holds every shard."""
+        """This process has another number now, in a world of another size, all of which holds every shard; but those
+        that
+        are divided among the ranks: :meth:`divided_otherwise` says when these are."""
         self.rank, self.world_size = rank, world_size
+        divided = self.divided()
         for shard in self.shards.values():
-            shard.holders = (rank,) if shard is self.capsule else tuple(range(world_size))
+            if shard.name not in divided:
+                shard.holders = (rank,) if shard is self.capsule else tuple(range(world_size))
+
+    def divided(self) -> set[str]:
+        """Names of this rank's shards that belong to an adapter's division."""
+        found: set[str] = set()
+        for adapter in self.adapters:
+            division = adapter.division()
+            if division is not None:
+                names = {shard.name for shard in adapter.shards()}
+                tensors = division.tensors(division.describe(), division.size)
+                found |= names & {name for tensor in tensors for name in tensor.shards}
+        return found
+
+    def divided_otherwise(self) -> None:
+        """The adapters have put another division of their state in place: their shards have other names."""
+        self.shards = {shard.name: shard for adapter in self.adapters for shard in adapter.shards()}
+        for objects in (self.common, self.capsule):
+            self.shards[objects.name] = objects
+        self.resize(self.rank, self.world_size)
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:

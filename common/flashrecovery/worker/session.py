@@ -104,7 +104,7 @@ class Session:
         check_world(worker.rank, registry.world_size)
         own = find_own_objects(registry)
         if self.settings.elastic is not None:
-            elastic_rules.check_start(registry, own, single_calls=num_steps is None)
+            elastic_rules.check_start(registry, self.settings, own, single_calls=num_steps is None)
         registry.habits.own = sorted({*registry.habits.own, *own})
         worker.tell_own(own)
         on_kept = worker.connection.page.set_kept

@@ -1,0 +1,282 @@
+"""FSDP2 in another size: how ``fully_shard`` divides parameters and their optimizer state, and how its objects become
+those of another number of ranks.
+
+Handles stay valid: parameters, modules and the device mesh are the objects that the script knows, and only what is in
+them is exchanged. A parameter's local tensor and its spec are replaced, and all that FSDP2 has derived from the number
+of ranks (sizes, padding, memory for the gathered parameter) is made anew as its own constructor does it.
+
+All that is private to torch about this stands in this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from flashrecovery.adapter import fsdp2_state
+from flashrecovery.adapter.optimizer_state import HOST, PLACED
+from flashrecovery.adapter.placement import like_placed, mesh_spans_world
+from flashrecovery.adapter.shards import PARAM, ParamShard
+from flashrecovery.adapter.state_order import StateOrder
+from flashrecovery.capabilities.of_torch import FSDP2_RESIZING, TORCH
+from flashrecovery.contract import DividedTensor, Division, Prepared
+from flashrecovery.errors import UnsupportedError
+from flashrecovery.plan.layouts import Placement, chunked, replicated, sharded
+
+_MESH_PARTS = ("_layout", "_rank_map", "_flatten_rank_map", "_rank", "_coordinate_on_dim", "_hash")
+"""What of a device mesh depends on the number of ranks, and on this one's."""
+
+
+def refuse_unresizable(root: FSDPModule) -> None:
+    """Raises UnsupportedError, by name, for what cannot become that of another number of ranks, or if this torch lacks
+    something of the inside that is needed."""
+    TORCH.require((FSDP2_RESIZING,))
+    assert isinstance(root, nn.Module)
+    for name, module in root.named_modules():
+        if module._compiled_call_impl is not None:
+            raise _refused(f"a compiled module ({name or 'the model'!r})", "modules that are not compiled are")
+    for group in fsdp2_state.groups(root):
+        info = group.mesh_info
+        kind = type(info).__name__
+        if kind != "FSDPMeshInfo":
+            raise _refused(f"a mesh of kind {kind} (HSDP, replicate)", "a mesh of one dimension is")
+        for mesh_info in (info, *(p.mesh_info for p in group.fsdp_params)):
+            _refuse_mesh(mesh_info.mesh)
+            if getattr(mesh_info, "reduce_scatter_process_group", None) is not None:
+                raise _refused("set_separate_reduce_scatter_group", "the mesh's own group is")
+        if group.post_forward_mesh_info not in (None, info):
+            raise _refused("reshard_after_forward = a number", "True and False are")
+        if group.gradient_divide_factor is not None:
+            raise _refused("set_gradient_divide_factor", "the mean over the ranks is")
+        for part in (group._all_gather_comm, group._reduce_scatter_comm):
+            if not type(part).__name__.startswith("Default"):
+                raise _refused(f"communication by {type(part).__name__}", "torch's default is")
+        for parameter in group.fsdp_params:
+            _refuse_parameter(parameter)
+
+
+def _refuse_mesh(mesh: DeviceMesh) -> None:
+    if mesh.ndim != 1 or mesh._root_mesh is not None or mesh._flatten_mapping or not mesh_spans_world(mesh):
+        raise _refused(f"{mesh}, a part of a mesh or of the ranks", "a mesh of one dimension, of all ranks, is")
+
+
+def _refuse_parameter(parameter: Any) -> None:
+    name = parameter._module_info.param_name
+    if parameter.is_dtensor:
+        raise _refused(f"{name!r}, which was a DTensor before (tensor parallelism)", "plain parameters are")
+    if parameter.fsdp_placement.dim != 0:
+        raise _refused(f"{name!r}, sharded in dimension {parameter.fsdp_placement.dim}", "dimension 0 is")
+    if parameter.offload_to_cpu:
+        raise _refused("an offload policy", "parameters on their device are")
+    if hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
+        raise _refused(f"{name!r}, a tensor with an all-gather of its own (fsdp_pre_all_gather)", "plain ones are")
+
+
+def _refused(what: str, allowed: str) -> UnsupportedError:
+    return UnsupportedError(f"an elastic job with FSDP2 and {what}: that has not been tried in another size; {allowed}")
+
+
+@dataclass(frozen=True)
+class Divided:
+    """One parameter: its name, FSDP2's object for it, and its shard."""
+
+    fqn: str
+    entry: Any
+    shard: ParamShard
+
+
+class FSDP2Division(Division):
+    """How the parameters of one model are divided. ``forget``: called when they have been replaced.
+
+    Raises UnsupportedError for what cannot be divided otherwise.
+    """
+
+    def __init__(
+        self, root: FSDPModule, optimizers: Sequence[Optimizer], divided: Sequence[Divided], forget: Callable[[], None]
+    ) -> None:
+        refuse_unresizable(root)
+        self._root = root
+        self._optimizers = optimizers
+        self._divided = {one.fqn: one for one in divided}
+        self._forget = forget
+        self._placements: dict[tuple[tuple[int, ...], int, bool], Placement] = {}
+
+    @property
+    def size(self) -> int:
+        return int(next(iter(self._divided.values())).entry.mesh_info.shard_mesh_size)
+
+    def describe(self) -> dict[str, Any]:
+        """By parameter: its tensors (key, shape, dtype, and where optimizer state lies), and the shard's values."""
+        found = {}
+        for fqn, one in self._divided.items():
+            tensors, values = one.shard.tensors_and_values()
+            where = values.get("layout", {})
+            lines = []
+            for key, tensor in tensors.items():
+                placed = key == PARAM or where[key] == PLACED
+                if not placed and tensor.ndim:
+                    raise UnsupportedError(
+                        f"an elastic job with FSDP2 and optimizer state {key!r} of {fqn!r}, of shape "
+                        f"{tuple(tensor.shape)} on each rank: it is not known how that is divided in another size; "
+                        "numbers and what is sharded like its parameter are allowed"
+                    )
+                shape = tuple(one.entry.sharded_param.shape) if placed else ()
+                lines.append([key, shape, str(tensor.dtype)[6:], PLACED if placed else where[key]])
+            found[fqn] = {"tensors": lines, "values": values}
+        return found
+
+    def tensors(self, description: Mapping[str, Any], size: int) -> Sequence[DividedTensor]:
+        found = []
+        for fqn, of_parameter in description.items():
+            shards = [self._shard_name(fqn, place, size) for place in range(size)]
+            for key, shape, dtype, where in of_parameter["tensors"]:
+                placement = self._placement(tuple(shape), size, where == PLACED)
+                found.append(DividedTensor(f"{fqn}/{key}", tuple(shape), getattr(torch, dtype), placement, shards, key))
+        return found
+
+    def _placement(self, shape: tuple[int, ...], size: int, placed: bool) -> Placement:
+        known = (shape, size, placed)
+        if known not in self._placements:
+            self._placements[known] = (
+                sharded(shape, 0, chunked(shape[0], size), [(place,) for place in range(size)])
+                if placed
+                else replicated(shape, range(size))
+            )
+        return self._placements[known]
+
+    def _shard_name(self, fqn: str, place: int, size: int) -> str:
+        names = self._divided[fqn].entry.mesh_info.mesh.mesh_dim_names
+        return f"param/{fqn}#{names[0] if names else 'shard'}={place}/{size}"
+
+    def prepare(self, description: Mapping[str, Any], place: int, size: int) -> Prepared:
+        parameters = {}
+        for fqn, of_parameter in description.items():
+            entry = self._divided[fqn].entry
+            length, chunk = _lengths(entry._orig_size[0], place, size)
+            reference = entry._sharded_param_data
+            padded = reference.new_zeros((chunk, *entry._orig_size[1:]))
+            states = {}
+            for key, shape, dtype, where in of_parameter["tensors"][1:]:
+                wanted = (length, *entry._orig_size[1:]) if where == PLACED else tuple(shape)
+                device = torch.device("cpu") if where == HOST else reference.device
+                states[key] = torch.zeros(wanted, dtype=getattr(torch, dtype), device=device)
+            parameters[fqn] = _NewParameter(padded, length, states, of_parameter)
+        return _PreparedFSDP2(self, place, size, parameters)
+
+    # -- put in place -----------------------------------------------------------------------------
+
+    def install(self, place: int, size: int, parameters: Mapping[str, _NewParameter]) -> None:
+        """See :meth:`Prepared.install`."""
+        infos = {id(info): info for group in fsdp2_state.groups(self._root) for info in _mesh_infos(group)}
+        for mesh in {id(info.mesh): info.mesh for info in infos.values()}.values():
+            renumber(mesh, place, size)
+        for info in infos.values():
+            info.shard_mesh_size, info.shard_mesh_rank = size, place
+        for fqn, new in parameters.items():
+            one = self._divided[fqn]
+            _exchange(one.entry, new.padded, new.length)
+            self._put_state(one, new)
+            one.shard.name, one.shard.holders = self._shard_name(fqn, place, size), (place,)
+        for optimizer in self._optimizers:
+            StateOrder.of(optimizer).settle()
+        _forget_dispatch()
+        self._forget()
+
+    def _put_state(self, one: Divided, new: _NewParameter) -> None:
+        """The optimizers' state of a parameter, in the same order as it was."""
+        parameter = one.entry.sharded_param
+        values = new.description["values"]
+        for prefix, optimizer in one.shard.optimizers:
+            keys = [line[0] for line in new.description["tensors"][1:] if line[0].startswith(prefix)]
+            plain = {key: value for key, value in values.get("plain", {}).items() if key.startswith(prefix)}
+            if not keys and not plain:
+                continue
+            state = optimizer.state[parameter]
+            order = [key for key in values.get("order", []) if key.startswith(prefix)] or keys
+            state.clear()
+            for key in order:
+                name = key.removeprefix(prefix)
+                if key in plain:
+                    state[name] = plain[key]
+                else:
+                    placed = values["layout"][key] == PLACED
+                    state[name] = like_placed(new.states[key], parameter) if placed else new.states[key]
+            StateOrder.of(optimizer).put(parameter, values["places"][prefix])
+
+
+@dataclass(frozen=True)
+class _NewParameter:
+    """The memory of a parameter in another size: with its padding, how many rows are the parameter's own, and its
+    optimizer state by key."""
+
+    padded: torch.Tensor
+    length: int
+    states: Mapping[str, torch.Tensor]
+    description: Mapping[str, Any]
+
+
+class _PreparedFSDP2(Prepared):
+    def __init__(self, division: FSDP2Division, place: int, size: int, parameters: Mapping[str, _NewParameter]) -> None:
+        self._division, self._place, self._size, self._parameters = division, place, size, parameters
+        self.tensors = {}
+        self.values = {}
+        for fqn, new in parameters.items():
+            self.tensors[f"{fqn}/{PARAM}"] = new.padded.narrow(0, 0, new.length)
+            self.tensors |= {f"{fqn}/{key}": tensor for key, tensor in new.states.items()}
+            self.values[division._shard_name(fqn, place, size)] = new.description["values"]
+
+    def install(self) -> None:
+        self._division.install(self._place, self._size, self._parameters)
+
+
+def _lengths(rows: int, place: int, size: int) -> tuple[int, int]:
+    """How many rows a place has, and how many with padding."""
+    low, high = chunked(rows, size)[place]
+    return high - low, -(-rows // size)
+
+
+def _mesh_infos(group: Any) -> list[Any]:
+    return [group.mesh_info, *(parameter.mesh_info for parameter in group.fsdp_params)]
+
+
+def renumber(mesh: DeviceMesh, place: int, size: int) -> None:
+    """A mesh of one dimension and all ranks is one of so many ranks from now on, of which this process is the one at
+    ``place``. Its process group has been given its new size already."""
+    new = DeviceMesh(
+        mesh.device_type, torch.arange(size), mesh_dim_names=mesh.mesh_dim_names, _init_backend=False, _rank=place
+    )
+    for name in _MESH_PARTS:
+        setattr(mesh, name, getattr(new, name))
+
+
+def _exchange(entry: Any, padded: torch.Tensor, length: int) -> None:
+    """Give a parameter another local tensor, as FSDPParam._init_sharded_param and reset_sharded_param do it."""
+    parameter = entry.sharded_param
+    parameter.grad = None
+    local = padded.narrow(0, 0, length)
+    old = parameter._spec
+    spec = type(old)(old.mesh, old.placements, tensor_meta=old.tensor_meta)
+    entry.sharded_size = torch.Size(local.shape)
+    entry.contiguous_sharded_stride = torch.empty(local.shape, device="meta").stride()
+    entry.padded_sharded_param_size = padded.size()
+    entry._sharded_param_data = padded.view(-1)
+    entry._sharding_spec = spec
+    parameter._local_tensor, parameter._spec = local, spec
+    # The gathered parameter lies in memory of the old size.
+    entry.all_gather_outputs, entry._unsharded_inner_tensors = [], []
+    if hasattr(entry, "_unsharded_param"):
+        del entry._unsharded_param
+
+
+def _forget_dispatch() -> None:
+    """What DTensor has concluded from the meshes as they were."""
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()

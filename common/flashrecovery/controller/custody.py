@@ -1,0 +1,72 @@
+"""State that is divided among the ranks of an elastic job, and what becomes of the part of those who leave.
+
+A rank that leaves has needed shards that nobody else does. At the version that the others go on from, somebody among
+them must have copies of these; who has them serves them when the state is divided among those who stay
+(:mod:`flashrecovery.division`). Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+from flashrecovery.controller.records import RankRecord, capsule_name
+from flashrecovery.plan import Kind, Need
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+
+def divided(records: Collection[RankRecord]) -> bool:
+    """Whether ranks have shards that others do not have, besides what each of them has for itself."""
+    names = [record.needs.keys() - {capsule_name(record.rank)} for record in records]
+    return any(other != names[0] for other in names[1:])
+
+
+def left_behind(departed: Mapping[int, Mapping[str, int]], records: Collection[RankRecord]) -> list[Need]:
+    """The shards that ranks have needed that have left (``departed``: their names and sizes, by rank), and nobody
+    needs who stays."""
+    if not departed:
+        return []
+    staying = set[str]().union(*(record.needs for record in records))
+    found: dict[str, Need] = {}
+    for rank, needs in departed.items():
+        for shard, nbytes in needs.items():
+            if shard not in staying and shard != capsule_name(rank):
+                found.setdefault(shard, Need(rank, shard, nbytes))
+    return list(found.values())
+
+
+def custody(wanted: Sequence[Need], records: Collection[RankRecord], version: int) -> list[pb.Custody] | None:
+    """Who serves each of these shards at ``version``: of those who have a copy, whoever serves the least. None if one
+    is nowhere."""
+    names = {need.shard for need in wanted}
+    holders: dict[str, list[int]] = {shard: [] for shard in names}
+    for record in records:
+        for holding in record.copies_at(version, names):
+            if holding.kind is Kind.COPY:
+                holders[holding.shard].append(record.rank)
+    load: Counter[int] = Counter()
+    found = []
+    for need in sorted(wanted, key=lambda need: (need.rank, need.shard)):
+        if not holders[need.shard]:
+            return None
+        holder = min(holders[need.shard], key=lambda rank: (load[rank], rank))
+        load[holder] += need.nbytes
+        found.append(pb.Custody(shard=need.shard, owner=need.rank, holder=holder, kind=Kind.COPY.value))
+    return found
+
+
+def choose_leaving(
+    records: Mapping[int, RankRecord], departed: Mapping[int, Mapping[str, int]], count: int, version: int
+) -> list[int] | None:
+    """So many ranks that can leave at ``version`` because others have what only they need: the last ones, as far as
+    that is so. None if there are not so many."""
+    chosen: list[int] = []
+    for rank in reversed(list(records)):
+        if len(chosen) == count:
+            break
+        leaving = [*chosen, rank]
+        staying = [record for other, record in records.items() if other not in leaving]
+        gone = {**departed, **{other: records[other].needs for other in leaving}}
+        if custody(left_behind(gone, staying), staying, version) is not None:
+            chosen = leaving
+    return sorted(chosen) if len(chosen) == count else None

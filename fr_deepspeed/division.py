@@ -1,0 +1,183 @@
+"""How ZeRO-1 and 2 divide an engine's state, in any number of replicas.
+
+A parameter group is one flat tensor: its parameters end to end, in the same places in every size (padding between them
+included, where ``parameter_alignment`` asks for it). Behind the last one it is padded so that it divides, which depends
+on the size, belongs to nobody, and is 0. Each place has a range of the master weights and of the optimizer state that
+is as long as they are, and all of the rest: 16-bit weights, numbers such as a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from flashrecovery.adapter import (
+    DividedTensor,
+    Division,
+    ParamShard,
+    Prepared,
+    hand_over_state,
+    layouts,
+    settle_state,
+)
+from flashrecovery.errors import UnsupportedError
+
+_ALIGNMENT = 2
+"""Elements, for each rank, of which a padded group is a multiple (deepspeed's nccl_start_alignment_factor)."""
+PARAM, STATE, DATA = "param", "state/", "data"
+"""Keys of the tensors of a :class:`ParamShard` and of a fixed one."""
+
+
+def partition_name(group: int, place: int, size: int) -> str:
+    """The name of the shard with a partition's master weights and optimizer state."""
+    return f"partition/{group}#dp={place}/{size}"
+
+
+def weights_name(group: int, size: int) -> str:
+    """The name of the shard with the weights that the module computes with, padding left out."""
+    return f"weights/{group}#dp={size}"
+
+
+def length_of(zero: Any, group: int) -> int:
+    """Elements of a group's flat tensor, without the padding at its end."""
+    return int(zero.round_robin_bit16_offsets[group][-1] + zero.round_robin_bit16_meta[group][-1].numel())
+
+
+def ranges(length: int, size: int) -> list[tuple[int, int]]:
+    """The range of each place. The last ones may reach into the padding, or lie in it."""
+    return layouts.padded(length, size, _ALIGNMENT)
+
+
+class PartitionDivision(Division):
+    """The division of one engine.
+
+    Args:
+        shards: gives the shard of each group's partition on this rank.
+        install: puts other partitions in the place of those that there are.
+    """
+
+    def __init__(
+        self,
+        zero: Any,
+        shards: Callable[[], Sequence[ParamShard]],
+        install: Callable[[Mapping[str, torch.Tensor], Mapping[str, Any]], None],
+    ) -> None:
+        self._zero = zero
+        self._shards = shards
+        self._install = install
+
+    @property
+    def size(self) -> int:
+        return int(self._zero.partition_count[0])
+
+    def describe(self) -> dict[str, Any]:
+        """Raises UnsupportedError if there is optimizer state that is neither a number nor as long as the partition:
+        how it would be divided is not known."""
+        return {"groups": [self._describe(number, shard) for number, shard in enumerate(self._shards())]}
+
+    def _describe(self, number: int, shard: ParamShard) -> dict[str, Any]:
+        tensors = shard.tensors()
+        whole = tensors[PARAM].numel()
+        flat: dict[str, str] = {}
+        single: dict[str, str] = {}
+        for key, tensor in tensors.items():
+            if tensor.dim() == 0:
+                single[key] = _name_of(tensor.dtype)
+            elif tuple(tensor.shape) == (whole,):
+                flat[key] = _name_of(tensor.dtype)
+            else:
+                raise UnsupportedError(
+                    f"an elastic job in which optimizer state {key!r} has the shape {tuple(tensor.shape)}: numbers, "
+                    f"and what is as long as the partition ({whole}), are allowed"
+                )
+        return {
+            "length": length_of(self._zero, number),
+            "weights": _name_of(self._zero.bit16_groups_flat[number].dtype),
+            "flat": flat,
+            "single": single,
+            "order": list(tensors),
+            "values": shard.values(),
+        }
+
+    def tensors(self, description: Mapping[str, Any], size: int) -> Sequence[DividedTensor]:
+        found: list[DividedTensor] = []
+        everywhere = range(size)
+        for number, group in enumerate(description["groups"]):
+            length = group["length"]
+            mine = [partition_name(number, place, size) for place in everywhere]
+            parts = _placement(length, size)
+            for key in group["order"]:
+                if key in group["flat"]:
+                    dtype = _dtype(group["flat"][key])
+                    found.append(DividedTensor(f"{number}/{key}", (length,), dtype, parts, mine, key))
+                else:
+                    dtype = _dtype(group["single"][key])
+                    one = layouts.replicated((), everywhere)
+                    found.append(DividedTensor(f"{number}/{key}", (), dtype, one, mine, key))
+            weights = [weights_name(number, size)] * size
+            all_of_it = layouts.replicated((length,), everywhere)
+            dtype = _dtype(group["weights"])
+            found.append(DividedTensor(f"{number}/weights", (length,), dtype, all_of_it, weights, DATA))
+        return found
+
+    def prepare(self, description: Mapping[str, Any], place: int, size: int) -> Prepared:
+        device = self._zero.device
+        tensors: dict[str, torch.Tensor] = {}
+        values: dict[str, Mapping[str, Any]] = {}
+        for number, group in enumerate(description["groups"]):
+            start, stop = ranges(group["length"], size)[place]
+            for key in group["order"]:
+                shape = (stop - start,) if key in group["flat"] else ()
+                dtype = _dtype(group["flat"][key] if key in group["flat"] else group["single"][key])
+                host = key in group["single"]  # torch's optimizers keep their step there
+                tensors[f"{number}/{key}"] = torch.zeros(shape, dtype=dtype, device="cpu" if host else device)
+            weights = self._zero.bit16_groups_flat[number]
+            tensors[f"{number}/weights"] = torch.zeros(group["length"], dtype=weights.dtype, device=weights.device)
+            values[partition_name(number, place, size)] = group["values"]
+        return _Partitions(tensors, values, lambda: self._install(tensors, description))
+
+
+class _Partitions(Prepared):
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        values: Mapping[str, Mapping[str, Any]],
+        install: Callable[[], None],
+    ) -> None:
+        self.tensors, self.values = tensors, values
+        self._put = install
+
+    def install(self) -> None:
+        self._put()
+
+
+def fill(zero: Any, basic: Optimizer, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]) -> None:
+    """Put what was prepared into an optimizer that has just been built in this size."""
+    for number, partition in enumerate(zero.single_partition_of_fp32_groups):
+        group = description["groups"][number]
+        with torch.no_grad():
+            partition.copy_(tensors[f"{number}/{PARAM}"])
+            zero.bit16_groups_flat[number][: group["length"]].copy_(tensors[f"{number}/weights"])
+        others = group["values"].get("plain", {})
+        keys = group["values"].get("order") or [key for key in group["order"] if key != PARAM]
+        state = {key.removeprefix(STATE): others[key] if key in others else tensors[f"{number}/{key}"] for key in keys}
+        hand_over_state(basic, partition, state, group["values"].get("places", {}).get(STATE, number))
+    settle_state(basic)
+
+
+def _placement(length: int, size: int) -> layouts.Placement:
+    """By places, the range of each."""
+    cut = [(start, min(stop, length)) for start, stop in ranges(length, size)]
+    return layouts.sharded((length,), 0, cut, [(place,) for place in range(size)])
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name)
+    return found

@@ -1,0 +1,67 @@
+"""ZeRO-1 and 2 for another number of replicas: the optimizer wrapper is built anew, into the object that there is.
+
+Who has a handle of the wrapper (the engine, a scheduler, the script) keeps it, and what builds it is DeepSpeed's own
+code: its ``__init__``, as the engine calls it. So all that a wrapper derives from the size is what it would be in a job
+that was started so: partitions, padding, buckets, offsets, gradient hooks. Its weights come from the parameters, its
+master weights are rounded copies of them, and optimizer state is empty: all three are filled by who calls this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from flashrecovery.adapter import give_up_state
+
+
+def reform(engine: Any) -> None:
+    """Build the engine's ZeRO optimizer for the groups as they are now. No communication.
+
+    The engine's own numbers of ranks must be right already (:func:`fr_deepspeed.elastic.resize_engine`), and nothing
+    may be half-finished. Settings that the script has made by methods stay.
+    """
+    from deepspeed.runtime import engine as module
+
+    zero, basic = engine.optimizer, engine.basic_optimizer
+    kept = {name: getattr(zero, name) for name in _KEPT}
+    for partition in zero.single_partition_of_fp32_groups:
+        give_up_state(basic, partition)
+    zero.destroy()  # its hooks at the parameters
+    for group, parameters in zip(basic.param_groups, zero.bit16_groups, strict=True):
+        group["params"] = list(parameters)
+    kind = module.DeepSpeedZeroOptimizer
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        kind.__init__(zero, *args, **kwargs)
+        return zero
+
+    with _trained([p for group in zero.bit16_groups for p in group]):
+        module.DeepSpeedZeroOptimizer = build
+        try:
+            engine._configure_zero_optimizer(basic)
+        finally:
+            module.DeepSpeedZeroOptimizer = kind
+    vars(zero).update(kept)
+    if engine._support_torch_style_backward:
+        zero.register_grad_acc_post_hook(engine._backward_post_hook)
+
+
+_KEPT = ("loss_scaler", "dynamic_loss_scale", "custom_loss_scaler", "external_loss_scale")
+"""What a script may have a handle of, or has set by a method."""
+
+
+@contextmanager
+def _trained(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """A wrapper takes in what is trained when it is made; what the script has frozen since then belongs to it all the
+    same."""
+    frozen = [p for p in parameters if not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)

@@ -1,0 +1,119 @@
+"""What only those have who leave a job: who serves it, and who can leave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from flashrecovery.controller.custody import choose_leaving, custody, divided, left_behind
+from flashrecovery.controller.records import RankRecord
+from flashrecovery.controller.restore import decide
+from flashrecovery.errors import JobFailedError
+from flashrecovery.plan import Kind
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+
+def records(
+    size: int = 4, version: int = 7, copies: Mapping[int, Sequence[int]] | None = None
+) -> dict[int, RankRecord]:
+    """Ranks with a shard each, and something that all have. ``copies``: versions of the copies that each rank keeps
+    for the one before it."""
+    found = {}
+    for rank in range(size):
+        record = RankRecord(rank)
+        record.needs = {f"w#shard={rank}/{size}": 100, "common": 10, f"capsule@{rank}": 5}
+        kept = (version,) if copies is None else copies.get(rank, ())
+        owner = (rank - 1) % size
+        names = [f"w#shard={owner}/{size}", f"capsule@{owner}"]
+        held = [pb.Held(kind=Kind.COPY.value, version=v, shards=names, nbytes=[100, 5]) for v in kept]
+        record.take_inventory(version, held)
+        found[rank] = record
+    return found
+
+
+def without(everybody: dict[int, RankRecord], *ranks: int) -> dict[int, dict[str, int]]:
+    return {rank: everybody.pop(rank).needs for rank in ranks}
+
+
+def test_whether_state_is_divided() -> None:
+    everybody = records()
+    assert divided(list(everybody.values()))
+    for record in everybody.values():
+        record.needs = {"w": 100, "common": 10, f"capsule@{record.rank}": 5}
+    assert not divided(list(everybody.values()))
+
+
+def test_what_nobody_else_needs_is_left_behind() -> None:
+    everybody = records()
+    departed = without(everybody, 1)
+    assert [(n.rank, n.shard) for n in left_behind(departed, everybody.values())] == [(1, "w#shard=1/4")]
+    everybody[2].needs["w#shard=1/4"] = 100  # a replica
+    assert left_behind(departed, everybody.values()) == []
+
+
+def test_the_neighbour_serves_it() -> None:
+    everybody = records()
+    departed = without(everybody, 1, 3)
+    found = custody(left_behind(departed, everybody.values()), everybody.values(), 7)
+    assert found is not None
+    assert [(c.owner, c.shard, c.holder, c.kind) for c in found] == [
+        (1, "w#shard=1/4", 2, "copy"),
+        (3, "w#shard=3/4", 0, "copy"),
+    ]
+
+
+@pytest.mark.parametrize("departing", [(1, 2), (0, 1), (0, 3)])
+def test_a_rank_whose_neighbour_leaves_as_well(departing: tuple[int, ...]) -> None:
+    everybody = records()
+    departed = without(everybody, *departing)
+    assert custody(left_behind(departed, everybody.values()), everybody.values(), 7) is None
+    with pytest.raises(JobFailedError, match="held by no living process or copy"):
+        decide(everybody, None, range(4), departed)
+
+
+def test_copies_of_another_version_do_not_count() -> None:
+    everybody = records(copies=dict.fromkeys(range(4), (6,)))
+    departed = without(everybody, 1)
+    assert custody(left_behind(departed, everybody.values()), everybody.values(), 7) is None
+
+
+def test_all_go_back_to_the_version_of_the_copies() -> None:
+    """The others have their own of it, too."""
+    everybody = records(copies=dict.fromkeys(range(4), (6,)))
+    for record in everybody.values():
+        own = [pb.Held(kind=Kind.UNDO.value, version=6, shards=list(record.needs))]
+        record.take_inventory(7, [*own, pb.Held(kind="copy", version=6, shards=[f"w#shard={(record.rank - 1) % 4}/4"])])
+    departed = without(everybody, 1)
+    round_ = decide(everybody, None, range(4), departed).round
+    assert round_.version == 6 and round_.reshape is not None
+    assert list(round_.reshape.before) == [0, 1, 2, 3] and list(round_.reshape.after) == [0, 2, 3]
+    assert [(c.owner, c.holder) for c in round_.reshape.custody] == [(1, 2)]
+
+
+def test_nothing_is_divided_otherwise_among_the_same_ranks() -> None:
+    everybody = records()
+    assert decide(everybody, None, range(4), {}).round.reshape is None
+    assert decide(everybody, None).round.reshape is None
+
+
+def test_the_last_ones_leave_as_far_as_their_state_is_elsewhere() -> None:
+    everybody = records()
+    assert choose_leaving(everybody, {}, 1, 7) == [3]
+    assert choose_leaving(everybody, {}, 2, 7) == [1, 3]
+    assert choose_leaving(everybody, {}, 3, 7) is None
+    assert choose_leaving(everybody, {}, 1, 6) is None
+
+
+def test_of_replicas_the_last_ones_leave() -> None:
+    everybody = records()
+    for record in everybody.values():
+        record.needs = {"w": 100, "common": 10, f"capsule@{record.rank}": 5}
+    assert choose_leaving(everybody, {}, 3, 7) == [1, 2, 3]
+
+
+def test_one_who_has_just_left_counts() -> None:
+    """Rank 0 has died, and rank 1 keeps its copies: it cannot leave at once."""
+    everybody = records()
+    departed = without(everybody, 0)
+    assert choose_leaving(everybody, departed, 1, 7) == [2]

@@ -200,6 +200,9 @@ class ElasticSettings(_Model):
         "auto",
         description="auto: a rank leaves only if no node has room for it; never: no rank that is lost is replaced",
     )
+    grow: Literal["auto", "never"] = Field(
+        "auto", description="auto: replicas come in when a node has come; never: only on command (flashrecovery resize)"
+    )
 
     @property
     def text(self) -> str:

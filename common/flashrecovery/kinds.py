@@ -70,6 +70,8 @@ class NoticeKind(_Word):
     HEALTH_WARNING = "health_warning"
     LEFT = "left"
     HOLD_FAILED = "hold_failed"
+    NEWCOMERS = "newcomers"
+    NEWCOMER_GIVEN_UP = "newcomer_given_up"
     NODE_EXCLUDED = "node_excluded"
     NODE_MARKS = "node_marks"
     NODE_REPLACED = "node_replaced"

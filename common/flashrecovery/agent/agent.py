@@ -60,7 +60,7 @@ class Agent:
         self._identity = identity
         self._access = access or Access()
         self._peers = peers
-        self._setup_logs = SetupLogs(self._access)
+        self._setup_logs = SetupLogs(self._access, None if peers is None else peers.logs)
         self._table = pb.RankTable()
         self._gather = Gather(_unsent)
         self._generation = 0
@@ -83,7 +83,7 @@ class Agent:
         self._faults = NodeFaults(self.notice)
         self._health = NodeHealth(config, run_dir.path, self._ranks.values, self._report_failure, self.notice)
         self._stopped = StopMonitor(config.timeouts)
-        self._looks = Looks(self.workers)
+        self._looks = Looks(lambda: [process for process in self.workers() if not process.beside])
         self._store = StoreServer(identity.host, config.master_port)
         self._carry_out: Mapping[str | None, Callable[[pb.Command], object]] = {
             "batch": self._on_batch,
@@ -156,10 +156,12 @@ class Agent:
         message.command.extend(self._command)
         message.members.extend(self._members)
         message.settings.update(self._config.shared())
-        known = [p for p in self._ranks.values() if p.exited or not (p.dead or p.failed or p.returncode == 0)]
+        members = [p for p in self._ranks.values() if not p.beside]
+        known = [p for p in members if p.exited or not (p.dead or p.failed or p.returncode == 0)]
         message.workers.extend(self._state_of(p) for p in known)
+        message.beside.extend(p.place for p in self._ranks.values() if p.beside)
         if not self._processes.ending:
-            message.pages.extend(self._page_of(p) for p in self._ranks.values() if p not in known)
+            message.pages.extend(self._page_of(p) for p in members if p not in known)
         if self._health.suspect is not None:
             message.suspect = str(self._health.suspect)
         if self._checkpoint is not None:
@@ -264,6 +266,9 @@ class Agent:
 
     def _on_regroup(self, command: pb.Command) -> None:
         self._members = tuple(command.regroup.members)
+        process = self._ranks.get(command.rank)
+        if process is not None:
+            process.beside = False  # it is a member now
         self._relay(command)
 
     def _on_leave(self, command: pb.Command) -> None:
@@ -379,6 +384,10 @@ class Agent:
         if message.notice.kind == NoticeKind.FAULT_FIRED:
             self._faults.fired(message.notice.rank, message.notice.fault)
         self._send(pb.AgentMessage(notice=message.notice))
+
+    def refused(self, process: WorkerProcess, why: str) -> None:
+        """A process cannot fill its rank; the controller will have it ended."""
+        self._report_failure(process, FailureKind.COMMAND, why, 0.0)
 
     def ended(self, process: WorkerProcess, late: float) -> None:
         """First sign that a worker is dead or dying."""

@@ -46,7 +46,9 @@ def line_of(event: ev.Event) -> str | None:
         )
     if isinstance(event, ev.JobResized):
         sizes = f"{event.replicas} replicas instead of {event.before}"
-        return f"{sizes}, from step {event.step} on, without {ranks_text(event.left)}"
+        changes = (("without", event.left), ("with", event.came))
+        how = " and ".join(f"{word} {ranks_text(ranks)}" for word, ranks in changes if ranks)
+        return f"{sizes}, from step {event.step} on, {how}"
     if isinstance(event, ev.NodeLost):
         return f"node {event.node} is lost ({event.evidence})"
     if isinstance(event, ev.FallbackStarted):
@@ -60,6 +62,8 @@ def line_of(event: ev.Event) -> str | None:
         NoticeKind.DIGEST_MISMATCH,
         NoticeKind.OTHER_LAYOUT,
         NoticeKind.WAITING_FOR_NODE,
+        NoticeKind.NEWCOMERS,
+        NoticeKind.NEWCOMER_GIVEN_UP,
         NoticeKind.NODE_UNHEARD,
         NoticeKind.NODE_REPLACED,
         NoticeKind.NODE_EXCLUDED,

@@ -110,14 +110,14 @@ class Intake:
         for name in self._machine.job.nodes:
             self.tell_modules(name)
 
-    def _on_joined(self, message: pb.AgentMessage, _: str, now: float) -> None:
+    def _on_joined(self, message: pb.AgentMessage, node: str, now: float) -> None:
         self._checkpoints.adopt(message.joined, now)
-        self._machine.on_joined(message.joined, now)
+        self._machine.on_joined(message.joined, now, node)
 
-    def _on_failure(self, message: pb.AgentMessage, _: str, now: float) -> None:
+    def _on_failure(self, message: pb.AgentMessage, node: str, now: float) -> None:
         if message.failure.failed_at:  # by the agent's clock
             message.failure.failed_at += now - message.age_base
-        self._machine.on_failure(message.failure, now)
+        self._machine.on_failure(message.failure, now, node)
 
     def _on_reply(self, message: pb.AgentMessage, _: str, now: float) -> None:
         self._machine.on_reply(message.reply, now)
@@ -132,8 +132,8 @@ class Intake:
     def _on_paused(self, message: pb.AgentMessage, _: str, now: float) -> None:
         self._machine.on_paused(message.paused, now)
 
-    def _on_exited(self, message: pb.AgentMessage, _: str, now: float) -> None:
-        self._machine.on_exited(message.exited, now)
+    def _on_exited(self, message: pb.AgentMessage, node: str, now: float) -> None:
+        self._machine.on_exited(message.exited, now, node)
 
     def _on_checkpoint(self, message: pb.AgentMessage, _: str, __: float) -> None:
         saved = message.checkpoint

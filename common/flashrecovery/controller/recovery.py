@@ -260,6 +260,7 @@ class RecoverySteps:
             return
         if self._resizing.leave_at(decision.round.version):
             decision = decide(self._job.ranks, self._job.checkpoint)
+        decision = self._resizing.come_at(decision)
         self._adopt(decision, now)
         if self._resizing.tell(decision.round.version):
             self._staffing.publish_rank_table()

@@ -1,10 +1,10 @@
-"""An elastic job changes its size: who leaves, at which step, and what is told of it.
+"""An elastic job changes its size: who leaves and who comes, at which step, and what is told of it.
 
 Replicas are ranks here (plain data parallelism). Who leaves is taken out of the job's records, so that nothing waits
 for it any more; the others keep their numbers in the job, and are counted anew in the process groups
 (:class:`~flashrecovery.proto.flashrecovery_pb2.Regroup`). There are two reasons: ranks that nobody can replace
 (:mod:`flashrecovery.plan.resize`), and a command. For the latter all ranks pause before a step, and a recovery without
-a victim follows.
+a victim follows. So it is where the job grows (:mod:`.growing`).
 """
 
 from __future__ import annotations
@@ -13,33 +13,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from flashrecovery import events as ev
+from flashrecovery.controller.growing import Growing
 from flashrecovery.controller.job_state import JobState
-from flashrecovery.plan.resize import ReplicaRange, leaving
+from flashrecovery.controller.losses import leaving_without, never_replaced
+from flashrecovery.controller.newcomers import give_up_all
+from flashrecovery.controller.restore import Decision
 from flashrecovery.plan.transitions import State
+from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
-
-
-def never_replaced(job: JobState) -> bool:
-    """Whether no rank that is lost gets another process (``elastic.replace: never``)."""
-    elastic = job.config.elastic
-    return elastic is not None and elastic.replace == "never" and job.state is not State.STARTING
-
-
-def leaving_without(job: JobState, lost: Collection[int]) -> tuple[int, ...]:
-    """The ranks that leave the job if ``lost`` ones cannot be replaced; none if it is not elastic, has not begun yet,
-    or too few would be left."""
-    elastic = job.config.elastic
-    if elastic is None or not lost or job.state is State.STARTING:
-        return ()
-    return leaving(list(job.ranks), lost, ReplicaRange(elastic.min, elastic.max))
-
-
-def tell_to_leave(job: JobState, rank: int, home: str, grace_s: float = 0.0) -> None:
-    """Have the process of a rank, if its node lives, end by itself within ``grace_s`` seconds, or end it."""
-    node = job.nodes.get(home)
-    if node is not None and node.alive:
-        leave = pb.Leave(grace_s=grace_s)
-        job.outbox.send(home, pb.Command(generation=job.generation, rank=rank, leave=leave))
 
 
 @dataclass(frozen=True)
@@ -57,11 +38,13 @@ class Wish:
 class Resizing:
     """Changes of the size of one job."""
 
-    def __init__(self, job: JobState) -> None:
+    def __init__(self, job: JobState, growing: Growing) -> None:
         self._job = job
+        self._growing = growing
         self._wish: Wish | None = None
         self._size = len(job.ranks)  # as was told last
         self._left: list[int] = []  # since then
+        self._came: list[int] = []  # the same
 
     # -- a loss -----------------------------------------------------------------------------------
 
@@ -81,13 +64,13 @@ class Resizing:
     def end_process(self, rank: int) -> None:
         """Whatever is left of the rank's process ends; it is not replaced now."""
         record = self._job.ranks[rank]
-        tell_to_leave(self._job, rank, record.home)
+        self._job.tell_to_leave(rank, record.home)
         record.vacate()
         record.home, record.capsules = "", ()
 
     # -- a command --------------------------------------------------------------------------------
 
-    def ask(self, replicas: int, step: int) -> str:
+    def ask(self, replicas: int, step: int, now: float) -> str:
         """Have the job changed to so many replicas from ``step`` on (-1: from the next one). Returns why not, "" if it
         will be done."""
         job, elastic = self._job, self._job.config.elastic
@@ -96,15 +79,29 @@ class Resizing:
         if job.state is not State.RUNNING or job.recovery is not None:
             return f"the job is {job.state.value}, or has just recovered; ask again when it trains"
         size = len(job.ranks)
-        if not elastic.min <= replicas < size:
-            least = f"{elastic.min} to {size - 1}" if elastic.min < size else "no smaller number"
-            return f"--to {replicas}: the job has {size} replicas (elastic = {elastic.text}); {least} is allowed"
+        if job.newcomers and replicas == size:
+            give_up_all(job, "somebody has commanded so")
+            self._growing.commanded(replicas)
+            return ""
+        if job.newcomers:
+            who = ranks_text(list(job.newcomers))
+            return f"{who} {'is' if len(job.newcomers) == 1 else 'are'} on the way in; --to {size} calls that off"
+        if replicas < elastic.min or replicas == size:
+            allowed = f"{elastic.min} to {elastic.max}, but for {size}"
+            return f"--to {replicas}: the job has {size} replicas (elastic = {elastic.text}); {allowed}, is allowed"
         newest = max(record.committed for record in job.in_order)
         if 0 <= step <= newest:
             return f"--at-step {step}: step {newest} has begun already; a later one is allowed"
         steps = job.in_order[0].steps
         if steps is not None and step >= steps:
             return f"--at-step {step}: the job takes {steps} steps; an earlier one is allowed"
+        self._wish = None
+        if replicas > size:
+            why_not = self._growing.ask(replicas, step, now)
+            if not why_not:
+                self._growing.commanded(replicas)
+            return why_not
+        self._growing.commanded(replicas)
         self._wish = Wish(replicas, step)
         for record in job.in_order:
             job.command(record.rank, pb.Command(pause=self._wish.pause()))
@@ -114,11 +111,14 @@ class Resizing:
         """In words, for those who are stopped: ranks have paused at ``version``. A command that was given to a
         controller before this one is not known any more."""
         size = "as many" if self._wish is None else self._wish.replicas
+        coming = self._growing.why_paused(version)
+        if coming:
+            return coming
         return f"the job goes on with {size} replicas from step {version} on"
 
     def pause(self) -> pb.Pause | None:
         """What ranks that go on after a recovery are told of a command that is still to be carried out."""
-        return None if self._wish is None else self._wish.pause()
+        return self._growing.pause() if self._wish is None else self._wish.pause()
 
     def leave_at(self, version: int) -> bool:
         """All ranks are stopped, and are to go on at ``version``. Those that a command has leave do so now. Returns
@@ -132,12 +132,20 @@ class Resizing:
             self._depart(rank, grace_s=self._job.config.timeouts.fence_s)
         return bool(ranks)
 
+    def come_at(self, decision: Decision) -> Decision:
+        """The same for ranks that come: returns what is decided with those that do so now."""
+        found, came = self._growing.come_in(decision)
+        self._came += came
+        return found
+
     # -- both -------------------------------------------------------------------------------------
 
     def tell(self, version: int) -> bool:
         """The ranks that there are now go on at ``version``. Returns whether they are others than were told last."""
         size = len(self._job.ranks)
-        if size != self._size:
+        came = sorted(rank for rank in self._came if rank in self._job.ranks)
+        left = sorted(set(self._left).difference(came))
+        if size != self._size or came or left:
             self._job.emit(
                 ev.JobResized(
                     generation=self._job.generation,
@@ -145,10 +153,11 @@ class Resizing:
                     before=self._size,
                     replicas=size,
                     ranks=list(self._job.ranks),
-                    left=sorted(self._left),
+                    left=left,
+                    came=came,
                 )
             )
-            self._size, self._left = size, []
+            self._size, self._left, self._came = size, [], []
             return True
         return False
 
@@ -159,6 +168,6 @@ class Resizing:
     def _depart(self, rank: int, *, grace_s: float) -> None:
         record = self._job.depart(rank)
         self._left.append(rank)
-        tell_to_leave(self._job, rank, record.home, grace_s)
+        self._job.tell_to_leave(rank, record.home, grace_s)
         if self._job.homeless_since is not None and all(r.home for r in self._job.in_order):
             self._job.homeless_since = None

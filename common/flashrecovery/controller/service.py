@@ -213,7 +213,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     async def Resize(self, request: pb.ResizeRequest, context: Context) -> pb.ResizeReply:
         """Change the number of replicas of an elastic job."""
-        error = self.machine.resize(request.replicas, request.step)
+        error = self.machine.resize(request.replicas, request.step, time.monotonic())
         self._actions.carry_out()
         return pb.ResizeReply(error=error)
 

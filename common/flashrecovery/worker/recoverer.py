@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Mapping
@@ -104,6 +105,7 @@ class Recoverer:
             start=worker.connection.start_profile.joined(),
             in_snapshots=self._loop.copies.in_snapshots,
             parity=parity_message(self._loop.copies.parity(-1)),
+            batches="" if worker.registry.batches is None else json.dumps(worker.registry.batches.settings),
         )
         if not worker.connection.detached:
             worker.gate.live = 0
@@ -331,6 +333,8 @@ class Recoverer:
         return frozenset(plain[:1] + [n for n in names if n not in plain][:1])
 
     def _source(self, item: pb.TransferItem, version: int) -> ShardSource:
+        if item.kind == Kind.LENT:
+            return ShardSource(item.shard, *self._worker.registry.capsule.tensors_at(version))
         shard = self._worker.registry.shards.get(item.shard)
         if isinstance(shard, ObjectShard):
             return ShardSource(item.shard, *shard.tensors_at(version))

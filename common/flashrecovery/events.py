@@ -250,6 +250,7 @@ AnyEvent = Annotated[
     | RecoveryStarted
     | RecoveryPhase
     | RecoveryFinished
+    | JobResized
     | FallbackStarted
     | CheckpointSaved
     | StandbyReady

@@ -36,6 +36,8 @@ class FailureKind(_Word):
     """The rank lives, but its node is given up on a device plugin's warning."""
     RESIZE = "resize"
     """No failure: somebody has commanded another number of replicas."""
+    HANDOFF = "handoff"
+    """No failure: a node is to leave, and other processes take over its ranks."""
     CONTROLLER = "controller"
     """The rank was lost while there was no controller."""
 
@@ -73,6 +75,8 @@ class NoticeKind(_Word):
     NEWCOMERS = "newcomers"
     NEWCOMER_GIVEN_UP = "newcomer_given_up"
     NODE_EXCLUDED = "node_excluded"
+    NODE_LEAVES = "node_leaves"
+    NODE_LEFT = "node_left"
     NODE_MARKS = "node_marks"
     NODE_REPLACED = "node_replaced"
     NODE_UNHEARD = "node_unheard"

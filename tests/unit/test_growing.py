@@ -56,6 +56,8 @@ class GrowingWorld(World):
                 self.pause_at[rank] = command.resume.pause.step if command.resume.HasField("pause") else -1
             if command.HasField("replace") and self.inherited.get(rank):
                 self.version[rank] = self.inherited[rank][0]  # its page is inherited once more
+            if rank in self.machine.job.ranks:
+                self.pids[rank] = self.machine.job.ranks[rank].pid
             super().answer(rank, command)
 
     def _build_up(self, rank: int, command: pb.Command) -> None:
@@ -65,7 +67,8 @@ class GrowingWorld(World):
         generation = command.generation
         started = pb.WorkerStarted(rank=rank, generation=generation, pid=self.next_pid, beside=command.replace.beside)
         self.machine.on_started(started, node, "host")
-        self.pids[rank], self.version[rank] = self.next_pid, -1
+        if rank not in self.machine.job.ranks:  # else another process fills it yet
+            self.version[rank] = -1
         if rank not in self.silent:
             needs = [
                 pb.ShardNeed(name="param/w", nbytes=100),

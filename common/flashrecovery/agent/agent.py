@@ -68,6 +68,8 @@ class Agent:
         self._domains: tuple[int, ...] = ()
         self._members: tuple[int, ...] = ()
         self._ended_by: str | None = None
+        self._hears = False
+        self._departs_for = ""
         self._checkpoint: pb.CheckpointSaved | None = None
         self.finished: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._tasks = Tasks(self._task_failed)
@@ -220,6 +222,9 @@ class Agent:
 
     def controller_heard(self, heard: bool) -> None:
         """Whether a controller is there; the workers are told of every change."""
+        self._hears = heard
+        if self._departs_for and not heard and not self._processes.ending:
+            self._tasks.start(self.shutdown(self._departs_for))  # nobody is there who could have its ranks moved
         for process in self.workers():
             if process.knows_controller is not heard:
                 process.knows_controller = heard
@@ -312,6 +317,24 @@ class Agent:
                 process.stepping = process.resumed = True
                 self._heartbeats.resumed(command.resume.version)
             process.send(pb.ToWorker(command=command))
+
+    def depart(self, reason: str) -> bool:
+        """This node is to end: have its ranks handed over before, if there is a controller who can do that. False if
+        there is none, or it has been asked already."""
+        if not self._hears or self._departs_for or self._processes.ending or not self.in_job:
+            return False
+        self._departs_for = reason
+        self._send(pb.AgentMessage(departing=pb.Departing(within_s=self._config.timeouts.handoff_s, reason=reason)))
+        return True
+
+    def warned(self, reason: str) -> bool:
+        """This node is about to be taken away: have its ranks handed over, if that is possible. False if there is no
+        controller now."""
+        if not self._hears:
+            return False
+        departing = pb.Departing(within_s=self._config.notice.within_s, reason=reason, stays=True)
+        self._send(pb.AgentMessage(departing=departing))
+        return True
 
     async def shutdown(self, reason: str | None) -> None:
         """End every process of this node: SIGTERM, a grace, SIGKILL. ``reason`` None: the job has finished."""

@@ -140,7 +140,8 @@ class ProcessManager:
             old.dead = True
             old.kill()  # the fence: nothing of the old process runs on once the rank is filled again
         self._snapshots.filled(rank, detached=replace.detached, was_here=old is not None)
-        log = self._run_dir.log_path(rank, command.generation)
+        # Who is built up beside training takes part in the next generation at the earliest.
+        log = self._run_dir.log_path(rank, command.generation + (replace.beside > 0))
         standby = self.pool.take(replace.local_rank) if replace.detached and own else None
         wanted = ProcessOrder(env, log, replace.local_rank, replace.detached)
         process = standby or await self._in_its_place(wanted) or self._start(wanted)

@@ -13,7 +13,9 @@ done with it is in objects that have nothing of their own but their way of doing
 :mod:`.watching`    hangs and slow ranks
 :mod:`.resizing`    of an elastic job, who leaves and when
 :mod:`.growing`     of an elastic job, who comes and when
-:mod:`.newcomers`   processes that are built up beside training
+:mod:`.handoff`     nodes that are to leave hand their ranks over
+:mod:`.newcomers`   processes that are built up beside training, and ..
+:mod:`.coming_in`   .. how they become members
 :mod:`.staffing`    for all of them: which process fills a rank, on which node
 ==================  ==========================================================================
 
@@ -28,10 +30,12 @@ from collections.abc import Mapping, Sequence
 
 from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
+from flashrecovery.controller.coming_in import ComingIn
 from flashrecovery.controller.conduct import Conduct
 from flashrecovery.controller.crashes import cause_of, limit_of, option_of
 from flashrecovery.controller.evacuate import Evacuation
 from flashrecovery.controller.growing import Growing
+from flashrecovery.controller.handoff import Handoff
 from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.losses import leaving_without, never_replaced
@@ -62,9 +66,11 @@ class Machine:
         self.job = JobState(config)
         self._staffing = Staffing(self.job)
         self._starting = Starting(self.job, self._staffing)
-        self._growing = Growing(self.job, self._staffing)
-        self._newcomers = self._growing.newcomers
-        self._resizing = Resizing(self.job, self._growing)
+        self._coming = ComingIn(self.job)
+        self._newcomers = self._coming.newcomers
+        self._growing = Growing(self.job, self._staffing, self._coming)
+        self._resizing = Resizing(self.job, self._growing, self._coming)
+        self.handoff = Handoff(self.job, self._staffing, self._coming, self._resizing)
         evacuation = Evacuation(self.job, self._staffing)
         self._steps = RecoverySteps(self.job, self._staffing, evacuation, self._starting, self._resizing)
         self.takeover = TakeOver(self.job, self._staffing, self._starting, self._steps)
@@ -129,6 +135,7 @@ class Machine:
             )
         )
         self.job.blame(name, FailureKind.NODE_LOST, evidence)
+        self.handoff.on_node_lost(name)
         self._newcomers.on_node_lost(name)
         for record in self.job.ranks.values():
             record.page_on = "" if record.page_on == name else record.page_on
@@ -186,7 +193,7 @@ class Machine:
         """A worker has come to its first step and says which shards it needs and holds. ``node``, here and below: whose
         agent says so; "": not known."""
         if self._newcomers.on_joined(message, node):
-            self._growing.call_in()
+            self._coming.call_in()
             return
         record = self.job.ranks.get(message.rank)
         if (
@@ -195,6 +202,8 @@ class Machine:
             or record.filled not in (_ELSEWHERE, message.generation)
         ):
             return  # of a process that has been replaced since
+        if node not in ("", record.home):
+            return  # of a process that was to take the rank over, and has been given up
         known, steps, batches = dict(record.needs), record.steps, record.batches
         record.joined(message)
         self.job.outbox.forget(Ordered.REPLACE, record.rank)
@@ -218,17 +227,17 @@ class Machine:
         """The process of a rank is dead, hung, or cannot go on."""
         if self._newcomers.on_failure(message, node):
             return
-        self._on_failures([message], now)
+        self._on_failures([message], now, node)
 
-    def _on_failures(self, messages: Sequence[pb.Failure], now: float) -> None:
+    def _on_failures(self, messages: Sequence[pb.Failure], now: float, node: str = "") -> None:
         """Take failures that are found at one moment together, as one recovery."""
-        lost = [message for message in messages if self._is_lost(message, now)]
+        lost = [message for message in messages if self._is_lost(message, now, node)]
         if lost and self.job.state not in (State.FAILED, State.FINISHED):
             first = lost[0]
             kind, failed_at = FailureKind(first.kind), first.failed_at or now
             self._steps.recover([m.rank for m in lost], kind, failed_at, first.detect_s, now)
 
-    def _is_lost(self, message: pb.Failure, now: float) -> bool:
+    def _is_lost(self, message: pb.Failure, now: float, node: str) -> bool:
         """Note a failure; returns whether the rank is to be filled again for that."""
         record = self.job.ranks.get(message.rank)
         if (
@@ -236,6 +245,7 @@ class Machine:
             or self.job.state in (State.FAILED, State.FINISHED)
             or record.pid != message.pid
             or record.place is Place.EMPTY
+            or node not in ("", record.home)
         ):
             return False
         step = max(message.step, record.committed, 0)
@@ -352,9 +362,13 @@ class Machine:
         """A worker has come to the step at which the job is to change. The others can come there, too, and no further,
         because this one takes no part in it: so the first one's word is enough."""
         current = message.generation == self.job.generation and self.job.state is State.RUNNING
-        if current and message.rank in self.job.ranks:
-            self.job.last_failure = self._resizing.why_paused(message.version)
-            self._steps.recover([], FailureKind.RESIZE, now, 0.0, now)
+        if current and message.rank in self.job.ranks and self._coming.on_paused(message, now):
+            self._change(message.version, now)
+
+    def _change(self, version: int, now: float) -> None:
+        """All ranks wait before this version, or will: go on with others."""
+        self.job.last_failure = self._resizing.why_paused(version)
+        self._steps.recover([], self._coming.cause, self._coming.paused_since(now), 0.0, now)
 
     def resize(self, replicas: int, step: int, now: float) -> str:
         """See :meth:`.resizing.Resizing.ask`."""
@@ -365,6 +379,8 @@ class Machine:
         if self._newcomers.on_exited(message, node):
             return
         record = self.job.ranks.get(message.rank)
+        if record is not None and node not in ("", record.home):
+            return
         if record is None or record.pid != message.pid or self.job.state in (State.FAILED, State.FINISHED):
             return
         finished = record.place in (Place.RELEASED, Place.DONE) or (
@@ -445,8 +461,15 @@ class Machine:
                 self._void(self.job.recovery, found.text)
             elif found.kind in (VerdictKind.STUCK, VerdictKind.UNLIKE):
                 self._all_again(found.text, now)
-        self._growing.tick(now)
+        self._handle_plans(now)
         self.watch.report_stragglers(now)
+
+    def _handle_plans(self, now: float) -> None:
+        """Changes that nobody has suffered, but somebody wants."""
+        self.handoff.tick(now)
+        self._growing.grow_by_itself(now)
+        if self._coming.tick(now):
+            self._change(self.job.committed, now)
 
     def _too_few(self) -> str:
         """Why an elastic job has waited, in words."""

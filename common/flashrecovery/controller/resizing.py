@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from flashrecovery import events as ev
+from flashrecovery.controller.coming_in import ComingIn
 from flashrecovery.controller.growing import Growing
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.losses import leaving_without, never_replaced
@@ -25,10 +26,12 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 @dataclass(frozen=True)
 class Wish:
-    """What somebody has commanded: so many replicas, from a step on (-1: from the next one)."""
+    """What somebody has commanded: so many replicas, from a step on (-1: from the next one). ``ranks``: that leave;
+    none: the last ones."""
 
     replicas: int
     step: int
+    ranks: tuple[int, ...] = ()
 
     def pause(self) -> pb.Pause:
         """For the ranks."""
@@ -38,13 +41,15 @@ class Wish:
 class Resizing:
     """Changes of the size of one job."""
 
-    def __init__(self, job: JobState, growing: Growing) -> None:
+    def __init__(self, job: JobState, growing: Growing, coming: ComingIn) -> None:
         self._job = job
+        self._coming = coming
         self._growing = growing
         self._wish: Wish | None = None
         self._size = len(job.ranks)  # as was told last
         self._left: list[int] = []  # since then
         self._came: list[int] = []  # the same
+        self._other_processes = False  # the same ranks are filled by others
 
     # -- a loss -----------------------------------------------------------------------------------
 
@@ -103,22 +108,36 @@ class Resizing:
             return why_not
         self._growing.commanded(replicas)
         self._wish = Wish(replicas, step)
-        for record in job.in_order:
-            job.command(record.rank, pb.Command(pause=self._wish.pause()))
+        self._tell_to_pause()
         return ""
+
+    def dismiss(self, ranks: Collection[int]) -> None:
+        """These ranks leave before the next step."""
+        self._wish = Wish(len(self._job.ranks) - len(ranks), -1, tuple(ranks))
+        self._tell_to_pause()
+
+    def _tell_to_pause(self) -> None:
+        assert self._wish is not None
+        for record in self._job.in_order:
+            self._job.command(record.rank, pb.Command(pause=self._wish.pause()))
+
+    @property
+    def under_way(self) -> bool:
+        """Ranks are to leave, and have not yet."""
+        return self._wish is not None
 
     def why_paused(self, version: int) -> str:
         """In words, for those who are stopped: ranks have paused at ``version``. A command that was given to a
         controller before this one is not known any more."""
         size = "as many" if self._wish is None else self._wish.replicas
-        coming = self._growing.why_paused(version)
+        coming = self._coming.why_paused(version)
         if coming:
             return coming
         return f"the job goes on with {size} replicas from step {version} on"
 
     def pause(self) -> pb.Pause | None:
         """What ranks that go on after a recovery are told of a command that is still to be carried out."""
-        return self._growing.pause() if self._wish is None else self._wish.pause()
+        return self._coming.pause() if self._wish is None else self._wish.pause()
 
     def leave_at(self, version: int) -> bool:
         """All ranks are stopped, and are to go on at ``version``. Those that a command has leave do so now. Returns
@@ -127,21 +146,26 @@ class Resizing:
         if wish is None or version < wish.step:
             return False
         self._wish = None
-        ranks = list(self._job.ranks)[wish.replicas :]
+        ranks = [rank for rank in wish.ranks if rank in self._job.ranks]
+        ranks = list(self._job.ranks)[wish.replicas :] if not wish.ranks else ranks
         for rank in ranks:
             self._depart(rank, grace_s=self._job.config.timeouts.fence_s)
         return bool(ranks)
 
     def come_at(self, decision: Decision) -> Decision:
         """The same for ranks that come: returns what is decided with those that do so now."""
-        found, came = self._growing.come_in(decision)
-        self._came += came
+        before = set(self._job.ranks)
+        found, came = self._coming.come_in(decision)
+        self._came += [rank for rank in came if rank not in before]
+        if came and before.issuperset(came):
+            self._other_processes = True
         return found
 
     # -- both -------------------------------------------------------------------------------------
 
     def tell(self, version: int) -> bool:
-        """The ranks that there are now go on at ``version``. Returns whether they are others than were told last."""
+        """The ranks that there are now go on at ``version``. Returns whether they are others than were told last, or
+        filled by others."""
         size = len(self._job.ranks)
         came = sorted(rank for rank in self._came if rank in self._job.ranks)
         left = sorted(set(self._left).difference(came))
@@ -157,9 +181,10 @@ class Resizing:
                     came=came,
                 )
             )
-            self._size, self._left, self._came = size, [], []
+            self._size, self._left, self._came, self._other_processes = size, [], [], False
             return True
-        return False
+        others, self._other_processes = self._other_processes, False
+        return others
 
     def members(self) -> Sequence[int]:
         """The ranks of an elastic job, for those who form groups; of others nobody needs to know."""

@@ -62,7 +62,7 @@ class Staffing:
 
     def build_beside(self, rank: int, name: str, now: float) -> None:
         """Have a node build up a process for this rank while training goes on."""
-        record = RankRecord(rank, new=True)
+        record = RankRecord(rank, new=self._job.config.elastic is not None)
         self._house(record, name)
         self._orders += 1
         limits = self._job.config.timeouts
@@ -120,7 +120,7 @@ class Staffing:
         ranks = setup_log_keepers(record.rank, self._job.stride, self._job.config.world_size)
         nodes = [self._job.nodes.get(r.page_on) for rank in ranks if (r := self._job.ranks.get(rank)) is not None]
         kept = [node.peer for node in nodes if node is not None and node.alive]
-        if record.new:  # who has left may have left its own behind on any node
+        if record.rank in self._job.newcomers:  # who has left may have left its own behind on any node
             kept += [node.peer for node in self._job.nodes.values() if node.alive]
         return list(dict.fromkeys(kept))
 

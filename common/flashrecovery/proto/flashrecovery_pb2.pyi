@@ -97,6 +97,7 @@ class AgentMessage(_message.Message):
     HANG_REPORTS_FIELD_NUMBER: _builtins.int
     VOUCH_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
+    DEPARTING_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     acknowledged: _builtins.int
     """newest number received from the other side"""
@@ -146,6 +147,8 @@ class AgentMessage(_message.Message):
     def vouch(self) -> Global___Vouch: ...
     @_builtins.property
     def paused(self) -> Global___Paused: ...
+    @_builtins.property
+    def departing(self) -> Global___Departing: ...
     def __init__(
         self,
         *,
@@ -172,16 +175,44 @@ class AgentMessage(_message.Message):
         hang_reports: Global___HangReports | None = ...,
         vouch: Global___Vouch | None = ...,
         paused: Global___Paused | None = ...,
+        departing: Global___Departing | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "paused", b"paused", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "departing", b"departing", "done", b"done", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "paused", b"paused", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "age_base", b"age_base", "body", b"body", "checkpoint", b"checkpoint", "done", b"done", "echo", b"echo", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "paused", b"paused", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "sent_at", b"sent_at", "sequence", b"sequence", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "age_base", b"age_base", "body", b"body", "checkpoint", b"checkpoint", "departing", b"departing", "done", b"done", "echo", b"echo", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "paused", b"paused", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "sent_at", b"sent_at", "sequence", b"sequence", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice", "probed", "modules", "electors_known", "replies", "hang_reports", "vouch", "paused"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice", "probed", "modules", "electors_known", "replies", "hang_reports", "vouch", "paused", "departing"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
 Global___AgentMessage: _TypeAlias = AgentMessage  # noqa: Y015
+
+@_typing.final
+class Departing(_message.Message):
+    """This node is to end within so many seconds; its ranks may be handed over before. stays: if they cannot, it goes on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WITHIN_S_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    STAYS_FIELD_NUMBER: _builtins.int
+    within_s: _builtins.float
+    reason: _builtins.str
+    stays: _builtins.bool
+    def __init__(
+        self,
+        *,
+        within_s: _builtins.float = ...,
+        reason: _builtins.str = ...,
+        stays: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "stays", b"stays", "within_s", b"within_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Departing: _TypeAlias = Departing  # noqa: Y015
 
 @_typing.final
 class Register(_message.Message):
@@ -2382,20 +2413,25 @@ Global___Resume: _TypeAlias = Resume  # noqa: Y015
 
 @_typing.final
 class Pause(_message.Message):
-    """Begin no step from this one on, but say so (Paused) and wait for commands."""
+    """Begin no step from this one on, but say so (Paused) and wait for commands.
+    copies: and once the copies of that version are complete, say so.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
+    copies: _builtins.bool
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
+        copies: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3901,3 +3937,49 @@ class ResizeReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResizeReply: _TypeAlias = ResizeReply  # noqa: Y015
+
+@_typing.final
+class DrainRequest(_message.Message):
+    """Have a node's ranks leave it, and then the node the job, within so many seconds. error, else what is done, in words."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    WITHIN_S_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    within_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        within_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "within_s", b"within_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERROR_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    error: _builtins.str
+    text: _builtins.str
+    def __init__(
+        self,
+        *,
+        error: _builtins.str = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainReply: _TypeAlias = DrainReply  # noqa: Y015

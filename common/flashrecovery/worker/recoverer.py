@@ -120,6 +120,8 @@ class Recoverer:
     def pause(self) -> None:
         """The step at which the job changes has come: say so, and carry out commands until the next resume."""
         worker = self._worker
+        if worker.gate.pause_with_copies:
+            self._loop.copies.settle(lambda: worker.gate.held or worker.gate.stopped)
         worker.gate.leave_step(done=True)  # settled: all that this rank has to do for its version is done
         paused = pb.Paused(rank=worker.rank, generation=worker.gate.generation, version=worker.gate.version)
         worker.send(pb.FromWorker(paused=paused))
@@ -345,7 +347,8 @@ class Recoverer:
     def _resume(self, command: pb.Command) -> bool:
         worker = self._worker
         version = command.resume.version
-        worker.gate.pause_at = command.resume.pause.step if command.resume.HasField("pause") else -1
+        pause = command.resume.pause if command.resume.HasField("pause") else pb.Pause(step=-1)
+        worker.gate.pause_at, worker.gate.pause_with_copies = pause.step, pause.copies
         if not worker.gate.resume(version, command.generation):
             return False
         groups.set_detached(False)

@@ -120,6 +120,12 @@ class Timeouts(_Model):
     health_quiet_s: float = Field(
         60.0, gt=0, description="a device warning that comes again within this is the same: pressure goes up and down"
     )
+    handoff_s: float = Field(
+        20.0,
+        gt=0,
+        description="a node that is told to end (SIGTERM) stays at most so long, to hand its ranks over; schedulers "
+        "kill after 30 s",
+    )
     shutdown_grace_s: float = Field(3.0, gt=0, le=4.0, description="SIGTERM to SIGKILL at the end; all within 5 s")
 
 
@@ -191,6 +197,15 @@ class TlsSettings(_Model):
     )
 
 
+class NoticeSettings(_Model):
+    """How this node hears that it is about to be taken away; then its ranks are handed over before."""
+
+    file: Path | None = Field(None, description="a file that appears then")
+    command: list[str] = Field([], description="a command, with its arguments, that ends with 0 then")
+    poll_s: float = Field(1.0, gt=0, description="how often that is looked at")
+    within_s: float = Field(100.0, gt=0, description="seconds that are left then; clouds give 30 s to 2 minutes")
+
+
 class ElasticSettings(_Model):
     """A job that goes on with fewer data-parallel replicas where a rank cannot be replaced."""
 
@@ -199,6 +214,9 @@ class ElasticSettings(_Model):
     replace: Literal["auto", "never"] = Field(
         "auto",
         description="auto: a rank leaves only if no node has room for it; never: no rank that is lost is replaced",
+    )
+    grow: Literal["auto", "never"] = Field(
+        "auto", description="auto: replicas come in when a node has come; never: only on command (flashrecovery resize)"
     )
 
     @property
@@ -303,6 +321,7 @@ class RunConfig(Settings):
     )
     log: Literal["0", "all", "none"] = Field("0", description="ranks whose output is shown live")
     health: str = Field("auto", description="device plugins: auto (all that are installed), none, or names with commas")
+    notice: NoticeSettings = Field(NoticeSettings(), description="how this node hears that it is to be taken away")
     max_restarts: int = Field(3, ge=0, description="whole restarts while nothing has been trained yet")
     max_failures_per_step: int = Field(
         3,

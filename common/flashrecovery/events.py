@@ -142,7 +142,8 @@ class RecoveryFinished(Event):
 
 class JobResized(Event):
     """An elastic job goes on at ``step`` with another number of replicas than ``before``. ``ranks``: as the job was
-    launched, in the order of their numbers in the process groups; ``left``: those that have left."""
+    launched, in the order of their numbers in the process groups; ``left``: those that have left; ``came``: those that
+    have come in."""
 
     event: Literal["job_resized"] = "job_resized"
     step: int
@@ -150,6 +151,7 @@ class JobResized(Event):
     replicas: int
     ranks: list[int] = Field(default_factory=list)
     left: list[int] = Field(default_factory=list)
+    came: list[int] = Field(default_factory=list)
 
 
 class FallbackStarted(Event):
@@ -252,6 +254,7 @@ AnyEvent = Annotated[
     | RecoveryStarted
     | RecoveryPhase
     | RecoveryFinished
+    | JobResized
     | FallbackStarted
     | CheckpointSaved
     | StandbyReady

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from flashrecovery import tls
 from flashrecovery.access import Access
+from flashrecovery.agent import preemption
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.election import Election
 from flashrecovery.agent.identity import Identity
@@ -25,6 +26,7 @@ from flashrecovery.controller.marks_file import marks_path
 from flashrecovery.controller.service import ControllerService
 from flashrecovery.errors import ConfigError
 from flashrecovery.events import ControllerStarted, EventLog, RunDir, RunFiles
+from flashrecovery.kinds import NoticeKind
 from flashrecovery.observe import Observer
 from flashrecovery.plan.quorum import Quorum
 from flashrecovery.plan.transitions import State
@@ -103,6 +105,7 @@ async def run_job(config: RunConfig, command: list[str], path: Path, places: Pla
         ConfigError: an address or a directory cannot be used, no controller is found, or a trace is asked for and its
             library is missing.
     """
+    preemption.check(config.notice)
     rendezvous = with_tls(rendezvous_of(config), config, path)
     if config.several_nodes and (moved := await _moved_to(path, rendezvous)) is not None:
         rendezvous = moved
@@ -122,6 +125,7 @@ async def run_job(config: RunConfig, command: list[str], path: Path, places: Pla
         session = ControllerSession(address, rendezvous.access, agent, peers, limits, lead.elected, lead.leave)
         if config.several_nodes:
             await stack.enter_async_context(lead.looking_elsewhere(session))
+            await stack.enter_async_context(lead.hearing_notices())
         reason = await session.run()
         if lead.service is None:
             return (0, "") if reason is None else (1, reason)
@@ -195,6 +199,26 @@ class Leadership:
         await self._stack.enter_async_context(observed(self._config, self._agents_dir, self._agent))
 
     @asynccontextmanager
+    async def hearing_notices(self) -> AsyncIterator[None]:
+        """For as long as this agent runs, hear whether this node is about to be taken away."""
+        hearing = asyncio.create_task(preemption.watch(self._config.notice, self._warned))
+        try:
+            yield
+        finally:
+            hearing.cancel()
+            await asyncio.wait({hearing})
+            if not hearing.cancelled():
+                hearing.result()
+
+    def _warned(self, seen: str) -> bool:
+        if self.service is None:
+            return self._agent.warned(seen)
+        why = "it has the job's controller, which has to stay"
+        text = f"node {self._agent.node} is to leave, because {seen}; but {why}"
+        self._agent.notice(-1, NoticeKind.NODE_LEAVES, text)
+        return True
+
+    @asynccontextmanager
     async def looking_elsewhere(self, session: ControllerSession) -> AsyncIterator[None]:
         """For as long as this agent runs, look for the controller that was elected while this node was away, if the job
         has not begun where the agent is.
@@ -266,7 +290,17 @@ class Leadership:
         await self.end()
 
     def _leave_on_signals(self) -> None:
-        _on_signals(lambda reason: _leave(self._agent, reason))
+        """SIGINT: at once. SIGTERM: once its ranks have been handed over, unless this node leads."""
+        limit_s = self._config.timeouts.handoff_s
+
+        def terminated(reason: str) -> None:
+            if self.service is not None or not self._agent.depart(reason):
+                _leave(self._agent, reason)
+                return
+            late = f"{reason}; its ranks have not been handed over within {limit_s:g} s (timeouts.handoff_s)"
+            asyncio.get_running_loop().call_later(limit_s, _leave, self._agent, late)
+
+        _on_signals(lambda reason: _leave(self._agent, reason), terminated)
 
     async def end(self) -> None:
         """Close everything. Idempotent."""
@@ -327,6 +361,7 @@ def _leave(agent: Agent, reason: str) -> None:
     task.add_done_callback(lambda t: t.exception())
 
 
-def _on_signals(stop: Callable[[str], None]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop, f"stopped by {signal.Signals(number).name}")
+def _on_signals(interrupted: Callable[[str], None], terminated: Callable[[str], None] | None = None) -> None:
+    """What SIGINT and SIGTERM do; ``terminated`` None: the same."""
+    for number, handler in ((signal.SIGINT, interrupted), (signal.SIGTERM, terminated or interrupted)):
+        asyncio.get_running_loop().add_signal_handler(number, handler, f"stopped by {signal.Signals(number).name}")

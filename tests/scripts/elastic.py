@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
+import signal
 import sys
 import time
 
@@ -77,6 +79,18 @@ def misbehave(mode: str, model: torch.nn.Sequential, recovery: flashrecovery.Rec
         model.insert(1, torch.nn.BatchNorm1d(64))
 
 
+def come_badly(how: str) -> None:
+    """What a process that comes into a running job does instead of coming to its first step."""
+    if how == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "raise":
+        raise ValueError("this process does not come")
+    elif how == "exit":
+        sys.exit(0)
+    elif how == "hang":
+        time.sleep(1000)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=12)
@@ -84,10 +98,17 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=24)
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--mode", default="ddp")
+    parser.add_argument("--newcomer", help="what a process that comes later does: die, raise, exit, hang, other-seed")
+    parser.add_argument("--show-batches", action="store_true", help="print which samples each micro-batch has")
     parser.add_argument("--save-to", help="a directory for the state of each version")
     parser.add_argument("--start-from", help="such a state")
     args, _ = parser.parse_known_args()
     dist.init_process_group("gloo")
+    seed = torch.tensor(3 if dist.get_rank() == 0 else 100 + dist.get_rank())
+    dist.broadcast(seed, 0)  # as who comes later has to know without taking part in it
+    if args.newcomer and os.environ.get("FLASHRECOVERY_GENERATION", "0") != "0":
+        come_badly(args.newcomer)
+        seed += args.newcomer == "other-seed"
     recovery = flashrecovery.init()
     model = build()
     misbehave(args.mode, model, recovery)
@@ -114,7 +135,7 @@ def main() -> None:
         Numbers(),
         global_batch=args.global_batch,
         micro_batch=args.micro_batch,
-        seed=3,
+        seed=int(seed),
         averaged=ddp,
         first_step=first,
     )
@@ -123,7 +144,9 @@ def main() -> None:
         number = first + step.index
         with step:
             total = torch.zeros(())
+            shown = []
             for batch in batches.of(step):
+                shown.append(f"{batch.number}:{'/'.join(first.hex() for first in batch.data[0][:, 0].tolist())}")
                 x, y = batch.data
                 loss = torch.nn.functional.mse_loss(trained(x), y) * batch.weight
                 loss.backward()
@@ -138,6 +161,8 @@ def main() -> None:
             optimizer.zero_grad()
             scheduler.step()
             size = dist.get_world_size()
+            if args.show_batches:
+                print(f"batches={number} rank={dist.get_rank()} size={size} {' '.join(shown)}", flush=True)
             print(f"step={number} rank={dist.get_rank()} size={size} loss_hex={total.item().hex()}", flush=True)
         if not recovery.void:
             print(f"state={number + 1} size={size} {digest_of(model, optimizer)}", flush=True)

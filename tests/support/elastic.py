@@ -6,12 +6,16 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from click.testing import CliRunner
 
+from flashrecovery.cli.inject import inject as inject_command
 from flashrecovery.cli.resize import resize
+from flashrecovery.plan.sample_order import BatchDivision, SampleOrder
 from tests.support.jobs import ROOT, Job, Layout, RunningJob, check_clean
 
 SCRIPT = ROOT / "tests" / "scripts" / "elastic.py"
@@ -52,6 +56,13 @@ def command(job: RunningJob, replicas: int, step: int | None = None) -> str:
     return "" if done.exit_code == 0 else str(done.exception)
 
 
+def inject(job: RunningJob, *, rank: int, at: str, step: int | None = None, fault: str = "sigkill") -> None:
+    """``flashrecovery inject``."""
+    args = ["--run-dir", str(job.run_dir), "--rank", str(rank), "--fault", fault, "--at", at]
+    done = CliRunner().invoke(inject_command, args if step is None else [*args, "--step", str(step)])
+    assert done.exit_code == 0, done.exception
+
+
 @dataclass
 class Course:
     """What the processes of a job have printed: losses by step, number in the group, and size; digests of the state by
@@ -75,11 +86,20 @@ class Course:
         return found
 
 
-def check_goes_on_alike(job: Job, other: Job, step: int, size: int) -> None:
-    """From ``step`` on both jobs are of this size, and have the same bits in every step on every rank."""
+def check_goes_on_alike(job: Job, other: Job, step: int, size: int, end: int = STEPS) -> None:
+    """From ``step`` on both jobs are of this size, and have the same bits in every step on every rank, to the ``end``
+    of their steps."""
+    check_steps_alike(job, other, step, end, size)
     mine, theirs = Course.of(job), Course.of(other)
     why = f"{job.explain()}\n--- the other\n{other.explain()}"
-    for number in range(step, STEPS):
+    assert mine.ends == theirs.ends and set(mine.ends) == set(range(size)), why
+
+
+def check_steps_alike(job: Job, other: Job, step: int, until: int, size: int) -> None:
+    """From ``step`` until before ``until`` both jobs are of this size, and have the same bits on every rank."""
+    mine, theirs = Course.of(job), Course.of(other)
+    why = f"{job.explain()}\n--- the other\n{other.explain()}"
+    for number in range(step, until):
         for rank in range(size):
             losses = mine.losses[number, rank, size]
             assert len(losses) == 1, f"step {number}, rank {rank}: {losses}\n{why}"
@@ -87,7 +107,6 @@ def check_goes_on_alike(job: Job, other: Job, step: int, size: int) -> None:
         states = mine.states[number + 1, size]
         assert len(states) == 1, f"the ranks differ in version {number + 1}\n{why}"
         assert states == theirs.states[number + 1, size], f"version {number + 1}\n{why}"
-    assert mine.ends == theirs.ends and set(mine.ends) == set(range(size)), why
 
 
 def commanded(
@@ -130,3 +149,82 @@ def commanded(
     check_goes_on_alike(job, new, step, size)
     check_clean(new)
     return job
+
+
+LONG = 44
+"""Steps of jobs in which processes are built up meanwhile."""
+
+
+def long_flags(step_ms: int = 100) -> list[str]:
+    return ["--steps", str(LONG), "--step-time", str(step_ms)]
+
+
+@dataclass(frozen=True)
+class Change:
+    """From ``step`` on the job consists of these ``ranks``, as it was launched."""
+
+    step: int
+    ranks: tuple[int, ...]
+
+
+def changes(job: Job) -> list[Change]:
+    """All that there were, in order; of several before one step only the last one counts."""
+    found = {event["step"]: Change(event["step"], tuple(event["ranks"])) for event in job.of("job_resized")}
+    return [found[step] for step in sorted(found)]
+
+
+def resized_by_command(folder: Path, sizes: Sequence[tuple[int, int]], launched: int = 4, end: int = LONG) -> Job:
+    """A job that is resized by command at these steps to these sizes, undisturbed: (step, size), in order. After its
+    last change it goes on as one that was *started* in that size from that step's state."""
+    folder.mkdir(exist_ok=True)
+    elastic = {"elastic": {"min": 1, "max": launched}}
+    flags = ["--steps", str(end), "--step-time", "100", "--save-to", str(folder)]
+    running = start(folder / "run", elastic, *flags, nproc=launched)
+    running.wait_for("job_started")
+    for number, (step, size) in enumerate(sizes, 1):
+        assert command(running, size, step) == ""
+        event = running.wait_for("job_resized", count=number)
+        assert (event["step"], event["replicas"]) == (step, size), running.wait().explain()
+        running.wait_for("recovery_finished", count=number)
+    job = running.wait()
+    assert job.code == 0 and not job.of("failure_detected"), job.explain()
+    check_clean(job)
+    step, size = sizes[-1]
+    config = {"elastic": {"min": 1, "max": size}} if size > 1 else {}
+    started = ["--steps", str(end), "--start-from", str(folder / f"{step}.pt")]
+    new = start(folder / "new", config, *started, nproc=size).wait()
+    assert new.code == 0, new.explain()
+    check_goes_on_alike(job, new, step, size, end)
+    check_clean(new)
+    return job
+
+
+_BATCHES = re.compile(r"batches=(\d+) rank=(\d+) size=(\d+) (.*)")
+ORDER, GLOBAL, MICRO = SampleOrder(97, 24, 3), 24, 2
+"""As the script has them."""
+
+
+@cache
+def _first_number(sample: int) -> str:
+    """By which it is known in what the script prints."""
+    return float(torch.randn(16, generator=torch.Generator().manual_seed(sample))[0]).hex()
+
+
+def check_batches(job: Job, until: int) -> None:
+    """Every step before ``until`` has had its samples, all of them, in their order, divided among the replicas that
+    there were: in each size in which it was done, and at least once in full."""
+    seen: dict[tuple[int, int, int], set[str]] = defaultdict(set)
+    for log in job.run_dir.rglob("rank*.log"):
+        for step, rank, size, shown in _BATCHES.findall(log.read_text()):
+            seen[int(step), int(size), int(rank)].add(shown)
+    whole = set()
+    for (step, size, rank), shown in seen.items():
+        division = BatchDivision(GLOBAL, MICRO, size)
+        expected = [
+            f"{number}:{'/'.join(_first_number(ORDER.sample(position)) for position in positions)}"
+            for number, positions in division.schedule(step, rank)
+        ]
+        assert shown == {" ".join(expected)}, f"step {step}, rank {rank} of {size}: {shown}, not {expected}"
+        if all((step, size, other) in seen for other in range(size)):
+            whole.add(step)
+    assert whole >= set(range(until)), f"not done by all: {sorted(set(range(until)) - whole)}"

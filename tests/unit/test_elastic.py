@@ -173,7 +173,7 @@ def test_what_a_rank_that_has_left_still_says() -> None:
 def test_the_last_ranks_leave() -> None:
     world = elastic_world(replace="auto")
     step = world.version[0] + 2
-    assert world.machine.resize(2, step) == ""
+    assert world.machine.resize(2, step, world.now) == ""
     world.collect()
     assert {c.pause.step for c in told(world, "pause").values()} == {step} and len(told(world, "pause")) == 4
     while world.version[0] < step:
@@ -192,7 +192,7 @@ def test_the_last_ranks_leave() -> None:
 def test_a_failure_before_the_step_does_not_forget_the_command() -> None:
     world = elastic_world(replace="auto")
     step = world.version[0] + 5
-    assert world.machine.resize(3, step) == ""
+    assert world.machine.resize(3, step, world.now) == ""
     world.kill(0)
     while not told(world, "resume"):
         assert world.step()
@@ -206,7 +206,7 @@ def test_a_failure_before_the_step_does_not_forget_the_command() -> None:
 
 def test_a_rank_that_dies_while_all_pause_leaves_instead() -> None:
     world = elastic_world()
-    assert world.machine.resize(3, -1) == ""
+    assert world.machine.resize(3, -1, world.now) == ""
     pause(world, 1)
     world.kill(0)
     assert world.run() is State.FINISHED
@@ -215,7 +215,7 @@ def test_a_rank_that_dies_while_all_pause_leaves_instead() -> None:
 
 def test_a_pause_of_an_older_generation_changes_nothing() -> None:
     world = elastic_world(replace="auto")
-    assert world.machine.resize(3, 25) == ""
+    assert world.machine.resize(3, 25, world.now) == ""
     world.kill(0)
     while world.machine.job.recovery is not None:
         world.step()
@@ -234,23 +234,23 @@ def test_a_pause_that_nobody_remembers_is_ended() -> None:
 @pytest.mark.parametrize(
     ("replicas", "step", "why"),
     [
-        (1, -1, "2 to 3 is allowed"),
-        (4, -1, "2 to 3 is allowed"),
+        (1, -1, "2 to 4, but for 4, is allowed"),
+        (4, -1, "2 to 4, but for 4, is allowed"),
         (3, 1, "has begun already"),
         (3, 30, "takes 30 steps"),
     ],
 )
 def test_a_command_that_is_refused(replicas: int, step: int, why: str) -> None:
     world = elastic_world()
-    assert why in world.machine.resize(replicas, step)
+    assert why in world.machine.resize(replicas, step, world.now)
     assert world.run() is State.FINISHED and not world.of(ev.JobResized)
 
 
 def test_a_command_to_a_job_that_is_not_elastic_or_not_training() -> None:
-    assert "--elastic" in running(4).machine.resize(3, -1)
+    assert "--elastic" in running(4).machine.resize(3, -1, 0.0)
     world = elastic_world()
     world.kill(0)
-    assert "when it trains" in world.machine.resize(2, -1)
+    assert "when it trains" in world.machine.resize(2, -1, world.now)
 
 
 def test_a_new_controller_learns_who_has_left() -> None:
@@ -473,7 +473,7 @@ def test_sizes_that_do_not_divide_are_left_out() -> None:
     world = elastic_world()
     for record in world.machine.job.in_order:
         record.sizes = frozenset({1, 2, 4})
-    assert "2 is allowed" in world.machine.resize(3, -1)
+    assert "2 is allowed" in world.machine.resize(3, -1, world.now)
     world.kill(1)
     assert world.run() is State.FINISHED
     event = resized(world)
@@ -484,7 +484,7 @@ def test_without_a_size_that_divides_it_waits() -> None:
     world = elastic_world(3, least=2, timeouts={"node_wait_s": 5.0})
     for record in world.machine.job.in_order:
         record.sizes = frozenset({1, 3})
-    assert "no smaller number is allowed" in world.machine.resize(2, -1)
+    assert "no other number is allowed" in world.machine.resize(2, -1, world.now)
     world.kill(1)
     while world.step():
         pass
@@ -501,7 +501,7 @@ def test_ranks_say_which_sizes_are_possible() -> None:
         worker.joined.CopyFrom(pb.Joined(rank=rank, steps=9, sizes=[4, 2]))
         register.workers.append(worker)
     world.machine.on_register(register, 0.0)
-    assert "2 is allowed" in world.machine.resize(3, -1)
+    assert "2 is allowed" in world.machine.resize(3, -1, world.now)
 
 
 def of_framework(monkeypatch: pytest.MonkeyPatch, size: int, batch: elastic.FrameworkBatch, **more: Any) -> Any:

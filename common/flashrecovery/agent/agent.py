@@ -60,7 +60,7 @@ class Agent:
         self._identity = identity
         self._access = access or Access()
         self._peers = peers
-        self._setup_logs = SetupLogs(self._access)
+        self._setup_logs = SetupLogs(self._access, None if peers is None else peers.logs)
         self._table = pb.RankTable()
         self._gather = Gather(_unsent)
         self._generation = 0
@@ -68,6 +68,8 @@ class Agent:
         self._domains: tuple[int, ...] = ()
         self._members: tuple[int, ...] = ()
         self._ended_by: str | None = None
+        self._hears = False
+        self._departs_for = ""
         self._checkpoint: pb.CheckpointSaved | None = None
         self.finished: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._tasks = Tasks(self._task_failed)
@@ -83,7 +85,7 @@ class Agent:
         self._faults = NodeFaults(self.notice)
         self._health = NodeHealth(config, run_dir.path, self._ranks.values, self._report_failure, self.notice)
         self._stopped = StopMonitor(config.timeouts)
-        self._looks = Looks(self.workers)
+        self._looks = Looks(lambda: [process for process in self.workers() if not process.beside])
         self._store = StoreServer(identity.host, config.master_port)
         self._carry_out: Mapping[str | None, Callable[[pb.Command], object]] = {
             "batch": self._on_batch,
@@ -156,10 +158,12 @@ class Agent:
         message.command.extend(self._command)
         message.members.extend(self._members)
         message.settings.update(self._config.shared())
-        known = [p for p in self._ranks.values() if p.exited or not (p.dead or p.failed or p.returncode == 0)]
+        members = [p for p in self._ranks.values() if not p.beside]
+        known = [p for p in members if p.exited or not (p.dead or p.failed or p.returncode == 0)]
         message.workers.extend(self._state_of(p) for p in known)
+        message.beside.extend(p.place for p in self._ranks.values() if p.beside)
         if not self._processes.ending:
-            message.pages.extend(self._page_of(p) for p in self._ranks.values() if p not in known)
+            message.pages.extend(self._page_of(p) for p in members if p not in known)
         if self._health.suspect is not None:
             message.suspect = str(self._health.suspect)
         if self._checkpoint is not None:
@@ -218,6 +222,9 @@ class Agent:
 
     def controller_heard(self, heard: bool) -> None:
         """Whether a controller is there; the workers are told of every change."""
+        self._hears = heard
+        if self._departs_for and not heard and not self._processes.ending:
+            self._tasks.start(self.shutdown(self._departs_for))  # nobody is there who could have its ranks moved
         for process in self.workers():
             if process.knows_controller is not heard:
                 process.knows_controller = heard
@@ -264,6 +271,9 @@ class Agent:
 
     def _on_regroup(self, command: pb.Command) -> None:
         self._members = tuple(command.regroup.members)
+        process = self._ranks.get(command.rank)
+        if process is not None:
+            process.beside = False  # it is a member now
         self._relay(command)
 
     def _on_leave(self, command: pb.Command) -> None:
@@ -307,6 +317,24 @@ class Agent:
                 process.stepping = process.resumed = True
                 self._heartbeats.resumed(command.resume.version)
             process.send(pb.ToWorker(command=command))
+
+    def depart(self, reason: str) -> bool:
+        """This node is to end: have its ranks handed over before, if there is a controller who can do that. False if
+        there is none, or it has been asked already."""
+        if not self._hears or self._departs_for or self._processes.ending or not self.in_job:
+            return False
+        self._departs_for = reason
+        self._send(pb.AgentMessage(departing=pb.Departing(within_s=self._config.timeouts.handoff_s, reason=reason)))
+        return True
+
+    def warned(self, reason: str) -> bool:
+        """This node is about to be taken away: have its ranks handed over, if that is possible. False if there is no
+        controller now."""
+        if not self._hears:
+            return False
+        departing = pb.Departing(within_s=self._config.notice.within_s, reason=reason, stays=True)
+        self._send(pb.AgentMessage(departing=departing))
+        return True
 
     async def shutdown(self, reason: str | None) -> None:
         """End every process of this node: SIGTERM, a grace, SIGKILL. ``reason`` None: the job has finished."""
@@ -379,6 +407,10 @@ class Agent:
         if message.notice.kind == NoticeKind.FAULT_FIRED:
             self._faults.fired(message.notice.rank, message.notice.fault)
         self._send(pb.AgentMessage(notice=message.notice))
+
+    def refused(self, process: WorkerProcess, why: str) -> None:
+        """A process cannot fill its rank; the controller will have it ended."""
+        self._report_failure(process, FailureKind.COMMAND, why, 0.0)
 
     def ended(self, process: WorkerProcess, late: float) -> None:
         """First sign that a worker is dead or dying."""

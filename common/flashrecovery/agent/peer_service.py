@@ -24,11 +24,11 @@ Vouch = Callable[[Asking, float], Awaitable[bool]]
 
 
 class PeerService(rpc.PeerServicer):  # type: ignore[misc]
-    """What this agent does for others."""
+    """What this agent does for others. ``logs``: the set-up logs that it keeps, by rank."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
-        self._logs: dict[int, bytes] = {}
+        self.logs: dict[int, bytes] = {}
         self._server: Server | None = None
         self.vouch: Vouch | None = None
         self.election: Election | None = None
@@ -82,12 +82,12 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
         parts = [part async for part in request_iterator]
         whole = bool(parts) and parts[-1].last
         if whole:
-            self._logs[parts[-1].rank] = b"".join([part.data for part in parts])
+            self.logs[parts[-1].rank] = b"".join([part.data for part in parts])
         return pb.KeepReply(kept=whole)
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.SetupLogPart]:
         """Give it back."""
-        if request.rank not in self._logs:
+        if request.rank not in self.logs:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no set-up log of rank {request.rank} here")
-        for part in log_parts(request.rank, self._logs[request.rank]):
+        for part in log_parts(request.rank, self.logs[request.rank]):
             yield part

@@ -43,6 +43,7 @@ class WorkerProcess:
         self.local_rank = 0
         self.generation = 0
         self.store = ("", 0)
+        self.beside = False  # it is built up beside training, and its rank is no member of the job yet
         self.ready = False
         self.stepping = False
         self.resumed = False  # has it ever been?

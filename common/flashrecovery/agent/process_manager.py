@@ -44,6 +44,9 @@ class Foreman(Protocol):
     def ended(self, process: WorkerProcess, late: float) -> None:
         """First sign, ``late`` seconds after it, that a process which fills a rank is dead or dying."""
 
+    def refused(self, process: WorkerProcess, why: str) -> None:
+        """A process cannot fill its rank."""
+
     def notice(self, rank: int, kind: NoticeKind, text: str) -> None:
         """Something to know."""
 
@@ -137,7 +140,8 @@ class ProcessManager:
             old.dead = True
             old.kill()  # the fence: nothing of the old process runs on once the rank is filled again
         self._snapshots.filled(rank, detached=replace.detached, was_here=old is not None)
-        log = self._run_dir.log_path(rank, command.generation)
+        # Who is built up beside training takes part in the next generation at the earliest.
+        log = self._run_dir.log_path(rank, command.generation + (replace.beside > 0))
         standby = self.pool.take(replace.local_rank) if replace.detached and own else None
         wanted = ProcessOrder(env, log, replace.local_rank, replace.detached)
         process = standby or await self._in_its_place(wanted) or self._start(wanted)
@@ -148,6 +152,7 @@ class ProcessManager:
             return None
         process.rank, process.local_rank, process.generation = rank, replace.local_rank, command.generation
         process.store = (replace.store_host, replace.store_port)
+        process.beside = replace.beside > 0
         self.ranks[rank] = process
         if self._config.log == "all" or (self._config.log == "0" and rank == 0):
             self._tail.follow(log, f"[rank{rank}]")
@@ -155,7 +160,11 @@ class ProcessManager:
             self._places.filled(process, str(log))
         if old is not None and replace.detached:
             process.page.inherit(old.page)
-        if replace.setup_from:
+        if replace.beside:
+            await self._give_setup_log(process, replace.setup_from)
+            if process.failed:
+                return None
+        elif replace.setup_from:
             await self._inherit_setup_log(process, replace.setup_from)
         if standby is None and not self._is_over(process):
             await self._take_on(process)
@@ -185,6 +194,7 @@ class ProcessManager:
             pid=process.pid,
             capsules=process.page.capsule_versions(),
             early=process.page.early_capsules(),
+            beside=replace.beside,
         )
         return process, started
 
@@ -198,6 +208,9 @@ class ProcessManager:
         process.dead = True  # its end is no failure
         self._leaving.append(process)
         self._snapshots.forget([rank])
+        log = process.page.read_setup_log()
+        if log is not None:
+            self._setup_logs.keep(rank, log)  # it may come back
         code = await process.end(grace_s)
         process.kill()
         code = code if code is not None else await process.end(self._config.timeouts.fence_s)
@@ -219,6 +232,17 @@ class ProcessManager:
             self._foreman.notice(process.place, NoticeKind.SETUP_LOG_LOST, text)
         elif not self._is_over(process):
             process.page.write_setup_log(found)
+
+    async def _give_setup_log(self, process: WorkerProcess, keepers: Sequence[str]) -> None:
+        """The same for a rank that comes into a running job. Where nobody has it, what its script makes of it would be
+        another thing than what the others have made of it, so it does not come."""
+        log: bytes | str | None = self._setup_logs.kept.get(process.place)
+        if log is None:
+            log = await self._setup_logs.fetch(keepers, process.place) or "nobody was there to keep them"
+        if isinstance(log, bytes) and not self._is_over(process):
+            process.page.write_setup_log(log)
+        elif isinstance(log, str):
+            self._foreman.refused(process, f"the results of its set-up collectives are lost: {log}")
 
     async def replenish(self) -> None:
         """As many standbys as there should be; what has ended without anybody waiting for it is buried."""

@@ -18,8 +18,10 @@ log = logging.getLogger("flashrecovery")
 class SetupLogs:
     """Remembers which set-up log was given to which node."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Access, kept: dict[int, bytes] | None = None) -> None:
+        """``kept``: the logs that this agent gives to others."""
         self._access = access
+        self.kept = {} if kept is None else kept
         self._kept: dict[tuple[int, str], int] = {}  # (rank, keeper) -> pid whose log it is
         self._lock = asyncio.Lock()
 
@@ -48,6 +50,10 @@ class SetupLogs:
             log.warning("the set-up log of rank %d is not kept at %s: %s", rank, peer, said_by(e))
         else:
             self._kept[rank, peer] = pid
+
+    def keep(self, rank: int, log: bytes) -> None:
+        """The rank leaves the job; when it comes back, here or on another node, it needs its log."""
+        self.kept[rank] = log
 
     async def fetch(self, keepers: Sequence[str], rank: int) -> bytes | str:
         """The log of ``rank``, from the first of these agents that has it; in words why none has given it."""

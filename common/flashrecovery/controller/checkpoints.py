@@ -42,6 +42,10 @@ class Checkpoints:
         """A version that has been announced may never come."""
         self._schedule.recovered()
 
+    def hurry(self) -> None:
+        """Take one as soon as possible."""
+        self._schedule.hurry()
+
     def announce(self, ranks: Collection[RankRecord], now: float) -> list[pb.Command]:
         """What to tell each rank now, while all are training; mostly nothing."""
         if not self._wanted or not self._schedule.is_due(now):

@@ -16,6 +16,9 @@ _OF_THE_SCRIPT = (
 """What every rank of a script finds out for itself, in the same words."""
 
 
+_DONE = {str(FailureKind.RESIZE): "resized", str(FailureKind.HANDOFF): "handed over"}
+
+
 class Console:
     """What has been said on the terminal."""
 
@@ -38,7 +41,7 @@ def line_of(event: ev.Event) -> str | None:
         return f"rank {event.rank} failed at step {event.step} ({event.kind}: {first})"
     if isinstance(event, ev.RecoveryFinished):
         replaced = ", ".join(str(rank) for rank in event.victims if rank not in event.left)
-        done = "recovered" if event.cause != FailureKind.RESIZE else "resized"
+        done = _DONE.get(event.cause, "recovered")
         who = f"rank {replaced} replaced, " if replaced else ""
         return (
             f"{done} in {event.total_s:.2f} s: {who}training goes on from step {event.resume_step} (generation "
@@ -46,7 +49,9 @@ def line_of(event: ev.Event) -> str | None:
         )
     if isinstance(event, ev.JobResized):
         sizes = f"{event.replicas} replicas instead of {event.before}"
-        return f"{sizes}, from step {event.step} on, without {ranks_text(event.left)}"
+        changes = (("without", event.left), ("with", event.came))
+        how = " and ".join(f"{word} {ranks_text(ranks)}" for word, ranks in changes if ranks)
+        return f"{sizes}, from step {event.step} on" + (f", {how}" if how else "")
     if isinstance(event, ev.NodeLost):
         return f"node {event.node} is lost ({event.evidence})"
     if isinstance(event, ev.FallbackStarted):
@@ -60,9 +65,13 @@ def line_of(event: ev.Event) -> str | None:
         NoticeKind.DIGEST_MISMATCH,
         NoticeKind.OTHER_LAYOUT,
         NoticeKind.WAITING_FOR_NODE,
+        NoticeKind.NEWCOMERS,
+        NoticeKind.NEWCOMER_GIVEN_UP,
         NoticeKind.NODE_UNHEARD,
         NoticeKind.NODE_REPLACED,
         NoticeKind.NODE_EXCLUDED,
+        NoticeKind.NODE_LEAVES,
+        NoticeKind.NODE_LEFT,
         NoticeKind.NODE_MARKS,
         NoticeKind.NODE_USED_LAST,
         NoticeKind.STANDSTILL,

@@ -56,12 +56,16 @@ def custody(wanted: Sequence[Need], records: Collection[RankRecord], version: in
 
 
 def choose_leaving(
-    records: Mapping[int, RankRecord], departed: Mapping[int, Mapping[str, int]], count: int, version: int
+    records: Mapping[int, RankRecord],
+    departed: Mapping[int, Mapping[str, int]],
+    count: int,
+    version: int,
+    named: Sequence[int] = (),
 ) -> list[int] | None:
-    """So many ranks that can leave at ``version`` because others have what only they need: the last ones, as far as
-    that is so. None if there are not so many."""
+    """So many ranks that can leave at ``version`` because others have what only they need: the ``named`` ones, and the
+    last ones, as far as that is so. None if there are not so many, or a named one is not among them."""
     chosen: list[int] = []
-    for rank in reversed(list(records)):
+    for rank in (*named, *(other for other in reversed(list(records)) if other not in named)):
         if len(chosen) == count:
             break
         leaving = [*chosen, rank]
@@ -69,4 +73,4 @@ def choose_leaving(
         gone = {**departed, **{other: records[other].needs for other in leaving}}
         if custody(left_behind(gone, staying), staying, version) is not None:
             chosen = leaving
-    return sorted(chosen) if len(chosen) == count else None
+    return sorted(chosen) if len(chosen) == count and set(named) <= set(chosen) else None

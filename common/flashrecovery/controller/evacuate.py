@@ -8,8 +8,8 @@ still marked.
 from __future__ import annotations
 
 from flashrecovery.controller.job_state import JobState
+from flashrecovery.controller.losses import never_replaced
 from flashrecovery.controller.nodes import NodeRecord, NodeState, rooms
-from flashrecovery.controller.resizing import never_replaced
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.kinds import FailureKind, NoticeKind
 from flashrecovery.plan.evacuation import Warned, evacuations

@@ -57,6 +57,7 @@ class Intake:
             "done": self._on_done,
             "paused": self._on_paused,
             "exited": self._on_exited,
+            "departing": self._on_departing,
             "checkpoint": self._on_checkpoint,
             "standby": self._on_standby,
             "notice": self._on_notice,
@@ -110,14 +111,14 @@ class Intake:
         for name in self._machine.job.nodes:
             self.tell_modules(name)
 
-    def _on_joined(self, message: pb.AgentMessage, _: str, now: float) -> None:
+    def _on_joined(self, message: pb.AgentMessage, node: str, now: float) -> None:
         self._checkpoints.adopt(message.joined, now)
-        self._machine.on_joined(message.joined, now)
+        self._machine.on_joined(message.joined, now, node)
 
-    def _on_failure(self, message: pb.AgentMessage, _: str, now: float) -> None:
+    def _on_failure(self, message: pb.AgentMessage, node: str, now: float) -> None:
         if message.failure.failed_at:  # by the agent's clock
             message.failure.failed_at += now - message.age_base
-        self._machine.on_failure(message.failure, now)
+        self._machine.on_failure(message.failure, now, node)
 
     def _on_reply(self, message: pb.AgentMessage, _: str, now: float) -> None:
         self._machine.on_reply(message.reply, now)
@@ -132,8 +133,18 @@ class Intake:
     def _on_paused(self, message: pb.AgentMessage, _: str, now: float) -> None:
         self._machine.on_paused(message.paused, now)
 
-    def _on_exited(self, message: pb.AgentMessage, _: str, now: float) -> None:
-        self._machine.on_exited(message.exited, now)
+    def _on_exited(self, message: pb.AgentMessage, node: str, now: float) -> None:
+        self._machine.on_exited(message.exited, now, node)
+
+    def _on_departing(self, message: pb.AgentMessage, node: str, now: float) -> None:
+        """What cannot be helped happens at once, as if nobody had asked."""
+        departing, job = message.departing, self._machine.job
+        why_not, _ = self._machine.handoff.ask(node, departing.within_s, now)
+        if why_not and departing.stays:
+            job.notice(NoticeKind.NODE_LEAVES, f"node {node} is to leave, because {departing.reason}; but {why_not}")
+        elif why_not:
+            reason = f"{departing.reason}; its ranks cannot be handed over: {why_not}"
+            self._agents.post(node, pb.Command(rank=AGENT, shutdown=pb.Shutdown(reason=reason)))
 
     def _on_checkpoint(self, message: pb.AgentMessage, _: str, __: float) -> None:
         saved = message.checkpoint

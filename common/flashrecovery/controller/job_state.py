@@ -12,7 +12,7 @@ from flashrecovery.controller.crashes import Crashes
 from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.nodes import NodeRecord
 from flashrecovery.controller.outbox import Action, Blame, Outbox
-from flashrecovery.controller.records import Place, RankRecord
+from flashrecovery.controller.records import Newcomer, Place, RankRecord
 from flashrecovery.controller.restore import RestoreRound
 from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan.node_marks import SLOW, WEIGHTS
@@ -31,6 +31,7 @@ class JobState:
     Attributes:
         ranks: those of which the job consists, numbered as it was launched; of an elastic job some may have left.
         in_order: the same, by place.
+        newcomers: processes that are built up beside training, by the rank that they are to fill.
         generation: grows with each recovery and each new start; whatever is of an older one is void.
         places: how many ranks are in each place; their sum is the world size.
         stride: distance in ranks to the neighbour that keeps copies.
@@ -70,6 +71,7 @@ class JobState:
     state: State = State.STARTING
     generation: int = 0
     ranks: dict[int, RankRecord] = field(default_factory=dict)
+    newcomers: dict[int, Newcomer] = field(default_factory=dict)
     places: Counter[Place] = field(default_factory=Counter)
     nodes: dict[str, NodeRecord] = field(default_factory=dict)
     stride: int = 1
@@ -195,6 +197,27 @@ class JobState:
         """All ranks of the job have what they need of a state that is divided among them alone."""
         self.layout = tuple(self.ranks)
         self.departed = {}
+
+    def enrol(self, record: RankRecord) -> None:
+        """The rank belongs to the job from now on, in its place by number."""
+        record.enlist(self.places)
+        self.departed.pop(record.rank, None)
+        others = [*self.ranks.values(), record]
+        self.ranks.clear()
+        self.ranks.update((one.rank, one) for one in sorted(others, key=lambda one: one.rank))
+        self.in_order = list(self.ranks.values())
+        self._homes, self.confirmed = [], 0
+
+    def tell_to_leave(self, rank: int, home: str, grace_s: float = 0.0) -> None:
+        """Have the process of a rank, if its node lives, end by itself within ``grace_s`` seconds, or end it."""
+        node = self.nodes.get(home)
+        if node is not None and node.alive:
+            self.outbox.send(home, pb.Command(generation=self.generation, rank=rank, leave=pb.Leave(grace_s=grace_s)))
+
+    def homes(self) -> list[str]:
+        """The node of each process that fills a rank, or is to."""
+        records = [*self.ranks.values(), *(newcomer.record for newcomer in self.newcomers.values())]
+        return [record.home for record in records if record.home]
 
     def saved(self) -> pb.Command:
         """What the agents are to remember: the newest checkpoint, or (version -1) that there is none."""

@@ -12,6 +12,10 @@ done with it is in objects that have nothing of their own but their way of doing
 :mod:`.evacuate`    warned nodes are replaced with the next failure
 :mod:`.watching`    hangs and slow ranks
 :mod:`.resizing`    of an elastic job, who leaves and when
+:mod:`.growing`     of an elastic job, who comes and when
+:mod:`.handoff`     nodes that are to leave hand their ranks over
+:mod:`.newcomers`   processes that are built up beside training, and ..
+:mod:`.coming_in`   .. how they become members
 :mod:`.staffing`    for all of them: which process fills a rank, on which node
 ==================  ==========================================================================
 
@@ -26,15 +30,19 @@ from collections.abc import Mapping, Sequence
 
 from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
+from flashrecovery.controller.coming_in import ComingIn
 from flashrecovery.controller.conduct import Conduct
 from flashrecovery.controller.crashes import cause_of, limit_of, option_of
 from flashrecovery.controller.evacuate import Evacuation
+from flashrecovery.controller.growing import Growing
+from flashrecovery.controller.handoff import Handoff
 from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.job_state import AGENT, JobState
+from flashrecovery.controller.losses import leaving_without, never_replaced
 from flashrecovery.controller.nodes import NodeRecord, NodeState
 from flashrecovery.controller.records import HeldAt, Place, RankRecord, unequal_steps
 from flashrecovery.controller.recovery import RecoverySteps
-from flashrecovery.controller.resizing import Resizing, leaving_without, never_replaced
+from flashrecovery.controller.resizing import Resizing
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.controller.starting import HOW_TO_PROTECT, Starting
 from flashrecovery.controller.takeover import TakeOver
@@ -58,7 +66,11 @@ class Machine:
         self.job = JobState(config)
         self._staffing = Staffing(self.job)
         self._starting = Starting(self.job, self._staffing)
-        self._resizing = Resizing(self.job)
+        self._coming = ComingIn(self.job)
+        self._newcomers = self._coming.newcomers
+        self._growing = Growing(self.job, self._staffing, self._coming)
+        self._resizing = Resizing(self.job, self._growing, self._coming)
+        self.handoff = Handoff(self.job, self._staffing, self._coming, self._resizing)
         evacuation = Evacuation(self.job, self._staffing)
         self._steps = RecoverySteps(self.job, self._staffing, evacuation, self._starting, self._resizing)
         self.takeover = TakeOver(self.job, self._staffing, self._starting, self._steps)
@@ -82,6 +94,8 @@ class Machine:
             )
         )
         self.conduct.judge(node)
+        for rank in message.beside:  # for the controller before this one, who knew what for
+            self.job.tell_to_leave(rank, node.name)
         self._starting.compare_command(message)
         if message.HasField("checkpoint"):
             self._hear_of_checkpoint(node, message.checkpoint)
@@ -94,6 +108,7 @@ class Machine:
             node.state = NodeState.SPARE
             self._settle_homeless(now)
             self._staffing.publish_others()
+            self._growing.on_node(node.name)
         elif self.job.found_since is None and message.stride:
             self.job.found_since = self.job.started_at = (
                 now  # it has a rank table: the job runs already, on other nodes
@@ -120,6 +135,8 @@ class Machine:
             )
         )
         self.job.blame(name, FailureKind.NODE_LOST, evidence)
+        self.handoff.on_node_lost(name)
+        self._newcomers.on_node_lost(name)
         for record in self.job.ranks.values():
             record.page_on = "" if record.page_on == name else record.page_on
         if not self.job.launched:
@@ -156,6 +173,8 @@ class Machine:
             self._staffing.fill(self.job.ranks[rank], now, detached=self.job.state is not State.STARTING)
 
     def on_started(self, message: pb.WorkerStarted, node: str, host: str) -> None:
+        if self._newcomers.on_started(message, node, host):
+            return
         record = self.job.ranks.get(message.rank)
         if (
             record is None
@@ -170,8 +189,12 @@ class Machine:
         if not self.job.places[Place.EMPTY]:
             self._staffing.publish_rank_table()
 
-    def on_joined(self, message: pb.Joined, now: float) -> None:
-        """A worker has come to its first step and says which shards it needs and holds."""
+    def on_joined(self, message: pb.Joined, now: float, node: str = "") -> None:
+        """A worker has come to its first step and says which shards it needs and holds. ``node``, here and below: whose
+        agent says so; "": not known."""
+        if self._newcomers.on_joined(message, node):
+            self._coming.call_in()
+            return
         record = self.job.ranks.get(message.rank)
         if (
             record is None
@@ -179,7 +202,9 @@ class Machine:
             or record.filled not in (_ELSEWHERE, message.generation)
         ):
             return  # of a process that has been replaced since
-        known, steps = dict(record.needs), record.steps
+        if node not in ("", record.home):
+            return  # of a process that was to take the rank over, and has been given up
+        known, steps, batches = dict(record.needs), record.steps, record.batches
         record.joined(message)
         self.job.outbox.forget(Ordered.REPLACE, record.rank)
         if known and self.job.layout != tuple(range(self.job.config.world_size)):
@@ -190,6 +215,8 @@ class Machine:
             self.job.fail(
                 f"rank {record.rank}: the replacement registered other state than the process it replaces: {odd}"
             )
+        elif known and batches != record.batches:
+            self.job.fail(f"rank {record.rank}: the replacement's batches are {record.batches}, not {batches}")
         elif self.job.state is not State.STARTING and record.steps != steps and unequal_steps(self.job.ranks.values()):
             self.job.fail(unequal_steps(self.job.ranks.values()))
         elif self.job.state is State.STARTING:
@@ -199,19 +226,21 @@ class Machine:
         else:
             self._steps.advance(now)
 
-    def on_failure(self, message: pb.Failure, now: float) -> None:
+    def on_failure(self, message: pb.Failure, now: float, node: str = "") -> None:
         """The process of a rank is dead, hung, or cannot go on."""
-        self._on_failures([message], now)
+        if self._newcomers.on_failure(message, node):
+            return
+        self._on_failures([message], now, node)
 
-    def _on_failures(self, messages: Sequence[pb.Failure], now: float) -> None:
+    def _on_failures(self, messages: Sequence[pb.Failure], now: float, node: str = "") -> None:
         """Take failures that are found at one moment together, as one recovery."""
-        lost = [message for message in messages if self._is_lost(message, now)]
+        lost = [message for message in messages if self._is_lost(message, now, node)]
         if lost and self.job.state not in (State.FAILED, State.FINISHED):
             first = lost[0]
             kind, failed_at = FailureKind(first.kind), first.failed_at or now
             self._steps.recover([m.rank for m in lost], kind, failed_at, first.detect_s, now)
 
-    def _is_lost(self, message: pb.Failure, now: float) -> bool:
+    def _is_lost(self, message: pb.Failure, now: float, node: str) -> bool:
         """Note a failure; returns whether the rank is to be filled again for that."""
         record = self.job.ranks.get(message.rank)
         if (
@@ -219,6 +248,7 @@ class Machine:
             or self.job.state in (State.FAILED, State.FINISHED)
             or record.pid != message.pid
             or record.place is Place.EMPTY
+            or node not in ("", record.home)
         ):
             return False
         step = max(message.step, record.committed, 0)
@@ -320,7 +350,7 @@ class Machine:
                 self.job.round.report(record.rank, message)
         elif what is Ordered.RESUME:
             for record in records:
-                record.place, record.on_its_way = Place.RUNNING, False
+                record.place, record.on_its_way, record.new = Place.RUNNING, False, False
                 record.live = -1
 
     def on_done(self, message: pb.Done, now: float) -> None:
@@ -335,18 +365,29 @@ class Machine:
         """A worker has come to the step at which the job is to change. The others can come there, too, and no further,
         because this one takes no part in it: so the first one's word is enough."""
         current = message.generation == self.job.generation and self.job.state is State.RUNNING
-        if current and message.rank in self.job.ranks:
-            self.job.last_failure = self._resizing.why_paused(message.version)
-            if self._resizing.paused(message.rank, now):
-                self._steps.recover([], FailureKind.RESIZE, now, 0.0, now)
+        if not current or message.rank not in self.job.ranks:
+            return
+        handing_over = self._coming.handing_over
+        enough = self._coming.on_paused(message, now) if handing_over else self._resizing.paused(message.rank, now)
+        if enough:
+            self._change(message.version, now)
 
-    def resize(self, replicas: int, step: int) -> str:
+    def _change(self, version: int, now: float) -> None:
+        """All ranks wait before this version, or will: go on with others."""
+        self.job.last_failure = self._resizing.why_paused(version)
+        self._steps.recover([], self._coming.cause, self._coming.paused_since(now), 0.0, now)
+
+    def resize(self, replicas: int, step: int, now: float) -> str:
         """See :meth:`.resizing.Resizing.ask`."""
-        return self._resizing.ask(replicas, step)
+        return self._resizing.ask(replicas, step, now)
 
-    def on_exited(self, message: pb.Exited, now: float) -> None:
+    def on_exited(self, message: pb.Exited, now: float, node: str = "") -> None:
         """A process ended with code 0."""
+        if self._newcomers.on_exited(message, node):
+            return
         record = self.job.ranks.get(message.rank)
+        if record is not None and node not in ("", record.home):
+            return
         if record is None or record.pid != message.pid or self.job.state in (State.FAILED, State.FINISHED):
             return
         finished = record.place in (Place.RELEASED, Place.DONE) or (
@@ -429,7 +470,15 @@ class Machine:
                 self._void(self.job.recovery, found.text)
             elif found.kind in (VerdictKind.STUCK, VerdictKind.UNLIKE):
                 self._all_again(found.text, now)
+        self._handle_plans(now)
         self.watch.report_stragglers(now)
+
+    def _handle_plans(self, now: float) -> None:
+        """Changes that nobody has suffered, but somebody wants."""
+        self.handoff.tick(now)
+        self._growing.grow_by_itself(now)
+        if self._coming.tick(now):
+            self._change(self.job.committed, now)
 
     def _too_few(self) -> str:
         """Why an elastic job has waited, in words."""

@@ -29,6 +29,7 @@ class NodeRecord:
 
     Attributes:
         suspect: what a device plugin has warned of, or "".
+        leaving: somebody wants it to leave the job; it gets no more ranks.
         use: what its earlier failures mean, with the reason.
     """
 
@@ -45,6 +46,7 @@ class NodeRecord:
     suspect: str = ""
     use: Use = Use.NORMAL
     use_reason: str = ""
+    leaving: bool = False
 
     @staticmethod
     def of(message: pb.Register) -> NodeRecord:
@@ -119,5 +121,5 @@ def rooms(nodes: Iterable[NodeRecord], taken: Iterable[str], *, excluded: bool =
     return [
         Room(n.name, n.domain, n.slots - used[n.name], n.state is NodeState.SPARE, bool(n.doubt))
         for n in nodes
-        if n.state in (NodeState.ACTIVE, NodeState.SPARE) and (excluded or not n.excluded)
+        if n.state in (NodeState.ACTIVE, NodeState.SPARE) and not n.leaving and (excluded or not n.excluded)
     ]

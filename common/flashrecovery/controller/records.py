@@ -61,6 +61,8 @@ class RankRecord:
         filled: the generation in which it was last ordered to be filled; -1: another controller has ordered it.
         on_its_way: the process has not been let into its loop yet.
         irreplaceable: its replacements have failed so often that an elastic job goes on without it.
+        new: it has come into a running job and nobody has a capsule of it; in an elastic job another rank's serves.
+        batches: of an elastic job, what the rank's batches are made of.
         capsules, early: versions of its capsule that its last process's page has, and those of them that are not final.
         late: versions whose capsule, on this rank, was not what it had been early.
         steps: that it will take; -1 when the script's end is the end of its steps, None as long as it has not said so.
@@ -88,6 +90,8 @@ class RankRecord:
     filled: int = -1
     on_its_way: bool = False
     irreplaceable: bool = False
+    new: bool = False
+    batches: str = ""
     steps: int | None = None
     in_snapshots: bool = False
     sizes: frozenset[int] = frozenset()
@@ -130,6 +134,11 @@ class RankRecord:
         self.tally[place] += 1
         self._place = place
 
+    def enlist(self, tally: Counter[Place]) -> None:
+        """It is counted there from now on."""
+        self.tally = tally
+        self.tally[self._place] += 1
+
     def vacate(self) -> None:
         """The process is gone; what the rank needs stays known."""
         self.place = Place.EMPTY
@@ -161,6 +170,7 @@ class RankRecord:
         self.hang_floor_s = message.hang_floor_s
         self.in_snapshots = message.in_snapshots
         self.sizes = frozenset(message.sizes)
+        self.batches = message.batches
         self.needs = {n.name: n.nbytes for n in message.needs}
         self.digests = {n.name: n.digest for n in message.needs if n.digest}
         self.start = list(message.start)
@@ -242,8 +252,36 @@ class RankRecord:
         if version in self.capsules:
             yield capsule_name(self.rank)
 
+    def has_capsule(self, version: int) -> bool:
+        """Whether its process has its own capsule of this version, in its final form."""
+        if version < 0 or self.live == version:
+            return version >= 0
+        name = capsule_name(self.rank)
+        kept = (h for h in self._said if h.version == version and h.kind == Kind.UNDO and not h.early)
+        return any(name in self._names(h) for h in kept)
+
     def need_list(self) -> list[Need]:
         return [Need(self.rank, n, b) for n, b in self.needs.items()]
+
+
+@dataclass
+class Newcomer:
+    """A process that is built up beside training, to fill a rank later.
+
+    Attributes:
+        record: of the rank that it will fill; the job does not count it yet.
+        number: of the order, so that its first word is not taken for that of an earlier one.
+        due: when it has to be at its first step, CLOCK_MONOTONIC seconds.
+    """
+
+    record: RankRecord
+    number: int
+    due: float
+
+    @property
+    def here(self) -> bool:
+        """It has come to its first step and waits."""
+        return self.record.place is Place.JOINED
 
 
 def slowest_start(records: Iterable[RankRecord]) -> Sequence[pb.StartLine]:

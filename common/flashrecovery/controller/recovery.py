@@ -262,6 +262,7 @@ class RecoverySteps:
         except JobFailedError as e:
             self._nothing_to_go_on_from(str(e), now)
             return
+        decision = self._resizing.come_at(decision)
         self._adopt(decision, now)
         if self._resizing.tell(decision.round.version):
             self._staffing.publish_rank_table()

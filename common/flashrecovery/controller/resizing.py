@@ -1,10 +1,10 @@
-"""An elastic job changes its size: who leaves, at which step, and what is told of it.
+"""An elastic job changes its size: who leaves and who comes, at which step, and what is told of it.
 
 Replicas are ranks here (plain data parallelism). Who leaves is taken out of the job's records, so that nothing waits
 for it any more; the others keep their numbers in the job, and are counted anew in the process groups
 (:class:`~flashrecovery.proto.flashrecovery_pb2.Regroup`). There are two reasons: ranks that nobody can replace
 (:mod:`flashrecovery.plan.resize`), and a command. For the latter all ranks pause before a step, and a recovery without
-a victim follows.
+a victim follows. So it is where the job grows (:mod:`.growing`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from flashrecovery import events as ev
+from flashrecovery.controller.coming_in import ComingIn
 from flashrecovery.controller.custody import choose_leaving, divided
+from flashrecovery.controller.growing import Growing
 from flashrecovery.controller.job_state import JobState
+from flashrecovery.controller.losses import allowed_sizes, leaving_without, never_replaced
+from flashrecovery.controller.newcomers import give_up_all
+from flashrecovery.controller.restore import Decision
 from flashrecovery.errors import JobFailedError
 from flashrecovery.kinds import NoticeKind
-from flashrecovery.plan.resize import ReplicaRange, leaving
 from flashrecovery.plan.transitions import State
+from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 PATIENCE_S = 2.0
@@ -27,62 +32,35 @@ _TRIES = 3
 """Pauses before the same step, until those that are to leave can."""
 
 
-def never_replaced(job: JobState) -> bool:
-    """Whether no rank that is lost gets another process (``elastic.replace: never``)."""
-    elastic = job.config.elastic
-    return elastic is not None and elastic.replace == "never" and job.state is not State.STARTING
-
-
-def leaving_without(job: JobState, lost: Collection[int]) -> tuple[int, ...]:
-    """Those of the ``lost`` ranks, which cannot be replaced, that leave the job: all or none. None if it is not
-    elastic, has not begun yet, or too few would be left. (Where as many as are left are not allowed, more leave when
-    all are stopped: :meth:`Resizing.leave_at`.)"""
-    if job.config.elastic is None or not lost or job.state is State.STARTING:
-        return ()
-    found = leaving(list(job.ranks), lost, allowed_sizes(job))
-    return tuple(rank for rank in found if rank in lost)
-
-
-def allowed_sizes(job: JobState) -> ReplicaRange:
-    """How many replicas an elastic job may have: as it was launched, and as its ranks have said its batch, or a
-    framework's configuration, allows."""
-    elastic = job.config.elastic
-    assert elastic is not None
-    said = next((record.sizes for record in job.in_order if record.sizes), None)
-    return ReplicaRange(elastic.min, elastic.max, said)
-
-
-def tell_to_leave(job: JobState, rank: int, home: str, grace_s: float = 0.0) -> None:
-    """Have the process of a rank, if its node lives, end by itself within ``grace_s`` seconds, or end it."""
-    node = job.nodes.get(home)
-    if node is not None and node.alive:
-        leave = pb.Leave(grace_s=grace_s)
-        job.outbox.send(home, pb.Command(generation=job.generation, rank=rank, leave=leave))
-
-
 @dataclass(frozen=True)
 class Wish:
-    """What somebody has commanded: so many replicas, from a step on (-1: from the next one)."""
+    """What somebody has commanded: so many replicas, from a step on (-1: from the next one). ``ranks``: that leave;
+    none: the last ones."""
 
     replicas: int
     step: int
+    ranks: tuple[int, ...] = ()
 
-    def pause(self) -> pb.Pause:
-        """For the ranks."""
-        return pb.Pause(step=max(self.step, 0))
+    def pause(self, *, copies: bool) -> pb.Pause:
+        """For the ranks. ``copies``: those of the version are waited for."""
+        return pb.Pause(step=max(self.step, 0), copies=copies)
 
 
 class Resizing:
     """Changes of the size of one job."""
 
-    def __init__(self, job: JobState) -> None:
+    def __init__(self, job: JobState, growing: Growing, coming: ComingIn) -> None:
         self._job = job
+        self._coming = coming
+        self._growing = growing
         self._wish: Wish | None = None
         self._size = len(job.ranks)  # as was told last
         self._left: list[int] = []  # since then
         self._tries = 0  # to carry out what somebody has commanded
         self._paused: set[int] = set()
         self._paused_at: float | None = None
+        self._came: list[int] = []  # the same
+        self._other_processes = False  # the same ranks are filled by others
 
     # -- a loss -----------------------------------------------------------------------------------
 
@@ -102,13 +80,13 @@ class Resizing:
     def end_process(self, rank: int) -> None:
         """Whatever is left of the rank's process ends; it is not replaced now."""
         record = self._job.ranks[rank]
-        tell_to_leave(self._job, rank, record.home)
+        self._job.tell_to_leave(rank, record.home)
         record.vacate()
         record.home, record.capsules = "", ()
 
     # -- a command --------------------------------------------------------------------------------
 
-    def ask(self, replicas: int, step: int) -> str:
+    def ask(self, replicas: int, step: int, now: float) -> str:
         """Have the job changed to so many replicas from ``step`` on (-1: from the next one). Returns why not, "" if it
         will be done."""
         job, elastic = self._job, self._job.config.elastic
@@ -117,13 +95,20 @@ class Resizing:
         if job.state is not State.RUNNING or job.recovery is not None:
             return f"the job is {job.state.value}, or has just recovered; ask again when it trains"
         size = len(job.ranks)
-        if not elastic.min <= replicas < size:
-            least = f"{elastic.min} to {size - 1}" if elastic.min < size else "no smaller number"
-            return f"--to {replicas}: the job has {size} replicas (elastic = {elastic.text}); {least} is allowed"
+        if job.newcomers and replicas == size:
+            give_up_all(job, "somebody has commanded so")
+            self._growing.commanded(replicas)
+            return ""
+        if job.newcomers:
+            who = ranks_text(list(job.newcomers))
+            return f"{who} {'is' if len(job.newcomers) == 1 else 'are'} on the way in; --to {size} calls that off"
+        if replicas < elastic.min or replicas == size:
+            allowed = f"{elastic.min} to {elastic.max}, but for {size}"
+            return f"--to {replicas}: the job has {size} replicas (elastic = {elastic.text}); {allowed}, is allowed"
         possible = allowed_sizes(job).allowed
-        if possible is not None and replicas not in possible:
-            fitting = [str(n) for n in sorted(possible) if elastic.min <= n < size]
-            allowed = f"{' or '.join(fitting)} is allowed" if fitting else "no smaller number is allowed"
+        if possible is not None and replicas not in possible and replicas <= elastic.max:
+            fitting = [str(n) for n in sorted(possible) if elastic.min <= n <= elastic.max and n != size]
+            allowed = f"{' or '.join(fitting)} is allowed" if fitting else "no other number is allowed"
             return f"--to {replicas}: the job's global batch, or its configuration, does not allow that; {allowed}"
         newest = max(record.committed for record in job.in_order)
         if 0 <= step <= newest:
@@ -131,15 +116,36 @@ class Resizing:
         steps = job.in_order[0].steps
         if steps is not None and step >= steps:
             return f"--at-step {step}: the job takes {steps} steps; an earlier one is allowed"
+        self._wish = None
+        if replicas > size:
+            why_not = self._growing.ask(replicas, step, now)
+            if not why_not:
+                self._growing.commanded(replicas)
+            return why_not
+        self._growing.commanded(replicas)
         self._wish = Wish(replicas, step)
-        for record in job.in_order:
-            job.command(record.rank, pb.Command(pause=self._wish.pause()))
+        self._tell_to_pause()
         return ""
+
+    def dismiss(self, ranks: Collection[int]) -> None:
+        """These ranks leave before the next step."""
+        self._wish = Wish(len(self._job.ranks) - len(ranks), -1, tuple(ranks))
+        self._tell_to_pause()
+
+    def _tell_to_pause(self) -> None:
+        assert self._wish is not None
+        pause = self._wish.pause(copies=divided(self._job.in_order))
+        for record in self._job.in_order:
+            self._job.command(record.rank, pb.Command(pause=pause))
+
+    @property
+    def under_way(self) -> bool:
+        """Ranks are to leave, and have not yet."""
+        return self._wish is not None
 
     def paused(self, rank: int, now: float) -> bool:
         """A rank has come to the step at which the job is to change. Returns whether it changes now. Where state is
-        divided,
-        the others are waited for: they pause when the copies of what they have are made."""
+        divided, the others are waited for: they pause when the copies of what they have are made."""
         if not divided(self._job.in_order):
             return True
         if not self._paused:
@@ -162,11 +168,16 @@ class Resizing:
         """In words, for those who are stopped: ranks have paused at ``version``. A command that was given to a
         controller before this one is not known any more."""
         size = "as many" if self._wish is None else self._wish.replicas
+        coming = self._coming.why_paused(version)
+        if coming:
+            return coming
         return f"the job goes on with {size} replicas from step {version} on"
 
     def pause(self) -> pb.Pause | None:
         """What ranks that go on after a recovery are told of a command that is still to be carried out."""
-        return None if self._wish is None else self._wish.pause()
+        if self._wish is None:
+            return self._coming.pause()
+        return self._wish.pause(copies=divided(self._job.in_order))
 
     def leave_at(self, version: int) -> bool:
         """All ranks are stopped, and are to go on at ``version``. Who has to leave does so now: those that a command
@@ -183,8 +194,9 @@ class Resizing:
         most = allowed.largest(size, size, uneven=True) or size
         ranks: list[int] | None = None
         if wish is not None and version >= wish.step:
-            wanted = min(most, wish.replicas)
-            ranks = self._choose(allowed.largest(wanted, wanted, uneven=True) or most, version)
+            named = [rank for rank in wish.ranks if rank in self._job.ranks]
+            wanted = min(most, size - len(named) if wish.ranks else wish.replicas)
+            ranks = self._choose(allowed.largest(wanted, wanted, uneven=True) or most, version, named)
             if ranks is None and self._tries < _TRIES:
                 self._tries += 1
             elif ranks is None:
@@ -206,17 +218,29 @@ class Resizing:
             self._depart(rank, grace_s=self._job.config.timeouts.fence_s)
         return bool(ranks)
 
-    def _choose(self, size: int, version: int) -> list[int] | None:
-        """The ranks that leave so that ``size`` go on; None if so many cannot."""
+    def _choose(self, size: int, version: int, named: Sequence[int] = ()) -> list[int] | None:
+        """The ranks that leave so that ``size`` go on, ``named`` ones first; None if so many cannot."""
         count = len(self._job.ranks) - size
-        return choose_leaving(self._job.ranks, self._job.departed, count, version) if count > 0 else []
+        return choose_leaving(self._job.ranks, self._job.departed, count, version, named) if count > 0 else []
+
+    def come_at(self, decision: Decision) -> Decision:
+        """The same for ranks that come: returns what is decided with those that do so now."""
+        before = set(self._job.ranks)
+        found, came = self._coming.come_in(decision)
+        self._came += [rank for rank in came if rank not in before]
+        if came and before.issuperset(came):
+            self._other_processes = True
+        return found
 
     # -- both -------------------------------------------------------------------------------------
 
     def tell(self, version: int) -> bool:
-        """The ranks that there are now go on at ``version``. Returns whether they are others than were told last."""
+        """The ranks that there are now go on at ``version``. Returns whether they are others than were told last, or
+        filled by others."""
         size = len(self._job.ranks)
-        if size != self._size:
+        came = sorted(rank for rank in self._came if rank in self._job.ranks)
+        left = sorted(set(self._left).difference(came))
+        if size != self._size or came or left:
             self._job.emit(
                 ev.JobResized(
                     generation=self._job.generation,
@@ -224,12 +248,14 @@ class Resizing:
                     before=self._size,
                     replicas=size,
                     ranks=list(self._job.ranks),
-                    left=sorted(self._left),
+                    left=left,
+                    came=came,
                 )
             )
-            self._size, self._left = size, []
+            self._size, self._left, self._came, self._other_processes = size, [], [], False
             return True
-        return False
+        others, self._other_processes = self._other_processes, False
+        return others
 
     def layout(self) -> Sequence[int]:
         """Among which ranks state is divided that is divided among ranks; of interest in an elastic job alone."""
@@ -242,6 +268,6 @@ class Resizing:
     def _depart(self, rank: int, *, grace_s: float) -> None:
         record = self._job.depart(rank)
         self._left.append(rank)
-        tell_to_leave(self._job, rank, record.home, grace_s)
+        self._job.tell_to_leave(rank, record.home, grace_s)
         if self._job.homeless_since is not None and all(r.home for r in self._job.in_order):
             self._job.homeless_since = None

@@ -9,7 +9,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from flashrecovery.controller.custody import custody, left_behind
-from flashrecovery.controller.records import RankRecord
+from flashrecovery.controller.records import RankRecord, capsule_name
 from flashrecovery.errors import JobFailedError
 from flashrecovery.parity_messages import decode_message
 from flashrecovery.plan import Cut, Holding, Kind, Need, NoCut, RestorePlan, newest_cut, plain_reason, plan_restore
@@ -179,6 +179,7 @@ def _from_memory(cut: Cut, records: Mapping[int, RankRecord], parity: Collection
     needs = [n for r in records.values() if r.live != cut.version for n in r.need_list()]
     holdings = list(_sources(records.values(), cut.version, Counter(n.shard for n in needs)))
     holdings += [h for one in parity if one.order.version == cut.version for h in one.holdings]
+    holdings += _lent(records.values(), [cut.version])
     plan = plan_restore(needs, holdings, cut.version)
     decoded = {(i.rank, i.shard) for i in plan.local if i.kind is Kind.PARITY}
     decoded |= {(t.source, t.shard) for t in plan.transfers if t.kind is Kind.PARITY}
@@ -225,10 +226,22 @@ def _sources(records: Iterable[RankRecord], version: int, lacking: Mapping[str, 
         yield from record.copies_at(version, of_any)
 
 
+def _lent(records: Iterable[RankRecord], versions: Iterable[int]) -> list[Holding]:
+    """A rank that has come into an elastic job has no capsule anywhere. What each rank has for itself there is as good
+    as equal (:mod:`flashrecovery.worker.elastic_rules`), so that anybody's serves."""
+    records = list(records)
+    new = [capsule_name(record.rank) for record in records if record.new]
+    if not new:
+        return []
+    own = [(record.rank, version) for version in versions for record in records if record.has_capsule(version)]
+    return [Holding(rank, name, version, Kind.LENT, 0) for name in new for rank, version in own]
+
+
 def _any_cut(records: Mapping[int, RankRecord], parity: Iterable[Decodable], left: Sequence[Need] = ()) -> Cut | NoCut:
     needs = [n for r in records.values() for n in r.need_list()] + list(left)
     holdings = [h for r in records.values() for h in r.holdings()]
     holdings += [h for one in parity for h in one.holdings]
+    holdings += _lent(records.values(), {h.version for h in holdings})
     return newest_cut(needs, holdings)
 
 
@@ -250,4 +263,5 @@ def _plain_cut(records: Mapping[int, RankRecord], parity: Iterable[Decodable], l
         if record.live == newest:
             lacking.difference_update(record.needs)
         lacking.difference_update(record.kept_at(newest))
+    lacking.difference_update(h.shard for h in _lent(records.values(), [newest]))
     return None if lacking else Cut(newest, plain_reason(newest))

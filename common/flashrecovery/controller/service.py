@@ -81,6 +81,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self.run_dir = run_dir
         self._agents = Connections()
         quorum = quorum or Quorum("")
+        self._leader = quorum.leader
         self._liveness = Liveness(config.timeouts, quorum.leader)
         self._elector_set = ElectorSet(quorum, self.machine.job, config.timeouts)
         self._renewal: asyncio.Task[None] | None = None
@@ -213,9 +214,21 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     async def Resize(self, request: pb.ResizeRequest, context: Context) -> pb.ResizeReply:
         """Change the number of replicas of an elastic job."""
-        error = self.machine.resize(request.replicas, request.step)
+        error = self.machine.resize(request.replicas, request.step, time.monotonic())
         self._actions.carry_out()
         return pb.ResizeReply(error=error)
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainReply:
+        """Have a node leave the job."""
+        if request.node == self._leader:
+            text = (
+                f"node {request.node} has the job's controller, which has to stay; if its agent is ended, the others "
+                "elect another one, if there are enough of them (docs/nodes.md)"
+            )
+            return pb.DrainReply(error=text)
+        error, text = self.machine.handoff.ask(request.node, request.within_s, time.monotonic())
+        self._actions.carry_out()
+        return pb.DrainReply(error=error, text=text)
 
     def arm(self, spec: FaultSpec) -> None:
         """A fault of the command line; its rank gets it right before the first step."""
@@ -326,7 +339,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 self._sessions.cut(found.node)
                 self._agents.end(found.node)  # if it hears this, it comes back, and is told that it was lost
                 self.machine.on_node_lost(found.node, found.evidence, found.silent_s, now)
-            else:
+            elif self.machine.job.nodes[found.node].alive:  # else it has left, and is ending
                 seen = f"but node {found.observer} reaches it" if found.observer else "nor is any other node"
                 text = f"node {found.node} has not been heard for {found.silent_s:.2f} s, {seen}: it keeps its ranks"
                 self._record(ev.Notice(generation=self.machine.job.generation, kind=NoticeKind.NODE_UNHEARD, text=text))
@@ -341,6 +354,9 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     def _announce_checkpoint(self, now: float) -> None:
         """Have every rank save a version, if it is time."""
+        if self.machine.handoff.save_wanted:
+            self.machine.handoff.save_wanted = False
+            self._checkpoints.hurry()
         if self.machine.job.state is State.RUNNING:
             for command in self._checkpoints.announce(self.machine.job.ranks.values(), now):
                 command.generation = self.machine.job.generation

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from flashrecovery.controller.job_state import AGENT, JobState
+from flashrecovery.controller.losses import leaving_without, never_replaced
+from flashrecovery.controller.newcomers import give_up_all
 from flashrecovery.controller.nodes import NodeRecord, NodeState, rooms
 from flashrecovery.controller.rank_table import RankTable
-from flashrecovery.controller.records import Place, RankRecord
-from flashrecovery.controller.resizing import leaving_without, never_replaced
+from flashrecovery.controller.records import Newcomer, Place, RankRecord
 from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan.placement import place, setup_log_keepers
 from flashrecovery.plan.stores import choose, store_count
@@ -18,13 +19,15 @@ class Staffing:
 
     def __init__(self, job: JobState) -> None:
         self._job = job
+        self._orders = 0  # for newcomers
 
     def settle(self, ranks: list[int], now: float, lost_domain: str = "", *, excluded: bool = False) -> bool:
         """Give ``ranks``, which have lost their node, a new one; False if there is no room for them. ``excluded``: also
         one that is not to be used."""
-        taken = [r.home for r in self._job.ranks.values() if r.home]
-        free = [] if never_replaced(self._job) else rooms(self._job.nodes.values(), taken, excluded=excluded)
-        places = place(ranks, free, lost_domain)
+        places = self._places(ranks, lost_domain, excluded)
+        if places is None and self._job.newcomers and not never_replaced(self._job):
+            give_up_all(self._job, "its room is needed for a rank that has lost its node")
+            places = self._places(ranks, lost_domain, excluded)
         if places is None:
             if self._job.homeless_since is None and not leaving_without(self._job, ranks):
                 self._job.homeless_since = now
@@ -35,22 +38,38 @@ class Staffing:
                 )
                 self._job.notice(NoticeKind.WAITING_FOR_NODE, wait)
             return False
-        used: dict[str, set[int]] = {name: set() for name in places.values()}
-        for other in self._job.ranks.values():
-            if other.home in used:
-                used[other.home].add(other.local_rank)
         for rank, name in places.items():
-            record, taken_there = self._job.ranks[rank], used[name]
-            if record.local_rank in taken_there:
-                record.local_rank = next(i for i in range(len(taken_there) + 1) if i not in taken_there)
-            taken_there.add(record.local_rank)
-            record.home = name
+            self._house(self._job.ranks[rank], name)
         for name in sorted(set(places.values())):
             self.say_if_excluded(self._job.nodes[name])
             self._job.nodes[name].state = NodeState.ACTIVE
         if not self.homeless():
             self._job.homeless_since = None
         return True
+
+    def _places(self, ranks: list[int], lost_domain: str, excluded: bool) -> dict[int, str] | None:
+        nodes, taken = self._job.nodes.values(), self._job.homes()
+        free = [] if never_replaced(self._job) else rooms(nodes, taken, excluded=excluded)
+        return place(ranks, free, lost_domain)
+
+    def _house(self, record: RankRecord, name: str) -> None:
+        """Give the rank to a node with room for it, in a slot that nobody else has."""
+        others = [*self._job.ranks.values(), *(newcomer.record for newcomer in self._job.newcomers.values())]
+        taken = {other.local_rank for other in others if other.home == name and other is not record}
+        if record.local_rank in taken:
+            record.local_rank = next(i for i in range(len(taken) + 1) if i not in taken)
+        record.home = name
+
+    def build_beside(self, rank: int, name: str, now: float) -> None:
+        """Have a node build up a process for this rank while training goes on."""
+        record = RankRecord(rank, new=self._job.config.elastic is not None)
+        self._house(record, name)
+        self._orders += 1
+        limits = self._job.config.timeouts
+        self._job.newcomers[rank] = Newcomer(record, self._orders, now + limits.fence_s + limits.replacement_s)
+        replace = self._order(record, detached=True)
+        replace.beside = self._orders
+        self._job.outbox.send(name, pb.Command(generation=self._job.generation, rank=rank, replace=replace))
 
     def say_if_excluded(self, node: NodeRecord) -> None:
         """An excluded node is used all the same."""
@@ -70,11 +89,18 @@ class Staffing:
 
     def fill(self, record: RankRecord, now: float, *, detached: bool) -> None:
         """Have the rank's node start a process for it."""
+        replace = self._order(record, detached=detached)
+        limits = self._job.config.timeouts
+        deadline = now + limits.fence_s + (limits.replacement_s if detached else limits.startup_s)
+        self._job.command(record.rank, pb.Command(replace=replace), deadline, Ordered.REPLACE)
+
+    def _order(self, record: RankRecord, *, detached: bool) -> pb.Replace:
+        """What the node is told about the process that it is to start."""
         if not detached and not self._job.start_stores:
             self._job.start_stores = self.stores()
         host, port = self.store() if detached else (self._job.start_stores[0].host, self._job.start_stores[0].port)
         record.store, record.filled, record.on_its_way = (host, port), self._job.generation, True
-        replace = pb.Replace(
+        return pb.Replace(
             detached=detached,
             attempt=self._job.restarts,
             store_host=host,
@@ -86,17 +112,17 @@ class Staffing:
             setup_from=self._keepers_of(record) if detached else (),
             stores=() if detached else self._job.start_stores,
         )
-        limits = self._job.config.timeouts
-        deadline = now + limits.fence_s + (limits.replacement_s if detached else limits.startup_s)
-        self._job.command(record.rank, pb.Command(replace=replace), deadline, Ordered.REPLACE)
 
     def _keepers_of(self, record: RankRecord) -> list[str]:
         """The agents that keep the rank's set-up log for when its own node is lost; none if its node still has it."""
-        if record.page_on == record.home:
+        if record.page_on == record.home or not self._job.config.several_nodes:
             return []
         ranks = setup_log_keepers(record.rank, self._job.stride, self._job.config.world_size)
         nodes = [self._job.nodes.get(r.page_on) for rank in ranks if (r := self._job.ranks.get(rank)) is not None]
-        return list(dict.fromkeys(node.peer for node in nodes if node is not None and node.alive))
+        kept = [node.peer for node in nodes if node is not None and node.alive]
+        if record.rank in self._job.newcomers:  # who has left may have left its own behind on any node
+            kept += [node.peer for node in self._job.nodes.values() if node.alive]
+        return list(dict.fromkeys(kept))
 
     def store(self) -> tuple[str, int]:
         """Host and port of the TCPStore for a process's own start: the first node's that holds ranks and lives."""

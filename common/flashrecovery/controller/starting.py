@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flashrecovery.controller.admission import other_command
 from flashrecovery.controller.job_state import AGENT, JobState
+from flashrecovery.controller.newcomers import give_up_all
 from flashrecovery.controller.nodes import NodeRecord, NodeState, launch_order
 from flashrecovery.controller.records import Place
 from flashrecovery.controller.staffing import Staffing
@@ -122,6 +123,7 @@ class Starting:
             self._job.fail(f"{why}, {self._job.restarts} times (max_restarts)")
             return
         self._job.notice(NoticeKind.START_AGAIN, why)
+        give_up_all(self._job, "all ranks start again")
         self._job.to(State.STARTING)
         self._job.generation += 1
         self._job.recovery, self._job.retry_at = None, None

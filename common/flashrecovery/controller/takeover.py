@@ -13,7 +13,6 @@ from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.nodes import NodeRecord, NodeState
 from flashrecovery.controller.records import THROUGH, Place, RankRecord
 from flashrecovery.controller.recovery import RecoverySteps
-from flashrecovery.controller.resizing import tell_to_leave
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.controller.starting import Starting
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered
@@ -80,11 +79,11 @@ class TakeOver:
     def _forget_who_left(self, node: NodeRecord, message: pb.Register) -> None:
         """An elastic job has gone on without some ranks; one of their processes may not have heard of it yet."""
         for rank in set(self._job.ranks).difference(message.members) if message.members else ():
-            tell_to_leave(self._job, rank, self._job.depart(rank).home)
+            self._job.tell_to_leave(rank, self._job.depart(rank).home)
         if message.members:
             self._job.settle_layout()
         for left in [worker for worker in message.workers if worker.rank not in self._job.ranks]:
-            tell_to_leave(self._job, left.rank, node.name)
+            self._job.tell_to_leave(left.rank, node.name)
             message.workers.remove(left)
         for page in [page for page in message.pages if page.rank not in self._job.ranks]:
             message.pages.remove(page)

@@ -41,6 +41,8 @@ def _resize(group: ManagedGroup, members: Sequence[int], me: int) -> None:
     if pg is None or outer is None:
         return
     rank, size = members.index(me), len(members)
+    if group.size == 1:  # no stop has detached it, because nobody else was in it
+        native_build.native().exchange(outer, [], [])
     native_build.native().renumber(pg, outer, rank, size)
     torch_private.renumber(pg, size)
     group.became(replace(group.request, ranks=tuple(members), rank=rank, size=size))

@@ -58,6 +58,7 @@ class CheckpointSchedule:
         self._last = now
         self._margin_s = MARGIN_S
         self._announced: int | None = None
+        self._hurried = False
 
     def interval_s(self) -> float:
         """The interval in force."""
@@ -71,7 +72,11 @@ class CheckpointSchedule:
 
     def is_due(self, now: float) -> bool:
         """Whether :meth:`announce` has anything to decide."""
-        return now - self._last >= self.interval_s()
+        return self._hurried or now - self._last >= self.interval_s()
+
+    def hurry(self) -> None:
+        """The next one is due now."""
+        self._hurried = True
 
     def announce(self, newest_tag: int, step_s: float, *, now: float) -> int | None:
         """The version to announce now, or None if nothing is due.
@@ -85,7 +90,7 @@ class CheckpointSchedule:
                 return None  # still on its way: announcing another one would only put it off
             # It was never published: some rank heard of it too late, or was still writing the one before.
             self._margin_s = min(2 * self._margin_s, _MAX_MARGIN_S)
-        self._last = now
+        self._last, self._hurried = now, False
         ahead = math.ceil(self._margin_s / step_s) if step_s > 0 else 2
         self._announced = newest_tag + 1 + max(1, ahead)
         return self._announced

@@ -27,6 +27,8 @@ class Kind(str, Enum):
     """Not there, but what is left of the rank's parity group gives it. Decoded only if nobody else has it."""
     PAGE = "page"
     """A capsule in the shared page that the agent keeps of that rank, also when the process is dead."""
+    LENT = "lent"
+    """The capsule of another rank of an elastic job, where it serves as well."""
     CHECKPOINT = "checkpoint"
     """A saved shard that the rank can read."""
 
@@ -47,6 +49,7 @@ _WORDS: Mapping[Kind, str] = {
     Kind.COPY: "neighbour copy",
     Kind.PARITY: "parity",
     Kind.PAGE: "capsule page",
+    Kind.LENT: "another rank's capsule",
     Kind.CHECKPOINT: "checkpoint",
 }
 _ORDER: Mapping[Kind, int] = {kind: i for i, kind in enumerate(Kind)}

@@ -97,6 +97,7 @@ class AgentMessage(_message.Message):
     HANG_REPORTS_FIELD_NUMBER: _builtins.int
     VOUCH_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
+    DEPARTING_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     acknowledged: _builtins.int
     """newest number received from the other side"""
@@ -146,6 +147,8 @@ class AgentMessage(_message.Message):
     def vouch(self) -> Global___Vouch: ...
     @_builtins.property
     def paused(self) -> Global___Paused: ...
+    @_builtins.property
+    def departing(self) -> Global___Departing: ...
     def __init__(
         self,
         *,
@@ -172,16 +175,44 @@ class AgentMessage(_message.Message):
         hang_reports: Global___HangReports | None = ...,
         vouch: Global___Vouch | None = ...,
         paused: Global___Paused | None = ...,
+        departing: Global___Departing | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "paused", b"paused", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "departing", b"departing", "done", b"done", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "paused", b"paused", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "age_base", b"age_base", "body", b"body", "checkpoint", b"checkpoint", "done", b"done", "echo", b"echo", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "paused", b"paused", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "sent_at", b"sent_at", "sequence", b"sequence", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "age_base", b"age_base", "body", b"body", "checkpoint", b"checkpoint", "departing", b"departing", "done", b"done", "echo", b"echo", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "paused", b"paused", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "sent_at", b"sent_at", "sequence", b"sequence", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice", "probed", "modules", "electors_known", "replies", "hang_reports", "vouch", "paused"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice", "probed", "modules", "electors_known", "replies", "hang_reports", "vouch", "paused", "departing"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
 Global___AgentMessage: _TypeAlias = AgentMessage  # noqa: Y015
+
+@_typing.final
+class Departing(_message.Message):
+    """This node is to end within so many seconds; its ranks may be handed over before. stays: if they cannot, it goes on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WITHIN_S_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    STAYS_FIELD_NUMBER: _builtins.int
+    within_s: _builtins.float
+    reason: _builtins.str
+    stays: _builtins.bool
+    def __init__(
+        self,
+        *,
+        within_s: _builtins.float = ...,
+        reason: _builtins.str = ...,
+        stays: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "stays", b"stays", "within_s", b"within_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Departing: _TypeAlias = Departing  # noqa: Y015
 
 @_typing.final
 class Register(_message.Message):
@@ -228,6 +259,7 @@ class Register(_message.Message):
     COMMAND_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
+    BESIDE_FIELD_NUMBER: _builtins.int
     SETTINGS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """name, unique in the job"""
@@ -273,6 +305,10 @@ class Register(_message.Message):
         """of an elastic job, as its newest Regroup has said; none: there was none here"""
 
     @_builtins.property
+    def beside(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """ranks for which processes are built up here that do not belong to the job yet"""
+
+    @_builtins.property
     def settings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """that all nodes and the controller must have alike, as JSON"""
 
@@ -298,11 +334,12 @@ class Register(_message.Message):
         command: _abc.Iterable[_builtins.str] | None = ...,
         pages: _abc.Iterable[Global___PageOf] | None = ...,
         members: _abc.Iterable[_builtins.int] | None = ...,
+        beside: _abc.Iterable[_builtins.int] | None = ...,
         settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoint", b"checkpoint", "command", b"command", "domain", b"domain", "domains", b"domains", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "members", b"members", "node", b"node", "node_rank", b"node_rank", "pages", b"pages", "peer_port", b"peer_port", "settings", b"settings", "slots", b"slots", "spare", b"spare", "store_port", b"store_port", "stride", b"stride", "suspect", b"suspect", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "beside", b"beside", "checkpoint", b"checkpoint", "command", b"command", "domain", b"domain", "domains", b"domains", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "members", b"members", "node", b"node", "node_rank", b"node_rank", "pages", b"pages", "peer_port", b"peer_port", "settings", b"settings", "slots", b"slots", "spare", b"spare", "store_port", b"store_port", "stride", b"stride", "suspect", b"suspect", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -763,9 +800,12 @@ class WorkerStarted(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     CAPSULES_FIELD_NUMBER: _builtins.int
     EARLY_FIELD_NUMBER: _builtins.int
+    BESIDE_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     generation: _builtins.int
     pid: _builtins.int
+    beside: _builtins.int
+    """as in Replace"""
     @_builtins.property
     def capsules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """versions of the rank's capsule that the agent keeps in the page"""
@@ -782,10 +822,11 @@ class WorkerStarted(_message.Message):
         pid: _builtins.int = ...,
         capsules: _abc.Iterable[_builtins.int] | None = ...,
         early: _abc.Iterable[_builtins.int] | None = ...,
+        beside: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capsules", b"capsules", "early", b"early", "generation", b"generation", "pid", b"pid", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside", b"beside", "capsules", b"capsules", "early", b"early", "generation", b"generation", "pid", b"pid", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1292,6 +1333,7 @@ class Joined(_message.Message):
     PARITY_FIELD_NUMBER: _builtins.int
     IN_SNAPSHOTS_FIELD_NUMBER: _builtins.int
     SIZES_FIELD_NUMBER: _builtins.int
+    BATCHES_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     generation: _builtins.int
     steps: _builtins.int
@@ -1306,6 +1348,8 @@ class Joined(_message.Message):
     """0: auto"""
     in_snapshots: _builtins.bool
     """what it adds to the job's state is in memory that outlives the job's processes"""
+    batches: _builtins.str
+    """of an elastic job: what its batches are made of, JSON, the same on all ranks"""
     @_builtins.property
     def needs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardNeed]: ...
     @_builtins.property
@@ -1335,10 +1379,11 @@ class Joined(_message.Message):
         parity: Global___Parity | None = ...,
         in_snapshots: _builtins.bool = ...,
         sizes: _abc.Iterable[_builtins.int] | None = ...,
+        batches: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parity", b"parity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "generation", b"generation", "hang_floor_s", b"hang_floor_s", "held", b"held", "in_snapshots", b"in_snapshots", "needs", b"needs", "parity", b"parity", "rank", b"rank", "sizes", b"sizes", "start", b"start", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "generation", b"generation", "hang_floor_s", b"hang_floor_s", "held", b"held", "in_snapshots", b"in_snapshots", "needs", b"needs", "parity", b"parity", "rank", b"rank", "sizes", b"sizes", "start", b"start", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1966,6 +2011,7 @@ class Replace(_message.Message):
     DOMAINS_FIELD_NUMBER: _builtins.int
     SETUP_FROM_FIELD_NUMBER: _builtins.int
     STORES_FIELD_NUMBER: _builtins.int
+    BESIDE_FIELD_NUMBER: _builtins.int
     detached: _builtins.bool
     attempt: _builtins.int
     """whole restarts so far"""
@@ -1975,6 +2021,8 @@ class Replace(_message.Message):
     node_rank: _builtins.int
     stride: _builtins.int
     """rank r's copies go to rank r + stride"""
+    beside: _builtins.int
+    """the process is built up beside training and belongs to the job later: the order's number; 0: at once"""
     @_builtins.property
     def domains(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of the nodes at the launch, in order, a number for each failure domain; none: all differ"""
@@ -2000,10 +2048,11 @@ class Replace(_message.Message):
         domains: _abc.Iterable[_builtins.int] | None = ...,
         setup_from: _abc.Iterable[_builtins.str] | None = ...,
         stores: _abc.Iterable[Global___StoreServer] | None = ...,
+        beside: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "detached", b"detached", "domains", b"domains", "local_rank", b"local_rank", "node_rank", b"node_rank", "setup_from", b"setup_from", "store_host", b"store_host", "store_port", b"store_port", "stores", b"stores", "stride", b"stride"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "beside", b"beside", "detached", b"detached", "domains", b"domains", "local_rank", b"local_rank", "node_rank", b"node_rank", "setup_from", b"setup_from", "store_host", b"store_host", "store_port", b"store_port", "stores", b"stores", "stride", b"stride"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2466,20 +2515,25 @@ Global___Resume: _TypeAlias = Resume  # noqa: Y015
 
 @_typing.final
 class Pause(_message.Message):
-    """Begin no step from this one on, but say so (Paused) and wait for commands."""
+    """Begin no step from this one on, but say so (Paused) and wait for commands.
+    copies: and once the copies of that version are complete, say so.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
+    copies: _builtins.bool
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
+        copies: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3985,3 +4039,49 @@ class ResizeReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResizeReply: _TypeAlias = ResizeReply  # noqa: Y015
+
+@_typing.final
+class DrainRequest(_message.Message):
+    """Have a node's ranks leave it, and then the node the job, within so many seconds. error, else what is done, in words."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    WITHIN_S_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    within_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        within_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "within_s", b"within_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERROR_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    error: _builtins.str
+    text: _builtins.str
+    def __init__(
+        self,
+        *,
+        error: _builtins.str = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainReply: _TypeAlias = DrainReply  # noqa: Y015

@@ -145,6 +145,11 @@ class ControllerStub:
                 request_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.ResizeRequest.SerializeToString,
                 response_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.ResizeReply.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/flashrecovery.v1.Controller/Drain',
+                request_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.DrainRequest.SerializeToString,
+                response_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.DrainReply.FromString,
+                _registered_method=True)
 
 
 class ControllerServicer:
@@ -186,6 +191,12 @@ class ControllerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControllerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -218,6 +229,11 @@ def add_ControllerServicer_to_server(servicer, server):
                     servicer.Resize,
                     request_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.ResizeRequest.FromString,
                     response_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.ResizeReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.DrainRequest.FromString,
+                    response_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.DrainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -382,6 +398,33 @@ class Controller:
             '/flashrecovery.v1.Controller/Resize',
             flashrecovery_dot_proto_dot_flashrecovery__pb2.ResizeRequest.SerializeToString,
             flashrecovery_dot_proto_dot_flashrecovery__pb2.ResizeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flashrecovery.v1.Controller/Drain',
+            flashrecovery_dot_proto_dot_flashrecovery__pb2.DrainRequest.SerializeToString,
+            flashrecovery_dot_proto_dot_flashrecovery__pb2.DrainReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -24,6 +24,7 @@ from flashrecovery.state.shard import ShardSource
 from flashrecovery.state.spec import ShardSpec, TensorSpec
 
 MESSAGE_BYTES = 64 << 20
+_LOOK_S = 0.005
 STREAMS = 4
 """TCP connections for the content: one alone does not fill a fast network. A message after another goes to the next."""
 
@@ -79,6 +80,14 @@ class Exchange:
         if self._background.error is not None:
             raise self._background.error
         self.check()
+
+    def settle(self, given_up: Callable[[], bool]) -> None:
+        """Returns when the exchange of the last commit has ended, well or not, or ``given_up()``."""
+        if self.pacing is not None:
+            self.pacing.needed()
+        with self.undo.between.resting():
+            while not self._background.wait(_LOOK_S) and not given_up():
+                pass
 
     @property
     def error(self) -> BaseException | None:
@@ -169,6 +178,9 @@ class PeerCopies(Protocol):
 
     def wait(self) -> None:
         """Returns when the exchange of the last commit is complete."""
+
+    def settle(self, given_up: Callable[[], bool]) -> None:
+        """Returns when the exchange has ended, or ``given_up()``."""
 
     def halt(self, timeout_s: float) -> None:
         """End the exchange under way."""

@@ -158,6 +158,10 @@ class NeighbourCopies:
         """
         self._talk.wait()
 
+    def settle(self, given_up: Callable[[], bool]) -> None:
+        """See :meth:`.exchange.Exchange.settle`."""
+        self._talk.settle(given_up)
+
     # -- recovery ---------------------------------------------------------------------------------
 
     def halt(self, timeout_s: float) -> None:

@@ -240,6 +240,10 @@ class ParityCopies:
         StepInterrupted from :meth:`halt` to :meth:`reset`."""
         self._talk.wait()
 
+    def settle(self, given_up: Callable[[], bool]) -> None:
+        """See :meth:`.exchange.Exchange.settle`."""
+        self._talk.settle(given_up)
+
     # -- recovery ---------------------------------------------------------------------------------
 
     def halt(self, timeout_s: float) -> None:

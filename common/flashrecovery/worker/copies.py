@@ -337,6 +337,11 @@ class Copies:
         if self._snapshot is not None:
             self._snapshot.wait()
 
+    def settle(self, given_up: Callable[[], bool]) -> None:
+        """The copies of the version that was handed out are complete, or ``given_up()``."""
+        if self._peers is not None:
+            self._peers.settle(given_up)
+
     def before_mutation(self, version: int, *, touched: bool = False) -> None:
         """``version`` may be overwritten after this. ``touched``: it has been, in part, since it was handed out, and an
         own copy that is made only now would not be one of ``version``."""

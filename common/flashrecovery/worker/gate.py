@@ -34,6 +34,7 @@ class Gate:
         overhead: what recovery takes of each step.
         in_block: the training thread is in the body of a step, where an interruption is caught.
         above: it is in the script's own code between a hand-out and the body of that step.
+        pause_with_copies: there, the copies of the version are waited for.
         pause_at: no step is begun from this one on, before commands have been carried out; -1: all may begin.
     """
 
@@ -46,6 +47,7 @@ class Gate:
         self.in_block = False
         self.above = False
         self.pause_at = -1
+        self.pause_with_copies = False
         self._called_off_by = 0  # the newest generation that a hold or a stop has announced
         self._stopped = False
         self._finish_to = -1

@@ -184,8 +184,7 @@ class Loop:
             if self._gate.stopped:
                 self.recover()
             elif self._gate.paused:
-                if self._copied():
-                    self._recoverer.pause()
+                self._recoverer.pause()
             elif self._gate.version < num_steps:
                 self._gate.above = True
                 self._outside.watch(True)
@@ -200,17 +199,6 @@ class Loop:
         """Compare the ranks after the last step. False if another rank has failed meanwhile."""
         if not self._own_calls:
             self._proving.after_the_last_step(self._gate.version)
-        return not self._gate.stopped
-
-    def _copied(self) -> bool:
-        """The copies of this version are complete. False if another rank has failed meanwhile."""
-        try:
-            self.copies.wait()
-        except RuntimeError as e:
-            if not self._stops.explain(e):
-                raise
-        except StepInterrupted:
-            log.debug("stopped before step %d, at which the job was to change", self._gate.version)
         return not self._gate.stopped
 
     def settle(self) -> None:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Mapping
@@ -111,6 +112,7 @@ class Recoverer:
             in_snapshots=self._loop.copies.in_snapshots,
             parity=parity_message(self._loop.copies.parity(-1)),
             sizes=() if worker.registry.batches is None else worker.registry.batches.sizes,
+            batches="" if worker.registry.batches is None else json.dumps(worker.registry.batches.settings),
         )
         if not worker.connection.detached:
             worker.gate.live = 0
@@ -125,6 +127,8 @@ class Recoverer:
     def pause(self) -> None:
         """The step at which the job changes has come: say so, and carry out commands until the next resume."""
         worker = self._worker
+        if worker.gate.pause_with_copies:
+            self._loop.copies.settle(lambda: worker.gate.held or worker.gate.stopped)
         worker.gate.leave_step(done=True)  # settled: all that this rank has to do for its version is done
         paused = pb.Paused(rank=worker.rank, generation=worker.gate.generation, version=worker.gate.version)
         worker.send(pb.FromWorker(paused=paused))
@@ -363,6 +367,8 @@ class Recoverer:
         return frozenset(plain[:1] + [n for n in names if n not in plain][:1])
 
     def _source(self, item: pb.TransferItem, version: int) -> ShardSource:
+        if item.kind == Kind.LENT:
+            return ShardSource(item.shard, *self._worker.registry.capsule.tensors_at(version))
         shard = self._worker.registry.shards.get(item.shard)
         if isinstance(shard, ObjectShard):
             return ShardSource(item.shard, *shard.tensors_at(version))
@@ -377,7 +383,8 @@ class Recoverer:
         self._reshaping.check(worker.members)
         if command.generation > 0:
             worker.faults.hit("recovery:resuming", version)
-        worker.gate.pause_at = command.resume.pause.step if command.resume.HasField("pause") else -1
+        pause = command.resume.pause if command.resume.HasField("pause") else pb.Pause(step=-1)
+        worker.gate.pause_at, worker.gate.pause_with_copies = pause.step, pause.copies
         if not worker.gate.resume(version, command.generation):
             return False
         groups.set_detached(False)

@@ -1,0 +1,56 @@
+"""Does somebody say that this node is about to be taken away? A file that appears, or a command that ends with 0.
+
+Clouds and schedulers tell it in many ways; a file or a command is what all of them can be brought to. It is asked until
+it has said so once and the controller has been told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+
+from flashrecovery.config import NoticeSettings
+from flashrecovery.errors import ConfigError
+
+_LATE_S = 10.0
+"""A command that takes longer has said nothing."""
+
+
+def check(settings: NoticeSettings) -> None:
+    """Raises ConfigError if the command cannot be run."""
+    if settings.command and shutil.which(settings.command[0]) is None:
+        raise ConfigError(f"notice.command: {settings.command[0]!r} is not found, or cannot be run")
+
+
+async def watch(settings: NoticeSettings, told: Callable[[str], bool]) -> None:
+    """Ask, until ``told`` says that it has taken the notice in; it gets what has been seen, in words."""
+    if settings.file is None and not settings.command:
+        return
+    while True:
+        seen = await _look(settings)
+        if seen and told(seen):
+            return
+        await asyncio.sleep(settings.poll_s)
+
+
+async def _look(settings: NoticeSettings) -> str:
+    """What has been seen, "" if nothing."""
+    if settings.file is not None and settings.file.exists():
+        return f"the file {settings.file} is there (notice.file)"
+    if settings.command and await _succeeds(settings.command):
+        return f"{' '.join(settings.command)!r} has ended with 0 (notice.command)"
+    return ""
+
+
+async def _succeeds(command: list[str]) -> bool:
+    quiet = asyncio.subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec(*command, stdin=quiet, stdout=quiet, stderr=quiet)
+    try:
+        return await asyncio.wait_for(process.wait(), _LATE_S) == 0
+    except asyncio.TimeoutError:
+        return False
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()

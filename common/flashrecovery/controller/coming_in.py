@@ -1,0 +1,157 @@
+"""How newcomers come into the job: all there, a pause, and a recovery without a victim in which they are members.
+
+Ranks that an elastic job did not have come in at any step boundary: what the members hold, they need too. Who takes a
+rank over from a process that lives has to get what only that one had. So there the members pause at a step that all can
+still hear of in time, and say that they have once the copies of its version are complete; the state of those who leave
+is then held by others, as if their node were lost, and no step is done again.
+"""
+
+from __future__ import annotations
+
+import math
+
+from flashrecovery.controller.job_state import JobState
+from flashrecovery.controller.newcomers import Newcomers, give_up_all
+from flashrecovery.controller.nodes import NodeState
+from flashrecovery.controller.records import THROUGH
+from flashrecovery.controller.restore import Decision, decide
+from flashrecovery.errors import JobFailedError
+from flashrecovery.kinds import FailureKind
+from flashrecovery.plan.transitions import State
+from flashrecovery.plan.words import ranks_text
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+_AHEAD_S = 0.3
+"""For so long a word to all ranks may be on its way."""
+_ALL_S = 2.0
+"""Seconds, and steps, that ranks wait for each other's copies when they pause for a hand-off."""
+_TRIES = 3
+
+
+class ComingIn:
+    """The way of the newcomers of one job."""
+
+    def __init__(self, job: JobState) -> None:
+        self._job = job
+        self.newcomers = Newcomers(job)
+        self._step = -1  # they are to take part from this step on
+        self._taking_over = False  # they take ranks over from processes that live
+        self._called_in = -1  # the generation in which the members were told to pause
+        self._paused: set[int] = set()  # those that have, with their copies
+        self._due: float | None = None  # when the others are waited for no longer
+        self._since: float | None = None  # when the first one has paused
+        self._tries = 0
+
+    def expect(self, step: int, *, taking_over: bool = False) -> None:
+        """Newcomers are being built up. They come in before ``step`` (-1: before the next one)."""
+        self._step, self._taking_over = step, taking_over
+        self._called_in, self._tries = -1, 0
+
+    @property
+    def cause(self) -> FailureKind:
+        """Why the members pause."""
+        handoff = self._taking_over and self._job.newcomers
+        return FailureKind.HANDOFF if handoff else FailureKind.RESIZE
+
+    @property
+    def in_last_step(self) -> bool:
+        """Ranks have taken all their steps: nobody comes in any more."""
+        return any(record.place in THROUGH for record in self._job.ranks.values())
+
+    def tick(self, now: float) -> bool:
+        """Look at deadlines, and whether the newcomers can come in. Returns whether the members have paused for long
+        enough."""
+        job = self._job
+        if job.state in (State.FINISHED, State.FAILED):
+            job.newcomers.clear()  # their processes end with all others
+            return False
+        if job.newcomers and job.state is State.RUNNING and self.in_last_step:
+            give_up_all(job, "ranks have taken their last step")
+        self.newcomers.give_up_late(now)
+        self.call_in()
+        if not job.newcomers and self._called_in == job.generation and job.state is State.RUNNING:
+            self._call(pb.Pause(step=-1))  # nobody comes, so nobody needs to pause
+            self._called_in = -1
+        late = self._due is not None and now >= self._due
+        return late and job.state is State.RUNNING and self._called_in == job.generation
+
+    def call_in(self) -> None:
+        """If all newcomers are there, have the members pause before the step at which these are to come in."""
+        job = self._job
+        ready = self.newcomers.all_here and job.state is State.RUNNING and job.recovery is None
+        if ready and self._called_in != job.generation:
+            self._call(self._pause())
+
+    def _call(self, pause: pb.Pause) -> None:
+        for record in self._job.in_order:
+            self._job.command(record.rank, pb.Command(pause=pause))
+
+    def _pause(self) -> pb.Pause:
+        self._called_in, self._due, self._since = self._job.generation, None, None
+        self._paused.clear()
+        step = max(self._step, 0)
+        if not self._taking_over:
+            return pb.Pause(step=step)
+        newest = max(record.committed for record in self._job.in_order)
+        step_s = self._job.step_s
+        ahead = 2 + (math.ceil(_AHEAD_S / step_s) if step_s > 0 else 0)
+        return pb.Pause(step=max(step, newest + ahead * 2**self._tries), copies=True)
+
+    def pause(self) -> pb.Pause | None:
+        """What members that go on after a recovery are told; where one of them is to be left at once, it is told
+        later."""
+        return None if self._taking_over or not self.newcomers.all_here else self._pause()
+
+    def paused_since(self, now: float) -> float:
+        """When the first member has paused."""
+        return now if self._since is None else self._since
+
+    def on_paused(self, message: pb.Paused, now: float) -> bool:
+        """A member has paused for a hand-off. Returns whether that is enough: all are waited for, and with them their
+        copies."""
+        self._paused.add(message.rank)
+        if self._due is None:
+            self._due, self._since = now + _ALL_S + _ALL_S * self._job.step_s, now
+        return self._paused >= set(self._job.ranks)
+
+    @property
+    def handing_over(self) -> bool:
+        """Members have been told to pause for processes that take ranks over."""
+        return self._taking_over and bool(self._job.newcomers) and self._called_in == self._job.generation
+
+    def why_paused(self, version: int) -> str:
+        """In words; "" if nobody is to come in."""
+        if not self._job.newcomers:
+            return ""
+        how = "are filled by other processes" if self._taking_over else "come in"
+        return f"{ranks_text(list(self._job.newcomers))} {how} from step {version} on"
+
+    def come_in(self, decision: Decision) -> tuple[Decision, list[int]]:
+        """All members are stopped and are to go on as in ``decision``. If all newcomers are there, and it is time,
+        they are members from now on. Returns what is decided with them, and who they are."""
+        job = self._job
+        self._due = self._since = None
+        if not self.newcomers.all_here or decision.round.version < self._step:
+            return decision, []
+        coming = {rank: newcomer.record for rank, newcomer in job.newcomers.items()}
+        everybody = dict(sorted({**job.ranks, **coming}.items()))
+        found: Decision | None = None
+        try:
+            found = decide(everybody, job.checkpoint, () if job.config.elastic is None else job.layout, job.departed)
+            why_not = found.round.reason
+        except JobFailedError as e:
+            why_not = str(e)
+        if found is None or (found.round.version, found.checkpoint) != (decision.round.version, decision.checkpoint):
+            self._tries += 1
+            if not self._taking_over or self._tries >= _TRIES:
+                version = decision.round.version
+                give_up_all(job, f"nobody else could give it its state at version {version}: {why_not}")
+            return decision, []
+        for rank, record in coming.items():
+            del job.newcomers[rank]
+            record.joined_generation, record.page_on = job.generation, record.home
+            if rank in job.ranks:
+                job.tell_to_leave(rank, job.depart(rank).home)
+            job.enrol(record)
+            job.nodes[record.home].state = NodeState.ACTIVE
+        return found, sorted(coming)

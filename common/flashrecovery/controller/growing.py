@@ -1,0 +1,93 @@
+"""An elastic job grows: on command, and by itself when a node comes.
+
+The ranks that come are the lowest ones, as the job was launched, that do not belong to it. Their processes are built up
+beside training (:mod:`.newcomers`) and come in at a step boundary (:mod:`.coming_in`).
+"""
+
+from __future__ import annotations
+
+from flashrecovery.controller.coming_in import ComingIn
+from flashrecovery.controller.custody import divided
+from flashrecovery.controller.job_state import JobState
+from flashrecovery.controller.losses import allowed_sizes
+from flashrecovery.controller.nodes import rooms
+from flashrecovery.controller.staffing import Staffing
+from flashrecovery.kinds import NoticeKind
+from flashrecovery.plan.layouts import RankGrid
+from flashrecovery.plan.placement import Room, place
+from flashrecovery.plan.resize import ReplicaRange, growth
+from flashrecovery.plan.transitions import State
+
+
+class Growing:
+    """The growth of one job."""
+
+    def __init__(self, job: JobState, staffing: Staffing, coming: ComingIn) -> None:
+        self._job = job
+        self._staffing = staffing
+        self._coming = coming
+        self._most: int | None = None  # somebody has commanded so many replicas: a node that comes does not change that
+        self._arrived: set[str] = set()  # nodes that have come since it was last looked whether the job can grow
+
+    # -- who comes --------------------------------------------------------------------------------
+
+    def commanded(self, replicas: int) -> None:
+        """Somebody wants the job to have so many replicas."""
+        self._most = replicas
+        self._arrived.clear()
+
+    def ask(self, replicas: int, step: int, now: float) -> str:
+        """Have the job grown to so many replicas from ``step`` on (-1: as soon as they are there). Returns why not, ""
+        if they are being built up."""
+        job, elastic = self._job, self._job.config.elastic
+        assert elastic is not None
+        size = len(job.ranks)
+        if replicas > elastic.max:
+            return f"--to {replicas}: the job was launched with {elastic.text}; {elastic.max} at most is allowed"
+        if divided(job.in_order):
+            return (
+                f"--to {replicas}: the job's state is divided among its ranks (FSDP2, ZeRO), and such a job does not "
+                f"grow yet; {elastic.min} to {size - 1} is allowed"
+            )
+        if self._coming.in_last_step:
+            return "ranks have taken their last step; nobody can come in any more"
+        free = rooms(job.nodes.values(), job.homes())
+        room = sum(max(one.free, 0) for one in free)
+        if room < replicas - size:
+            where = ", ".join(f"node {one.name}: {max(one.free, 0)}" for one in free)
+            least = f"{size + room} at most is allowed now" if room else "a node with room has to come first"
+            return f"--to {replicas}: the job has {size} replicas, and there is room for {room} more ({where}); {least}"
+        self._build_up(replicas - size, free, step, now)
+        return ""
+
+    def on_node(self, name: str) -> None:
+        """A node has come that may hold ranks."""
+        self._arrived.add(name)
+
+    def grow_by_itself(self, now: float) -> None:
+        """Have as many replicas as there is room for on nodes that have come."""
+        job, elastic = self._job, self._job.config.elastic
+        if not self._arrived or job.state is not State.RUNNING or job.recovery is not None or job.newcomers:
+            return
+        arrived, self._arrived = self._arrived, set()
+        if elastic is None or elastic.grow == "never" or self._coming.in_last_step or divided(job.in_order):
+            return
+        most = elastic.max if self._most is None else min(self._most, elastic.max)
+        free = [room for room in rooms(job.nodes.values(), job.homes()) if room.name in arrived and room.free > 0]
+        grid, sizes = RankGrid(dp=len(job.ranks)), ReplicaRange(elastic.min, most, allowed_sizes(job).allowed)
+        if len(job.ranks) < most and free:
+            found = growth(grid, sum(room.free for room in free), sizes, micro_batches=elastic.max)
+            self._build_up(found.coming, free, -1, now)
+
+    def _build_up(self, count: int, free: list[Room], step: int, now: float) -> None:
+        job, elastic = self._job, self._job.config.elastic
+        assert elastic is not None
+        ranks = [rank for rank in range(elastic.max) if rank not in job.ranks][:count]
+        places = place(ranks, free) or {}
+        self._coming.expect(step)
+        for rank, name in places.items():
+            self._staffing.build_beside(rank, name, now)
+        if places:
+            where = ", ".join(f"rank {rank} on node {name}" for rank, name in places.items())
+            text = f"{where}: built up beside training, to come in at a step boundary"
+            job.notice(NoticeKind.NEWCOMERS, text)

@@ -1,0 +1,137 @@
+"""Nodes that are to leave while they still work: their ranks are handed to other nodes, and no step is lost.
+
+Somebody has commanded it (``flashrecovery drain``), or the node itself has been told to end. What is done about it is
+:func:`flashrecovery.plan.handoff.hand_off`'s decision. One node at a time; the others wait.
+"""
+
+from __future__ import annotations
+
+from flashrecovery.controller.coming_in import ComingIn
+from flashrecovery.controller.job_state import AGENT, JobState
+from flashrecovery.controller.losses import never_replaced
+from flashrecovery.controller.newcomers import give_up_all
+from flashrecovery.controller.nodes import NodeRecord, NodeState, rooms
+from flashrecovery.controller.resizing import Resizing
+from flashrecovery.controller.staffing import Staffing
+from flashrecovery.kinds import NoticeKind
+from flashrecovery.plan.handoff import HandOff, HandOffWay, Parting, hand_off
+from flashrecovery.plan.resize import ReplicaRange
+from flashrecovery.plan.transitions import State
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+
+class Handoff:
+    """The nodes of one job that are to leave."""
+
+    def __init__(self, job: JobState, staffing: Staffing, coming: ComingIn, resizing: Resizing) -> None:
+        self._job = job
+        self._staffing = staffing
+        self._coming = coming
+        self._resizing = resizing
+        self._until: dict[str, float] = {}  # by node, in the order in which they were told
+        self._moved: set[str] = set()  # those whose ranks were on their way once
+        self.save_wanted = False
+        """Somebody should take a checkpoint now."""
+
+    def ask(self, name: str, within_s: float, now: float) -> tuple[str, str]:
+        """Have a node leave within so many seconds. Returns why not, or what is done, in words."""
+        job = self._job
+        node = job.nodes.get(name)
+        if node is None or not node.alive:
+            known = ", ".join(sorted(n.name for n in job.nodes.values() if n.alive))
+            return f"node {name} does not belong to the job; these do: {known}", ""
+        if name in self._until:
+            return f"node {name} is leaving already", ""
+        if job.state in (State.STARTING, State.FINISHED, State.FAILED):
+            return f"the job is {job.state.value}; a node can leave when it trains", ""
+        plan = self._plan(node)
+        if plan.way is HandOffWay.NOTHING:
+            return plan.reason, ""
+        node.leaving = True
+        self._until[name] = now + within_s
+        return "", plan.reason
+
+    def on_node_lost(self, name: str) -> None:
+        """It has not lasted so long."""
+        if self._until.pop(name, None) is not None:
+            self._moved.discard(name)
+            give_up_all(self._job, f"node {name} is lost before its ranks were handed over")
+
+    def tick(self, now: float) -> None:
+        """Do what can be done now for the first of them."""
+        job = self._job
+        if not self._until or job.state is not State.RUNNING or job.recovery is not None:
+            return
+        name, until = next(iter(self._until.items()))
+        node = job.nodes[name]
+        ranks = [record.rank for record in job.ranks.values() if record.home == name]
+        if not ranks:
+            self._let_go(node)
+        elif now >= until:
+            self._give_up(node, f"{len(ranks)} of its ranks are still there, and its time is over")
+        elif name in self._moved and not job.newcomers and not self._resizing.under_way:
+            self._give_up(node, "its ranks could not be handed over")
+        elif name not in self._moved and not self._resizing.under_way:
+            self._begin(node, now)
+
+    def _plan(self, node: NodeRecord) -> HandOff:
+        job, elastic = self._job, self._job.config.elastic
+        ranks = tuple(record.rank for record in job.ranks.values() if record.home == node.name)
+        taken = [record.home for record in job.ranks.values() if record.home]
+        unable = ""
+        if never_replaced(job):
+            unable = "no rank gets another process (elastic.replace: never)"
+        elif job.in_order[0].steps == -1:
+            unable = "the script makes single calls, between which ranks cannot pause yet"
+        elif job.config.redundancy == "none" and elastic is None:
+            unable = "no other node has what only this one's ranks have (redundancy: none)"
+        return hand_off(
+            Parting(
+                node=node.name,
+                domain=node.domain,
+                ranks=ranks,
+                members=list(job.ranks),
+                rooms=rooms(job.nodes.values(), taken),
+                cannot_move=unable,
+                sizes=None if elastic is None else ReplicaRange(elastic.min, elastic.max),
+                saves=job.checkpoint is not None or job.config.checkpoint.dir is not None,
+            )
+        )
+
+    def _begin(self, node: NodeRecord, now: float) -> None:
+        """Its ranks are needed elsewhere more than others that are on their way in."""
+        job = self._job
+        if job.newcomers:
+            give_up_all(job, f"node {node.name} is to leave")
+        plan = self._plan(node)
+        self._moved.add(node.name)
+        job.notice(NoticeKind.NODE_LEAVES, f"node {node.name} is to leave: {plan.reason}")
+        if plan.way is HandOffWay.MOVE:
+            self._coming.expect(-1, taking_over=True)
+            for rank, name in plan.places.items():
+                self._staffing.build_beside(rank, name, now)
+        elif plan.way is HandOffWay.SHRINK:
+            self._resizing.dismiss([record.rank for record in job.ranks.values() if record.home == node.name])
+        else:
+            self.save_wanted = plan.way is HandOffWay.SAVE
+            self._forget(node)
+
+    def _let_go(self, node: NodeRecord) -> None:
+        """Nothing is left there: its agent ends."""
+        job = self._job
+        self._forget(node)
+        job.notice(NoticeKind.NODE_LEFT, f"node {node.name} has left the job")
+        job.outbox.send(node.name, pb.Command(generation=job.generation, rank=AGENT, shutdown=pb.Shutdown()))
+        node.state = NodeState.LOST
+        self._staffing.publish_rank_table()
+
+    def _give_up(self, node: NodeRecord, why: str) -> None:
+        if self._job.newcomers:
+            give_up_all(self._job, why)
+        self._job.notice(NoticeKind.NODE_LEAVES, f"node {node.name} does not leave: {why}")
+        self._forget(node)
+
+    def _forget(self, node: NodeRecord) -> None:
+        node.leaving = False
+        del self._until[node.name]
+        self._moved.discard(node.name)

@@ -1,0 +1,447 @@
+"""An elastic job grows: who comes, beside what, and what happens to those who do not. The controller's machine, without
+a process."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+from flashrecovery import events as ev
+from flashrecovery.agent.gather import singly
+from flashrecovery.config import run_config
+from flashrecovery.controller.outbox import Send
+from flashrecovery.controller.records import Place
+from flashrecovery.errors import ConfigError
+from flashrecovery.plan.transitions import State
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from tests.unit.test_machine import World
+
+
+class GrowingWorld(World):
+    """Workers that pause where they are told to, and processes that are built up beside them."""
+
+    def __init__(self, size: int, **config: Any) -> None:
+        super().__init__(size, **config)
+        self.pause_at: dict[int, int] = {}
+        self.nodes_told: list[tuple[str | None, pb.Command]] = []
+        self.silent: set[int] = set()  # newcomers that never come to their first step
+        self.batches = ""
+
+    def collect(self) -> None:
+        for action in self.machine.job.outbox.actions:
+            if isinstance(action, Send):
+                commands = singly(action.command) if action.command.ranks else [action.command]
+                self.nodes_told += [(action.node, command) for command in commands]
+        super().collect()
+
+    def beside(self) -> dict[int, str | None]:
+        """Which nodes were told to build up which ranks."""
+        return {command.rank: node for node, command in self.nodes_told if command.replace.beside}
+
+    def left_behind(self) -> set[int]:
+        """Ranks whose processes were ended."""
+        return {command.rank for _, command in self.nodes_told if command.HasField("leave")}
+
+    def answer(self, rank: int, command: pb.Command) -> None:
+        if command.HasField("pause"):
+            if command.generation == self.machine.job.generation:
+                self.pause_at[rank] = command.pause.step
+        elif command.replace.beside:
+            self._build_up(rank, command)
+        else:
+            if command.HasField("resume"):
+                self.pause_at[rank] = command.resume.pause.step if command.resume.HasField("pause") else -1
+            if command.HasField("replace") and self.inherited.get(rank):
+                self.version[rank] = self.inherited[rank][0]  # its page is inherited once more
+            if rank in self.machine.job.ranks:
+                self.pids[rank] = self.machine.job.ranks[rank].pid
+            super().answer(rank, command)
+
+    def _build_up(self, rank: int, command: pb.Command) -> None:
+        newcomer = self.machine.job.newcomers.get(rank)
+        node = "" if newcomer is None else newcomer.record.home
+        self.next_pid += 1
+        generation = command.generation
+        started = pb.WorkerStarted(rank=rank, generation=generation, pid=self.next_pid, beside=command.replace.beside)
+        self.machine.on_started(started, node, "host")
+        if rank not in self.machine.job.ranks:  # else another process fills it yet
+            self.version[rank] = -1
+        if rank not in self.silent:
+            needs = [
+                pb.ShardNeed(name="param/w", nbytes=100),
+                pb.ShardNeed(name="common", nbytes=10),
+                pb.ShardNeed(name=f"capsule@{rank}", nbytes=5),
+            ]
+            joined = pb.Joined(rank=rank, generation=generation, steps=self.steps, needs=needs, batches=self.batches)
+            self.machine.on_joined(joined, self.now, node)
+
+    def train(self) -> bool:
+        job = self.machine.job
+        running = [r.rank for r in job.ranks.values() if r.place is Place.RUNNING]
+        pausing = [r for r in running if 0 <= self.pause_at.get(r, -1) <= self.version[r]]
+        if job.state is State.RUNNING and pausing:
+            first = self.random.choice(pausing) if self.random else pausing[0]
+            paused = pb.Paused(rank=first, generation=job.generation, version=self.version[first])
+            self.machine.on_paused(paused, self.now)
+            return True
+        return super().train()
+
+    def kill_newcomer(self, rank: int) -> None:
+        record = self.machine.job.newcomers[rank].record
+        self.inbox = [(r, c) for r, c in self.inbox if r != rank]
+        failure = pb.Failure(rank=rank, pid=record.pid or 7, kind="killed", evidence="test")
+        self.machine.on_failure(failure, self.now, record.home)
+        self.collect()
+
+    def go_on(self, steps: int = 2) -> None:
+        """Until nothing is on its way and so many more steps are taken."""
+        goal = min(self.version[r] for r in self.machine.job.ranks) + steps
+        while (
+            self.inbox
+            or self.machine.job.recovery is not None
+            or min(self.version[r] for r in self.machine.job.ranks) < goal
+        ):
+            assert self.machine.job.state is not State.FAILED, self.machine.job.failure_reason
+            assert self.step()
+
+    def resized(self) -> list[tuple[int, int, list[int], list[int]]]:
+        return [(e.before, e.replicas, e.left, e.came) for e in self.of(ev.JobResized)]  # type: ignore[attr-defined]
+
+    def notices(self, kind: str) -> list[str]:
+        return [e.text for e in self.of(ev.Notice) if e.kind == kind]  # type: ignore[attr-defined]
+
+    def resize(self, replicas: int, step: int = -1) -> str:
+        error = self.machine.resize(replicas, step, self.now)
+        self.collect()
+        return error
+
+
+def world_of(size: int = 4, least: int = 1, replace: str = "never", grow: str = "auto", **config: Any) -> GrowingWorld:
+    elastic = {"min": least, "max": size * config.get("nnodes", 1), "replace": replace, "grow": grow}
+    world = GrowingWorld(size, steps=60, elastic=elastic, **config)
+    world.launch()
+    world.go_on()
+    return world
+
+
+def shrunk(left: int = 1, size: int = 4, **config: Any) -> GrowingWorld:
+    """A job that ``left`` has left."""
+    world = world_of(size, **config)
+    world.kill(left)
+    world.go_on()
+    assert world.resized() == [(size, size - 1, [left], [])]
+    return world
+
+
+@pytest.mark.parametrize("left", [0, 1, 3])
+def test_who_has_left_comes_back_in_its_place(left: int) -> None:
+    world = shrunk(left)
+    assert world.resize(4) == ""
+    assert world.beside() == {left: "node0"} and list(world.machine.job.ranks) == [r for r in range(4) if r != left]
+    world.go_on()
+    assert world.resized()[1:] == [(3, 4, [], [left])]
+    assert list(world.machine.job.ranks) == [0, 1, 2, 3] == [r.rank for r in world.machine.job.in_order]
+    assert [entry.rank for entry in world.tables[-1].entries] == [0, 1, 2, 3]
+    assert world.run() is State.FINISHED and not world.machine.job.newcomers
+
+
+def test_the_members_train_on_until_all_are_there() -> None:
+    world = world_of(4)
+    for rank in (1, 2):
+        world.kill(rank)
+        world.go_on()
+    world.silent = {2}
+    assert world.resize(4) == ""
+    at = world.version[0]
+    for _ in range(10):
+        world.step()
+    assert world.machine.job.state is State.RUNNING and world.version[0] > at + 5
+    assert not any(step >= 0 for step in world.pause_at.values()), "nobody pauses for one that is not there"
+    world.kill_newcomer(2)  # the other one comes alone
+    world.go_on()
+    assert world.resized()[2:] == [(2, 3, [], [1])]
+    assert world.run() is State.FINISHED
+
+
+def test_at_a_step() -> None:
+    world = shrunk()
+    at = world.version[0] + 6
+    assert world.resize(4, at) == ""
+    world.go_on(12)
+    (_, event) = world.of(ev.JobResized)
+    assert isinstance(event, ev.JobResized) and event.step == at
+
+
+def test_a_recovery_before_that_step_does_not_forget_it() -> None:
+    world = shrunk(2, size=5)
+    at = world.version[0] + 6
+    assert world.resize(5, at) == ""
+    world.go_on(1)
+    world.kill(4)
+    world.go_on(12)
+    assert world.resized()[1:] == [(4, 3, [4], []), (3, 4, [], [2])]
+    assert world.of(ev.JobResized)[2].step == at  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "step", "said"),
+    [
+        (3, -1, "1 to 4, but for 3, is allowed"),
+        (5, -1, "4 at most is allowed"),
+        (4, 0, "has begun already"),
+        (4, 99, "an earlier one is allowed"),
+        (0, -1, "is allowed"),
+    ],
+)
+def test_refused(replicas: int, step: int, said: str) -> None:
+    world = shrunk()
+    assert said in world.resize(replicas, step)
+    assert not world.machine.job.newcomers and not world.beside()
+
+
+def test_no_room() -> None:
+    world = world_of(2, nnodes=2, controller="h:1")
+    world.machine.on_node_lost("node1", "silent", 0.5, world.now)
+    world.collect()
+    world.go_on()
+    assert world.resized() == [(4, 2, [2, 3], [])]
+    error = world.resize(3)
+    assert "there is room for 0 more (node node0: 0); a node with room has to come first" in error
+
+
+def test_two_at_once_are_refused_and_called_off() -> None:
+    world = shrunk()
+    world.silent = {1}
+    assert world.resize(4) == ""
+    assert "--to 3 calls that off" in world.resize(2)
+    assert world.resize(3) == "" and not world.machine.job.newcomers and world.left_behind() >= {1}
+    world.go_on()
+    assert world.notices("newcomer_given_up") and len(world.resized()) == 1
+    world.silent = set()
+    assert world.resize(4) == ""
+    world.go_on()
+    assert world.resized()[-1] == (3, 4, [], [1])
+
+
+def test_one_that_is_never_there() -> None:
+    world = shrunk(timeouts={"replacement_s": 30.0, "fence_s": 1.0})
+    world.silent = {1}
+    assert world.resize(4) == ""
+    world.go_on()
+    world.now += 32.0
+    world.machine.on_tick(world.now)
+    world.collect()
+    (text,) = world.notices("newcomer_given_up")
+    assert "within 30 s" in text and 1 in world.left_behind() and not world.machine.job.newcomers
+    assert world.machine.job.state is State.RUNNING and world.run() is State.FINISHED
+    assert len(world.resized()) == 1
+
+
+def test_one_that_dies_after_the_members_were_told_to_pause() -> None:
+    world = shrunk()
+    assert world.resize(4, world.version[0] + 5) == ""
+    while not any(step > 0 for step in world.pause_at.values()):
+        world.step()
+    world.kill_newcomer(1)
+    world.go_on(8)
+    assert len(world.resized()) == 1 and len(world.of(ev.RecoveryFinished)) == 1, "nobody pauses in vain"
+    assert world.run() is State.FINISHED
+
+
+def test_one_of_another_script_does_not_come() -> None:
+    world = shrunk()
+    world.batches = '{"seed": 4}'
+    assert world.resize(4) == ""
+    world.go_on()
+    (text,) = world.notices("newcomer_given_up")
+    assert "its batches are" in text and len(world.resized()) == 1
+
+
+def test_a_word_of_one_that_was_given_up_counts_for_nothing() -> None:
+    world = shrunk()
+    world.silent = {1}
+    assert world.resize(4) == ""
+    (number,) = [c.replace.beside for _, c in world.nodes_told if c.replace.beside]
+    assert world.resize(3) == "" and world.resize(4) == ""
+    late = pb.WorkerStarted(rank=1, generation=world.machine.job.generation, pid=5, beside=number)
+    world.machine.on_started(late, "node0", "host")
+    assert world.machine.job.newcomers[1].record.place is Place.EMPTY
+
+
+# -- by itself ----------------------------------------------------------------------------------------
+
+
+def two_nodes(**config: Any) -> GrowingWorld:
+    """Node 1 is lost, and the job has shrunk."""
+    world = world_of(2, nnodes=2, controller="h:1", **config)
+    world.machine.on_node_lost("node1", "silent", 0.5, world.now)
+    world.collect()
+    world.go_on()
+    return world
+
+
+@pytest.mark.parametrize("replace", ["never", "auto"])
+def test_a_node_comes_back(replace: str) -> None:
+    world = two_nodes(replace=replace)
+    world.join("node1", incarnation="again")
+    world.go_on()
+    assert world.beside() == {2: "node1", 3: "node1"}
+    assert world.resized() == [(4, 2, [2, 3], []), (2, 4, [], [2, 3])]
+    assert [r.home for r in world.machine.job.in_order] == ["node0", "node0", "node1", "node1"]
+    assert len({(r.home, r.local_rank) for r in world.machine.job.in_order}) == 4
+    assert world.run() is State.FINISHED
+
+
+def test_a_node_comes_during_a_recovery() -> None:
+    world = two_nodes()
+    world.kill(0)
+    world.join("other")
+    assert not world.beside()
+    world.go_on()
+    assert world.beside() == {0: "other", 2: "other"} and world.resized()[-1] == (1, 3, [], [0, 2])
+
+
+def test_it_may_be_switched_off() -> None:
+    world = two_nodes(grow="never")
+    world.join("node1", incarnation="again")
+    world.go_on()
+    assert not world.beside()
+    assert world.resize(4) == ""
+    world.go_on()
+    assert world.resized()[-1] == (2, 4, [], [2, 3])
+
+
+def test_a_rank_that_died_alone_does_not_come_back_by_itself() -> None:
+    world = shrunk()
+    world.go_on(10)
+    assert not world.beside() and len(world.machine.job.ranks) == 3
+
+
+def test_a_command_is_not_overruled() -> None:
+    """Somebody wants three replicas; a node that comes does not make it four."""
+    world = world_of(2, nnodes=2, controller="h:1")
+    assert world.resize(3) == ""
+    world.go_on()
+    world.join("other")
+    world.go_on()
+    assert not world.beside()
+    world.machine.on_node_lost("node1", "silent", 0.5, world.now)  # it had one of the three
+    world.collect()
+    world.go_on()
+    world.join("another")
+    world.go_on()
+    assert list(world.beside()) == [2] and len(world.machine.job.ranks) == 3
+
+
+def test_a_node_that_is_lost_on_the_way() -> None:
+    world = two_nodes()
+    world.silent = {2, 3}
+    world.join("node1", incarnation="again")
+    world.step()
+    assert len(world.machine.job.newcomers) == 2
+    world.machine.on_node_lost("node1", "silent", 0.5, world.now)
+    world.collect()
+    assert not world.machine.job.newcomers and len(world.notices("newcomer_given_up")) == 2
+    assert world.machine.job.state is State.RUNNING, "no member was there"
+    world.silent = set()
+    world.join("node1", incarnation="once more")
+    world.go_on()
+    assert len(world.machine.job.ranks) == 4
+
+
+def test_a_lost_rank_comes_before_a_newcomer() -> None:
+    """Its room is taken by processes that are on their way in: these are given up."""
+    world = world_of(2, nnodes=3, controller="h:1", replace="auto", least=4)
+    world.machine.on_node_lost("node2", "silent", 0.5, world.now)
+    world.collect()
+    world.go_on()
+    world.silent = {4, 5}
+    world.join("node2", incarnation="again")
+    world.step()
+    assert len(world.machine.job.newcomers) == 2
+    world.machine.on_node_lost("node1", "silent", 0.5, world.now)
+    world.collect()
+    assert not world.machine.job.newcomers
+    world.silent = set()
+    world.go_on()
+    assert len(world.machine.job.ranks) == 4 and world.resized() == [(6, 4, [4, 5], [])]
+
+
+# -- any moment ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_deaths_at_any_moment(seed: int) -> None:
+    """Members and newcomers die while ranks are on their way in; whatever comes of it, the job goes on, each rank is
+    told of in one place, and a growth that is asked for again afterwards succeeds."""
+    pick = random.Random(seed)
+    world = world_of(5, replace=pick.choice(["never", "auto"]))
+    world.random = random.Random(seed)
+    for rank in pick.sample(range(5), pick.choice([1, 2])):
+        assert world.resize(len(world.machine.job.ranks) - 1) == "", rank
+        world.go_on(1)
+    assert world.resize(5) == ""
+    for _ in range(pick.choice([1, 2])):
+        for _ in range(pick.randrange(25)):
+            world.step()
+        job = world.machine.job
+        if job.newcomers and pick.random() < 0.6:
+            world.kill_newcomer(pick.choice(list(job.newcomers)))
+        elif len(job.ranks) > 2:
+            world.kill(pick.choice(list(job.ranks)))
+        assert set(job.ranks).isdisjoint(job.newcomers)
+    world.go_on()
+    while world.machine.job.newcomers:
+        world.step()
+    world.go_on()
+    if len(world.machine.job.ranks) < 5:
+        assert world.resize(5) == ""
+        world.go_on()
+    assert list(world.machine.job.ranks) == [0, 1, 2, 3, 4]
+    sizes = [(e[0], e[1]) for e in world.resized()]
+    assert all(one[1] == next_one[0] for one, next_one in itertools.pairwise(sizes)), sizes
+    assert not any(record.new for record in world.machine.job.in_order)
+    assert world.run() is State.FINISHED
+
+
+@pytest.mark.parametrize("body", ["hold", "stop", "regroup", "restore", "resume"])
+@pytest.mark.parametrize("who", ["newcomer", "member"])
+def test_a_death_in_each_state_of_coming_in(who: str, body: str) -> None:
+    world = shrunk()
+    assert world.resize(4) == ""
+    while not any(command.HasField(body) for _, command in world.inbox):
+        world.step()
+    job = world.machine.job
+    victim = 1 if who == "newcomer" else 2
+    if victim in job.newcomers:
+        world.kill_newcomer(victim)
+    else:
+        world.kill(victim)
+    world.go_on()
+    assert sorted(job.ranks) == [r for r in range(4) if r != victim]
+    assert world.resize(4) == ""
+    world.go_on()
+    assert list(job.ranks) == [0, 1, 2, 3] and world.run() is State.FINISHED
+
+
+def test_the_job_ends_meanwhile() -> None:
+    world = shrunk()
+    world.silent = {1}
+    assert world.resize(4) == ""
+    assert world.run() is State.FINISHED
+    world.machine.on_tick(world.now)
+    assert not world.machine.job.newcomers
+
+
+def test_another_controller_has_them_ended() -> None:
+    world = GrowingWorld(4, steps=20)
+    world.join("node0", beside=[3])
+    assert world.left_behind() == {3}
+
+
+def test_more_than_the_launch_is_refused() -> None:
+    with pytest.raises(ConfigError, match="does not grow beyond them"):
+        run_config({"nproc_per_node": 4, "elastic": {"min": 2, "max": 6}}, "here")

@@ -1,0 +1,175 @@
+"""A node is to leave: what is decided, and how the controller's machine goes about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flashrecovery import events as ev
+from flashrecovery.controller.nodes import NodeState
+from flashrecovery.plan.handoff import HandOffWay, Parting, hand_off
+from flashrecovery.plan.placement import Room
+from flashrecovery.plan.resize import ReplicaRange
+from flashrecovery.plan.transitions import State
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from tests.unit.test_growing import GrowingWorld
+
+OWN = Room("b", "b", 0)
+SPARE = Room("s", "s", 2, spare=True)
+
+
+def parting(*rooms: Room, **more: Any) -> Parting:
+    facts = {"node": "b", "domain": "b", "ranks": (2, 3), "members": range(4), "rooms": (OWN, *rooms), **more}
+    return Parting(**facts)
+
+
+@pytest.mark.parametrize(
+    ("facts", "way", "said"),
+    [
+        (parting(SPARE), HandOffWay.MOVE, "ranks 2 and 3 of node b move to s"),
+        (parting(Room("a", "a", 1), Room("c", "c", 1)), HandOffWay.MOVE, "move to a, c"),
+        (parting(Room("s", "s", 2, spare=True, suspect=True)), HandOffWay.NOTHING, "no other node has room"),
+        (parting(Room("a", "a", 1), sizes=ReplicaRange(2, 4)), HandOffWay.SHRINK, "goes on with 2 replicas"),
+        (parting(sizes=ReplicaRange(3, 4)), HandOffWay.NOTHING, "the job is not elastic, or too small"),
+        (parting(sizes=ReplicaRange(3, 4), saves=True), HandOffWay.SAVE, "a checkpoint is taken before node b ends"),
+        (parting(SPARE, cannot_move="why not", saves=True), HandOffWay.SAVE, "why not; a checkpoint"),
+        (parting(SPARE, ranks=()), HandOffWay.LET_GO, "holds no rank"),
+        (parting(Room("b", "b", 5)), HandOffWay.NOTHING, "no other node has room"),
+    ],
+)
+def test_what_is_done(facts: Parting, way: HandOffWay, said: str) -> None:
+    found = hand_off(facts)
+    assert found.way is way and said in found.reason
+    assert set(found.places) == (set(facts.ranks) if way is HandOffWay.MOVE else set())
+    assert "b" not in found.places.values()
+
+
+class HandoffWorld(GrowingWorld):
+    """Two nodes of two ranks, and a spare one. What a rank alone has is held by the one two places on, too."""
+
+    def __init__(self, *, spare: bool = True, **config: Any) -> None:
+        super().__init__(2, nnodes=2, controller="h:1", steps=60, **config)
+        self.copied = True
+        self.launch()
+        if spare:
+            self.join("spare", spare=True)
+        self.go_on()
+
+    def answer(self, rank: int, command: pb.Command) -> None:
+        if command.HasField("stop"):
+            reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank)
+            reply.live_version = self.version[rank]
+            if self.copied:
+                other = f"capsule@{(rank + 2) % 4}"
+                reply.held.add(kind="copy", version=self.version[rank], shards=[other], nbytes=[5])
+            self.machine.on_reply(reply, self.now)
+        else:
+            super().answer(rank, command)
+
+    def train(self) -> bool:
+        """All pause where they are told to, one after the other."""
+        job = self.machine.job
+        pausing = [r for r in job.ranks if 0 <= self.pause_at.get(r, -1) <= self.version[r]]
+        if job.state is State.RUNNING and len(pausing) == len(job.ranks):
+            for rank in pausing:
+                paused = pb.Paused(rank=rank, generation=job.generation, version=self.version[rank])
+                self.machine.on_paused(paused, self.now)
+            return True
+        return super(GrowingWorld, self).train()
+
+    def leave(self, node: str, within_s: float = 60.0) -> str:
+        error, _ = self.machine.handoff.ask(node, within_s, self.now)
+        self.machine.on_tick(self.now)
+        self.collect()
+        return error
+
+    def homes(self) -> list[str]:
+        return [record.home for record in self.machine.job.in_order]
+
+    def shut_down(self) -> list[str | None]:
+        return [node for node, command in self.nodes_told if command.HasField("shutdown")]
+
+
+def test_its_ranks_move_and_it_leaves() -> None:
+    world = HandoffWorld()
+    at = world.version[0]
+    assert world.leave("node1") == "" and world.beside() == {2: "spare", 3: "spare"}
+    world.go_on(8)
+    assert world.homes() == ["node0", "node0", "spare", "spare"] and world.shut_down() == ["node1"]
+    (finished,) = world.of(ev.RecoveryFinished)
+    assert isinstance(finished, ev.RecoveryFinished)
+    assert finished.cause == "handoff" and finished.victims == [] and finished.resume_step > at + 1
+    assert world.left_behind() == {2, 3} and not world.of(ev.JobResized)
+    assert [entry.node for entry in world.tables[-1].entries] == ["spare", "spare"] or world.tables
+    assert world.machine.job.nodes["node1"].state is NodeState.LOST and not world.of(ev.NodeLost)
+    assert world.run() is State.FINISHED
+
+
+def test_what_nobody_else_has_stays_where_it_is() -> None:
+    """Three tries; the job trains on, nothing is lost."""
+    world = HandoffWorld()
+    world.copied = False
+    assert world.leave("node1") == ""
+    world.go_on(20)
+    assert world.homes()[2:] == ["node1", "node1"] and not world.shut_down()
+    assert any("nobody else could give it its state" in text for text in world.notices("newcomer_given_up"))
+    assert "could not be handed over" in world.notices("node_leaves")[-1]
+    assert world.run() is State.FINISHED
+    steps = [e.resume_step for e in world.of(ev.RecoveryFinished)]  # type: ignore[attr-defined]
+    assert len(steps) == 3 and steps == sorted(steps)
+
+
+def test_it_is_lost_before() -> None:
+    world = HandoffWorld()
+    world.silent = {3}
+    assert world.leave("node1") == ""
+    world.go_on(3)
+    world.machine.on_node_lost("node1", "silent", 0.5, world.now)
+    world.collect()
+    assert not world.machine.job.newcomers
+    world.silent = set()
+    world.copied = True
+    world.go_on()
+    assert world.homes()[2:] == ["spare", "spare"] and world.run() is State.FINISHED
+
+
+def test_its_time_is_over() -> None:
+    world = HandoffWorld()
+    world.silent = {2, 3}
+    assert world.leave("node1", 5.0) == ""
+    world.go_on()
+    world.now += 6.0
+    world.go_on()
+    assert not world.machine.job.newcomers and "its time is over" in world.notices("node_leaves")[-1]
+    assert not world.machine.job.nodes["node1"].leaving and world.run() is State.FINISHED
+
+
+def test_a_spare_node_leaves_at_once() -> None:
+    world = HandoffWorld()
+    assert world.leave("spare") == "" and world.shut_down() == ["spare"]
+    assert world.run() is State.FINISHED
+
+
+def test_no_room() -> None:
+    world = HandoffWorld(spare=False)
+    assert "no other node has room for ranks 2 and 3" in world.leave("node1")
+    assert "does not belong to the job; these do: node0, node1" in world.leave("node7")
+    assert not world.machine.job.nodes["node1"].leaving
+
+
+def test_no_room_and_elastic() -> None:
+    world = HandoffWorld(spare=False, elastic={"min": 2, "max": 4})
+    assert world.leave("node1") == ""
+    world.go_on(6)
+    assert world.resized() == [(4, 2, [2, 3], [])] and world.shut_down() == ["node1"]
+    assert world.run() is State.FINISHED
+
+
+def test_two_nodes_one_after_the_other() -> None:
+    world = HandoffWorld()
+    world.join("other", spare=True)
+    assert world.leave("node1") == "" and world.leave("node0") == ""
+    world.go_on(30)
+    assert sorted(set(world.homes())) == ["other", "spare"] and world.shut_down() == ["node1", "node0"]
+    assert world.run() is State.FINISHED

@@ -100,17 +100,23 @@ class ElasticRules:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
+        self._described = False  # the optimizers have made their state, and it can be divided otherwise
 
     def check_step(self, step: int) -> None:
         """``step`` is about to be committed.
 
         Raises:
             RegistrationError: it has not gone through its micro-batches.
-            UnsupportedError: it has changed state that is each rank's own.
+            UnsupportedError: it has changed state that is each rank's own, or made some that cannot be divided
+                otherwise.
         """
         registry = self._registry
         assert registry.batches is not None
         registry.batches.refuse_unread(step)
+        if not self._described:
+            self._described = True
+            for division in [d for adapter in registry.adapters if (d := adapter.division()) is not None]:
+                division.describe()
         _refuse_unequal(registry.habits.own)
         buffers = sorted(f"buffer {name!r}" for adapter in registry.adapters for name in adapter.moved_buffers())
         if buffers:

@@ -7,8 +7,8 @@ tensors lie and puts new ones in the place of the old ones; it does not communic
 
 The order of things, on each rank: :meth:`Division.describe` (where there is state to describe),
 :meth:`Division.prepare`, the core fills the tensors that were prepared, and later, once all ranks have all of theirs,
-:meth:`Prepared.install`. Until
-then nothing of the old state may be touched: if a rank dies in between, the old state is what is gone on from.
+:meth:`Prepared.install`. Until then nothing of the old state may be touched: if a rank dies in between, the old state
+is what is gone on from.
 """
 
 from __future__ import annotations

@@ -146,6 +146,49 @@ def test_replaced_in_the_new_size(victim: int, tmp_path: Path, resized: Resized)
     check_clean(job)
 
 
+def test_replaced_in_the_size_of_the_launch(tmp_path: Path) -> None:
+    elastic = {"elastic": {"min": 2, "max": 4}}
+    undisturbed = start(tmp_path / "undisturbed", config=elastic).wait()
+    inject = [f"rank=2,fault=sigkill,at=optimizer,step={AT}"]
+    job = start(tmp_path / "run", config=elastic, standby=1, inject=inject).wait()
+    check_fired(job)
+    assert job.of("recovery_finished")[0]["victims"] == [2] and not job.of("job_resized"), job.explain()
+    check_goes_on_alike(job, undisturbed, 0, 4)
+    check_clean(job)
+
+
+def test_all_die_in_the_new_size(tmp_path: Path, resized: Resized) -> None:
+    """They go back to a checkpoint that as many ranks have written."""
+    config = {
+        "elastic": {"min": 2, "max": 4},
+        "checkpoint": {"dir": str(tmp_path / "checkpoints"), "interval_s": 0.3, "keep": 100},
+    }
+    running = start(tmp_path / "run", "--step-time", "400", config=config)
+    running.wait_for("job_started")
+    assert command(running, 3, AT) == ""
+    running.wait_for("recovery_finished")
+    before = len([e for e in running.events() if e["event"] == "checkpoint_saved"])
+    while running.wait_for("checkpoint_saved", count=before + 1)["version"] < AT:
+        before += 1
+    running.kill(0, 1, 2)
+    job = running.wait()
+    assert job.code == 0 and job.of("fallback_started")[0]["version"] >= AT, job.explain()
+    check_goes_on_alike(job, resized(AT, 3), AT, 3)
+    check_clean(job)
+
+
+def test_a_checkpoint_of_another_size_is_refused(tmp_path: Path) -> None:
+    """A job that is launched with fewer ranks does not begin anew instead."""
+    checkpoint = {"dir": str(tmp_path / "checkpoints"), "interval_s": 0.3, "keep": 100}
+    config = {"elastic": {"min": 2, "max": 4}, "checkpoint": checkpoint}
+    first = start(tmp_path / "run", "--step-time", "200", config=config).wait()
+    assert first.code == 0 and first.of("checkpoint_saved"), first.explain()
+    smaller = {"elastic": {"min": 1, "max": 2}, "checkpoint": checkpoint, "resume": True}
+    job = start(tmp_path / "smaller", config=smaller, nproc=2).wait()
+    assert job.code != 0 and "was written by 4 ranks" in job.of("job_failed")[0]["reason"], job.explain()
+    check_clean(job)
+
+
 def test_two_at_once_that_keep_each_others_copies(tmp_path: Path) -> None:
     """What one of them had is nowhere: the job says so, and does not go on with less."""
     faults = [f"rank={rank},fault=sigkill,at=backward,step={AT}" for rank in (1, 2)]
@@ -189,6 +232,7 @@ REFUSED = {
     "ignored": "is not on all 4 ranks",
     "divide": "set_gradient_divide_factor",
     "compile": "a compiled module",
+    "state": "optimizer state 'state/seen'",
 }
 
 

@@ -41,11 +41,11 @@ FOR_CALLERS = {
     "flashrecovery.plan.parity": {"DecodePlan", "DecodeTask", "Traffic.frames"},  # what tests hold a plan to
     "flashrecovery.plan.parity_groups": {"Grouping", "Uncovered"},  # the same
     "flashrecovery.plan.node_marks": {"Rating.counted", "Rating.common"},  # what tests hold a rating to
-    "flashrecovery.plan.reshard": {"Portion.nbytes"},  # what tests hold a plan to
     "flashrecovery.plan.resize": {"Growth", "Position", "Resolve"},  # docs/elastic.md: not carried out yet
     "flashrecovery.plan.strategy": {"StrategyChoice"},  # the same
     "flashrecovery.plan.types": {"LocalRestore", "NoCut", "RestorePlan", "Transfer"},  # what tests hold a decision to
     "flashrecovery.worker.elastic": {"MicroBatch"},  # what scripts read
+    "flashrecovery.worker.redistribution": {"Moved.total"},  # what tests hold a plan to
     "flashrecovery.worker.transfer": {"TransferReport.bytes_sent"},
     "flashrecovery.controller.records": {"RankRecord.tally"},  # its tally is the job's own count of places
 }

@@ -118,13 +118,15 @@ class ElasticRules:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
+        self._described = False  # the optimizers have made their state, and it can be divided otherwise
 
     def check_step(self, step: int) -> None:
         """``step`` is about to be committed.
 
         Raises:
             RegistrationError: it has not gone through its micro-batches.
-            UnsupportedError: it has changed state that is each rank's own, or is tied to the number of ranks now.
+            UnsupportedError: it has changed state that is each rank's own, or is tied to the number of ranks now, or has
+                made some that cannot be divided otherwise.
             ConfigError: the framework has another batch now.
         """
         registry = self._registry
@@ -132,6 +134,10 @@ class ElasticRules:
         assert registry.batches is not None
         registry.batches.refuse_unread(step)
         registry.batches.check_framework()
+        if not self._described:
+            self._described = True
+            for division in [d for adapter in registry.adapters if (d := adapter.division()) is not None]:
+                division.describe()
         _refuse_unequal(registry.habits.own)
         buffers = sorted(f"buffer {name!r}" for adapter in registry.adapters for name in adapter.moved_buffers())
         if buffers:

@@ -64,7 +64,6 @@ class _Ready:
     members: tuple[int, ...]
     version: int
     prepared: Sequence[Prepared]
-    shards: Sequence[Shard]  # all of tensors, in the order that the registry will have
 
 
 @dataclass(frozen=True)
@@ -115,12 +114,12 @@ class Reshaping:
         divisions = {number: d for number, a in enumerate(self._registry.adapters) if (d := a.division()) is not None}
         if not divisions:
             return Moved(0, 0, 0), []
+        place = after.index(self._rank)
         group = groups.control_group() if len(after) > 1 else None
         mine = {number: division.describe() for number, division in divisions.items()} if self._rank in before else None
-        of_all = _Divisions(divisions, _agree(group, mine, before, after, after.index(self._rank)))
+        of_all = _Divisions(divisions, _agree(group, mine, before, after, place))
         custody = {(c.owner, c.shard): c for c in message.custody}
         change = _change(of_all, before, after, custody)
-        place = after.index(self._rank)
         prepared = {n: d.prepare(of_all.descriptions[n], place, len(after)) for n, d in divisions.items()}
         into = {
             _name(n, tensor): of_all.parts(n, tensor, place, prepared[n].tensors[tensor.name])
@@ -130,7 +129,7 @@ class Reshaping:
         moved = redistribute(group, place, change, held, into, corrupt=corrupt)
         shards = self._ready_shards(of_all, prepared, place, len(after))
         self._copies.make_ready(shards, version, generation, place, after)
-        self._ready = _Ready(after, version, list(prepared.values()), shards)
+        self._ready = _Ready(after, version, list(prepared.values()))
         plain = [self._registry.common, self._registry.capsule]
         needs = [pb.ShardNeed(name=s.name, nbytes=s.spec().nbytes) for s in shards]
         return moved, needs + [pb.ShardNeed(name=s.name, nbytes=s.nbytes()) for s in plain]
@@ -233,8 +232,7 @@ class Reshaping:
         if self.layout != tuple(members) and any(a.division() is not None for a in self._registry.adapters):
             raise JobFailedError(
                 f"the state of rank {self._rank} is divided among ranks {list(self.layout)}, and the job is to go on "
-                f"with "
-                f"{list(members)}: the controller was lost in the middle of the change, and no checkpoint of "
+                f"with {list(members)}: the controller was lost in the middle of the change, and no checkpoint of "
                 f"{len(members)} ranks is there"
             )
         self.layout = tuple(members)

@@ -175,7 +175,7 @@ def test_replaced_in_the_new_size(engine: Engine, victim: int, tmp_path: Path, r
     running = start(
         *(tmp_path / "run", {"elastic": {"min": 2, "max": 4}}, *engine.flags, "--step-time", "100"),
         standby=1,
-        inject=[f"rank={victim},fault=sigkill,at=optimizer,step={AT + 3}"],
+        inject=[f"rank={victim},fault=sigkill,at=backward,step={AT + 3}"],
         script=SCRIPT,
     )
     running.wait_for("job_started", TIMEOUT_S)

@@ -193,8 +193,9 @@ def test_replaced_in_the_new_size(engine: Engine, victim: int, tmp_path: Path, r
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("engine", [pytest.param(e, id=e.name) for e in MAIN])
 def test_in_the_very_first_step(engine: Engine, victim: int, tmp_path: Path) -> None:
-    """Then all of it is as in a job that was launched with three ranks."""
-    faults = [f"rank={victim},fault=sigkill,at=optimizer-start,step=0"]
+    """Then all of it is as in a job that was launched with three ranks. What is divided must have been copied by then;
+    with replicas the others would complete the step."""
+    faults = [f"rank={victim},fault=sigkill,at={'optimizer-start' if engine.divided else 'backward'},step=0"]
     job = launch(tmp_path / "run", engine, inject=faults).wait(TIMEOUT_S)
     check_fired(job)
     (event,) = job.of("job_resized")

@@ -173,9 +173,9 @@ def test_replaced_in_the_new_size(engine: Engine, victim: int, tmp_path: Path, r
     """After a command has taken one away, a rank dies that has room: its replacement, which has built its engine for
     four ranks, comes into the job of three."""
     running = start(
-        *(tmp_path / "run", {"elastic": {"min": 2, "max": 4}}, *engine.flags, "--step-time", "100"),
+        *(tmp_path / "run", {"elastic": {"min": 2, "max": 4}}, *engine.flags, "--step-time", "250"),
         standby=1,
-        inject=[f"rank={victim},fault=sigkill,at=backward,step={AT + 3}"],
+        inject=[f"rank={victim},fault=sigkill,at=backward,step={AT + 5}"],  # long after the command, on a busy machine
         script=SCRIPT,
     )
     running.wait_for("job_started", TIMEOUT_S)

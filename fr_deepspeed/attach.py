@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from flashrecovery.errors import RegistrationError
 from fr_deepspeed import config as flash_config
-from fr_deepspeed.elastic import batch_of
 
 if TYPE_CHECKING:
     from flashrecovery import Recovery
@@ -24,6 +23,7 @@ def attach(engine: Any) -> Recovery:
         RegistrationError: the engine has taken a step already, or has another attribute of this name.
     """
     from flashrecovery import Recovery, init
+    from fr_deepspeed.elastic import batch_of
 
     known = vars(engine).get("recovery")
     if isinstance(known, Recovery):

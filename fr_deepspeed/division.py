@@ -78,21 +78,18 @@ class PartitionDivision(Division):
         how it would be divided is not known."""
         return {"groups": [self._describe(number, shard) for number, shard in enumerate(self._shards())]}
 
+    def check(self) -> None:
+        """Raises UnsupportedError as :meth:`describe` does."""
+        for shard in self._shards():
+            _check(shard.tensors())
+
     def _describe(self, number: int, shard: ParamShard) -> dict[str, Any]:
         tensors = shard.tensors()
-        whole = tensors[PARAM].numel()
+        _check(tensors)
         flat: dict[str, str] = {}
         single: dict[str, str] = {}
         for key, tensor in tensors.items():
-            if tensor.dim() == 0:
-                single[key] = _name_of(tensor.dtype)
-            elif tuple(tensor.shape) == (whole,):
-                flat[key] = _name_of(tensor.dtype)
-            else:
-                raise UnsupportedError(
-                    f"an elastic job in which optimizer state {key!r} has the shape {tuple(tensor.shape)}: numbers, "
-                    f"and what is as long as the partition ({whole}), are allowed"
-                )
+            (flat if tensor.dim() else single)[key] = _name_of(tensor.dtype)
         return {
             "length": length_of(self._zero, number),
             "weights": _name_of(self._zero.bit16_groups_flat[number].dtype),
@@ -166,6 +163,16 @@ def fill(zero: Any, basic: Optimizer, tensors: Mapping[str, torch.Tensor], descr
         state = {key.removeprefix(STATE): others[key] if key in others else tensors[f"{number}/{key}"] for key in keys}
         hand_over_state(basic, partition, state, group["values"].get("places", {}).get(STATE, number))
     settle_state(basic)
+
+
+def _check(tensors: Mapping[str, torch.Tensor]) -> None:
+    whole = tensors[PARAM].shape
+    for key, tensor in tensors.items():
+        if tensor.dim() and tensor.shape != whole:
+            raise UnsupportedError(
+                f"an elastic job in which optimizer state {key!r} has the shape {tuple(tensor.shape)}: numbers, and "
+                f"what is as long as the partition {tuple(whole)}, are allowed"
+            )
 
 
 def _placement(length: int, size: int) -> layouts.Placement:

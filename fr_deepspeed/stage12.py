@@ -64,6 +64,12 @@ class Stage12Adapter(EngineAdapter):
 
     # -- another number of replicas ---------------------------------------------------------------
 
+    def tied_to_size(self) -> Sequence[str]:
+        found = super().tied_to_size()
+        if not found:
+            self._division.check()
+        return found
+
     def division(self) -> Division:
         return self._division
 

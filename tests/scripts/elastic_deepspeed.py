@@ -1,8 +1,9 @@
 """A small elastic training script with a DeepSpeed engine: losses and digests of each step as exact numbers, by the
 rank's number in its group. The digests are of the whole fp32 weights and optimizer state, gathered from all ranks.
 
-Dropout draws random numbers, there are two parameter groups of odd sizes, gradients are clipped, and the learning rate
-warms up. fp16 as in ``deepspeed_fp16.py``: a first scale that overflows, and a short window.
+Dropout draws random numbers, there are three parameter groups of odd sizes and a frozen parameter, gradients are
+clipped, and the learning rate warms up. fp16 as in ``deepspeed_fp16.py``: a first scale that overflows, and a short
+window.
 """
 
 from __future__ import annotations
@@ -41,9 +42,20 @@ class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return x, x.roll(1).cumsum(0)
 
 
+class Gain(torch.nn.Module):
+    """Three weights, a group of their own: some ranks have nothing but padding of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain.sum()
+
+
 def build() -> torch.nn.Sequential:
     torch.manual_seed(5)
-    return torch.nn.Sequential(
+    model = torch.nn.Sequential(
         torch.nn.Linear(16, 61),
         torch.nn.LayerNorm(61),
         torch.nn.GELU(),
@@ -51,7 +63,10 @@ def build() -> torch.nn.Sequential:
         torch.nn.Linear(61, 47),
         torch.nn.Tanh(),
         torch.nn.Linear(47, 16),
+        Gain(),
     )
+    model[4].bias.requires_grad_(False)
+    return model
 
 
 def config_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -83,10 +98,12 @@ def config_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
-    parameters = list(model.parameters())
+    gain = model[7].gain
+    parameters = [p for p in model.parameters() if p is not gain]
     return [
         {"params": [p for p in parameters if p.ndim > 1]},
         {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+        {"params": [gain], "lr": 1e-3},
     ]
 
 
@@ -126,7 +143,7 @@ def _pairs(engine: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     if hasattr(engine.optimizer, "fp32_groups"):
         lows = [p for group in engine.optimizer.fp16_groups for p in group]
         return list(zip(lows, [p for group in engine.optimizer.fp32_groups for p in group], strict=True))
-    return [(p, p) for p in engine.module.parameters()]
+    return [(p, p) for p in engine.module.parameters() if p.requires_grad]
 
 
 def plain(engine: Any) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.worker import elastic, elastic_rules
 from flashrecovery.worker.elastic import ElasticBatches
+from flashrecovery.worker.recovery import Recovery
 from tests.unit.test_machine import World
 from tests.unit.test_machine_failures import running
 
@@ -553,3 +554,11 @@ def test_a_framework_whose_batch_changes(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_sizes_are_needed_where_no_framework_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="micro_batch is missing"):
         batches(monkeypatch, 0, 2, micro_batch=None)
+
+
+def test_two_engines_with_a_batch_of_their_own() -> None:
+    recovery = Recovery(None)
+    for _ in range(2):
+        recovery.take_framework_batch(lambda: elastic.FrameworkBatch(4, 2))
+    with pytest.raises(UnsupportedError, match="2 engines"):
+        recovery.elastic_batches(TensorDataset(torch.arange(8)))

@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from flashrecovery.errors import ConfigError, RegistrationError
+from flashrecovery.errors import ConfigError, RegistrationError, UnsupportedError
 from flashrecovery.worker.accelerated import readable, unwrapped
 from flashrecovery.worker.data import DataStream
 from flashrecovery.worker.elastic import Dataset, ElasticBatches, FrameworkBatch
@@ -41,7 +41,7 @@ class Recovery:
         self._looped = False
         self._calls: Calls | None = None
         self._batches: ElasticBatches | None = None
-        self._framework_batch: Callable[[], FrameworkBatch] | None = None
+        self._framework_batches: list[Callable[[], FrameworkBatch]] = []
 
     @property
     def enabled(self) -> bool:
@@ -115,7 +115,7 @@ class Recovery:
 
     def take_framework_batch(self, batch: Callable[[], FrameworkBatch]) -> None:
         """For frameworks that have the batch in their own configuration: ``batch`` says what it is now."""
-        self._framework_batch = batch
+        self._framework_batches.append(batch)
 
     def register_adapter(self, adapter: Adapter, **objects: Any) -> None:
         """Protect what ``adapter`` describes; for frameworks that bring an adapter."""
@@ -183,10 +183,16 @@ class Recovery:
 
         Raises:
             ConfigError: a size is not possible, or there are more replicas than micro-batches.
+            UnsupportedError: there are several engines with a batch of their own.
             RegistrationError: called twice, or after the first step.
         """
         if self._batches is not None:
             raise RegistrationError("elastic_batches() is called twice; a step has one global batch")
+        if len(self._framework_batches) > 1:
+            raise UnsupportedError(
+                f"elastic_batches() with {len(self._framework_batches)} engines, each of which has a batch of its own; "
+                "one is allowed"
+            )
         batches = ElasticBatches(
             dataset,
             global_batch=global_batch,
@@ -197,7 +203,7 @@ class Recovery:
             averaged=averaged,
             collate=collate,
             models=lambda: [thing for thing in self._registered if isinstance(thing, torch.nn.Module)],
-            framework=self._framework_batch,
+            framework=next(iter(self._framework_batches), None),
         )
         if self._session is not None:
             self._session.take_batches(batches)

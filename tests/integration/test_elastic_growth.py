@@ -26,7 +26,7 @@ from tests.support.elastic import (
 from tests.support.jobs import Job, RunningJob, check_clean, check_fired
 
 pytestmark = pytest.mark.timeout(300)
-AT, BACK = 4, 30
+AT, BACK = 8, 30
 Resized = Callable[[Sequence[tuple[int, int]]], Job]
 
 
@@ -117,8 +117,8 @@ def test_by_command_alone_and_again(tmp_path: Path, resized: Resized) -> None:
 def test_one_that_has_come_dies_and_is_replaced(tmp_path: Path, resized: Resized) -> None:
     """Later, as any other."""
     running = start(tmp_path / "run", {"elastic": {"min": 2, "max": 4}}, *long_flags(150))
-    running.wait_for("job_started")
-    assert command(running, 3, AT) == ""
+    running.wait_for_step(AT)
+    assert command(running, 3) == ""
     running.wait_for("recovery_finished")
     assert command(running, 4, BACK) == ""
     at = running.wait_for("job_resized", count=2)["step"]
@@ -179,8 +179,8 @@ def test_one_that_does_not_come(how: str, tmp_path: Path, resized: Resized) -> N
 def test_one_that_is_killed_as_soon_as_it_has_its_rank(tmp_path: Path, resized: Resized) -> None:
     """Asked for once more, it comes."""
     running = start(tmp_path / "run", None, *long_flags(), inject=["rank=3,fault=sigkill,at=recovery:replacing"])
-    running.wait_for("job_started")
-    assert command(running, 3, AT) == ""
+    running.wait_for_step(AT)
+    assert command(running, 3) == ""
     running.wait_for("recovery_finished")
     assert command(running, 4, BACK) == ""
     while not any(e["kind"] == "newcomer_given_up" for e in running.events() if e["event"] == "notice"):
@@ -200,8 +200,8 @@ def test_the_newcomer_dies_while_it_comes_in(state: str, tmp_path: Path, resized
     """It has left again before it has taken a step."""
     faults = [f"rank=3,fault=sigkill,at=recovery:{state}"]  # who leaves by command does not come to this state
     running = start(tmp_path / "run", None, *long_flags(), inject=faults)
-    running.wait_for("job_started")
-    assert command(running, 3, AT) == ""
+    running.wait_for_step(AT)
+    assert command(running, 3) == ""
     running.wait_for("recovery_finished")
     assert command(running, 4, BACK) == ""
     job = running.wait()
@@ -214,8 +214,8 @@ def test_the_newcomer_dies_while_it_comes_in(state: str, tmp_path: Path, resized
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_member_dies_while_one_comes_in(victim: int, state: str, tmp_path: Path, resized: Resized) -> None:
     running = start(tmp_path / "run", None, *long_flags())
-    running.wait_for("job_started")
-    assert command(running, 3, AT) == ""
+    running.wait_for_step(AT)
+    assert command(running, 3) == ""
     running.wait_for("recovery_finished")
     inject(running, rank=victim, at=f"recovery:{state}")
     assert command(running, 4, BACK) == ""
@@ -229,9 +229,9 @@ def test_a_member_dies_while_one_comes_in(victim: int, state: str, tmp_path: Pat
 def test_a_member_dies_while_one_is_built_up(replace: str, tmp_path: Path, resized: Resized) -> None:
     """An ordinary recovery; who is on the way comes in all the same."""
     config = {"elastic": {"min": 2, "max": 4, "replace": replace}}
-    running = start(tmp_path / "run", config, *long_flags(), inject=[f"rank=0,fault=sigkill,at=backward,step={AT + 4}"])
-    running.wait_for("job_started")
-    assert command(running, 3, AT) == ""
+    running = start(tmp_path / "run", config, *long_flags(), inject=[f"rank=0,fault=sigkill,at=backward,step={AT + 6}"])
+    running.wait_for_step(AT)
+    assert command(running, 3) == ""
     running.wait_for("recovery_finished")
     assert command(running, 4, BACK) == ""
     job = running.wait()

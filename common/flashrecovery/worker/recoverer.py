@@ -347,8 +347,10 @@ class Recoverer:
     def _resume(self, command: pb.Command) -> bool:
         worker = self._worker
         version = command.resume.version
-        pause = command.resume.pause if command.resume.HasField("pause") else pb.Pause(step=-1)
-        worker.gate.pause_at, worker.gate.pause_with_copies = pause.step, pause.copies
+        # At the start the generation stays the same, and a pause may have come before this thread has got the resume.
+        if command.resume.HasField("pause") or command.generation != worker.gate.generation:
+            pause = command.resume.pause if command.resume.HasField("pause") else pb.Pause(step=-1)
+            worker.gate.pause_at, worker.gate.pause_with_copies = pause.step, pause.copies
         if not worker.gate.resume(version, command.generation):
             return False
         groups.set_detached(False)

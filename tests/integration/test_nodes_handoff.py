@@ -94,21 +94,27 @@ def test_the_other_node_loses_a_rank_meanwhile(net: Network, tmp_path: Path, ref
     job.kill_worker(first, 1)
     job.wait_for_notice("node_left", timeout_s=90)
     ended = job.wait(of=[first])
-    assert {e["cause"] for e in ended.of("recovery_finished")} == {"killed", "handoff"}, ended.explain()
+    causes = [e["cause"] for e in ended.of("recovery_finished")]
+    assert causes in (["killed"], ["killed", "handoff"]), "in the same recovery if they were there already"
+    assert next(e["victims"] for e in ended.of("recovery_finished")) == [1], ended.explain()
     check_same(ended, reference(FSDP))
 
 
 def test_the_spare_node_is_lost_meanwhile(net: Network, tmp_path: Path, reference: References) -> None:
-    """Nobody moves, the job trains on undisturbed, and says so."""
+    """Nobody moves, and the job trains on undisturbed, and says so. Or they have just moved: then they come back to the
+    node that was to leave, because there is no other."""
     job = started(net, tmp_path / "run", DDP)
     first, left, spare = net.hosts
     assert told_to_leave(job, left) == ""
     job.wait_for_notice("node_leaves")
     job.kill_node(spare)
-    job.wait_for_notice("newcomer_given_up")
     ended = job.wait(of=[first, left])
-    assert ended.code == 0 and not ended.of("recovery_started"), ended.explain()
-    assert "could not be handed over" in ended.notices("node_leaves")[-1]["text"], ended.explain()
+    said = ended.notices("node_leaves")[-1]["text"]
+    if ended.of("recovery_started"):
+        assert "it has the only room" in said and ended.of("node_lost")[0]["ranks"] == [2, 3], ended.explain()
+    else:
+        assert "could not be handed over" in said and ended.notices("newcomer_given_up"), ended.explain()
+    assert ended.code == 0 and not ended.notices("node_left"), ended.explain()
     check_same(ended, reference(DDP))
 
 

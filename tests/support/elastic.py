@@ -178,7 +178,7 @@ def resized_by_command(folder: Path, sizes: Sequence[tuple[int, int]], launched:
     last change it goes on as one that was *started* in that size from that step's state."""
     folder.mkdir(exist_ok=True)
     elastic = {"elastic": {"min": 1, "max": launched}}
-    flags = ["--steps", str(end), "--step-time", "100", "--save-to", str(folder)]
+    flags = ["--steps", str(end), "--step-time", "200", "--save-to", str(folder)]  # who comes has to be there in time
     running = start(folder / "run", elastic, *flags, nproc=launched)
     running.wait_for("job_started")
     for number, (step, size) in enumerate(sizes, 1):

@@ -173,3 +173,17 @@ def test_two_nodes_one_after_the_other() -> None:
     world.go_on(30)
     assert sorted(set(world.homes())) == ["other", "spare"] and world.shut_down() == ["node1", "node0"]
     assert world.run() is State.FINISHED
+
+
+def test_the_node_that_takes_them_is_lost_at_once() -> None:
+    """They come back: there is no other room."""
+    world = HandoffWorld()
+    assert world.leave("node1") == ""
+    while world.homes()[3] != "spare":
+        world.step()
+    world.machine.on_node_lost("spare", "silent", 0.5, world.now)
+    world.collect()
+    assert world.homes()[2:] == ["node1", "node1"] and "has the only room" in world.notices("node_leaves")[-1]
+    world.go_on()
+    assert not world.shut_down() and not world.machine.job.nodes["node1"].leaving
+    assert world.run() is State.FINISHED

@@ -87,6 +87,7 @@ def test_kinds_that_are_nobodys_doing_leave_nothing() -> None:
         FailureKind.STANDSTILL,
         FailureKind.WARNING,
         FailureKind.RESIZE,
+        FailureKind.HANDOFF,
         FailureKind.CONTROLLER,
     }
 

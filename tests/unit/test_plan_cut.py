@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flashrecovery.plan import Cut, Holding, Kind, Need, NoCut, newest_cut
 from flashrecovery.plan.words import missing_text, ranks_text, shard_text
 
-LIVE, UNDO, COPY, PARITY, PAGE, CHECKPOINT = Kind
+LIVE, UNDO, COPY, PARITY, PAGE, _, CHECKPOINT = Kind
 
 
 def needs(**by_shard: list[int]) -> list[Need]:

@@ -25,7 +25,7 @@ from flashrecovery.plan import (
 )
 from flashrecovery.plan.balance import Choice, balance
 
-LIVE, UNDO, COPY, PARITY, PAGE, CHECKPOINT = Kind
+LIVE, UNDO, COPY, PARITY, PAGE, _, CHECKPOINT = Kind
 
 
 def replicated(ranks: range, version: int, sizes: dict[str, int]) -> tuple[list[Need], list[Holding]]:

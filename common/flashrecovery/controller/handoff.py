@@ -65,7 +65,9 @@ class Handoff:
         name, until = next(iter(self._until.items()))
         node = job.nodes[name]
         ranks = [record.rank for record in job.ranks.values() if record.home == name]
-        if not ranks:
+        if not node.leaving:  # it was needed
+            self._forget(node)
+        elif not ranks:
             self._let_go(node)
         elif now >= until:
             self._give_up(node, f"{len(ranks)} of its ranks are still there, and its time is over")

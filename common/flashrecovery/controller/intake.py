@@ -84,7 +84,7 @@ class Intake:
             self._agents.post(node, pb.Command(rank=AGENT, modules=self._modules))
 
     def _on_heartbeat(self, message: pb.AgentMessage, node: str, now: float) -> None:
-        self._machine.on_heartbeat(message.heartbeat, now)
+        self._machine.on_heartbeat(message.heartbeat, now, node)
         self._own_heartbeats.answer(node, lease_clock(), self._machine.takeover.gathering)
 
     def _on_vouch(self, message: pb.AgentMessage, node: str, _: float) -> None:

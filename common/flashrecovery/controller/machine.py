@@ -409,14 +409,14 @@ class Machine:
         first_steps = self.job.in_order[0].committed <= self.job.start_version + 1
         return self.job.state is State.RUNNING and (self.job.recovery is not None or first_steps)
 
-    def on_heartbeat(self, message: pb.Heartbeat, now: float) -> None:
+    def on_heartbeat(self, message: pb.Heartbeat, now: float, node: str = "") -> None:
         """What the ranks of one node are doing. A datagram may be older than what has come on the stream meanwhile, or
         newer: what a rank has committed counts if it is of this generation."""
         self.job.tokens_per_step = message.tokens_per_step or self.job.tokens_per_step
         counts = (Place.RUNNING, Place.RECOVERING) if message.generation == self.job.generation else ()
         for health in message.ranks:
             record = self.job.ranks.get(health.rank)
-            if record is None or record.pid != health.pid:
+            if record is None or record.pid != health.pid or node not in ("", record.home):
                 continue
             record.heard(health, now)
             if record.place in counts:

@@ -253,7 +253,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         return _HEALTH_SELDOM_S if large and self.machine.job.state in RECOVERY_STATES else _HEALTH_S
 
     def health(self, node: str, heartbeat: pb.Heartbeat) -> None:
-        self.machine.on_heartbeat(heartbeat, time.monotonic())
+        self.machine.on_heartbeat(heartbeat, time.monotonic(), node)
 
     def connected(self, node: str) -> bool:
         """Whether it can be told anything now."""

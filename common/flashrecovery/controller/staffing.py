@@ -28,6 +28,8 @@ class Staffing:
         if places is None and self._job.newcomers and not never_replaced(self._job):
             give_up_all(self._job, "its room is needed for a rank that has lost its node")
             places = self._places(ranks, lost_domain, excluded)
+        if places is None and not leaving_without(self._job, ranks):
+            places = self._places_of_last_resort(ranks, lost_domain, excluded)
         if places is None:
             if self._job.homeless_since is None and not leaving_without(self._job, ranks):
                 self._job.homeless_since = now
@@ -51,6 +53,19 @@ class Staffing:
         nodes, taken = self._job.nodes.values(), self._job.homes()
         free = [] if never_replaced(self._job) else rooms(nodes, taken, excluded=excluded)
         return place(ranks, free, lost_domain)
+
+    def _places_of_last_resort(self, ranks: list[int], lost_domain: str, excluded: bool) -> dict[int, str] | None:
+        """With nodes that are to leave: they have to stay then."""
+        leaving = [node for node in self._job.nodes.values() if node.leaving and node.alive]
+        for node in leaving:
+            node.leaving = False
+        places = self._places(ranks, lost_domain, excluded)
+        for node in leaving:
+            node.leaving = places is None or node.name not in places.values()
+            if not node.leaving:
+                text = f"node {node.name} does not leave: it has the only room for ranks that have lost their node"
+                self._job.notice(NoticeKind.NODE_LEAVES, text)
+        return places
 
     def _house(self, record: RankRecord, name: str) -> None:
         """Give the rank to a node with room for it, in a slot that nobody else has."""

@@ -383,8 +383,10 @@ class Recoverer:
         self._reshaping.check(worker.members)
         if command.generation > 0:
             worker.faults.hit("recovery:resuming", version)
-        pause = command.resume.pause if command.resume.HasField("pause") else pb.Pause(step=-1)
-        worker.gate.pause_at, worker.gate.pause_with_copies = pause.step, pause.copies
+        # At the start the generation stays the same, and a pause may have come before this thread has got the resume.
+        if command.resume.HasField("pause") or command.generation != worker.gate.generation:
+            pause = command.resume.pause if command.resume.HasField("pause") else pb.Pause(step=-1)
+            worker.gate.pause_at, worker.gate.pause_with_copies = pause.step, pause.copies
         if not worker.gate.resume(version, command.generation):
             return False
         groups.set_detached(False)

@@ -125,8 +125,8 @@ class ElasticRules:
 
         Raises:
             RegistrationError: it has not gone through its micro-batches.
-            UnsupportedError: it has changed state that is each rank's own, or is tied to the number of ranks now, or has
-                made some that cannot be divided otherwise.
+            UnsupportedError: it has changed state that is each rank's own, or is tied to the number of ranks now, or
+                has made some that cannot be divided otherwise.
             ConfigError: the framework has another batch now.
         """
         registry = self._registry

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.elastic import command, never
+from tests.support.elastic import command, never, often
 from tests.support.elastic_fsdp2 import Course, check_goes_on_alike, check_moved, commanded, start
 from tests.support.jobs import Job, check_clean, check_fired
 
@@ -21,6 +21,8 @@ PHASES = (
     *("commit", "below"),
 )
 VICTIMS = (0, 1, 3)
+OFTEN = ("backward", "optimizer", "commit")
+"""Phases that are in every run of the tests; the rest is in the grid."""
 Resized = Callable[..., Job]
 
 
@@ -54,7 +56,12 @@ def check_ends_as_resized(job: Job, resized: Resized, left: Sequence[int], *flag
 def kills() -> list[Any]:
     """Each victim in each phase; each phase once in every run of the tests, the rest in the grid."""
     return [
-        pytest.param(phase, victim, id=f"{phase}-{victim}", marks=() if number % 3 == turn % 3 else pytest.mark.grid)
+        pytest.param(
+            phase,
+            victim,
+            id=f"{phase}-{victim}",
+            marks=() if phase in OFTEN and number % 3 == turn % 3 else pytest.mark.grid,
+        )
         for turn, phase in enumerate(PHASES)
         for number, victim in enumerate(VICTIMS)
     ]
@@ -70,7 +77,7 @@ def test_killed_and_not_replaced(phase: str, victim: int, tmp_path: Path, resize
     check_ends_as_resized(job, resized, [victim])
 
 
-@pytest.mark.parametrize("fault", ["raise", "exit", "sigstop"])
+@pytest.mark.parametrize("fault", often(("raise", "exit", "sigstop"), ("sigstop",)))
 def test_other_losses(fault: str, tmp_path: Path, resized: Resized) -> None:
     job = start(tmp_path / "run", inject=[f"rank=2,fault={fault},at=backward,step={AT}"]).wait()
     check_fired(job)
@@ -88,7 +95,7 @@ def test_two_at_once(tmp_path: Path, resized: Resized) -> None:
 STATES = ("quiescing", "regrouping", "restoring", "reshaping", "verifying", "resuming")
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", often(STATES, ("restoring", "reshaping", "resuming")))
 @pytest.mark.parametrize(("first", "second"), [(1, 3), pytest.param(0, 2, marks=pytest.mark.grid)])
 def test_a_second_death_during_the_change(
     first: int, second: int, state: str, tmp_path: Path, resized: Resized
@@ -99,7 +106,7 @@ def test_a_second_death_during_the_change(
     check_ends_as_resized(job, resized, [first, second])
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", often(STATES, ("reshaping",)))
 def test_a_death_during_a_command(state: str, tmp_path: Path, resized: Resized) -> None:
     running = start(
         tmp_path / "run",
@@ -125,7 +132,7 @@ def test_again_and_again_down_to_one(tmp_path: Path) -> None:
     check_clean(job)
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", often((0, 2), (0,)))
 def test_replaced_in_the_new_size(victim: int, tmp_path: Path, resized: Resized) -> None:
     """After a command has taken one away, a rank dies that has room: its replacement comes into the smaller job."""
     running = start(
@@ -146,6 +153,7 @@ def test_replaced_in_the_new_size(victim: int, tmp_path: Path, resized: Resized)
     check_clean(job)
 
 
+@pytest.mark.grid
 def test_replaced_in_the_size_of_the_launch(tmp_path: Path) -> None:
     elastic = {"elastic": {"min": 2, "max": 4}}
     undisturbed = start(tmp_path / "undisturbed", config=elastic).wait()
@@ -189,6 +197,7 @@ def test_a_checkpoint_of_another_size_is_refused(tmp_path: Path) -> None:
     check_clean(job)
 
 
+@pytest.mark.grid
 def test_two_at_once_that_keep_each_others_copies(tmp_path: Path) -> None:
     """What one of them had is nowhere: the job says so, and does not go on with less."""
     faults = [f"rank={rank},fault=sigkill,at=backward,step={AT}" for rank in (1, 2)]
@@ -217,7 +226,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", often(FORMS, ("mixed-precision", "uneven-batch")))
 def test_forms(form: str, tmp_path: Path, resized: Resized) -> None:
     job = start(tmp_path / "run", *FORMS[form], inject=[f"rank=1,fault=sigkill,at=optimizer,step={AT}"]).wait()
     check_fired(job)
@@ -236,7 +245,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("what", often(REFUSED, ("hsdp", "state")))
 def test_what_is_refused(what: str, tmp_path: Path) -> None:
     elastic = {"elastic": {"min": 2, "max": 4}}
     job = start(tmp_path / "run", "--refused", what, config=elastic).wait()

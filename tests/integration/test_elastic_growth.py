@@ -20,6 +20,7 @@ from tests.support.elastic import (
     inject,
     long_flags,
     never,
+    often,
     resized_by_command,
     start,
 )
@@ -72,7 +73,7 @@ def grown(job: Job) -> dict[str, Any]:
     return event
 
 
-@pytest.mark.parametrize("victims", [(0,), (1,), (3,), (0, 2)], ids=str)
+@pytest.mark.parametrize("victims", often([(0,), (1,), (3,), (0, 2)], [(0,), (0, 2)]))
 def test_killed_and_back(victims: tuple[int, ...], tmp_path: Path, resized: Resized) -> None:
     running = start(tmp_path / "run", never(), *long_flags())
     shrunk_by(running, *victims)
@@ -86,6 +87,7 @@ def test_killed_and_back(victims: tuple[int, ...], tmp_path: Path, resized: Resi
     check_as_commanded(job, resized)
 
 
+@pytest.mark.grid
 def test_as_soon_as_they_are_there(tmp_path: Path, resized: Resized) -> None:
     """Without a step given. Training goes on meanwhile."""
     running = start(tmp_path / "run", never(1), *long_flags())
@@ -130,6 +132,7 @@ def test_one_that_has_come_dies_and_is_replaced(tmp_path: Path, resized: Resized
     check_as_commanded(job, resized)
 
 
+@pytest.mark.grid
 def test_plain_modules(tmp_path: Path) -> None:
     """The script sums the gradients itself."""
     jobs = []
@@ -162,7 +165,7 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("how", SAID)
+@pytest.mark.parametrize("how", often(SAID, ("die", "other-seed")))
 def test_one_that_does_not_come(how: str, tmp_path: Path, resized: Resized) -> None:
     config = never(replacement_s=3.0, fence_s=1.0) if how == "hang" else None
     running = start(tmp_path / "run", config, *long_flags(200 if how == "hang" else 100), "--newcomer", how)
@@ -195,7 +198,7 @@ def test_one_that_is_killed_as_soon_as_it_has_its_rank(tmp_path: Path, resized: 
 # -- on the way in ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("state", ["regrouping", "restoring", "verifying"])
+@pytest.mark.parametrize("state", often(("regrouping", "restoring", "verifying"), ("restoring",)))
 def test_the_newcomer_dies_while_it_comes_in(state: str, tmp_path: Path, resized: Resized) -> None:
     """It has left again before it has taken a step."""
     faults = [f"rank=3,fault=sigkill,at=recovery:{state}"]  # who leaves by command does not come to this state
@@ -210,8 +213,8 @@ def test_the_newcomer_dies_while_it_comes_in(state: str, tmp_path: Path, resized
     check_as_commanded(job, resized)
 
 
-@pytest.mark.parametrize("state", ["quiescing", "regrouping", "restoring", "verifying"])
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("state", often(("quiescing", "regrouping", "restoring", "verifying"), ("restoring",)))
+@pytest.mark.parametrize("victim", often((0, 2), (2,)))
 def test_a_member_dies_while_one_comes_in(victim: int, state: str, tmp_path: Path, resized: Resized) -> None:
     running = start(tmp_path / "run", None, *long_flags())
     running.wait_for_step(AT)
@@ -225,7 +228,7 @@ def test_a_member_dies_while_one_comes_in(victim: int, state: str, tmp_path: Pat
     check_as_commanded(job, resized)
 
 
-@pytest.mark.parametrize("replace", ["never", "auto"])
+@pytest.mark.parametrize("replace", often(("never", "auto"), ("auto",)))
 def test_a_member_dies_while_one_is_built_up(replace: str, tmp_path: Path, resized: Resized) -> None:
     """An ordinary recovery; who is on the way comes in all the same."""
     config = {"elastic": {"min": 2, "max": 4, "replace": replace}}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from click.testing import CliRunner
 
@@ -228,3 +229,8 @@ def check_batches(job: Job, until: int) -> None:
         if all((step, size, other) in seen for other in range(size)):
             whole.add(step)
     assert whole >= set(range(until)), f"not done by all: {sorted(set(range(until)) - whole)}"
+
+
+def often(values: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
+    """Parameters of a test of which only the ``chosen`` ones are in every run; the others are in the grid."""
+    return [pytest.param(v, id=str(v), marks=() if v in chosen else pytest.mark.grid) for v in values]

@@ -1,6 +1,8 @@
 """How newcomers come into the job: all there, a pause, and a recovery without a victim in which they are members.
 
-Ranks that an elastic job did not have come in at any step boundary: what the members hold, they need too. Who takes a
+Ranks that an elastic job did not have come in at any step boundary: what the members hold, they need too, and of what
+is divided among the members they get their part when it is divided anew (:mod:`flashrecovery.worker.reshaping`). The
+members are alive and hold all of it, so that nobody's copies have to be waited for. Who takes a
 rank over from a process that lives has to get what only that one had. So there the members pause at a step that all can
 still hear of in time, and say that they have once the copies of its version are complete; the state of those who leave
 is then held by others, as if their node were lost, and no step is done again.
@@ -133,7 +135,14 @@ class ComingIn:
         self._due = self._since = None
         if not self.newcomers.all_here or decision.round.version < self._step:
             return decision, []
+        if decision.checkpoint and any(record.divided for record in job.in_order):
+            return decision, []  # it is of as many ranks as have written it; newcomers come in later
         coming = {rank: newcomer.record for rank, newcomer in job.newcomers.items()}
+        for rank, record in coming.items():
+            if rank in job.ranks:
+                record.needs, record.divided = dict(job.ranks[rank].needs), job.ranks[rank].divided
+            else:
+                record.need_no_part()
         everybody = dict(sorted({**job.ranks, **coming}.items()))
         found: Decision | None = None
         try:

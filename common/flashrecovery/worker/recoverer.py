@@ -113,6 +113,7 @@ class Recoverer:
             parity=parity_message(self._loop.copies.parity(-1)),
             sizes=() if worker.registry.batches is None else worker.registry.batches.sizes,
             batches="" if worker.registry.batches is None else json.dumps(worker.registry.batches.settings),
+            outline="" if worker.settings.elastic is None else worker.registry.outline(),
         )
         if not worker.connection.detached:
             worker.gate.live = 0
@@ -408,7 +409,9 @@ class Recoverer:
             if isinstance(shard, ObjectShard):
                 needs.append(pb.ShardNeed(name=shard.name, nbytes=shard.nbytes()))
                 continue
-            needs.append(pb.ShardNeed(name=shard.name, nbytes=shard.spec().nbytes, digest=found.get(shard.name, "")))
+            need = pb.ShardNeed(name=shard.name, nbytes=shard.spec().nbytes, digest=found.get(shard.name, ""))
+            need.divided = shard.name in self._worker.registry.divided_shards
+            needs.append(need)
         return needs
 
     def _held(self) -> list[pb.Held]:

@@ -11,10 +11,10 @@ import pytest
 
 from tests.support.elastic import changes, command, inject, never
 from tests.support.elastic_divided import FSDP2, Kind, check_as_commanded, resized_by_command, zero
-from tests.support.jobs import Job, RunningJob, check_clean, check_fired
+from tests.support.jobs import Job, RunningJob, check_fired
 
 pytestmark = pytest.mark.timeout(400)
-AT, BACK = 4, 30
+AT, BACK = 8, 32
 SLOWLY = ("--step-time", "100")
 Resized = Callable[[Kind, Sequence[tuple[int, int]]], Job]
 

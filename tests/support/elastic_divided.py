@@ -11,7 +11,7 @@ from tests.support import elastic, elastic_fsdp2
 from tests.support.elastic import changes, command, never
 from tests.support.jobs import ROOT, Job, RunningJob, check_clean
 
-END = 36
+END = 38
 """Steps of the jobs."""
 
 
@@ -37,14 +37,10 @@ class Kind:
         """A job of this kind."""
         given = ["--steps", str(END), *self.flags, *flags]
         chosen = never() if config is None else config
-        return elastic.start(
-            folder, chosen, *given, nproc=nproc, inject=inject, standby=standby, script=self.script
-        )
+        return elastic.start(folder, chosen, *given, nproc=nproc, inject=inject, standby=standby, script=self.script)
 
 
-FSDP2 = Kind(
-    "fsdp2", elastic_fsdp2.SCRIPT, (), elastic_fsdp2.check_steps_alike, elastic_fsdp2.check_goes_on_alike
-)
+FSDP2 = Kind("fsdp2", elastic_fsdp2.SCRIPT, (), elastic_fsdp2.check_steps_alike, elastic_fsdp2.check_goes_on_alike)
 
 
 def zero(stage: int) -> Kind:

@@ -374,8 +374,8 @@ class Machine:
         current = message.generation == self.job.generation and self.job.state is State.RUNNING
         if not current or message.rank not in self.job.ranks:
             return
-        handing_over = self._coming.handing_over
-        enough = self._coming.on_paused(message, now) if handing_over else self._resizing.paused(message.rank, now)
+        for_all = self._coming.waits_for_all
+        enough = self._coming.on_paused(message, now) if for_all else self._resizing.paused(message.rank, now)
         if enough:
             self._change(message.version, now)
 

@@ -134,9 +134,7 @@ class Reshaping:
         self._copies.make_ready(shards, version, generation, place, after)
         self._ready = _Ready(after, version, list(prepared.values()), shards)
         plain = [self._registry.common, self._registry.capsule]
-        needs = [
-            pb.ShardNeed(name=s.name, nbytes=s.spec().nbytes, divided=isinstance(s, ReadyShard)) for s in shards
-        ]
+        needs = [pb.ShardNeed(name=s.name, nbytes=s.spec().nbytes, divided=isinstance(s, ReadyShard)) for s in shards]
         return moved, needs + [pb.ShardNeed(name=s.name, nbytes=s.nbytes()) for s in plain]
 
     def _held(

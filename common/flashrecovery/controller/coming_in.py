@@ -115,8 +115,7 @@ class ComingIn:
         return now if self._since is None else self._since
 
     def on_paused(self, message: pb.Paused, now: float) -> bool:
-        """A member has paused, where all are waited for. Returns whether that is enough: all are waited for, and with them their
-        copies."""
+        """A member has paused, where all are waited for, and with them their copies. Returns whether all have."""
         self._paused.add(message.rank)
         if self._due is None:
             self._due, self._since = now + _ALL_S + _ALL_S * self._job.step_s, now

@@ -5,6 +5,7 @@ who dies on the way in, or meanwhile, takes nothing with it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -33,10 +34,14 @@ def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
     return job
 
 
+DEEPSPEED = (
+    pytest.mark.deepspeed,
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
+)
 KINDS = [
     pytest.param(FSDP2, id="fsdp2"),
-    pytest.param(zero(2), id="zero2", marks=pytest.mark.deepspeed),
-    pytest.param(zero(1), id="zero1", marks=pytest.mark.deepspeed),
+    pytest.param(zero(2), id="zero2", marks=DEEPSPEED),
+    pytest.param(zero(1), id="zero1", marks=DEEPSPEED),
 ]
 
 
@@ -125,12 +130,12 @@ def test_the_newcomer_dies_while_it_comes_in(kind: Kind, state: str, tmp_path: P
     job = running.wait()
     check_fired(job)
     assert changes(job)[-1].ranks == (0, 1, 2), job.explain()
-    assert BACK - 1 <= changes(job)[-1].step <= BACK, job.explain()
+    assert changes(job)[-1].step == BACK, job.explain()
     check(kind, job, resized)
 
 
 @pytest.mark.parametrize("state", ("quiescing", *STATES))
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.grid), 2])
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_a_member_dies_while_one_comes_in(
     kind: Kind, victim: int, state: str, tmp_path: Path, resized: Resized
@@ -142,6 +147,7 @@ def test_a_member_dies_while_one_comes_in(
     job = running.wait()
     check_fired(job)
     assert {*changes(job)[-1].ranks} == {0, 1, 2, 3} - {victim}, job.explain()
+    assert changes(job)[-1].step == BACK, job.explain()  # no step is lost: the copies were there
     check(kind, job, resized)
 
 

@@ -240,7 +240,7 @@ class Recoverer:
             self._loop.copies.regroup([group.ranks for group in message.parity])
         if message.members:
             self._resize(tuple(message.members))
-        if worker.connection.detached and worker.rank in message.layout:
+        if worker.connection.detached and message.layout:
             self._reshaping.begin(tuple(message.layout))
         addresses = tuple((server.host, server.port) for server in message.stores)
         groups.attach(groups.Servers(addresses, message.deadline_s), command.generation, message.deadline_s)

@@ -189,7 +189,11 @@ class Reshaping:
 
     def begin(self, layout: tuple[int, ...]) -> None:
         """This process has just come into the place of a rank, as the job was launched; the others' state is divided
-        among the members of ``layout``. Take on that division, without any content: that is restored like any other."""
+        among the members of ``layout``. Take on that division, without any content: that is restored like any other. A
+        rank that is not among them has no part of it, until that is divided anew."""
+        if self._rank not in layout:
+            self.layout = ()
+            return
         divisions = [d for adapter in self._registry.adapters if (d := adapter.division()) is not None]
         place, size = layout.index(self._rank), len(layout)
         if self.layout == layout or not divisions:

@@ -107,7 +107,7 @@ def test_to_a_size_below_that_of_the_launch(tmp_path: Path, resized: Resized) ->
 
 def test_from_one_alone(tmp_path: Path, resized: Resized) -> None:
     """4 -> 3 -> 2 -> 1 by kills, and back to 4."""
-    faults = [f"rank={rank},fault=sigkill,at=forward,step={step}" for step, rank in enumerate((0, 2, 1), AT)]
+    faults = [f"rank={rank},fault=sigkill,at=forward,step={AT + 6 * number}" for number, rank in enumerate((0, 2, 1))]
     running = FSDP2.start(tmp_path / "run", "--step-time", "250", config=never(1), inject=faults)
     running.wait_for("recovery_finished", 120, count=3)
     assert command(running, 4, BACK) == ""

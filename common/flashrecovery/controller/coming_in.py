@@ -4,8 +4,8 @@ Ranks that an elastic job did not have come in at any step boundary: what the me
 rank over from a process that lives has to get what only that one had. So there the members pause at a step that all can
 still hear of in time, and say that they have once the copies of its version are complete; the state of those who leave
 is then held by others, as if their node were lost, and no step is done again. So they do where state is divided among
-them: of that a newcomer gets its part when it is divided anew (:mod:`flashrecovery.worker.reshaping`), and a member
-that dies meanwhile shall not take the version with it.
+them: of that a newcomer gets its part when it is divided anew (:mod:`flashrecovery.division`), and a member that dies
+meanwhile shall not take the version with it.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ def _sources(records: Iterable[RankRecord], version: int, lacking: Mapping[str, 
 
 def _lent(records: Iterable[RankRecord], versions: Iterable[int]) -> list[Holding]:
     """A rank that has come into an elastic job has no capsule anywhere. What each rank has for itself there is as good
-    as equal (:mod:`flashrecovery.worker.elastic_rules`), so that anybody's serves."""
+    as equal (docs/elastic.md), so that anybody's serves."""
     records = list(records)
     new = [capsule_name(record.rank) for record in records if record.new]
     if not new:

@@ -99,6 +99,9 @@ class PartitionDivision(Division):
             "values": shard.values(),
         }
 
+    def outline(self, description: Mapping[str, Any]) -> list[Any]:
+        return [[group["length"], group["weights"], group["flat"][PARAM]] for group in description["groups"]]
+
     def tensors(self, description: Mapping[str, Any], size: int) -> Sequence[DividedTensor]:
         found: list[DividedTensor] = []
         everywhere = range(size)

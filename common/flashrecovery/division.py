@@ -91,6 +91,11 @@ class Division(ABC):
         has."""
 
     @abstractmethod
+    def outline(self, description: Mapping[str, Any]) -> list[Any]:
+        """Of a description what is the same in every process that runs the same script, however far training is:
+        parameters with their shapes and dtypes, and no optimizer state. Plain values."""
+
+    @abstractmethod
     def tensors(self, description: Mapping[str, Any], size: int) -> Sequence[DividedTensor]:
         """All of them, in one order, for a job of so many ranks. Shards of the adapter that are in none of them must
         be on all ranks; the core leaves them alone. Tensors that lie alike should share one placement object:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import sys
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from elastic import Masked, Numbers
+from elastic import Masked, Numbers, come_badly
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -34,9 +35,11 @@ class Scaled(torch.nn.Module):
 
 
 class Net(torch.nn.Module):
-    def __init__(self, tied: bool) -> None:
+    def __init__(self, tied: bool, other: bool = False) -> None:
         super().__init__()
         self.first = torch.nn.Linear(16, 61)
+        if other:  # as many numbers in another shape, and a name of which there are two
+            self.first.weight = torch.nn.Parameter(self.first.weight.detach().view(122, 8))
         self.blocks = torch.nn.ModuleList(
             torch.nn.Sequential(torch.nn.Linear(61, 61), torch.nn.GELU(), Masked61(), torch.nn.Dropout(0.1))
             for _ in range(2)
@@ -77,9 +80,14 @@ class Counting(torch.optim.SGD):
         return result
 
 
+def is_newcomer() -> bool:
+    """Whether this process has come later than the job's start."""
+    return os.environ.get("FLASHRECOVERY_GENERATION", "0") != "0"
+
+
 def build(args: argparse.Namespace) -> tuple[FSDPModule, Any]:
     torch.manual_seed(5)
-    model = Net(args.tied)
+    model = Net(args.tied, is_newcomer() and args.newcomer == "other-model")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",) if args.named else None)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.mixed else MixedPrecisionPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": not args.keep}
@@ -145,12 +153,15 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--optimizer", default="adamw", choices=["adamw", "sgd"])
     parser.add_argument("--refused", default="")
+    parser.add_argument("--newcomer", default="", help="what a process that comes later does: die, exit, other-model")
     for flag in ("keep", "mixed", "tied", "named", "clip", "keep-gradients"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--save-to", help="a directory for the state of each version")
     parser.add_argument("--start-from", help="such a state")
     args, _ = parser.parse_known_args()
     dist.init_process_group("gloo")
+    if is_newcomer():
+        come_badly(args.newcomer)
     recovery = flashrecovery.init()
     model, mesh = build(args)
     parameters = list(model.parameters())

@@ -60,18 +60,26 @@ class Course:
         return found
 
 
-def check_goes_on_alike(job: Job, other: Job, step: int, size: int) -> None:
-    """From ``step`` on both jobs are of this size, and have the same bits in every step on every rank."""
+def check_goes_on_alike(job: Job, other: Job, step: int, size: int, end: int = STEPS) -> None:
+    """From ``step`` on both jobs are of this size, and have the same bits in every step on every rank, to the ``end``
+    of their steps."""
+    check_steps_alike(job, other, step, end, size)
     mine, theirs = Course.of(job), Course.of(other)
     why = f"{job.explain()}\n--- the other\n{other.explain()}"
-    for number in range(step, STEPS):
+    assert mine.ends == theirs.ends and set(mine.ends) == set(range(size)), why
+    assert len({*mine.ends.values()}) == 1, f"the ranks do not gather the same state\n{why}"
+
+
+def check_steps_alike(job: Job, other: Job, step: int, until: int, size: int) -> None:
+    """From ``step`` until before ``until`` both jobs are of this size, and have the same bits on every rank."""
+    mine, theirs = Course.of(job), Course.of(other)
+    why = f"{job.explain()}\n--- the other\n{other.explain()}"
+    for number in range(step, until):
         for rank in range(size):
             for what, at in (("losses", number), ("parts", number + 1)):
                 found = getattr(mine, what)[at, rank, size]
                 assert len(found) == 1, f"{what} of {at}, rank {rank}: {found}\n{why}"
                 assert found == getattr(theirs, what)[at, rank, size], f"{what} of {at}, rank {rank}\n{why}"
-    assert mine.ends == theirs.ends and set(mine.ends) == set(range(size)), why
-    assert len({*mine.ends.values()}) == 1, f"the ranks do not gather the same state\n{why}"
 
 
 def check_moved(job: Job) -> None:

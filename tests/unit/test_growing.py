@@ -13,8 +13,9 @@ from flashrecovery import events as ev
 from flashrecovery.agent.gather import singly
 from flashrecovery.config import run_config
 from flashrecovery.controller.outbox import Send
-from flashrecovery.controller.records import Place
+from flashrecovery.controller.records import Place, RankRecord
 from flashrecovery.errors import ConfigError
+from flashrecovery.kinds import Ordered
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from tests.unit.test_machine import World
@@ -29,6 +30,7 @@ class GrowingWorld(World):
         self.nodes_told: list[tuple[str | None, pb.Command]] = []
         self.silent: set[int] = set()  # newcomers that never come to their first step
         self.batches = ""
+        self.outline = ""
 
     def collect(self) -> None:
         for action in self.machine.job.outbox.actions:
@@ -75,7 +77,14 @@ class GrowingWorld(World):
                 pb.ShardNeed(name="common", nbytes=10),
                 pb.ShardNeed(name=f"capsule@{rank}", nbytes=5),
             ]
-            joined = pb.Joined(rank=rank, generation=generation, steps=self.steps, needs=needs, batches=self.batches)
+            joined = pb.Joined(
+                rank=rank,
+                generation=generation,
+                steps=self.steps,
+                needs=needs,
+                batches=self.batches,
+                outline=self.outline,
+            )
             self.machine.on_joined(joined, self.now, node)
 
     def train(self) -> bool:
@@ -445,3 +454,34 @@ def test_another_controller_has_them_ended() -> None:
 def test_more_than_the_launch_is_refused() -> None:
     with pytest.raises(ConfigError, match="does not grow beyond them"):
         run_config({"nproc_per_node": 4, "elastic": {"min": 2, "max": 6}}, "here")
+
+
+def test_another_model_is_given_up() -> None:
+    world = shrunk()
+    world.outline = "of another model"
+    assert world.resize(4) == ""
+    world.go_on()
+    (text,) = world.notices("newcomer_given_up")
+    assert "its model has other parameters" in text and len(world.resized()) == 1
+
+
+def test_who_comes_needs_no_part_of_what_is_divided() -> None:
+    """It names its shards as in the launch's size, of which the others have none any more; and says so again when it is
+    stopped before it has got its part."""
+    record = RankRecord(3)
+    names = [("param/w#shard=3/4", True), ("buffer", False), ("common", False), ("capsule@3", False)]
+    needs = [pb.ShardNeed(name=name, nbytes=1, divided=divided) for name, divided in names]
+    record.take_needs(needs)
+    assert record.divided == {"param/w#shard=3/4"} and len(record.needs) == 4
+    record.need_no_part()
+    assert [*record.needs] == ["buffer", "common", "capsule@3"] and not record.divided
+
+    world = shrunk(3)
+    assert world.resize(4) == ""
+    while 3 not in world.machine.job.ranks:
+        assert world.step()
+    newcomer = world.machine.job.ranks[3]
+    known = dict(newcomer.needs)
+    stopped = pb.Reply(rank=3, generation=world.machine.job.generation, needs=needs, live_version=-1)
+    world.machine._carried_out([newcomer], Ordered.STOP, stopped)
+    assert newcomer.needs == known and 3 not in world.machine.job.layout

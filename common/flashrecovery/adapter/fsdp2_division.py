@@ -133,6 +133,14 @@ class FSDP2Division(Division):
             found[fqn] = {"tensors": lines, "values": values}
         return found
 
+    def outline(self, description: Mapping[str, Any]) -> list[Any]:
+        return [
+            [fqn, list(shape), dtype]
+            for fqn, of_parameter in description.items()
+            for key, shape, dtype, _ in of_parameter["tensors"]
+            if key == PARAM
+        ]
+
     def tensors(self, description: Mapping[str, Any], size: int) -> Sequence[DividedTensor]:
         found = []
         for fqn, of_parameter in description.items():

@@ -3,13 +3,16 @@
 Ranks that an elastic job did not have come in at any step boundary: what the members hold, they need too. Who takes a
 rank over from a process that lives has to get what only that one had. So there the members pause at a step that all can
 still hear of in time, and say that they have once the copies of its version are complete; the state of those who leave
-is then held by others, as if their node were lost, and no step is done again.
+is then held by others, as if their node were lost, and no step is done again. So they do where state is divided among
+them: of that a newcomer gets its part when it is divided anew (:mod:`flashrecovery.division`), and a member that dies
+meanwhile shall not take the version with it.
 """
 
 from __future__ import annotations
 
 import math
 
+from flashrecovery.controller.custody import divided
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.newcomers import Newcomers, give_up_all
 from flashrecovery.controller.nodes import NodeState
@@ -24,7 +27,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 _AHEAD_S = 0.3
 """For so long a word to all ranks may be on its way."""
 _ALL_S = 2.0
-"""Seconds, and steps, that ranks wait for each other's copies when they pause for a hand-off."""
+"""Seconds, and steps, that ranks wait for each other's copies when they pause."""
 _TRIES = 3
 
 
@@ -86,11 +89,16 @@ class ComingIn:
         for record in self._job.in_order:
             self._job.command(record.rank, pb.Command(pause=pause))
 
+    @property
+    def _awaits_all(self) -> bool:
+        """Whether the members pause with their copies made, all of them."""
+        return self._taking_over or divided(self._job.in_order)
+
     def _pause(self) -> pb.Pause:
         self._called_in, self._due, self._since = self._job.generation, None, None
         self._paused.clear()
         step = max(self._step, 0)
-        if not self._taking_over:
+        if not self._awaits_all:
             return pb.Pause(step=step)
         newest = max(record.committed for record in self._job.in_order)
         step_s = self._job.step_s
@@ -98,26 +106,25 @@ class ComingIn:
         return pb.Pause(step=max(step, newest + ahead * 2**self._tries), copies=True)
 
     def pause(self) -> pb.Pause | None:
-        """What members that go on after a recovery are told; where one of them is to be left at once, it is told
+        """What members that go on after a recovery are told; where all of them are to hear of it in time, they are told
         later."""
-        return None if self._taking_over or not self.newcomers.all_here else self._pause()
+        return None if self._awaits_all or not self.newcomers.all_here else self._pause()
 
     def paused_since(self, now: float) -> float:
         """When the first member has paused."""
         return now if self._since is None else self._since
 
     def on_paused(self, message: pb.Paused, now: float) -> bool:
-        """A member has paused for a hand-off. Returns whether that is enough: all are waited for, and with them their
-        copies."""
+        """A member has paused, where all are waited for, and with them their copies. Returns whether all have."""
         self._paused.add(message.rank)
         if self._due is None:
             self._due, self._since = now + _ALL_S + _ALL_S * self._job.step_s, now
         return self._paused >= set(self._job.ranks)
 
     @property
-    def handing_over(self) -> bool:
-        """Members have been told to pause for processes that take ranks over."""
-        return self._taking_over and bool(self._job.newcomers) and self._called_in == self._job.generation
+    def waits_for_all(self) -> bool:
+        """Members have been told to pause with their copies made, and all of them are waited for."""
+        return self._awaits_all and bool(self._job.newcomers) and self._called_in == self._job.generation
 
     def why_paused(self, version: int) -> str:
         """In words; "" if nobody is to come in."""
@@ -133,7 +140,14 @@ class ComingIn:
         self._due = self._since = None
         if not self.newcomers.all_here or decision.round.version < self._step:
             return decision, []
+        if decision.checkpoint and any(record.divided for record in job.in_order):
+            return decision, []  # it is of as many ranks as have written it; newcomers come in later
         coming = {rank: newcomer.record for rank, newcomer in job.newcomers.items()}
+        for rank, record in coming.items():
+            if rank in job.ranks:
+                record.needs, record.divided = dict(job.ranks[rank].needs), job.ranks[rank].divided
+            else:
+                record.need_no_part()
         everybody = dict(sorted({**job.ranks, **coming}.items()))
         found: Decision | None = None
         try:

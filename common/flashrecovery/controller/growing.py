@@ -7,7 +7,6 @@ beside training (:mod:`.newcomers`) and come in at a step boundary (:mod:`.comin
 from __future__ import annotations
 
 from flashrecovery.controller.coming_in import ComingIn
-from flashrecovery.controller.custody import divided
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.losses import allowed_sizes
 from flashrecovery.controller.nodes import rooms
@@ -44,11 +43,6 @@ class Growing:
         size = len(job.ranks)
         if replicas > elastic.max:
             return f"--to {replicas}: the job was launched with {elastic.text}; {elastic.max} at most is allowed"
-        if divided(job.in_order):
-            return (
-                f"--to {replicas}: the job's state is divided among its ranks (FSDP2, ZeRO), and such a job does not "
-                f"grow yet; {elastic.min} to {size - 1} is allowed"
-            )
         if self._coming.in_last_step:
             return "ranks have taken their last step; nobody can come in any more"
         free = rooms(job.nodes.values(), job.homes())
@@ -70,7 +64,7 @@ class Growing:
         if not self._arrived or job.state is not State.RUNNING or job.recovery is not None or job.newcomers:
             return
         arrived, self._arrived = self._arrived, set()
-        if elastic is None or elastic.grow == "never" or self._coming.in_last_step or divided(job.in_order):
+        if elastic is None or elastic.grow == "never" or self._coming.in_last_step:
             return
         most = elastic.max if self._most is None else min(self._most, elastic.max)
         free = [room for room in rooms(job.nodes.values(), job.homes()) if room.name in arrived and room.free > 0]

@@ -205,10 +205,17 @@ class Machine:
         if node not in ("", record.home):
             return  # of a process that was to take the rank over, and has been given up
         known, steps, batches = dict(record.needs), record.steps, record.batches
+        divided, outline = record.divided, record.outline
         record.joined(message)
         self.job.outbox.forget(Ordered.REPLACE, record.rank)
-        if known and self.job.layout != tuple(range(self.job.config.world_size)):
-            record.needs = known  # it has divided its state as at the launch, and takes on the others' division
+        if known and outline != record.outline:
+            self.job.fail(
+                f"rank {record.rank}: the replacement registered a model with other parameters, shapes or types than "
+                "the process it replaces"
+            )
+        elif known and self.job.layout != tuple(range(self.job.config.world_size)):
+            # it has divided its state as at the launch, and takes on the others' division
+            record.needs, record.divided = known, divided
             self._steps.advance(now)
         elif known and set(known) != set(record.needs):
             odd = sorted(set(known) ^ set(record.needs))[:3]
@@ -338,10 +345,10 @@ class Machine:
             for record in records:
                 record.held_at, record.committed = held_at, max(record.committed, held_at.version)
         elif what is Ordered.STOP:
-            needs = {n.name: n.nbytes for n in message.needs}
             for record in records:
                 record.place = Place.STOPPED
-                record.needs = needs or record.needs
+                if message.needs and record.rank in self.job.layout:  # else it has no part of what is divided yet
+                    record.take_needs(message.needs)
                 record.take_inventory(message.live_version, message.held, message.parity)
                 record.late = frozenset(message.late)
                 record.capsules = ()  # as its page was when it started; the process knows what is in it now
@@ -367,8 +374,8 @@ class Machine:
         current = message.generation == self.job.generation and self.job.state is State.RUNNING
         if not current or message.rank not in self.job.ranks:
             return
-        handing_over = self._coming.handing_over
-        enough = self._coming.on_paused(message, now) if handing_over else self._resizing.paused(message.rank, now)
+        for_all = self._coming.waits_for_all
+        enough = self._coming.on_paused(message, now) if for_all else self._resizing.paused(message.rank, now)
         if enough:
             self._change(message.version, now)
 

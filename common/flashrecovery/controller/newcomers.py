@@ -69,10 +69,12 @@ class Newcomers:
     def _unlike(self, record: RankRecord) -> str:
         """How it differs from the ranks that there are, in words; "" if it does not."""
         other = self._job.ranks.get(record.rank) or self._job.in_order[0]
-        here = set(record.needs) - {capsule_name(record.rank)}
-        there = set(other.needs) - {capsule_name(other.rank)}
+        here = set(record.common_needs()) - {capsule_name(record.rank)}
+        there = set(other.common_needs()) - {capsule_name(other.rank)}
         if here != there:
             return f"it has registered other state than rank {other.rank}: {sorted(here ^ there)[:3]}"
+        if record.outline != other.outline:  # the shards themselves are of the launch's size here, and not there
+            return f"its model has other parameters, or other shapes or types of them, than that of rank {other.rank}"
         if record.steps != other.steps:
             return f"it would take {record.steps} steps, and rank {other.rank} takes {other.steps}"
         if record.batches != other.batches:

@@ -63,6 +63,8 @@ class RankRecord:
         irreplaceable: its replacements have failed so often that an elastic job goes on without it.
         new: it has come into a running job and nobody has a capsule of it; in an elastic job another rank's serves.
         batches: of an elastic job, what the rank's batches are made of.
+        divided: those of its needs that belong to what is divided among the ranks; each is of one size of the job.
+        outline: of what is divided, the same in every process that runs the same script; "" if nothing is.
         capsules, early: versions of its capsule that its last process's page has, and those of them that are not final.
         late: versions whose capsule, on this rank, was not what it had been early.
         steps: that it will take; -1 when the script's end is the end of its steps, None as long as it has not said so.
@@ -96,6 +98,8 @@ class RankRecord:
     in_snapshots: bool = False
     sizes: frozenset[int] = frozenset()
     needs: dict[str, int] = field(default_factory=dict)
+    divided: frozenset[str] = frozenset()
+    outline: str = ""
     digests: dict[str, str] = field(default_factory=dict)
     start: list[pb.StartLine] = field(default_factory=list)
     live: int = -1
@@ -171,10 +175,24 @@ class RankRecord:
         self.in_snapshots = message.in_snapshots
         self.sizes = frozenset(message.sizes)
         self.batches = message.batches
-        self.needs = {n.name: n.nbytes for n in message.needs}
+        self.outline = message.outline
+        self.take_needs(message.needs)
         self.digests = {n.name: n.digest for n in message.needs if n.digest}
         self.start = list(message.start)
         self.take_inventory(-1, message.held, message.parity)
+
+    def take_needs(self, needs: Collection[pb.ShardNeed]) -> None:
+        """What the rank needs, in its own words."""
+        self.needs = {need.name: need.nbytes for need in needs}
+        self.divided = frozenset(need.name for need in needs if need.divided)
+
+    def common_needs(self) -> dict[str, int]:
+        """What it needs in any size of the job."""
+        return {name: nbytes for name, nbytes in self.needs.items() if name not in self.divided}
+
+    def need_no_part(self) -> None:
+        """It has no part of what is divided yet, and gets its part when that is divided anew."""
+        self.needs, self.divided = self.common_needs(), frozenset()
 
     def heard(self, health: pb.RankHealth, now: float) -> None:
         """A heartbeat has come, which says everything but what follows from the generation."""

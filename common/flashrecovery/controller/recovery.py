@@ -354,7 +354,7 @@ class RecoverySteps:
         if not wrong:
             # From here on every rank goes over to what has been made ready, whatever else happens.
             for rank, needs in self._job.round.next_needs().items():
-                self._job.ranks[rank].needs = needs
+                self._job.ranks[rank].take_needs(needs)
             self._job.settle_layout()
             self.send_resume(self._job.round.version, now)
             return

@@ -145,8 +145,8 @@ class Resizing:
 
     def paused(self, rank: int, now: float) -> bool:
         """A rank has come to the step at which the job is to change. Returns whether it changes now. Where state is
-        divided, the others are waited for: they pause when the copies of what they have are made."""
-        if not divided(self._job.in_order):
+        divided, and ranks leave, the others are waited for: they pause when the copies of what they have are made."""
+        if self._wish is None or not divided(self._job.in_order):
             return True
         if not self._paused:
             self._paused_at = now

@@ -113,9 +113,9 @@ class RestoreRound:
         plan = plan_restore(needs, self.holdings, self.version, excluded=excluded)
         return replace(self, plan=plan, excluded=excluded, decodes=(), reports={})
 
-    def next_needs(self) -> dict[int, dict[str, int]]:
+    def next_needs(self) -> dict[int, Collection[pb.ShardNeed]]:
         """What each rank needs once state is divided otherwise."""
-        return {rank: {n.name: n.nbytes for n in r.next_needs} for rank, r in self.reports.items() if r.next_needs}
+        return {rank: r.next_needs for rank, r in self.reports.items() if r.next_needs}
 
 
 @dataclass(frozen=True)

@@ -1035,24 +1035,29 @@ Global___Notice: _TypeAlias = Notice  # noqa: Y015
 
 @_typing.final
 class ShardNeed(_message.Message):
+    """divided: of an elastic job, it belongs to what is divided among the ranks, and is of one size of the job."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     NBYTES_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    DIVIDED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     nbytes: _builtins.int
     digest: _builtins.str
+    divided: _builtins.bool
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         nbytes: _builtins.int = ...,
         digest: _builtins.str = ...,
+        divided: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "nbytes", b"nbytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "divided", b"divided", "name", b"name", "nbytes", b"nbytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1334,6 +1339,7 @@ class Joined(_message.Message):
     IN_SNAPSHOTS_FIELD_NUMBER: _builtins.int
     SIZES_FIELD_NUMBER: _builtins.int
     BATCHES_FIELD_NUMBER: _builtins.int
+    OUTLINE_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     generation: _builtins.int
     steps: _builtins.int
@@ -1350,6 +1356,8 @@ class Joined(_message.Message):
     """what it adds to the job's state is in memory that outlives the job's processes"""
     batches: _builtins.str
     """of an elastic job: what its batches are made of, JSON, the same on all ranks"""
+    outline: _builtins.str
+    """of an elastic job: a digest of what is divided among the ranks, the same on all"""
     @_builtins.property
     def needs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardNeed]: ...
     @_builtins.property
@@ -1380,10 +1388,11 @@ class Joined(_message.Message):
         in_snapshots: _builtins.bool = ...,
         sizes: _abc.Iterable[_builtins.int] | None = ...,
         batches: _builtins.str = ...,
+        outline: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parity", b"parity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "generation", b"generation", "hang_floor_s", b"hang_floor_s", "held", b"held", "in_snapshots", b"in_snapshots", "needs", b"needs", "parity", b"parity", "rank", b"rank", "sizes", b"sizes", "start", b"start", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "generation", b"generation", "hang_floor_s", b"hang_floor_s", "held", b"held", "in_snapshots", b"in_snapshots", "needs", b"needs", "outline", b"outline", "parity", b"parity", "rank", b"rank", "sizes", b"sizes", "start", b"start", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -113,6 +113,7 @@ class Recoverer:
             parity=parity_message(self._loop.copies.parity(-1)),
             sizes=() if worker.registry.batches is None else worker.registry.batches.sizes,
             batches="" if worker.registry.batches is None else json.dumps(worker.registry.batches.settings),
+            outline="" if worker.settings.elastic is None else worker.registry.outline(),
         )
         if not worker.connection.detached:
             worker.gate.live = 0
@@ -239,7 +240,7 @@ class Recoverer:
             self._loop.copies.regroup([group.ranks for group in message.parity])
         if message.members:
             self._resize(tuple(message.members))
-        if worker.connection.detached and worker.rank in message.layout:
+        if worker.connection.detached and message.layout:
             self._reshaping.begin(tuple(message.layout))
         addresses = tuple((server.host, server.port) for server in message.stores)
         groups.attach(groups.Servers(addresses, message.deadline_s), command.generation, message.deadline_s)
@@ -410,7 +411,9 @@ class Recoverer:
             if isinstance(shard, ObjectShard):
                 needs.append(pb.ShardNeed(name=shard.name, nbytes=shard.nbytes()))
                 continue
-            needs.append(pb.ShardNeed(name=shard.name, nbytes=shard.spec().nbytes, digest=found.get(shard.name, "")))
+            need = pb.ShardNeed(name=shard.name, nbytes=shard.spec().nbytes, digest=found.get(shard.name, ""))
+            need.divided = shard.name in self._worker.registry.divided_shards
+            needs.append(need)
         return needs
 
     def _held(self) -> list[pb.Held]:

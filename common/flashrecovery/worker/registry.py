@@ -7,6 +7,7 @@ this rank's were like: a replacement notices if its predecessor's had been other
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -60,6 +61,7 @@ class Registry:
         self.objects: dict[str, Stateful] = {}
         self.streams: list[DataStream] = []
         self.shards: dict[str, Shard] = {}
+        self.divided_shards: frozenset[str] = frozenset()  # as :meth:`divided` has found last
         self.habits = Habits()
         self.batches: ElasticBatches | None = None
         self.common = ObjectShard(COMMON, tuple(range(world_size)))
@@ -162,7 +164,15 @@ class Registry:
                 names = {shard.name for shard in adapter.shards()}
                 tensors = division.tensors(division.describe(), division.size)
                 found |= names & {name for tensor in tensors for name in tensor.shards}
+        self.divided_shards = frozenset(found)
         return found
+
+    def outline(self) -> str:
+        """A digest of what is divided among the ranks of an elastic job, the same on all of them and in all sizes; ""
+        if nothing is."""
+        divisions = [division for adapter in self.adapters if (division := adapter.division()) is not None]
+        outlines = [division.outline(division.describe()) for division in divisions]
+        return xxhash.xxh3_128_hexdigest(json.dumps(outlines).encode()) if outlines else ""
 
     def divided_otherwise(self) -> None:
         """The adapters have put another division of their state in place: their shards have other names."""

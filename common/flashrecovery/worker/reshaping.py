@@ -24,7 +24,7 @@ import xxhash
 from flashrecovery import groups
 from flashrecovery.contract import Shard, ShardSpec
 from flashrecovery.division import DividedTensor, Division, LocalBox, Prepared
-from flashrecovery.errors import JobFailedError, RestoreError
+from flashrecovery.errors import JobFailedError, RestoreError, UnsupportedError
 from flashrecovery.plan.boxes import Space
 from flashrecovery.plan.layouts import Placement, Ranks, Share
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -119,6 +119,8 @@ class Reshaping:
         mine = {number: division.describe() for number, division in divisions.items()} if self._rank in before else None
         of_all = _Divisions(divisions, _agree(group, mine, before, after, place))
         custody = {(c.owner, c.shard): c for c in message.custody}
+        if mine is None:
+            _refuse_unlike(of_all)
         change = _change(of_all, before, after, custody)
         prepared = {n: d.prepare(of_all.descriptions[n], place, len(after)) for n, d in divisions.items()}
         into = {
@@ -131,7 +133,7 @@ class Reshaping:
         self._copies.make_ready(shards, version, generation, place, after)
         self._ready = _Ready(after, version, list(prepared.values()))
         plain = [self._registry.common, self._registry.capsule]
-        needs = [pb.ShardNeed(name=s.name, nbytes=s.spec().nbytes) for s in shards]
+        needs = [pb.ShardNeed(name=s.name, nbytes=s.spec().nbytes, divided=isinstance(s, ReadyShard)) for s in shards]
         return moved, needs + [pb.ShardNeed(name=s.name, nbytes=s.nbytes()) for s in plain]
 
     def _held(
@@ -186,7 +188,11 @@ class Reshaping:
 
     def begin(self, layout: tuple[int, ...]) -> None:
         """This process has just come into the place of a rank, as the job was launched; the others' state is divided
-        among the members of ``layout``. Take on that division, without any content: that is restored like any other."""
+        among the members of ``layout``. Take on that division, without any content: that is restored like any other. A
+        rank that is not among them has no part of it, until that is divided anew."""
+        if self._rank not in layout:
+            self.layout = ()
+            return
         divisions = [d for adapter in self._registry.adapters if (d := adapter.division()) is not None]
         place, size = layout.index(self._rank), len(layout)
         if self.layout == layout or not divisions:
@@ -298,6 +304,18 @@ def _agree(
         encoded = _tell(group, encoded, holders[0], newcomers, me)
     descriptions: dict[int, dict[str, Any]] = dict(codec.loads(encoded))
     return descriptions
+
+
+def _refuse_unlike(of_all: _Divisions) -> None:
+    """Raises UnsupportedError if this process, which has no part of the state yet, has another model than the others.
+    The controller has compared them, if it has known them."""
+    for number, division in of_all.divisions.items():
+        mine, theirs = (division.outline(d) for d in (division.describe(), of_all.descriptions[number]))
+        if mine != theirs:
+            raise UnsupportedError(
+                "a process that comes into the job has a model with other parameters, shapes or types than the "
+                f"others: {next((pair for pair in zip(mine, theirs, strict=False) if pair[0] != pair[1]), 'more')}"
+            )
 
 
 def _tell(group: dist.ProcessGroup, encoded: bytes, teller: int, newcomers: Sequence[int], me: int) -> bytes:

@@ -1,0 +1,93 @@
+"""Elastic jobs whose state is divided among the ranks, in several sizes one after the other: FSDP2 and ZeRO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support import elastic, elastic_fsdp2
+from tests.support.elastic import changes, command, never
+from tests.support.jobs import ROOT, Job, RunningJob, check_clean
+
+END = 38
+"""Steps of the jobs."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A framework: its script, with flags, and how two of its jobs are compared."""
+
+    name: str
+    script: Path
+    flags: tuple[str, ...]
+    steps_alike: Callable[[Job, Job, int, int, int], None]
+    goes_on_alike: Callable[[Job, Job, int, int, int], None]
+
+    def start(
+        self,
+        folder: Path,
+        *flags: str,
+        config: Mapping[str, Any] | None = None,
+        nproc: int = 4,
+        inject: Sequence[str] = (),
+        standby: int = 0,
+    ) -> RunningJob:
+        """A job of this kind."""
+        given = ["--steps", str(END), *self.flags, *flags]
+        chosen = never() if config is None else config
+        return elastic.start(folder, chosen, *given, nproc=nproc, inject=inject, standby=standby, script=self.script)
+
+
+FSDP2 = Kind("fsdp2", elastic_fsdp2.SCRIPT, (), elastic_fsdp2.check_steps_alike, elastic_fsdp2.check_goes_on_alike)
+
+
+def zero(stage: int) -> Kind:
+    """DeepSpeed, with twelve micro-batches in a step, so that every size divides them."""
+    return Kind(
+        f"zero{stage}",
+        ROOT / "tests" / "scripts" / "elastic_deepspeed.py",
+        ("--zero", str(stage)),
+        elastic.check_steps_alike,
+        elastic.check_goes_on_alike,
+    )
+
+
+def resized_by_command(kind: Kind, folder: Path, sizes: Sequence[tuple[int, int]], *flags: str) -> Job:
+    """A job that is resized by command at these steps to these sizes, undisturbed: (step, size), in order. After its
+    last change it goes on as one that was *started* in that size from that step's state."""
+    folder.mkdir(exist_ok=True)
+    given = ["--step-time", "100", "--save-to", str(folder), *flags]
+    running = kind.start(folder / "run", *given, config={"elastic": {"min": 1, "max": 4}})
+    running.wait_for("job_started", 120)
+    for number, (step, size) in enumerate(sizes, 1):
+        assert command(running, size, step) == ""
+        event = running.wait_for("job_resized", 120, count=number)
+        assert (event["step"], event["replicas"]) == (step, size), running.wait(240).explain()
+        running.wait_for("recovery_finished", count=number)
+    job = running.wait(240)
+    assert job.code == 0 and not job.of("failure_detected"), job.explain()
+    check_clean(job)
+    step, size = sizes[-1]
+    config = {"elastic": {"min": 1, "max": size}} if size > 1 else {}
+    new = kind.start(folder / "new", "--start-from", str(folder / f"{step}.pt"), *flags, config=config, nproc=size)
+    begun = new.wait(240)
+    assert begun.code == 0, begun.explain()
+    kind.goes_on_alike(job, begun, step, size, END)
+    check_clean(begun)
+    return job
+
+
+def check_as_commanded(kind: Kind, job: Job, resized: Callable[[Sequence[tuple[int, int]]], Job]) -> None:
+    """In all its sizes the job went the way of one that was resized by command at the same steps."""
+    assert job.code == 0, job.explain()
+    sizes: list[tuple[int, int]] = []
+    for change in changes(job):
+        if not sizes or sizes[-1][1] != len(change.ranks):  # else others, or as many again before they took a step
+            sizes.append((change.step, len(change.ranks)))
+    other = resized(sizes)
+    for (step, size), (until, _) in zip(sizes, [*sizes[1:], (END, 0)], strict=True):
+        kind.steps_alike(job, other, step, until, size)
+    kind.goes_on_alike(job, other, *sizes[-1], END)
+    check_clean(job)

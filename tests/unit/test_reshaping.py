@@ -50,6 +50,9 @@ class InRows(Division):
     def describe(self) -> dict[str, Any]:
         return {"rows": 7}
 
+    def outline(self, description: Mapping[str, Any]) -> list[Any]:
+        return [description["rows"]]
+
     def tensors(self, description: Mapping[str, Any], size: int) -> Sequence[DividedTensor]:
         places = [(place,) for place in range(size)]
         names = [f"rows#shard={place}/{size}" for place in range(size)]

@@ -41,7 +41,7 @@ DEEPSPEED = (
 KINDS = [
     pytest.param(FSDP2, id="fsdp2"),
     pytest.param(zero(2), id="zero2", marks=DEEPSPEED),
-    pytest.param(zero(1), id="zero1", marks=DEEPSPEED),
+    pytest.param(zero(1), id="zero1", marks=(*DEEPSPEED, pytest.mark.grid)),
 ]
 ALSO_ZERO = [KINDS[0], pytest.param(zero(2), id="zero2", marks=(*DEEPSPEED, pytest.mark.grid))]
 
@@ -137,7 +137,7 @@ def test_the_newcomer_dies_while_it_comes_in(kind: Kind, state: str, tmp_path: P
     check(kind, job, resized)
 
 
-@pytest.mark.parametrize("state", often(("quiescing", *STATES), ("restoring",)))
+@pytest.mark.parametrize("state", often(("quiescing", *STATES), ()))
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.grid), 2])
 @pytest.mark.parametrize("kind", ALSO_ZERO)
 def test_a_member_dies_while_one_comes_in(
@@ -170,6 +170,7 @@ def test_one_that_dies_on_the_way_in_is_replaced(victim: int, state: str, tmp_pa
     check(FSDP2, job, resized)
 
 
+@pytest.mark.grid
 def test_one_that_has_come_dies_and_is_replaced(tmp_path: Path, resized: Resized) -> None:
     """Later, as any other: a member, and the one that had come."""
     faults = [f"rank=1,fault=sigkill,at=backward,step={BACK + 2}"]
@@ -210,6 +211,7 @@ def test_one_with_another_model_is_given_up(tmp_path: Path, resized: Resized) ->
     check(FSDP2, job, resized)
 
 
+@pytest.mark.grid
 def test_a_damaged_message_is_noticed(tmp_path: Path, resized: Resized) -> None:
     """What a member gets of the newcomer's share of the work has another bit: noticed, and done again."""
     running = FSDP2.start(tmp_path / "run", *SLOWLY)

@@ -65,7 +65,7 @@ $(BIN)/.frameworks-done: $(BIN)/.setup-done
 	@$(PIP) -c constraints.txt --editable '.[test,deepspeed,megatron,trainer]'
 	@touch $@
 
-test: setup $(BIN)/.frameworks-done lint  ## set up, check the code, run the tests (about 35 minutes)
+test: setup $(BIN)/.frameworks-done lint  ## set up, check the code, run the tests (about 40 minutes)
 	$(BIN)/python -m pytest -n auto --maxprocesses=8 --durations=5 $(PYTEST_ARGS) tests/unit || test $$? -eq 5  # none chosen
 	$(BIN)/python -m pytest --ignore=tests/unit --durations=15 $(PYTEST_ARGS)
 

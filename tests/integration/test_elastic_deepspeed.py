@@ -22,7 +22,7 @@ TIMEOUT_S = 240
 AT = 9
 PHASES = ("between", "data", "forward", "backward", "grad-sync", "optimizer-start", "optimizer", "commit", "below")
 VICTIMS = (0, 1, 3)
-OFTEN = ("backward", "optimizer")
+OFTEN = ("optimizer",)
 """Phases that are in every run of the tests; the rest is in the grid."""
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(3 * TIMEOUT_S)]
@@ -140,7 +140,7 @@ def test_other_engines(engine: Engine, tmp_path: Path, resized: Resized) -> None
     check_ends_as_resized(job, engine, resized, [0])
 
 
-@pytest.mark.parametrize("engine", often(MAIN, (ZERO2,)))
+@pytest.mark.parametrize("engine", often(MAIN, ()))
 def test_two_at_once(engine: Engine, tmp_path: Path, resized: Resized) -> None:
     faults = [f"rank={rank},fault=sigkill,at=backward,step={AT}" for rank in (0, 2)]
     job = launch(tmp_path / "run", engine, inject=faults).wait(TIMEOUT_S)

@@ -122,6 +122,7 @@ def test_a_death_during_a_command(state: str, tmp_path: Path, resized: Resized) 
     check_ends_as_resized(job, resized, [1] if state == "quiescing" else [1, 3])
 
 
+@pytest.mark.grid
 def test_again_and_again_down_to_one(tmp_path: Path) -> None:
     """Each kill strikes in a job that has become smaller; the last one goes on alone."""
     faults = [f"rank={rank},fault=sigkill,at=forward,step={step}" for step, rank in enumerate((0, 2, 1), AT - 4)]
@@ -165,6 +166,7 @@ def test_replaced_in_the_size_of_the_launch(tmp_path: Path) -> None:
     check_clean(job)
 
 
+@pytest.mark.grid
 def test_all_die_in_the_new_size(tmp_path: Path, resized: Resized) -> None:
     """They go back to a checkpoint that as many ranks have written."""
     config = {

@@ -151,7 +151,7 @@ class ComingIn:
         everybody = dict(sorted({**job.ranks, **coming}.items()))
         found: Decision | None = None
         try:
-            found = decide(everybody, job.checkpoint, () if job.config.elastic is None else job.layout, job.departed)
+            found = decide(everybody, job.checkpoint, job.elastic_layout(), job.departed)
             why_not = found.round.reason
         except JobFailedError as e:
             why_not = str(e)

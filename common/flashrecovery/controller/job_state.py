@@ -193,6 +193,10 @@ class JobState:
         self.outbox.keep(lambda _, other: other != rank)
         return record
 
+    def elastic_layout(self) -> tuple[int, ...]:
+        """The layout of an elastic job; () of others, where nobody needs to know it."""
+        return () if self.config.elastic is None else self.layout
+
     def settle_layout(self) -> None:
         """All ranks of the job have what they need of a state that is divided among them alone."""
         self.layout = tuple(self.ranks)

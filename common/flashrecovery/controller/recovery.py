@@ -246,7 +246,7 @@ class RecoverySteps:
                 mutation_grace_s=limit.mutation_grace_s,
                 finish_to=newest if settled else -1,
                 needs_known=self._job.needs_known,
-                layout=self._resizing.layout(),
+                layout=self._job.elastic_layout(),
             )
             told = [r for r in chosen if r.held_at.settled is settled]
             deadline = now + limit.mutation_grace_s + limit.stop_ack_s
@@ -274,14 +274,14 @@ class RecoverySteps:
         parity = [pb.ParityRanks(ranks=ranks) for ranks in self._other_parity_groups()]
         members = self._resizing.members()
         regroup = pb.Regroup(stores=stores, deadline_s=limit, parity=parity, members=members)
-        regroup.layout.extend(self._resizing.layout())
+        regroup.layout.extend(self._job.elastic_layout())
         command = pb.Command(regroup=regroup)
         self._job.command_all(self._job.ranks.values(), command, now + 2 * limit, Ordered.REGROUP)
         if not decision.checkpoint:
             self._restore_idle(now + 2 * limit)
 
     def _decision(self) -> Decision:
-        return decide(self._job.ranks, self._job.checkpoint, self._resizing.layout(), self._job.departed)
+        return decide(self._job.ranks, self._job.checkpoint, self._job.elastic_layout(), self._job.departed)
 
     def _other_parity_groups(self) -> Groups:
         """The parity groups from now on, where members of those of the launch have come to be on one failure domain.

@@ -56,11 +56,11 @@ class Resizing:
         self._wish: Wish | None = None
         self._size = len(job.ranks)  # as was told last
         self._left: list[int] = []  # since then
+        self._came: list[int] = []  # since then
+        self._other_processes = False  # since then; the same ranks are filled by others
         self._tries = 0  # to carry out what somebody has commanded
         self._paused: set[int] = set()
         self._paused_at: float | None = None
-        self._came: list[int] = []  # the same
-        self._other_processes = False  # the same ranks are filled by others
 
     # -- a loss -----------------------------------------------------------------------------------
 
@@ -256,10 +256,6 @@ class Resizing:
             return True
         others, self._other_processes = self._other_processes, False
         return others
-
-    def layout(self) -> Sequence[int]:
-        """Among which ranks state is divided that is divided among ranks; of interest in an elastic job alone."""
-        return () if self._job.config.elastic is None else self._job.layout
 
     def members(self) -> Sequence[int]:
         """The ranks of an elastic job, for those who form groups; of others nobody needs to know."""

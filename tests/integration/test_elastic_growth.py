@@ -22,6 +22,7 @@ from tests.support.elastic import (
     never,
     often,
     resized_by_command,
+    sizes_of,
     start,
 )
 from tests.support.jobs import Job, RunningJob, check_clean, check_fired
@@ -48,10 +49,7 @@ def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
 def check_as_commanded(job: Job, resized: Resized) -> None:
     """In all its sizes the job went the way of one that was resized by command at the same steps."""
     assert job.code == 0, job.explain()
-    sizes: list[tuple[int, int]] = []
-    for change in changes(job):
-        if not sizes or sizes[-1][1] != len(change.ranks):  # else others, or as many again before they took a step
-            sizes.append((change.step, len(change.ranks)))
+    sizes = sizes_of(job)
     other = resized(sizes)
     for (step, size), (until, _) in zip(sizes, [*sizes[1:], (LONG, 0)], strict=True):
         check_steps_alike(job, other, step, until, size)

@@ -231,6 +231,15 @@ def check_batches(job: Job, until: int) -> None:
     assert whole >= set(range(until)), f"not done by all: {sorted(set(range(until)) - whole)}"
 
 
+def sizes_of(job: Job) -> list[tuple[int, int]]:
+    """The steps from which the job had other numbers of ranks, each with the number."""
+    sizes: list[tuple[int, int]] = []
+    for change in changes(job):
+        if not sizes or sizes[-1][1] != len(change.ranks):  # else others, or as many again before they took a step
+            sizes.append((change.step, len(change.ranks)))
+    return sizes
+
+
 def often(values: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
     """Parameters of a test of which only the ``chosen`` ones are in every run; the others are in the grid."""
     return [pytest.param(v, id=str(v), marks=() if v in chosen else pytest.mark.grid) for v in values]

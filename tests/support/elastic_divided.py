@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import elastic, elastic_fsdp2
-from tests.support.elastic import changes, command, never
+from tests.support.elastic import command, never, sizes_of
 from tests.support.jobs import ROOT, Job, RunningJob, check_clean
 
 END = 38
@@ -82,10 +82,7 @@ def resized_by_command(kind: Kind, folder: Path, sizes: Sequence[tuple[int, int]
 def check_as_commanded(kind: Kind, job: Job, resized: Callable[[Sequence[tuple[int, int]]], Job]) -> None:
     """In all its sizes the job went the way of one that was resized by command at the same steps."""
     assert job.code == 0, job.explain()
-    sizes: list[tuple[int, int]] = []
-    for change in changes(job):
-        if not sizes or sizes[-1][1] != len(change.ranks):  # else others, or as many again before they took a step
-            sizes.append((change.step, len(change.ranks)))
+    sizes = sizes_of(job)
     other = resized(sizes)
     for (step, size), (until, _) in zip(sizes, [*sizes[1:], (END, 0)], strict=True):
         kind.steps_alike(job, other, step, until, size)

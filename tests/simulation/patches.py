@@ -277,7 +277,7 @@ def simulated() -> Iterator[None]:
         (job, "RunDir", _RunDir),
         (job, "EventLog", _EventLog),
         (job, "observed", _observed),
-        (job, "_on_signals", lambda stop: None),
+        (job, "_on_signals", lambda *_: None),
         (job, "ControllerService", _Service),
         (job, "Agent", _Agent),
         (agent_session, "Election", _Election),

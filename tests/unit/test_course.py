@@ -14,7 +14,7 @@ from flashrecovery import events as ev
 from flashrecovery.cli.course import render_course
 from flashrecovery.cli.history import read_history
 from flashrecovery.cli.report import render_html, report
-from flashrecovery.observe.course import LATEST, Course, Record, RecoveryMark, Wait, course_of, slowest_of
+from flashrecovery.observe.course import LATEST, Coming, Course, Record, RecoveryMark, Wait, course_of, slowest_of
 from flashrecovery.observe.picture import picture_of, pictures, standalone
 from flashrecovery.observe.timeline import Sample, Timeline, band_of
 from tests.support.history_samples import FAST, at, kill, two_recoveries
@@ -176,3 +176,85 @@ def test_every_class_has_a_colour() -> None:
     used = {name for text in CLASSES.findall(pictures(course)) for name in text.split()}
     missing = {name for name in used - {"course", "rank"} if f".{name}" not in styles}
     assert missing == set()
+
+
+def elastic(seconds: float = 100.0) -> Record:
+    """Four replicas, three from 20 s on, two from 30 s on, four again from 70 s on; looked at each second."""
+    record = Record()
+    record.take(at(0, ev.ControllerStarted(world_size=4)))
+    record.take(at(0, ev.JobStarted(world_size=4)))
+    changes = {
+        20: ev.JobResized(step=20, before=4, replicas=3, ranks=[0, 2, 3], left=[1]),
+        30: ev.JobResized(step=30, before=3, replicas=2, ranks=[0, 2], left=[3]),
+        70: ev.JobResized(step=70, before=2, replicas=4, ranks=[0, 1, 2, 3], came=[1, 3]),
+    }
+    for second in range(int(seconds)):
+        if second in changes:
+            record.take(at(second, changes[second]))
+        record.timeline.add(Sample(float(second), 1.0, second, 0, band_of({0: 0.1})))
+    return record
+
+
+def test_a_job_that_changes_its_size_shows_it_over_time(tmp_path: Path) -> None:
+    record = elastic()
+    course = record.course(100.0)
+    assert [(s.at_s, s.step, s.replicas) for s in course.sizes] == [(0, -1, 4), (20, 20, 3), (30, 30, 2), (70, 70, 4)]
+    assert course.world_size == 4 and Course.model_validate_json(course.model_dump_json()) == course
+    page, text = pictures(course), text_of(course)
+    assert "at 20.0 s: 3 replicas from step 20 on, without rank 1" in page
+    assert "at 70.0 s: 4 replicas from step 70 on, with ranks 1 and 3" in page
+    assert "replicas 4, then 3, then 2, then 4" in page
+    panel = picture_of(course).panels[-1]
+    assert panel.title == "data-parallel replicas" and [text for _, text in panel.ticks] == ["0", "2", "4"]
+    corners = re.findall(r"[ML]([\d.]+) ([\d.]+)", panel.lines[0].path)
+    heights = [float(y) for _, y in corners]
+    full, none = panel.ticks[2][0], panel.ticks[0][0]
+    assert heights == pytest.approx([none + (full - none) * n / 4 for n in (4, 4, 3, 3, 2, 2, 4, 4)], abs=0.06)
+    assert [float(x) for x, _ in corners[1::2]] == [float(x) for x, _ in corners[2::2]] + [float(corners[-1][0])]
+    line = next(line for line in text.splitlines() if line.startswith("replicas"))
+    assert line.endswith(" 4")
+    cells = line.removeprefix("replicas").strip().split(" ")[0]
+    assert list(dict.fromkeys(cells)) == ["█", "▆", "▅"] and cells[-1] == "█"
+
+
+def test_the_last_hour_begins_with_the_size_that_the_job_had_then() -> None:
+    record = Record()
+    record.take(at(0, ev.JobStarted(world_size=4)))
+    record.take(at(50, ev.JobResized(step=5, before=4, replicas=3, ranks=[0, 1, 2], left=[3])))
+    for at_s in range(0, 20_000, 10):
+        record.timeline.add(Sample(float(at_s), 10.0, at_s, 0, band_of({0: 1.0})))
+    recent = picture_of(record.course(20_000.0), recent=True).panels[-1]
+    heights = {float(y) for _, y in re.findall(r"[ML]([\d.]+) ([\d.]+)", recent.lines[0].path)}
+    assert recent.title == "data-parallel replicas" and len(heights) == 1 and recent.ticks[-1][1] == "3"
+
+
+def test_a_job_that_keeps_its_size_has_no_word_of_it() -> None:
+    record = lived()
+    assert len(record.course(70.0).sizes) == 1
+    record.take(at(71, ev.ControllerStarted(world_size=4)))  # one that takes over
+    record.take(at(72, ev.JobStarted(world_size=4)))  # or the next launch
+    course = record.course(73.0)
+    assert len(course.sizes) == 1 and "replicas" not in pictures(course) + text_of(course)
+
+
+def test_another_launch_in_the_directory_may_have_another_size() -> None:
+    record = lived()
+    record.take(at(80, ev.ControllerStarted(world_size=3)))
+    record.take(at(82, ev.JobStarted(world_size=3)))
+    course = record.course(90.0)
+    assert [size.replicas for size in course.sizes] == [4, 3] and "3 replicas at the launch" in pictures(course)
+
+
+def test_a_controller_that_takes_over_does_not_bring_back_who_has_left() -> None:
+    record = elastic(60)
+    record.take(at(61, ev.ControllerStarted(world_size=4)))
+    record.take(at(61, ev.Notice(kind="taken_over")))
+    assert record.course(62.0).world_size == 2
+
+
+def test_who_is_on_the_way_is_named() -> None:
+    coming = [Coming(rank=1, node="n2", here=False, left_s=12.0), Coming(rank=3, node="n1", here=True, left_s=3.0)]
+    course = elastic(60).course(60.0).model_copy(update={"coming": coming})
+    for shown in (pictures(course), text_of(course)):
+        assert "rank 1 on n2: it has 12.0 s to get to its first step" in shown
+        assert "rank 3 on n1: it waits for the others" in shown

@@ -12,7 +12,7 @@ import pytest
 from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.records import Place
+from flashrecovery.controller.records import Newcomer, Place, RankRecord
 from flashrecovery.events import EventLog, RunFiles
 from flashrecovery.observe.course import Course, course_of
 from flashrecovery.observe.recorder import Recorder
@@ -101,3 +101,18 @@ def test_a_disk_that_takes_nothing_and_a_damaged_file_do_not_disturb_the_job(
     shown = asyncio.run(record(tmp_path, machine(7), [ev.ControllerStarted(), ev.JobStarted()]))
     assert "is not a timeline" in caplog.text and shown.version == 7
     assert course_of(RunFiles(tmp_path)).version == 7
+
+
+def test_each_rank_keeps_its_line_when_another_leaves(tmp_path: Path) -> None:
+    """And who is on the way in is told."""
+    found = machine(7)
+    found.job.ranks.pop(0)
+    found.job.ranks[1].own_s = 0.125
+    record_1 = RankRecord(0, found.job.places)
+    record_1.home = "n1"
+    found.job.newcomers[0] = Newcomer(record_1, 1, time.monotonic() + 20)
+    shown = asyncio.run(record(tmp_path, found, [ev.ControllerStarted(world_size=2), ev.JobStarted(world_size=2)]))
+    assert shown.whole.ranks == [[None], [0.125]]
+    (coming,) = shown.coming
+    assert (coming.rank, coming.node, coming.here) == (0, "n1", False) and 10 < coming.left_s < 20
+    assert course_of(RunFiles(tmp_path)).whole.ranks == [[None], [0.125]]

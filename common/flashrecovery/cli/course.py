@@ -8,8 +8,9 @@ from rich.console import Group
 from rich.text import Text
 
 from flashrecovery.cli.output import count_text, rate_text, seconds_text
-from flashrecovery.observe.course import Course, coarser, shows_last_hour
+from flashrecovery.observe.course import Course, Size, coarser, shows_last_hour
 from flashrecovery.observe.goodput import PARTS
+from flashrecovery.observe.picture import coming_text
 from flashrecovery.observe.timeline import Columns
 
 COLUMNS = 64
@@ -37,7 +38,7 @@ _SLOWEST = 4
 
 def render_course(course: Course) -> Group:
     """What is known; nothing of a job that has not begun."""
-    parts = [_waiting(course), _goodput(course), *_speed(course), _slowest(course)]
+    parts = [_waiting(course), _coming(course), _goodput(course), *_speed(course), _slowest(course)]
     return Group(*(part for part in parts if part is not None))
 
 
@@ -85,6 +86,10 @@ def _speed(course: Course) -> list[Text]:
     rates = [n / s if s > 0 else None for n, s in zip(counts, columns.seconds, strict=True)]
     now = course.tokens_per_s if unit == "tokens/s" else 1 / course.step_s if course.step_s > 0 else 0.0
     lines.append(_line(unit, _spread(columns, rates, first, cells), rate_text(now)))
+    if len(course.sizes) > 1:
+        begins = [(first + cell) * columns.width_s for cell in range(cells)]
+        replicas = [_size_at(course.sizes, begin + columns.width_s) for begin in begins]
+        lines.append(_line("replicas", replicas, str(course.sizes[-1].replicas)))
     marks = [" "] * cells
     for mark in course.recoveries:
         cell = int(mark.at_s // columns.width_s) - first
@@ -99,6 +104,11 @@ def _speed(course: Course) -> list[Text]:
     between = begin.ljust(max(cells - len(end), len(begin) + 1))  # of a short job there is hardly a cell
     lines.append(Text(f"{'the last hour' if recent else 'since launch':<{_LABEL}}{between}{end}", style="dim"))
     return lines
+
+
+def _size_at(sizes: Sequence[Size], at: float) -> float:
+    """Just before then."""
+    return next((float(size.replicas) for size in reversed(sizes) if size.at_s < at), float(sizes[0].replicas))
 
 
 def _spread(columns: Columns, values: Sequence[float | None], first: int, cells: int) -> list[float | None]:
@@ -120,6 +130,12 @@ def _slowest(course: Course) -> Text | None:
         return None
     ranks = ", ".join(f"rank {s.rank} {seconds_text(s.own_s)}" for s in course.slowest[:_SLOWEST])
     return Text(f"Most work of their own in a step: {ranks}")
+
+
+def _coming(course: Course) -> Text | None:
+    if not course.coming:
+        return None
+    return Text("\n".join(f"Coming in: {coming_text(coming)}" for coming in course.coming[:_SLOWEST]), style="cyan")
 
 
 def _waiting(course: Course) -> Text | None:

@@ -1,5 +1,5 @@
-"""The course of a job: its speed over time, its recoveries, and where its time went; the one thing that the page, the
-terminal and the report draw. It is made by a live controller, or from what a run directory has."""
+"""The course of a job: its speed and size over time, its recoveries, and where its time went; the one thing that the
+page, the terminal and the report draw. It is made by a live controller, or from what a run directory has."""
 
 from __future__ import annotations
 
@@ -54,6 +54,27 @@ class Slow(_Fact):
     step_s: float
 
 
+class Size(_Fact):
+    """How many data-parallel replicas an elastic job has had from ``at_s`` (of the job's clock) on, first in ``step``:
+    of its launch (step -1), or since it has gone on without the ranks ``left`` and with those that ``came``."""
+
+    at_s: float
+    replicas: int
+    step: int = -1
+    left: list[int] = []
+    came: list[int] = []
+
+
+class Coming(_Fact):
+    """A rank that is built up beside training to come in. ``here``: it waits for the others; until then, it has
+    ``left_s`` seconds."""
+
+    rank: int
+    node: str
+    here: bool
+    left_s: float
+
+
 class Wait(_Fact):
     """Something that takes long: ``what``, of how many ranks, where the one that ``rank`` names is, and since when."""
 
@@ -74,6 +95,8 @@ class Course(_Fact):
         recoveries: the newest :data:`LATEST` of ``recovered``, oldest first.
         step_s: of a step now, or when it was seen last; tokens_per_step: of the whole job. 0: not known.
         whole, recent: see :mod:`.timeline`.
+        sizes: of the job, oldest first, the newest :data:`LATEST`; one for a job that has kept its size.
+        coming: ranks that are on the way into an elastic job.
         slowest: ranks with most work of their own, slowest first.
     """
 
@@ -90,6 +113,8 @@ class Course(_Fact):
     tokens_per_step: int = 0
     whole: Columns = Columns(width_s=1.0)
     recent: Columns = Columns(width_s=1.0)
+    sizes: list[Size] = []
+    coming: list[Coming] = []
     slowest: list[Slow] = []
     waiting: list[Wait] = []
 
@@ -111,16 +136,20 @@ class Record:
         self._incidents = Incidents()
         self._recoveries: deque[RecoveryMark] = deque(maxlen=LATEST)
         self._recovered = 0
+        self._sizes: deque[Size] = deque(maxlen=LATEST)
 
     def take(self, event: ev.Event) -> None:
         """One event."""
         at = self.ledger.take(event)
         if self._started is None:
             self._started = event.time - at
-        if isinstance(event, (ev.ControllerStarted, ev.JobStarted)):
-            self.world_size = event.world_size or self.world_size
+        if isinstance(event, ev.ControllerStarted):
+            self.world_size = self.world_size or event.world_size  # one that takes over knows the launch's only
         if isinstance(event, ev.JobStarted):
             self.state = "running"
+            self._began(event, at)
+        elif isinstance(event, ev.JobResized):
+            self._resized(event, at)
         elif isinstance(event, (ev.JobFinished, ev.JobFailed)):
             self.state = "finished" if isinstance(event, ev.JobFinished) else "failed"
         elif isinstance(event, ev.ControllerStarted):
@@ -129,6 +158,18 @@ class Record:
         if over is not None:
             self._recovered += over.finished is not None
             self._recoveries.append(_mark(over, at))
+
+    def _began(self, event: ev.JobStarted, at: float) -> None:
+        """A launch, which may be another one in the same directory, with more ranks or fewer."""
+        self.world_size = event.world_size or self.world_size
+        if not self._sizes or self._sizes[-1].replicas != self.world_size:
+            self._sizes.append(Size(at_s=at if self._sizes else 0.0, replicas=self.world_size))
+
+    def _resized(self, event: ev.JobResized, at: float) -> None:
+        self.world_size = len(event.ranks)
+        if not self._sizes:
+            self._sizes.append(Size(at_s=0.0, replicas=event.before))
+        self._sizes.append(Size(at_s=at, replicas=event.replicas, step=event.step, left=event.left, came=event.came))
 
     @property
     def seen_s(self) -> float:
@@ -159,6 +200,7 @@ class Record:
             tokens_per_step=steps[-1].tokens // steps[-1].steps if steps else 0,
             whole=self.timeline.whole.columns(),
             recent=self.timeline.recent.columns(),
+            sizes=list(self._sizes),
         )
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
 
-from flashrecovery.observe.course import HOUR_S, Course, RecoveryMark, coarser, shows_last_hour
+from flashrecovery.observe.course import HOUR_S, Coming, Course, RecoveryMark, Size, coarser, shows_last_hour
 from flashrecovery.observe.goodput import PARTS
 from flashrecovery.observe.quantities import count_text, rate_text, seconds_text
 from flashrecovery.observe.timeline import Columns
+from flashrecovery.plan.words import ranks_text
 
 WIDTH, LEFT, RIGHT = 1000.0, 74.0, 14.0
 _TOP, _PANEL, _GAP, _STRIP = 20.0, 92.0, 26.0, 14.0
@@ -101,9 +102,9 @@ def picture_of(course: Course, *, recent: bool = False) -> Picture:
     scale = _Scale(max(course.seconds - HOUR_S, 0.0) if recent else 0.0, max(course.seconds, 1e-3))
     columns = course.recent if recent else course.whole
     panels: list[Panel] = []
-    for title, kinds, values in _diagrams(columns, course):
+    for diagram in (*_diagrams(columns, course), *_size_diagram(course, scale)):
         top = _TOP + len(panels) * (_PANEL + _GAP)
-        panels.append(_panel(title, top, kinds, values, scale))
+        panels.append(_panel(diagram, top, scale))
     name = "recent" if recent else "whole"
     title = "The last hour" if recent else "The whole job"
     marks = [m for m in course.recoveries if m.at_s + m.total_s >= scale.begin]
@@ -126,6 +127,21 @@ def mark_text(mark: RecoveryMark) -> str:
     end = f"resumed at step {mark.resume_step}" if mark.resume_step >= 0 else "not over"
     end = "the job failed" if mark.failed else end
     return f"at {seconds_text(mark.at_s)}: {ranks}, {seconds_text(mark.total_s)}, {end}"
+
+
+def size_text(size: Size) -> str:
+    """``at 12.0 s: 3 replicas from step 30 on, without rank 1``."""
+    changes = (("without", size.left), ("with", size.came))
+    how = " and".join(f" {word} {ranks_text(ranks)}" for word, ranks in changes if ranks)
+    since = f"from step {size.step} on" if size.step >= 0 else "at the launch"
+    replicas = count_text(size.replicas, "replica", "replicas")
+    return f"at {seconds_text(size.at_s)}: {replicas} {since}" + (f",{how}" if how else "")
+
+
+def coming_text(coming: Coming) -> str:
+    """``rank 3 on n2: it has 12.0 s to get to its first step``."""
+    doing = "waits for the others" if coming.here else f"has {seconds_text(coming.left_s)} to get to its first step"
+    return f"rank {coming.rank} on {coming.node}: it {doing}"
 
 
 def goodput_bars(goodput: dict[str, float | int | None]) -> tuple[Bar, ...]:
@@ -168,6 +184,8 @@ def _parts(course: Course) -> dict[str, Any]:
         "pictures": found,
         "goodput": goodput_bars(course.goodput),
         "speed": speed_text(course),
+        "sizes": [size_text(size) for size in course.sizes[-_NAMED:]] if len(course.sizes) > 1 else [],
+        "coming": [coming_text(coming) for coming in course.coming[:_NAMED]],
         **_SIZES,
     }
 
@@ -189,8 +207,32 @@ Values = Sequence[tuple[float, float | None]]
 """(seconds of the job's clock, value) of one line; None: not known there."""
 
 
-def _diagrams(columns: Columns, course: Course) -> list[tuple[str, tuple[str, ...], list[Values]]]:
-    """Title, classes and lines of each; the first two lines of class ``band`` are its edges."""
+@dataclass(frozen=True)
+class _Diagram:
+    """What a panel shows: the classes of its lines, and their values; the first two of class ``band`` are its edges.
+    ``text``: how a value is said."""
+
+    title: str
+    kinds: tuple[str, ...]
+    values: Sequence[Values]
+    text: Callable[[float], str]
+
+
+def _size_diagram(course: Course, scale: _Scale) -> list[_Diagram]:
+    """The number of replicas, of a job that has not kept it."""
+    if len(course.sizes) < 2:
+        return []
+    ends = [size.at_s for size in course.sizes[1:]] + [course.seconds]
+    corners = [
+        (max(at, scale.begin), float(size.replicas))
+        for size, end in zip(course.sizes, ends, strict=True)
+        for at in (size.at_s, end)
+        if end >= scale.begin
+    ]
+    return [_Diagram("data-parallel replicas", ("line",), [corners], "{:g}".format)]
+
+
+def _diagrams(columns: Columns, course: Course) -> list[_Diagram]:
     if columns.empty:
         return []
     middle = [a + columns.width_s / 2 for a in columns.at_s]
@@ -198,25 +240,26 @@ def _diagrams(columns: Columns, course: Course) -> list[tuple[str, tuple[str, ..
     def line(values: Sequence[float | None], at: Sequence[float] = middle) -> Values:
         return _with_gaps(list(zip(at, values, strict=True)), columns.width_s)
 
-    found: list[tuple[str, tuple[str, ...], list[Values]]] = []
+    found: list[_Diagram] = []
     if any(columns.step_s):
         band = [line(columns.step_low_s), line(columns.step_high_s), line(columns.step_s)]
-        found.append(("step time (10 to 90 % of the ranks, and half)", ("band", "line"), band))
+        found.append(_Diagram("step time (10 to 90 % of the ranks, and half)", ("band", "line"), band, seconds_text))
     rates = coarser(columns, _COLUMNS, course.step_s)
     counts = rates.tokens if any(rates.tokens) else rates.steps
     what = "tokens a second" if any(rates.tokens) else "steps a second"
     if any(counts):
         speeds = [n / s if s > 0 else None for n, s in zip(counts, rates.seconds, strict=True)]
         at = [a + rates.width_s / 2 for a in rates.at_s]
-        found.append((what, ("line",), [_with_gaps(list(zip(at, speeds, strict=True)), rates.width_s)]))
+        lines = [_with_gaps(list(zip(at, speeds, strict=True)), rates.width_s)]
+        found.append(_Diagram(what, ("line",), lines, rate_text))
     if columns.ranks:
         lines = [line(values) for values in columns.ranks]
         kinds = tuple(f"rank r{i % 8}" for i in range(len(lines)))
-        found.append(("own work in a step, each rank", kinds, lines))
+        found.append(_Diagram("own work in a step, each rank", kinds, lines, seconds_text))
     elif any(columns.own_s):
         band = [line(columns.own_low_s), line(columns.own_high_s), line(columns.own_s), line(columns.own_most_s)]
         title = "own work in a step (10 to 90 % of the ranks, half, and the slowest)"
-        found.append((title, ("band", "line", "most"), band))
+        found.append(_Diagram(title, ("band", "line", "most"), band, seconds_text))
     return found
 
 
@@ -230,26 +273,25 @@ def _with_gaps(values: Sequence[tuple[float, float | None]], width: float) -> Va
     return found
 
 
-def _panel(title: str, top: float, kinds: tuple[str, ...], values: list[Values], scale: _Scale) -> Panel:
-    known = [v for line in values for at, v in line if v is not None and at >= scale.begin]
+def _panel(diagram: _Diagram, top: float, scale: _Scale) -> Panel:
+    text = diagram.text
+    known = [v for line in diagram.values for at, v in line if v is not None and at >= scale.begin]
     limit, higher = _limit(known)
-    is_rate = title.endswith("a second")
-    text = rate_text if is_rate else seconds_text
     note = f"highest {text(max(known))}" if higher else ""
 
     def y(value: float) -> float:
         return top + _PANEL * (1 - min(value / limit, 1.0))
 
     lines = []
-    rest = list(values)
-    for kind in kinds:
+    rest = list(diagram.values)
+    for kind in diagram.kinds:
         if kind == "band":
             lines.append(Line(kind, _area(rest[0], rest[1], scale, y)))
             rest = rest[2:]
         else:
             lines.append(Line(kind, _path(rest.pop(0), scale, y)))
     ticks = tuple((y(share * limit), text(share * limit) if share else "0") for share in (0.0, 0.5, 1.0))
-    return Panel(title, top, tuple(lines), ticks, note)
+    return Panel(diagram.title, top, tuple(lines), ticks, note)
 
 
 def _limit(known: Sequence[float]) -> tuple[float, bool]:
@@ -354,6 +396,8 @@ def _in_words(course: Course, marks: Sequence[RecoveryMark]) -> str:
     if course.tokens_per_step:
         parts.append(f"{rate_text(course.tokens_per_s)} tokens a second")
     parts.append(count_text(len(marks), "recovery", "recoveries"))
+    if len(course.sizes) > 1:
+        parts.append("replicas " + ", then ".join(str(size.replicas) for size in course.sizes[-_NAMED:]))
     more = [f"and {len(marks) - _NAMED} more"] if len(marks) > _NAMED else []
     return "; ".join([", ".join(parts), *(mark_text(m) for m in marks[:_NAMED]), *more]) + "."
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 
 from flashrecovery import events as ev
 from flashrecovery.controller.machine import Machine
 from flashrecovery.errors import ConfigError
 from flashrecovery.kinds import NoticeKind
-from flashrecovery.observe.course import Course, Record, read_timeline, slowest_of
+from flashrecovery.observe.course import Coming, Course, Record, read_timeline, slowest_of
 from flashrecovery.observe.timeline import ONE_BY_ONE, Sample, TimelineFile, band_of
 from flashrecovery.observe.waits import SaidLine, waits
 from flashrecovery.plan.transitions import State
@@ -116,6 +117,7 @@ class Recorder:
             return
         trains = job.state is State.RUNNING
         own = {r.rank: r.own_s for r in job.ranks.values()}
+        launched = job.config.world_size
         passed = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
         record.timeline.add(
@@ -126,7 +128,7 @@ class Recorder:
                 tokens=job.tokens_per_step,
                 step=band_of({r.rank: r.step_s for r in job.ranks.values()}) if trains else None,
                 own=band_of(own) if trains else None,
-                ranks=tuple(own.values()) if trains and len(own) <= ONE_BY_ONE and all(own.values()) else (),
+                ranks=_of_each(own, launched) if trains and launched <= ONE_BY_ONE and all(own.values()) else (),
             )
         )
 
@@ -137,7 +139,15 @@ class Recorder:
             return self._shown[1]
         own = {r.rank: r.own_s for r in job.ranks.values()}
         steps = {r.rank: r.step_s for r in job.ranks.values()}
-        live = {"slowest": slowest_of(own, steps), "waiting": waits(job, self._said, self._began, now)}
+        coming = [
+            Coming(rank=rank, node=newcomer.record.home, here=newcomer.here, left_s=max(newcomer.due - now, 0.0))
+            for rank, newcomer in job.newcomers.items()
+        ]
+        live = {
+            "slowest": slowest_of(own, steps),
+            "waiting": waits(job, self._said, self._began, now),
+            "coming": coming,
+        }
         course = record.course(record.ledger.clock.at(now), job.state.value).model_copy(update=live)
         self._shown = (now, course)
         return course
@@ -150,6 +160,11 @@ class Recorder:
             if not self._complained:
                 self._complained = True
                 log.warning("%s cannot be written, so the report will have no picture: %s", path, e.strerror)
+
+
+def _of_each(own: Mapping[int, float], launched: int) -> tuple[float, ...]:
+    """By rank as the job was launched; 0 for one that is not in it now."""
+    return tuple(own.get(rank, 0.0) for rank in range(launched))
 
 
 def _say_if_failed(task: asyncio.Task[None]) -> None:

@@ -71,7 +71,7 @@ class Sample:
     """One look. ``at``: seconds of the job's clock; ``passed``: since the look before, 0: there was none; ``version``:
     newest that every rank has committed, -1: not known; ``tokens``: of a step of the whole job, 0: not known; ``step``
     and ``own``: of a step, and of its part that is the rank's own work; ``ranks``: the latter of each rank, where there
-    are few."""
+    are few; 0: it is not in the job now."""
 
     at: float
     passed: float = 0.0
@@ -101,7 +101,8 @@ class Bucket:
         count = self.count + later.count
         if len(self.ranks) == len(later.ranks):
             ranks = tuple(
-                (a * self.count + b * later.count) / count for a, b in zip(self.ranks, later.ranks, strict=True)
+                (a * self.count + b * later.count) / count if a and b else a or b
+                for a, b in zip(self.ranks, later.ranks, strict=True)
             )
         else:
             ranks, count = (later.ranks, later.count) if later.ranks else (self.ranks, self.count)
@@ -231,7 +232,7 @@ class Series:
                 columns.version[i],
                 _band(columns, "step", i, step_count),
                 _band(columns, "own", i, own_count),
-                tuple(r for r in ranks if r is not None),
+                tuple(r or 0.0 for r in ranks) if any(ranks) else (),
                 count,
             )
 

@@ -26,7 +26,9 @@ from peers import (
     megatron_gpt,
     nvrx_inprocess,
     ours,
+    ours_elastic,
     torchft_manager,
+    torchrun_elastic,
     torchrun_restart,
 )
 from workload import Job
@@ -41,6 +43,12 @@ PEERS: dict[str, Peer] = {
     "nvrx-between": nvrx_inprocess.BETWEEN,
     "nvrx-shrink": nvrx_inprocess.SHRINK,
     "lm-resiliency": lm_resiliency_torchrun.PEER,
+    "elastic": ours_elastic.DDP,
+    "elastic-fsdp2": ours_elastic.FSDP2,
+    "elastic-torchft": torchft_manager.DROPS,
+    "elastic-torchft-quick": torchft_manager.DROPS_QUICKLY,
+    "elastic-torchrun": torchrun_elastic.PEER,
+    "elastic-torchrun-quick": torchrun_elastic.QUICK,
     "deepspeed": deepspeed_zero2.STANDBY,
     "deepspeed-torchrun": deepspeed_zero2.RESTARTED,
     "megatron": megatron_gpt.TENSOR_STANDBY,
@@ -48,10 +56,12 @@ PEERS: dict[str, Peer] = {
     "megatron-distributed": megatron_gpt.DISTRIBUTED_STANDBY,
     "megatron-distributed-torchrun": megatron_gpt.DISTRIBUTED_RESTARTED,
 }
-OURS = ("ours", "ours-cold", "deepspeed", "megatron", "megatron-distributed")
-REFERENCE = {f"{name}-torchrun": name for name in OURS[2:]}
+OURS = ("ours", "ours-cold", "deepspeed", "megatron", "megatron-distributed", "elastic", "elastic-fsdp2")
+SHRINKING = ("elastic", "elastic-fsdp2", "nvrx-shrink", *(n for n in PEERS if n.startswith("elastic-torch")))
+REFERENCE = {f"{name}-torchrun": name for name in ("deepspeed", "megatron", "megatron-distributed")}
 """What a peer is compared with, if not with "ours"."""
-FRAMEWORKS = ("deepspeed", "megatron")
+APART = ("deepspeed", "megatron", "elastic")
+"""Beginnings of those that only run where they are named."""
 WARM_STEPS = 8
 COLD_S = 1.0
 """With ``--cold``: how long after the job's first step the kill comes."""
@@ -64,7 +74,14 @@ GOALS = {
     "nvrx-shrink": 2.0,
     **dict.fromkeys(REFERENCE, 10.0),
 }
-LIMITS = {"ours": (0.8, 2.0), "deepspeed": (2.0, 4.0), "megatron": (2.5, 5.0), "megatron-distributed": (2.5, 5.0)}
+LIMITS = {
+    "ours": (0.8, 2.0),
+    "deepspeed": (2.0, 4.0),
+    "megatron": (2.5, 5.0),
+    "megatron-distributed": (2.5, 5.0),
+    "elastic": (1.0, 2.0),
+    "elastic-fsdp2": (2.5, 5.0),
+}
 """Goals for the median and the worst, seconds."""
 
 
@@ -157,7 +174,8 @@ def report(results: dict[str, list[Trial]], imports: float, *, cold: bool = Fals
     for name, trials in results.items():
         peer = PEERS[name]
         ratio = "-"
-        reference = firsts.get(REFERENCE.get(name, "ours"))
+        shrinks = name in SHRINKING and "elastic" in results
+        reference = firsts.get("elastic" if shrinks else REFERENCE.get(name, "ours"))
         if reference and firsts[name] and name not in OURS:
             ratio = f"1/{statistics.median(firsts[name]) / statistics.median(reference):.1f}"
             if name in GOALS and not cold:
@@ -237,15 +255,19 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--quick", action="store_true", help="2 trials a system instead of 10 (ours: 20)")
     flags.add_argument(
-        "--only", help=f"comma-separated systems of: {', '.join(PEERS)} (without: all but the frameworks)"
+        "--only", help=f"comma-separated systems of: {', '.join(PEERS)} (without: those whose job keeps its size)"
     )
+    flags.add_argument("--elastic", action="store_true", help=f"those that go on smaller: {', '.join(SHRINKING)}")
     flags.add_argument("--trials", type=int, help="trials a peer; ours gets twice as many")
     flags.add_argument(
         "--cold", action="store_true", help=f"kill {COLD_S:g} s after the first step, ready or not; no goals"
     )
     flags.add_argument("--limit", type=float, default=150.0, help="seconds after which a trial is given up")
     args = flags.parse_args()
-    names = args.only.split(",") if args.only else [n for n in PEERS if not n.startswith(FRAMEWORKS)]
+    if args.only and args.elastic:
+        flags.error("--elastic and --only: give one of them")
+    chosen = SHRINKING if args.elastic else [n for n in PEERS if not n.startswith(APART)]
+    names = args.only.split(",") if args.only else list(chosen)
     for name in names:
         if name not in PEERS:
             flags.error(f"--only: {name!r} is none of {', '.join(PEERS)}")

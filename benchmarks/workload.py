@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -45,6 +45,7 @@ class Job:
         step_time_ms: sleep in each step, for the computation an accelerator would do.
         layout: ``ddp`` or ``fsdp`` (only for FlashRecovery's own measurements).
         ballast_bytes: further resident memory of the victim.
+        whole_node: the victim's launcher, which is its parent process, dies with it.
     """
 
     directory: str
@@ -59,6 +60,15 @@ class Job:
     step_time_ms: float = 0.0
     layout: str = "ddp"
     ballast_bytes: int = 0
+    whole_node: bool = False
+
+    def with_layout(self, layout: str) -> Job:
+        """The same job in another layout."""
+        return replace(self, layout=layout)
+
+    def with_its_launcher(self) -> Job:
+        """The same job, with the loss of a whole node."""
+        return replace(self, whole_node=True)
 
     def to_env(self) -> dict[str, str]:
         """The variable in which a worker finds this job."""
@@ -114,15 +124,22 @@ def first_parameter(model: GPT) -> torch.nn.Parameter:
 
 
 class Probe:
-    """What a worker reports: each finished step, and its own death, when the gradient of ``first`` is there."""
+    """What a worker reports: each finished step, and its own death, when the gradient of ``first`` is there; of a
+    module, which FSDP2 needs, that of its output."""
 
-    def __init__(self, job: Job, rank: int, first: torch.nn.Parameter) -> None:
+    def __init__(self, job: Job, rank: int, first: torch.nn.Parameter | torch.nn.Module) -> None:
         self.job = job
         self.rank = rank
         self.log: IO[str] = open(Path(job.directory) / f"steps.{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
         self.step = 0
         self.doomed = False
-        first.register_hook(self._backward_has_come_to_the_first_block)
+        if isinstance(first, torch.nn.Module):
+            first.register_forward_hook(lambda _, __, output: self._watch(output))
+        else:
+            self._watch(first)
+
+    def _watch(self, tensor: Tensor) -> None:
+        tensor.register_hook(self._backward_has_come_to_the_first_block)
 
     def begin(self, step: int) -> None:
         """A step starts. The victim dies in this step's backward, once in the life of the job."""
@@ -143,6 +160,8 @@ class Probe:
 
     def _die(self) -> None:
         self.job.kill_file.write_text(json.dumps({"t": time.monotonic(), "step": self.step}))
+        if self.job.whole_node:
+            os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -10,6 +10,9 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ from peers import Peer
 from workload import Job
 
 RANK_ENV = "FLASHRECOVERY_BENCH_REPLICA"
+TIMEOUT_ENV = "FLASHRECOVERY_BENCH_TIMEOUT"
+DEFAULT_TIMEOUT_S = 60
 LIGHTHOUSE = Path(sys.executable).parent / "torchft_lighthouse"
 
 
@@ -32,21 +37,22 @@ def _free_port() -> int:
         return port
 
 
-def _replica(job: Job, launch: Launch, rank: int, lighthouse: str) -> None:
+def _replica(job: Job, launch: Launch, rank: int, lighthouse: str, timeout_s: int = DEFAULT_TIMEOUT_S) -> None:
     launch.start(
         [sys.executable, __file__],
-        **{RANK_ENV: str(rank), "TORCHFT_LIGHTHOUSE": lighthouse, "LOGLEVEL": "WARNING"},
+        **{RANK_ENV: str(rank), TIMEOUT_ENV: str(timeout_s), "TORCHFT_LIGHTHOUSE": lighthouse, "LOGLEVEL": "WARNING"},
         **job.to_env(),
     )
 
 
-def start(job: Job, launch: Launch) -> None:
-    """The lighthouse, then one process a replica. ``launch.processes[1 + r]`` is replica r."""
+def start(job: Job, launch: Launch, timeout_s: int = DEFAULT_TIMEOUT_S) -> None:
+    """The lighthouse, then one process a replica. ``launch.processes[1 + r]`` is replica r. ``timeout_s``: of
+    collectives and of the quorum."""
     port = _free_port()
     launch.start([str(LIGHTHOUSE), "--min_replicas", "1", "--bind", f"[::]:{port}"], RUST_BACKTRACE="0")
     (Path(job.directory) / "lighthouse").write_text(f"http://localhost:{port}")
     for rank in range(job.world):
-        _replica(job, launch, rank, f"http://localhost:{port}")
+        _replica(job, launch, rank, f"http://localhost:{port}", timeout_s)
 
 
 def tend(job: Job, launch: Launch) -> None:
@@ -61,6 +67,19 @@ def tend(job: Job, launch: Launch) -> None:
 
 _SETTINGS = "defaults; min_replicas 1; dead replica restarted at once"
 PEER = Peer(name="torchft 0.2.0, 4 replicas", start=start, settings=_SETTINGS, first=3, whole=4, tend=tend)
+DROPS = Peer(
+    name="torchft 0.2.0, 4 -> 3",
+    start=start,
+    settings="defaults; min_replicas 1; dead replica not restarted",
+    first=3,
+    whole=None,
+)
+DROPS_QUICKLY = replace(
+    DROPS,
+    name="torchft 0.2.0, 4 -> 3, time-out 5 s",
+    start=partial(start, timeout_s=5),
+    settings=f"{DROPS.settings}; time-outs 5 s",
+)
 PAIR = Peer(name="torchft 0.2.0, 2 replicas", start=start, settings=_SETTINGS, first=1, whole=2, world=2, tend=tend)
 
 
@@ -81,8 +100,10 @@ def main() -> None:
     def save() -> dict[str, Any]:
         return {"model": gpt.state_dict(), "optimizer": optimizer.state_dict()}
 
+    timeout = timedelta(seconds=int(os.environ[TIMEOUT_ENV]))
     manager = Manager(
-        pg=ProcessGroupGloo(),
+        pg=ProcessGroupGloo(timeout=timeout),
+        timeout=timeout,
         load_state_dict=load,
         state_dict=save,
         min_replica_size=1,

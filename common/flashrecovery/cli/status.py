@@ -306,7 +306,7 @@ def render(view: JobView) -> Group:
     if view.reason:
         head.append(f"\nReason: {view.reason}", style="red")
     if view.last_failure:
-        head.append(f"\nLast failure: {view.last_failure}")
+        head.append(f"\nLast interruption: {view.last_failure}")
     parts: list[Text | Table | Group] = [head]
     if view.course is not None:
         parts.append(render_course(view.course))
@@ -314,10 +314,10 @@ def render(view: JobView) -> Group:
         parts.append(_ranks(view))
     if view.recoveries:
         last = view.recoveries[-1]
-        victims = ", ".join(str(v) for v in last.victims)
+        victims = "rank " + ", ".join(str(v) for v in last.victims) + " " if last.victims else ""
         parts.append(
             Text(
-                f"Last recovery: rank {victims} ({last.kind}), resumed at step {last.resume_step}, "
+                f"Last recovery: {victims}({last.kind}), resumed at step {last.resume_step}, "
                 f"{seconds_text(last.total_s)} in all"
             )
         )

@@ -204,6 +204,7 @@ class NoticeSettings(_Model):
     command: list[str] = Field([], description="a command, with its arguments, that ends with 0 then")
     poll_s: float = Field(1.0, gt=0, description="how often that is looked at")
     within_s: float = Field(100.0, gt=0, description="seconds that are left then; clouds give 30 s to 2 minutes")
+    warnings: bool = Field(False, description="a device plugin's warning says so, too (health)")
 
 
 class ElasticSettings(_Model):
@@ -478,6 +479,8 @@ def run_config(values: dict[str, Any], where: str) -> RunConfig:
             f"redundancy: {config.redundancy!r} needs another rank to hold the copy, but the world size is 1; "
             "allowed here: 'auto' or 'none' (with a checkpoint)"
         )
+    if config.notice.warnings and config.health == "none":
+        raise ConfigError("notice.warnings: nobody warns with health: none; allowed: auto, or the names of plugins")
     _check_parity(config)
     _check_elastic(config)
     return config

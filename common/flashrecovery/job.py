@@ -201,7 +201,7 @@ class Leadership:
     @asynccontextmanager
     async def hearing_notices(self) -> AsyncIterator[None]:
         """For as long as this agent runs, hear whether this node is about to be taken away."""
-        hearing = asyncio.create_task(preemption.watch(self._config.notice, self._warned))
+        hearing = asyncio.create_task(preemption.watch(self._config.notice, self._agent.warning, self._warned))
         try:
             yield
         finally:

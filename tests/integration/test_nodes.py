@@ -6,7 +6,6 @@ The hosts are network namespaces; a cut link is silent. The reference is the sam
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 
 from flashrecovery.controller.marks_file import FILE_NAME, add_marks, read_marks
 from flashrecovery.plan.node_marks import NodeMark
-from tests.support import hosts
+from tests.support import hosts, warner
 from tests.support.hosts import Host, Network
 from tests.support.jobs import DDP, FSDP, HSDP, Layout, References, check_same
 from tests.support.nodes import NodesJob, hosts_of_a_test, references_of_a_module
@@ -215,41 +214,16 @@ def test_a_hang_is_blamed_on_its_culprit_on_another_node(net: Network, tmp_path:
     check_same(ended, reference(DDP))
 
 
-WARNER = """
-from flashrecovery.health import HealthFinding, Severity
-
-class Warner:
-    name = "warner"
-    def __init__(self, path):
-        self.path = path
-    def health(self):
-        found = HealthFinding(Severity.WARNING, self.name, "node", None, "drill", "about to break", str(self.path))
-        return [found] if self.path.exists() else []
-    def close(self):
-        pass
-
-def create(context):
-    return Warner(context.run_dir / "about-to-break")
-"""
-
-
 def test_a_warned_node_is_replaced_as_a_whole_with_the_next_failure(
     net: Network, tmp_path: Path, reference: References
 ) -> None:
     """A device plugin warns of the second node; then one of its ranks dies. Both move to the spare node."""
-    site = tmp_path / "site"
-    (site / "warner-1.0.dist-info").mkdir(parents=True)
-    (site / "warner.py").write_text(WARNER)
-    (site / "warner-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: warner\nVersion: 1.0\n")
-    entry = "[flashrecovery.health]\nwarner = warner:create\n"
-    (site / "warner-1.0.dist-info" / "entry_points.txt").write_text(entry)
     (tmp_path / "fast.yaml").write_text("timeouts: {health_s: 0.1}\n")
-    env = {"PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))}
     options = ("--health", "warner", "--config", str(tmp_path / "fast.yaml"))
-    job = NodesJob(net, tmp_path / "run", FSDP, steps=STEPS, options=options, env=env)
+    job = NodesJob(net, tmp_path / "run", FSDP, steps=STEPS, options=options, env=warner.installed(tmp_path / "site"))
     job.wait_for_step(KILL_AFTER)
     _, warned, spare = net.hosts
-    (job.run_dir / "nodes" / warned.name / "about-to-break").touch()
+    (job.run_dir / "nodes" / warned.name / warner.FILE).touch()
     job.wait_for_notice("health_warning")
     job.kill_worker(warned, rank=3)
     ended = job.wait()

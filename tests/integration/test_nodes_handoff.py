@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import hosts
+from tests.support import hosts, warner
 from tests.support.elastic import SCRIPT, check_goes_on_alike, resized_by_command
 from tests.support.hosts import Host, Network
 from tests.support.jobs import DDP, FSDP, Job, Layout, References, check_same
@@ -70,6 +70,22 @@ def test_drained(layout: Layout, net: Network, tmp_path: Path, reference: Refere
     ended = job.wait(of=[first])
     check_handed_over(ended, left)
     check_same(ended, reference(layout))
+
+
+def test_a_device_plugin_warns(net: Network, tmp_path: Path, reference: References) -> None:
+    """Where that counts as a notice, the ranks move before anything has failed; else with the next failure."""
+    config = tmp_path / "config.yaml"
+    config.write_text("notice: {warnings: true, poll_s: 0.1, within_s: 60}\ntimeouts: {health_s: 0.1}\n")
+    env = warner.installed(tmp_path / "site")
+    job = started(net, tmp_path / "run", FSDP, options=("--health", "warner"), config=config, env=env)
+    first, left, spare = net.hosts
+    (job.run_dir / "nodes" / left.name / warner.FILE).touch()
+    job.wait_for_notice("node_left", timeout_s=90)
+    assert set(job.rank_hosts().values()) == {first, spare}
+    ended = job.wait(of=[first])
+    assert "a device plugin warns: " in ended.notices("node_leaves")[0]["text"], ended.explain()
+    check_handed_over(ended, left)
+    check_same(ended, reference(FSDP))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)

@@ -168,3 +168,15 @@ def test_a_node_with_a_broken_device_is_warned_of() -> None:
     world.kill(2, kind="device")
     assert world.run() is State.FINISHED
     assert {world.machine.job.ranks[r].home for r in (2, 3)} == {"x"}
+
+
+def test_a_node_that_is_being_left_keeps_its_ranks_until_then() -> None:
+    """A recovery on the way is none for its ranks, which are built up elsewhere."""
+    world = warned()
+    world.machine.job.nodes["b"].leaving = True
+    world.kill(1)
+    while world.machine.job.state is not State.RUNNING or world.machine.job.recovery is not None:
+        assert world.step()
+    (finished,) = world.of(ev.RecoveryFinished)
+    assert isinstance(finished, ev.RecoveryFinished) and finished.victims == [1]
+    assert [world.machine.job.ranks[r].home for r in (2, 3)] == ["b", "b"]

@@ -164,8 +164,7 @@ class Agent:
         message.beside.extend(p.place for p in self._ranks.values() if p.beside)
         if not self._processes.ending:
             message.pages.extend(self._page_of(p) for p in members if p not in known)
-        if self._health.suspect is not None:
-            message.suspect = str(self._health.suspect)
+        message.suspect = self.warning()
         if self._checkpoint is not None:
             message.checkpoint.CopyFrom(self._checkpoint)
         return message
@@ -326,6 +325,10 @@ class Agent:
         self._departs_for = reason
         self._send(pb.AgentMessage(departing=pb.Departing(within_s=self._config.timeouts.handoff_s, reason=reason)))
         return True
+
+    def warning(self) -> str:
+        """What a device plugin has warned of last; "" if of nothing."""
+        return "" if self._health.suspect is None else str(self._health.suspect)
 
     def warned(self, reason: str) -> bool:
         """This node is about to be taken away: have its ranks handed over, if that is possible. False if there is no

@@ -1,4 +1,5 @@
-"""Does somebody say that this node is about to be taken away? A file that appears, or a command that ends with 0.
+"""Does somebody say that this node is about to be taken away? A file that appears, a command that ends with 0, or a
+device plugin that warns of it.
 
 Clouds and schedulers tell it in many ways; a file or a command is what all of them can be brought to. It is asked until
 it has said so once and the controller has been told.
@@ -23,23 +24,26 @@ def check(settings: NoticeSettings) -> None:
         raise ConfigError(f"notice.command: {settings.command[0]!r} is not found, or cannot be run")
 
 
-async def watch(settings: NoticeSettings, told: Callable[[str], bool]) -> None:
-    """Ask, until ``told`` says that it has taken the notice in; it gets what has been seen, in words."""
-    if settings.file is None and not settings.command:
+async def watch(settings: NoticeSettings, warning: Callable[[], str], told: Callable[[str], bool]) -> None:
+    """Ask, until ``told`` says that it has taken the notice in; it gets what has been seen, in words. ``warning``: what
+    a device plugin has warned of, "" if of nothing."""
+    if settings.file is None and not settings.command and not settings.warnings:
         return
     while True:
-        seen = await _look(settings)
+        seen = await _look(settings, warning)
         if seen and told(seen):
             return
         await asyncio.sleep(settings.poll_s)
 
 
-async def _look(settings: NoticeSettings) -> str:
+async def _look(settings: NoticeSettings, warning: Callable[[], str]) -> str:
     """What has been seen, "" if nothing."""
     if settings.file is not None and settings.file.exists():
         return f"the file {settings.file} is there (notice.file)"
     if settings.command and await _succeeds(settings.command):
         return f"{' '.join(settings.command)!r} has ended with 0 (notice.command)"
+    if settings.warnings and (text := warning()):
+        return f"a device plugin warns: {text} (notice.warnings)"
     return ""
 
 

@@ -24,10 +24,12 @@ class Evacuation:
         self._staffing = staffing
 
     def evacuate(self, now: float) -> None:
-        """Give up the warned nodes that the job can do without."""
+        """Give up the warned nodes that the job can do without. One whose ranks are being handed over is not given up:
+        processes for them are built up elsewhere already, and it still has what they have."""
         if never_replaced(self._job):
             return
-        marked = [n for n in self._job.nodes.values() if n.doubt and n.state is NodeState.ACTIVE]
+        active = (n for n in self._job.nodes.values() if n.state is NodeState.ACTIVE and not n.leaving)
+        marked = [n for n in active if n.doubt]
         if not marked:
             return
         records = self._job.ranks.values()

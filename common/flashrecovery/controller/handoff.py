@@ -29,12 +29,13 @@ class Handoff:
         self._coming = coming
         self._resizing = resizing
         self._until: dict[str, float] = {}  # by node, in the order in which they were told
+        self._causes: dict[str, str] = {}  # by node, in words
         self._moved: set[str] = set()  # those whose ranks were on their way once
         self.save_wanted = False
         """Somebody should take a checkpoint now."""
 
-    def ask(self, name: str, within_s: float, now: float) -> tuple[str, str]:
-        """Have a node leave within so many seconds. Returns why not, or what is done, in words."""
+    def ask(self, name: str, within_s: float, now: float, cause: str = "") -> tuple[str, str]:
+        """Have a node leave within so many seconds. ``cause``: why, in words. Returns why not, or what is done."""
         job = self._job
         node = job.nodes.get(name)
         if node is None or not node.alive:
@@ -48,13 +49,13 @@ class Handoff:
         if plan.way is HandOffWay.NOTHING:
             return plan.reason, ""
         node.leaving = True
-        self._until[name] = now + within_s
+        self._until[name], self._causes[name] = now + within_s, cause
         return "", plan.reason
 
     def on_node_lost(self, name: str) -> None:
         """It has not lasted so long."""
-        if self._until.pop(name, None) is not None:
-            self._moved.discard(name)
+        if name in self._until:
+            self._no_more(name)
             give_up_all(self._job, f"node {name} is lost before its ranks were handed over")
 
     def tick(self, now: float) -> None:
@@ -107,7 +108,8 @@ class Handoff:
             give_up_all(job, f"node {node.name} is to leave")
         plan = self._plan(node)
         self._moved.add(node.name)
-        job.notice(NoticeKind.NODE_LEAVES, f"node {node.name} is to leave: {plan.reason}")
+        cause = f", because {self._causes[node.name]}" if self._causes[node.name] else ""
+        job.notice(NoticeKind.NODE_LEAVES, f"node {node.name} is to leave{cause}: {plan.reason}")
         if plan.way is HandOffWay.MOVE:
             self._coming.expect(-1, taking_over=True)
             for rank, name in plan.places.items():
@@ -135,5 +137,8 @@ class Handoff:
 
     def _forget(self, node: NodeRecord) -> None:
         node.leaving = False
-        del self._until[node.name]
-        self._moved.discard(node.name)
+        self._no_more(node.name)
+
+    def _no_more(self, name: str) -> None:
+        del self._until[name], self._causes[name]
+        self._moved.discard(name)

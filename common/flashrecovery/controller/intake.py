@@ -139,7 +139,7 @@ class Intake:
     def _on_departing(self, message: pb.AgentMessage, node: str, now: float) -> None:
         """What cannot be helped happens at once, as if nobody had asked."""
         departing, job = message.departing, self._machine.job
-        why_not, _ = self._machine.handoff.ask(node, departing.within_s, now)
+        why_not, _ = self._machine.handoff.ask(node, departing.within_s, now, departing.reason)
         if why_not and departing.stays:
             job.notice(NoticeKind.NODE_LEAVES, f"node {node} is to leave, because {departing.reason}; but {why_not}")
         elif why_not:

@@ -28,6 +28,7 @@ from flashrecovery.agent.identity import Identity
 from flashrecovery.controller import actions, table_publisher
 from flashrecovery.controller import service as service_module
 from flashrecovery.heartbeat import receiver
+from tests.simulation.laws import Violation
 from tests.simulation.loop import PROCESS, current
 from tests.simulation.network import DatagramSocket
 from tests.simulation.process import SimDeathWatch, SimWorkerProcess
@@ -222,6 +223,11 @@ class _Service(service_module.ControllerService):
 
         del elector_set
         machine.on_tick = watched  # type: ignore[method-assign]
+
+    def has_erred(self, error: Exception) -> None:
+        if not isinstance(error, Violation):
+            world().laws.broken("handler", f"the controller's own code raises {error!r}", error)
+        super().has_erred(error)
 
 
 class _Agent(agent_module.Agent):

@@ -118,12 +118,13 @@ class SimWorkerProcess(WorkerProcess):
 
     # -- the channel --------------------------------------------------------------------------------
 
-    async def connect(self, on_message: Callable[[WorkerProcess, pb.FromWorker], None]) -> None:
+    async def connect(self, on_message: Callable[[WorkerProcess, pb.FromWorker], None]) -> asyncio.Task[None]:
         self._on_message = on_message
         early, self._early = self._early, []
         for message in early:
             self._deliver(message)
         await asyncio.sleep(0)
+        return asyncio.create_task(asyncio.sleep(0))  # nothing has to be read
 
     def send(self, message: pb.ToWorker) -> None:
         copy = pb.ToWorker.FromString(message.SerializeToString())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from inspect import Parameter, signature
+from types import FunctionType, MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +30,25 @@ from tests.simulation.content import Own
 from tests.simulation.worker import Drawn, ModelWorker
 
 
+def instead(owner: Any, name: str, stand_in: Any) -> Any:
+    """``stand_in`` in the place of ``owner``'s function, which may be called in the same ways: else what is noticed
+    would be that it cannot be called.
+
+    Raises TypeError: it may not, because the function's parameters have changed.
+    """
+    was = getattr(owner, name)
+    if isinstance(was, FunctionType) and _parameters(was) != _parameters(stand_in):
+        raise TypeError(f"{name}{signature(was)}: the stand-in takes {signature(stand_in)}")
+    return patch.object(owner, name, stand_in)
+
+
+def _parameters(function: Callable[..., Any]) -> list[tuple[str, Any, bool]]:
+    """What matters to a caller; the names only of those that may be given by name alone."""
+    found = signature(function).parameters.values()
+    named = [p.name if p.kind is Parameter.KEYWORD_ONLY or p.default is not Parameter.empty else "" for p in found]
+    return [(name, p.kind, p.default is Parameter.empty) for name, p in zip(named, found, strict=True)]
+
+
 def _hold(self: Gate, generation: int) -> tuple[bool, bool, int]:
     """Does not remember by which generation: an older resume clears it."""
     self._held = True
@@ -44,10 +65,10 @@ def _resume_next(send: Callable[..., Any]) -> Callable[..., Any]:
 def _lost_at_once(is_lost: Callable[..., bool]) -> Callable[..., bool]:
     """A failure that comes to a controller which is still looking for the job's ranks is one of the start."""
 
-    def lost(self: Machine, message: Any, now: float) -> bool:
+    def lost(self: Machine, message: Any, now: float, node: str) -> bool:
         launched, self.job.launched = self.job.launched, True
         try:
-            return is_lost(self, message, now)
+            return is_lost(self, message, now, node)
         finally:
             self.job.launched = launched
 
@@ -129,38 +150,32 @@ async def _agreed(self: ModelWorker, mine: object) -> None:
 
 
 REMOVED: dict[str, Callable[[], Any]] = {
-    "hold remembers its generation": lambda: patch.object(Gate, "hold", _hold),
-    "capsules of late steps do not count": lambda: patch.object(restore, "_forget_early", lambda records: ""),
-    "own copies in steps that may be late": lambda: patch.object(
-        Habits, "needs_undo", property(lambda self: self.undo)
-    ),
-    "the clock stands without a controller": lambda: patch.object(Agent, "controller_heard", lambda self, heard: None),
+    "hold remembers its generation": lambda: instead(Gate, "hold", _hold),
+    "capsules of late steps do not count": lambda: instead(restore, "_forget_early", lambda records: ""),
+    "own copies in steps that may be late": lambda: instead(Habits, "needs_undo", property(lambda self: self.undo)),
+    "the clock stands without a controller": lambda: instead(Agent, "controller_heard", lambda self, heard: None),
     "a version is complete at its hand-out": lambda: _early_completion(),
-    "resume at the cut": lambda: patch.object(RecoverySteps, "send_resume", _resume_next(RecoverySteps.send_resume)),
-    "failures before the take-over": lambda: patch.object(Machine, "_is_lost", _lost_at_once(Machine._is_lost)),
-    "victims of one moment together": lambda: patch.object(Outbox, "expired", _one_by_one(Outbox.expired)),
-    "a new term by votes": lambda: patch.object(ElectorSet, "renew", _raised),
-    "heard counts from the sending": lambda: patch.object(ElectorSet, "echoed", _arrived),
-    "a broken connection is no proof": lambda: patch.object(Liveness, "_judge", _believes(Liveness._judge)),
-    "a closed door is no proof": lambda: patch.object(lookout, "reach", _any_door),
-    "no secret is sent": lambda: patch.object(handshake, "_proof", _proof_with_key(handshake._proof)),
-    "an open door is no excuse after a standstill": lambda: patch.object(Hearing, "look_at_clock", _any_time),
-    "leases go on while the host is suspended": lambda: patch.object(time, "clock_gettime_ns", _stands),
-    "a node with all ranks knows of others": lambda: patch.object(Agent, "neighbours", _with_ranks(Agent.neighbours)),
-    "the lease in the page": lambda: patch.object(Page, "lend", lambda self, until: None),
-    "what changes after the optimizer is sealed again": lambda: patch.object(ModelWorker, "drawn", _drawn),
-    "registered objects are compared": lambda: patch.object(ModelWorker, "_unequal", lambda self, values: False),
-    "a drain that is not quiet is a failure": lambda: patch.object(ModelWorker, "_quiet", lambda self: True),
-    "a new controller hears of checkpoints": lambda: patch.object(
+    "resume at the cut": lambda: instead(RecoverySteps, "send_resume", _resume_next(RecoverySteps.send_resume)),
+    "failures before the take-over": lambda: instead(Machine, "_is_lost", _lost_at_once(Machine._is_lost)),
+    "victims of one moment together": lambda: instead(Outbox, "expired", _one_by_one(Outbox.expired)),
+    "a new term by votes": lambda: instead(ElectorSet, "renew", _raised),
+    "heard counts from the sending": lambda: instead(ElectorSet, "echoed", _arrived),
+    "a broken connection is no proof": lambda: instead(Liveness, "_judge", _believes(Liveness._judge)),
+    "a closed door is no proof": lambda: instead(lookout, "reach", _any_door),
+    "no secret is sent": lambda: instead(handshake, "_proof", _proof_with_key(handshake._proof)),
+    "an open door is no excuse after a standstill": lambda: instead(Hearing, "look_at_clock", _any_time),
+    "leases go on while the host is suspended": lambda: instead(time, "clock_gettime_ns", _stands),
+    "a node with all ranks knows of others": lambda: instead(Agent, "neighbours", _with_ranks(Agent.neighbours)),
+    "the lease in the page": lambda: instead(Page, "lend", lambda self, until: None),
+    "what changes after the optimizer is sealed again": lambda: instead(ModelWorker, "drawn", _drawn),
+    "registered objects are compared": lambda: instead(ModelWorker, "_unequal", lambda self, values: False),
+    "a drain that is not quiet is a failure": lambda: instead(ModelWorker, "_quiet", lambda self: True),
+    "a new controller hears of checkpoints": lambda: instead(
         Machine, "_hear_of_checkpoint", lambda self, node, saved: None
     ),
-    "a batch is digested whole": lambda: patch.object(
-        content, "digest_of", lambda batch: hash((batch[:8], batch[-8:]))
-    ),
-    "the version is read between two looks at the generation": lambda: patch.object(
-        Page, "_committed_in", _committed_first
-    ),
-    "agreement is shown after a recovery": lambda: patch.object(ModelWorker, "_agree", _agreed),
+    "a batch is digested whole": lambda: instead(content, "digest_of", lambda batch: hash((batch[:8], batch[-8:]))),
+    "the version is read between two looks at the generation": lambda: instead(Page, "_committed_in", _committed_first),
+    "agreement is shown after a recovery": lambda: instead(ModelWorker, "_agree", _agreed),
     "a new term by votes, heard from the sending": lambda: _both(
         "a new term by votes", "heard counts from the sending"
     ),
@@ -196,7 +211,7 @@ def _early_completion() -> Iterator[None]:
         else:
             settle(self)
 
-    with patch.object(ModelWorker, "_body", body), patch.object(ModelWorker, "_settle", settled):
+    with instead(ModelWorker, "_body", body), instead(ModelWorker, "_settle", settled):
         yield
 
 
@@ -225,17 +240,19 @@ def _same_generation(enter: Callable[..., None]) -> Callable[..., None]:
 
 
 def _says_too_much(find: Callable[..., None]) -> Callable[..., None]:
-    def heard(self: Machine, message: Any, now: float) -> None:
+    def heard(self: Machine, message: Any, now: float, node: str = "") -> None:
         for health in message.ranks:
             health.committed += 1
-        find(self, message, now)
+        find(self, message, now, node)
 
     return heard
 
 
-def _from_the_disk(records: Any, checkpoint: tuple[int, str] | None) -> restore.Decision:
+def _from_the_disk(
+    records: Any, checkpoint: tuple[int, str] | None, layout: Any = (), departed: Any = MappingProxyType({})
+) -> restore.Decision:
     if checkpoint is None:
-        return restore.decide(records, checkpoint)
+        return restore.decide(records, checkpoint, layout, departed)
     return restore.Decision.from_checkpoint(checkpoint, records, "it is there")
 
 
@@ -244,20 +261,20 @@ def _over_at_once(self: RecoverySteps, resume_step: int) -> bool:
 
 
 BREAKS: dict[str, tuple[str, Callable[[], Any]]] = {
-    "a commit counts twice": ("growth", lambda: patch.object(Gate, "commit", _commits_twice(Gate.commit))),
+    "a commit counts twice": ("growth", lambda: instead(Gate, "commit", _commits_twice(Gate.commit))),
     "an agent goes back a term": (
         "growth",
-        lambda: patch.object(session.ControllerSession, "follow", _goes_back(session.ControllerSession.follow)),
+        lambda: instead(session.ControllerSession, "follow", _goes_back(session.ControllerSession.follow)),
     ),
     "a recovery in the old generation": (
         "growth",
-        lambda: patch.object(RecoverySteps, "enter", _same_generation(RecoverySteps.enter)),
+        lambda: instead(RecoverySteps, "enter", _same_generation(RecoverySteps.enter)),
     ),
     "a commit that was not": (
         "believed",
-        lambda: patch.object(Machine, "on_heartbeat", _says_too_much(Machine.on_heartbeat)),
+        lambda: instead(Machine, "on_heartbeat", _says_too_much(Machine.on_heartbeat)),
     ),
-    "over before a step": ("finished", lambda: patch.object(RecoverySteps, "_all_have_gone_on", _over_at_once)),
-    "the checkpoint is taken first": ("fallback", lambda: patch.object(recovery, "decide", _from_the_disk)),
+    "over before a step": ("finished", lambda: instead(RecoverySteps, "_all_have_gone_on", _over_at_once)),
+    "the checkpoint is taken first": ("fallback", lambda: instead(recovery, "decide", _from_the_disk)),
 }
 """Mistakes that nobody has made, each with the law that notices it: laws can fail."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from unittest.mock import patch
@@ -11,10 +12,11 @@ from unittest.mock import patch
 import pytest
 
 from flashrecovery.controller.crashes import Crashes
+from flashrecovery.controller.machine import Machine
 from tests.simulation.content import Script
 from tests.simulation.history import Fault, History, Outcome, draw, quiet, run, simulated
 from tests.simulation.network import Firewall, Weather
-from tests.simulation.removed import BREAKS, REMOVED
+from tests.simulation.removed import BREAKS, REMOVED, instead
 from tests.simulation.world import Shape
 
 SEEDS = int(os.environ.get("SIMULATION_SEEDS", "2000"))
@@ -59,7 +61,36 @@ def test_a_law_can_fail(mistake: str) -> None:
     with quiet(), simulated(), made():
         violations = (run(draw(seed)).violation for seed in range(100))
         found = next((violation for violation in violations if violation is not None), None)
-    assert found is not None and found.law == law
+    assert found is not None and found.law == law, found
+
+
+@pytest.mark.parametrize("name", [*REMOVED, *BREAKS])
+def test_what_is_taken_out_is_replaced_by_what_can_be_called_alike(name: str) -> None:
+    made = REMOVED[name] if name in REMOVED else BREAKS[name][1]
+    with made():
+        pass
+
+
+def test_a_stand_in_that_cannot_be_called_alike_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"_is_lost.*the stand-in takes"):
+        instead(Machine, "_is_lost", lambda self, message, now: False)
+
+
+@pytest.mark.parametrize("handler", ["on_reply", "on_tick", "on_heartbeat", "on_register"])
+def test_an_error_in_the_controller_is_seen_as_such(handler: str) -> None:
+    """It ends the job, and nobody waits for what would have followed."""
+
+    def raises(self: Machine, *_: object) -> None:
+        raise KeyError(f"in {handler}")
+
+    history = calm(Shape(2, 1), Fault(0.5, "kill", (1,)))
+    with patch.object(Machine, handler, raises):
+        found = of(history)
+        with quiet(), simulated():
+            tolerated = run(history, frozenset({"handler"}))
+    assert found.violation is not None and found.violation.law == "handler"
+    assert tolerated.violation is not None and tolerated.violation.law == "unjustified"
+    assert re.match(r"an error in the controller \(.+\): KeyError", tolerated.violation.text)
 
 
 @pytest.mark.parametrize("seed", [4901])

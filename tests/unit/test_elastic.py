@@ -288,6 +288,30 @@ def test_a_new_controller_hears_from_a_rank_that_has_not_heard_that_it_left() ->
         assert told(world, "leave").keys() == {3}
 
 
+@pytest.mark.parametrize("stale_first", [True, False])
+def test_a_new_controller_hears_from_a_node_that_was_cut_off_before_ranks_came(stale_first: bool) -> None:
+    """That one's word of who belongs to the job is old: the ranks that have come since take steps with the others."""
+
+    def register(node: str, ranks: list[int], members: list[int], generation: int) -> pb.Register:
+        fields = {"node": node, "host": node, "slots": 2, "incarnation": node, "stride": 2, "peer_port": 1}
+        message = pb.Register(**fields, generation=generation, members=members)  # type: ignore[arg-type]
+        for rank in ranks:
+            worker = pb.WorkerState(rank=rank, pid=10 * generation + rank + 1, resumed=True, stepping=generation == 4)
+            worker.joined.CopyFrom(pb.Joined(rank=rank, steps=9))
+            message.workers.append(worker)
+        return message
+
+    stale, there = register("c", [1], [0, 1, 2], 1), [register("a", [0, 1], [0, 1, 2, 3], 4)]
+    there.append(register("b", [2, 3], [0, 1, 2, 3], 4))
+    world = World(2, nnodes=2, controller="h:1", elastic={"min": 2, "max": 4})
+    world.machine.takeover.inherit(0.0)
+    for message in [stale, *there] if stale_first else [there[0], stale, there[1]]:
+        world.machine.on_register(message, 0.0)
+    world.collect()
+    assert set(world.machine.job.ranks) == {0, 1, 2, 3} and world.machine.job.state is State.RUNNING
+    assert not told(world, "leave") and world.machine.job.layout == (0, 1, 2, 3)
+
+
 # -- pure parts ---------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import grpc
 import pytest
@@ -21,6 +22,7 @@ from flashrecovery.access import CONTROLLER, Access
 from flashrecovery.agent.peer_service import PeerService
 from flashrecovery.agent.peers import fetch_from, probe
 from flashrecovery.config import RunConfig, Timeouts
+from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.service import ControllerService
 from flashrecovery.errors import ConfigError, StrangerError
 from flashrecovery.events import EventLog, RunDir
@@ -100,6 +102,29 @@ def test_a_wrong_token_opens_nothing(token: str, tmp_path: Path) -> None:
         assert not service.machine.job.nodes and service.machine.job.state is State.STARTING
 
     asyncio.run(with_controller(tmp_path, use))
+
+
+@pytest.mark.parametrize("handler", ["on_exited", "on_register"])
+def test_an_error_of_the_controllers_own_ends_the_job_and_is_told(handler: str, tmp_path: Path) -> None:
+    """Else the connection would go on, with nobody who reads it, and the job would wait for ever."""
+
+    def raises(*_: object) -> None:
+        raise KeyError("a mistake")
+
+    async def use(service: ControllerService, address: str) -> None:
+        with patch.object(Machine, handler, raises):
+            async with ACCESS.dial(address, CONTROLLER, 5.0) as channel:
+                messages = sent(register(), pb.AgentMessage(exited=pb.Exited(rank=0)))
+                said = []
+                async for command in rpc.ControllerStub(channel).Session(messages):
+                    said.append(command)
+                    if command.HasField("shutdown"):
+                        break
+        reason = said[-1].shutdown.reason or said[-1].refused.reason
+        assert re.search(r"an error in the controller \(.+\): KeyError: 'a mistake'", reason)
+        assert service.machine.job.state is State.FAILED and service.over.is_set()
+
+    asyncio.run(asyncio.wait_for(with_controller(tmp_path, use), 5))
 
 
 def test_the_right_token_opens_everything(tmp_path: Path) -> None:

@@ -79,11 +79,12 @@ class WorkerProcess:
         """Whether it was let out of its loop, and has run its script to the end."""
         return self.released and self.returncode == 0
 
-    async def connect(self, on_message: Callable[[WorkerProcess, pb.FromWorker], None]) -> None:
-        """Begin to read the process's messages."""
+    async def connect(self, on_message: Callable[[WorkerProcess, pb.FromWorker], None]) -> asyncio.Task[None]:
+        """Begin to read the process's messages. Returns the task that does so, to its end or :meth:`close`."""
         reader, self._writer = await asyncio.open_connection(sock=self._sock)
         self._writer.writelines(self._unsent)
         self._reader_task = asyncio.create_task(self._read(reader, on_message))
+        return self._reader_task
 
     async def _read(
         self, reader: asyncio.StreamReader, on_message: Callable[[WorkerProcess, pb.FromWorker], None]

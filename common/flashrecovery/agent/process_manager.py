@@ -276,7 +276,7 @@ class ProcessManager:
         return {**common_env(self._config), **self._network_env(), **self._snapshots.env()}
 
     async def _take_on(self, process: WorkerProcess) -> None:
-        await process.connect(self._foreman.said)
+        self._tasks.watch(await process.connect(self._foreman.said))
         self._watch.add(process.pid, process.page.fd, lambda late: self._on_death(process, late))
 
     # -- their end --------------------------------------------------------------------------------

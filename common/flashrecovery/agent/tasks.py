@@ -18,6 +18,10 @@ class Tasks:
         """Run ``coroutine`` in the background, to its end or to :meth:`cancel`."""
         task = asyncio.create_task(coroutine)
         self._running.add(task)
+        self.watch(task)
+
+    def watch(self, task: asyncio.Task[None]) -> None:
+        """Of one that somebody else has started, and ends."""
         task.add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task[None]) -> None:

@@ -7,9 +7,10 @@ import asyncio
 import logging
 import sys
 import time
+import traceback
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,8 +172,9 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
     async def _renew(self, promised: int) -> None:
         """An agent has promised not to follow this term any more: get a newer one."""
         try:
-            if await self._elector_set.renew(promised, lambda e, request: ask_elector(e, request, self._access)):
-                self._agents.post(None, self._elector_set.command())
+            with self.deciding():
+                if await self._elector_set.renew(promised, lambda e, request: ask_elector(e, request, self._access)):
+                    self._agents.post(None, self._elector_set.command())
         finally:
             self._renewal = None
 
@@ -253,14 +255,37 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         return _HEALTH_SELDOM_S if large and self.machine.job.state in RECOVERY_STATES else _HEALTH_S
 
     def health(self, node: str, heartbeat: pb.Heartbeat) -> None:
-        self.machine.on_heartbeat(heartbeat, time.monotonic(), node)
+        with self.deciding():
+            self.machine.on_heartbeat(heartbeat, time.monotonic(), node)
 
     def connected(self, node: str) -> bool:
         """Whether it can be told anything now."""
         return self._agents.is_connected(node)
 
     def after_beats(self) -> None:
-        self.act()
+        with self.deciding():
+            self.act()
+
+    @contextmanager
+    def deciding(self) -> Iterator[None]:
+        """Whatever is raised inside is an error of the controller itself, and ends the job: it may have done half of
+        what follows from an event, and would go on from there, or wait for ever."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - nobody else would hear of it
+            self.has_erred(error)
+
+    def has_erred(self, error: Exception) -> None:
+        """The controller's own code has raised this."""
+        log.error("an error in the controller", exc_info=error)
+        if self.machine.job.state not in (State.FINISHED, State.FAILED):
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{Path(where.filename).name}:{where.lineno}"
+            self.machine.job.fail(f"an error in the controller ({place}): {type(error).__name__}: {error}")
+        try:
+            self.act()
+        except Exception as second:  # what is left to be done is done with the next tick
+            log.error("another error in the controller", exc_info=second)
 
     # -- sessions.SessionEvents ----------------------------------------------------------------------
 
@@ -296,8 +321,9 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     def _rated(self, ratings: Mapping[str, Rating]) -> None:
         """What is thought of the nodes has changed."""
-        self.machine.conduct.on_ratings(ratings)
-        self.act()
+        with self.deciding():
+            self.machine.conduct.on_ratings(ratings)
+            self.act()
 
     def _no_memory(self, text: str) -> None:
         self._record(ev.Notice(generation=self.machine.job.generation, kind=NoticeKind.NODE_MARKS, text=text))
@@ -305,16 +331,19 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            now, lease_now = time.monotonic(), lease_clock()
-            self._tell_all(lease_now)
-            if self._elector_set.may_decide(lease_now):
-                self._look_for_the_silent(lease_now, now)
-                self.machine.on_tick(now)
-                self._announce_checkpoint(now)
-                self._spread_out(now)
-                self.act()
-                if self._elector_set.changed():
-                    self._agents.post(None, self._elector_set.command())
+            with self.deciding():
+                self._look_around(time.monotonic(), lease_clock())
+
+    def _look_around(self, now: float, lease_now: float) -> None:
+        self._tell_all(lease_now)
+        if self._elector_set.may_decide(lease_now):
+            self._look_for_the_silent(lease_now, now)
+            self.machine.on_tick(now)
+            self._announce_checkpoint(now)
+            self._spread_out(now)
+            self.act()
+            if self._elector_set.changed():
+                self._agents.post(None, self._elector_set.command())
 
     def _tell_all(self, now: float) -> None:
         """Tell the agents that this controller is there, and whether it may decide."""

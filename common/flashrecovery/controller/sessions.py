@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
@@ -46,6 +47,9 @@ class SessionEvents(Protocol):
 
     def act(self) -> None:
         """Carry out what the machine wants now."""
+
+    def deciding(self) -> AbstractContextManager[None]:
+        """Around what the machine makes of a message: an error in that ends the job, and not only this connection."""
 
 
 class Sessions:
@@ -99,8 +103,9 @@ class Sessions:
 
     async def _read(self, messages: AsyncIterator[pb.AgentMessage], connection: AgentConnection) -> None:
         async for message in messages:
-            self.take(connection, message)
-            self._listener.act()
+            with self._listener.deciding():
+                self.take(connection, message)
+                self._listener.act()
 
     # -- many in one ------------------------------------------------------------------------------
 
@@ -116,8 +121,9 @@ class Sessions:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
         self.cut(first.relay)
         trunk = self._trunks[first.relay] = Trunk(self, first.relay)
-        trunk.take(first)
-        self._listener.act()
+        with self._listener.deciding():
+            trunk.take(first)
+            self._listener.act()
         reader = asyncio.create_task(self._read_trunk(messages, trunk))
         try:
             async for downward in trunk.outgoing():
@@ -131,8 +137,9 @@ class Sessions:
     async def _read_trunk(self, messages: AsyncIterator[pb.Upward], trunk: Trunk) -> None:
         try:
             async for upward in messages:
-                trunk.take(upward)
-                self._listener.act()
+                with self._listener.deciding():
+                    trunk.take(upward)
+                    self._listener.act()
         finally:
             trunk.end()
 
@@ -160,9 +167,13 @@ class Sessions:
         self._agents.open(connection)
         connection.link.accept(first)
         self._liveness.heard(node, now)
-        self._machine.on_register(first.register, time.monotonic())
-        self._listener.echoed(node, connection.link.echoed_at)
-        self._listener.act()
+        with self._listener.deciding():
+            self._machine.on_register(first.register, time.monotonic())
+            self._listener.echoed(node, connection.link.echoed_at)
+            self._listener.act()
+        if node not in self._machine.job.nodes:  # by an error, which has ended the job
+            self._agents.ended(connection)
+            return Refusal(grpc.StatusCode.INTERNAL, self._machine.job.failure_reason)
         return connection
 
     def _only_node(self) -> str:

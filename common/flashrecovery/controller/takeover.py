@@ -32,6 +32,7 @@ class TakeOver:
         self._staffing = staffing
         self._starting = starting
         self._steps = steps
+        self._members_of = -1  # the newest generation in which a node has told who belongs to an elastic job
 
     @property
     def gathering(self) -> bool:
@@ -77,10 +78,15 @@ class TakeOver:
             self._take_over(now)
 
     def _forget_who_left(self, node: NodeRecord, message: pb.Register) -> None:
-        """An elastic job has gone on without some ranks; one of their processes may not have heard of it yet."""
-        for rank in set(self._job.ranks).difference(message.members) if message.members else ():
-            self._job.tell_to_leave(rank, self._job.depart(rank).home)
-        if message.members:
+        """An elastic job has gone on without some ranks; one of their processes may not have heard of it yet. Nor has a
+        node that was cut off, and comes with an older generation, heard of ranks that have come since."""
+        if message.members and message.generation >= self._members_of:
+            come = set(message.members).difference(self._job.ranks) if message.generation > self._members_of else ()
+            self._members_of = message.generation
+            for rank in come:
+                self._job.enrol(RankRecord(rank))
+            for rank in set(self._job.ranks).difference(message.members):
+                self._job.tell_to_leave(rank, self._job.depart(rank).home)
             self._job.settle_layout()
         for left in [worker for worker in message.workers if worker.rank not in self._job.ranks]:
             self._job.tell_to_leave(left.rank, node.name)

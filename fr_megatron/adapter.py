@@ -33,6 +33,7 @@ from flashrecovery.adapter import (
     owners_of,
     plain_fields,
 )
+from fr_megatron import elastic
 from fr_megatron.buckets import Buckets, forget_answers
 from fr_megatron.checkpoint import MegatronCheckpoint
 from fr_megatron.fsdp2 import TorchFSDP2
@@ -118,6 +119,14 @@ class MegatronAdapter(TorchAdapter):
 
     def sync_spans_world(self) -> bool:
         return True
+
+    # -- another number of replicas ---------------------------------------------------------------
+
+    def tied_to_size(self) -> Sequence[str]:
+        return tuple(elastic.tied_to_size(self._chunks, self._optimizer, own_loop=self._loop is not None))
+
+    def resized(self) -> None:
+        elastic.resize(self._chunks)
 
     # -- reset, capture, restore ------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from flashrecovery import Recovery, init
 from flashrecovery.adapter import check_equal
+from fr_megatron.elastic import batch_of
 from fr_megatron.support import check_inside
 
 
@@ -35,6 +36,7 @@ def attach(model: Any, optimizer: Any, scheduler: Any = None, **settings: Any) -
     """
     chunks = list(model) if isinstance(model, Sequence) else [model]
     recovery = init(**settings)
+    recovery.take_framework_batch(batch_of)
     if not recovery.enabled:
         recovery.register(model=chunks[0])
         return recovery

@@ -100,6 +100,20 @@ TIMERS = capability(
     Attributes("megatron.core.timers", "Timers", ("_timers",)),
     Attributes("megatron.core.timers", "Timer", ("_started",)),
 )
+FOLLOWED = capability(
+    "what is noted of the data-parallel size",
+    "an elastic job goes on with fewer",
+    Defined("megatron.core.parallel_state", ("_DATA_PARALLEL_GLOBAL_RANKS", "get_expert_tensor_parallel_world_size")),
+    Attributes(_BUFFER, "_ParamAndGradBuffer", ("data_parallel_world_size", "gradient_scaling_factor", "buckets")),
+    Attributes(_BUFFER, "_ParamAndGradBucket", ("gradient_scaling_factor",)),
+    Attributes(
+        "megatron.core.num_microbatches_calculator",
+        "ConstantNumMicroBatchesCalculator",
+        ("num_micro_batches", "current_global_batch_size", "current_running_global_batch_size", "micro_batch_size"),
+    ),
+    Attributes(_RANDOM, "CudaRNGStatesTracker", ("reset", "add", "get_states")),
+    otherwise="an elastic job is refused",
+)
 METRICS = Capability(
     "losses of experts for the log",
     "a replacement reduces them with the others",
@@ -160,5 +174,5 @@ MEGATRON = Framework(
     "megatron-core",
     "megatron.core",
     ("0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.20.0"),
-    (*EVERY_MODEL, MEGATRON_FSDP, ARGUMENTS),
+    (*EVERY_MODEL, FOLLOWED, MEGATRON_FSDP, ARGUMENTS),
 )

@@ -23,7 +23,8 @@ import torch.distributed as dist
 import xxhash
 
 from flashrecovery.adapter import FrameworkBatch
-from fr_megatron.capabilities import FOLLOWED
+from fr_megatron.capabilities import FOLLOWED, REFORM
+from fr_megatron.optimizers import inner_optimizers
 
 _LISTS = "_RANKS"
 """How the names of ``parallel_state``'s lists of ranks end."""
@@ -45,6 +46,9 @@ def tied_to_size(chunks: Sequence[Any], optimizer: Any, *, own_loop: bool) -> It
             yield f"{type(chunk).__name__} (allowed: megatron-core's DistributedDataParallel)"
             return
     yield from dict.fromkeys(name for chunk in chunks for name in _of_chunk(chunk))
+    distributed = any(chunk.ddp_config.use_distributed_optimizer for chunk in chunks)
+    if distributed and (len(chunks) > 1 or len(inner_optimizers(optimizer)) > 1):
+        yield "the distributed optimizer of several model chunks, or several ones (allowed: one)"
     yield from _of_layout()
     yield from _of_calculator()
 
@@ -52,7 +56,10 @@ def tied_to_size(chunks: Sequence[Any], optimizer: Any, *, own_loop: bool) -> It
 def _of_chunk(chunk: Any) -> Iterator[str]:
     config = chunk.ddp_config
     if config.use_distributed_optimizer:
-        yield "use_distributed_optimizer, whose buckets and partitions follow the number of ranks (allowed: without it)"
+        if REFORM.way is None:
+            yield f"the distributed optimizer of this Megatron, which lacks {'; '.join(REFORM.missing())}"
+        if config.overlap_param_gather:
+            yield "overlap_param_gather (allowed: without it)"
     if getattr(config, "num_distributed_optimizer_instances", 1) > 1:
         yield "num_distributed_optimizer_instances > 1"
     if getattr(chunk.config, "num_moe_experts", None) or chunk.expert_parallel_buffers:
@@ -96,7 +103,7 @@ def batch_of() -> FrameworkBatch:
     """The global batch and the micro-batch of the calculator, if the script has one. Schedules divide by the number of
     micro-batches on a replica, so all of them have as many."""
     calculator = _calculator()
-    if calculator is None:
+    if calculator is None or list(_of_calculator()):  # which is refused
         return FrameworkBatch(None, None, counted=True, seed=seed_tracked)
     return FrameworkBatch(
         calculator.current_global_batch_size, calculator.micro_batch_size, counted=True, seed=seed_tracked
@@ -122,18 +129,20 @@ def resize(chunks: Sequence[Any]) -> None:
     for name, _ in _lists():
         setattr(state, name, _ranks_of(name))
     for chunk in chunks:
+        if chunk.ddp_config.use_distributed_optimizer:
+            continue  # its buffers are made anew with the state that is divided
         for buffer in chunk.buffers:
             buffer.data_parallel_world_size = buffer.data_parallel_group.size()
-            buffer.gradient_scaling_factor = _scaling(chunk)
+            buffer.gradient_scaling_factor = scaling(chunk, chunk.dp_cp_group.size())
             for bucket in buffer.buckets:
                 bucket.gradient_scaling_factor = buffer.gradient_scaling_factor
 
 
-def _scaling(chunk: Any) -> float:
+def scaling(chunk: Any, replicas: int) -> float:
     """As ``DistributedDataParallel`` computes it, for what is no expert."""
     if chunk.config.calculate_per_token_loss or chunk.ddp_config.average_in_collective:
         return 1.0
-    return 1.0 / int(chunk.dp_cp_group.size())
+    return 1.0 / replicas
 
 
 def resize_calculator() -> None:

@@ -1,5 +1,5 @@
-"""Elastic jobs with megatron-core: a rank dies and nobody replaces it, and the others go on as a job that was resized by
-command at the same step, bit for bit, which goes on as one that was started in the new size from that step's state:
+"""Elastic jobs with megatron-core: a rank dies and nobody replaces it, and the others go on as a job that was resized
+by command at the same step, bit for bit, which goes on as one that was started in the new size from that step's state:
 losses, and the whole weights and optimizer state, of every later step."""
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ pytest.importorskip("megatron.core")
 SCRIPT = ROOT / "tests" / "scripts" / "elastic_megatron.py"
 TIMEOUT_S = 240
 AT = 9
-PHASES = ("between", "data", "forward", "backward", "grad-sync", "optimizer-start", "optimizer", "commit", "below")
+PHASES = (
+    *("between", "data", "forward", "backward", "grad-sync", "optimizer-start", "optimizer", "param-gather"),
+    *("commit", "below"),
+)
 VICTIMS = (0, 1, 3)
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(4 * TIMEOUT_S)]
@@ -49,7 +52,9 @@ class Training:
 FP32 = Training("fp32")
 BF16 = Training("bf16", ("--bf16",))
 BUCKETS = ("--overlap-grad-reduce", "--ddp-bucket-size", "700")
-MAIN = (FP32,)
+DISTRIBUTED = ("--use-distributed-optimizer",)
+SHARDS = Training("distributed-bf16", (*DISTRIBUTED, "--bf16"))
+MAIN = (FP32, SHARDS)
 """Those that are killed in each phase."""
 OTHERS = (
     BF16,
@@ -57,6 +62,10 @@ OTHERS = (
     Training("bf16-buckets", ("--bf16", *BUCKETS)),
     Training("fp32-buckets-tied", (*BUCKETS, "--tie-head")),
     Training("calculator", ("--mode", "calculator")),
+    Training("distributed-fp32", DISTRIBUTED),
+    Training("distributed-fp16", (*DISTRIBUTED, "--fp16")),
+    Training("distributed-buckets", (*DISTRIBUTED, "--bf16", *BUCKETS)),
+    Training("distributed-fp32-buckets-tied", (*DISTRIBUTED, *BUCKETS, "--tie-head")),
 )
 
 Resized = Callable[[Training, int, int], Job]
@@ -109,18 +118,17 @@ def kills() -> list[Any]:
         pytest.param(
             *(training, phase, victim),
             id=f"{training}-{phase}-{victim}",
-            marks=() if (training, phase, victim) == (FP32, "optimizer", 0) else pytest.mark.grid,
+            marks=() if (training, phase, victim) == (SHARDS, "optimizer", 0) else pytest.mark.grid,
         )
         for training in MAIN
         for phase in PHASES
+        if training.divided or phase != "param-gather"
         for victim in VICTIMS
     ]
 
 
 @pytest.mark.parametrize(("training", "phase", "victim"), kills())
-def test_killed_and_not_replaced(
-    training: Training, phase: str, victim: int, tmp_path: Path, resized: Resized
-) -> None:
+def test_killed_and_not_replaced(training: Training, phase: str, victim: int, tmp_path: Path, resized: Resized) -> None:
     faults = [f"rank={victim},fault=sigkill,at={phase},step={AT}"]
     job = launch(tmp_path / "run", training, inject=faults).wait(TIMEOUT_S)
     check_fired(job)
@@ -212,7 +220,16 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "context": (("--context-parallel-size", "2"), "context_parallel_size = 2"),
     "experts": (("--num-experts", "4", "--expert-model-parallel-size", "2"), "expert_model_parallel_size = 2"),
     "experts-alone": (("--num-experts", "4"), "MoE layers"),
-    "distributed": (("--use-distributed-optimizer",), "use_distributed_optimizer"),
+    "overlapped": (
+        ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+        "overlap_param_gather (allowed: without it)",
+    ),
+    "instances": (
+        ("--use-distributed-optimizer", "--num-distributed-optimizer-instances", "2"),
+        "num_distributed_optimizer_instances > 1",
+    ),
+    "megatron-fsdp": (("--use-megatron-fsdp", "--bf16"), "FullyShardedDataParallel"),
+    "torch-fsdp2": (("--use-torch-fsdp2",), "TorchFullyShardedDataParallel"),
     "ramp-up": (("--mode", "ramp-up"), "rampup_batch_size"),
     "decreased": (("--mode", "decreased"), "decrease_batch_size_if_needed"),
     "some": (("--mode", "some"), "a process group of 2 of its 4 ranks"),

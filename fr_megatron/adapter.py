@@ -39,8 +39,8 @@ from fr_megatron.buckets import Buckets, forget_answers
 from fr_megatron.checkpoint import MegatronCheckpoint
 from fr_megatron.division import FlatLayout, OptimizerDivision
 from fr_megatron.fsdp2 import TorchFSDP2
-from fr_megatron.megatron_fsdp import MegatronFSDP
 from fr_megatron.layout import Place
+from fr_megatron.megatron_fsdp import MegatronFSDP
 from fr_megatron.optimizers import inner_optimizers, pairs, scalers, torch_optimizers
 from fr_megatron.own_loop import OwnLoop
 from fr_megatron.random import capture_tracker, restore_tracker

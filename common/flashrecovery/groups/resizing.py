@@ -1,8 +1,8 @@
 """Other members for the groups that there are: a job that loses ranks for good, or gets some back, goes on in them.
 
 Handles stay valid, as over any recovery: the stock ``ProcessGroup`` and our backend in it are given another rank and
-size while they are detached, and what is connected afterwards is of that size. A group that each rank has for itself (of
-tensor parallelism where there is none, and the like) stays as it is; only this rank's global number is another one.
+size while they are detached, and what is connected afterwards is of that size. A group that each rank has for itself
+(of tensor parallelism where there is none, and the like) stays as it is; only this rank's global number is another one.
 """
 
 from __future__ import annotations

@@ -153,15 +153,7 @@ class OptimizerDivision(Division):
         if self._largest >= self.size:
             return
         self._largest = self.size
-        for one in self._layout.stored:
-            buffer = self._chunk.buffers[one.buffer]
-            there = [start for p, (start, _, _) in buffer.param_index_map.items() if p.numel() == one.length]
-            if self._layout.start_of(one, self.size) not in there:
-                raise UnsupportedError(f"an elastic job with the distributed optimizer: {one.fqn!r} lies elsewhere")
-        for fqn, (start, stop) in self._held():
-            place = dist.get_rank()
-            if self._layout.range_of(self._layout.by_name[fqn], place, self.size) != (start, stop):
-                raise UnsupportedError(f"an elastic job with the distributed optimizer: {fqn!r} is cut otherwise")
+        self._check_as_known()
         for size in range(1, self.size + 1):
             for place in range(size):
                 if not self._layout.order(place, size):
@@ -169,6 +161,26 @@ class OptimizerDivision(Division):
                         f"an elastic job with the distributed optimizer and so small a model that rank {place} of "
                         f"{size} would have no part of it"
                     )
+
+    def _check_as_known(self) -> None:
+        """Raises UnsupportedError unless Megatron has laid everything out as it is computed here."""
+        layout, size, place = self._layout, self.size, dist.get_rank()
+        computed = {one.fqn: layout.start_of(one, size) for one in layout.stored}
+        lengths = [sum(buffer.lengths(size)) for buffer in layout.buffers]
+        cut = {fqn: layout.range_of(layout.by_name[fqn], place, size) for fqn in layout.order(place, size)}
+        for what, here, there in (
+            ("parameters elsewhere in its buffers", computed, dict(self._starts())),
+            ("buffers of other lengths", lengths, [buffer.numel for buffer in self._chunk.buffers]),
+            ("parameters cut elsewhere", cut, dict(self._held())),
+        ):
+            if here != there:
+                raise UnsupportedError(f"an elastic job with a distributed optimizer that has {what} than are known")
+
+    def _starts(self) -> Iterator[tuple[str, int]]:
+        names = {id(p): f"0.{name}" for name, p in self._chunk.named_parameters()}
+        for buffer in self._chunk.buffers:
+            for parameter, (start, _, _) in buffer.param_index_map.items():
+                yield names[id(parameter)], start
 
     def _held(self) -> Iterator[tuple[str, tuple[int, int]]]:
         names = {id(p): f"0.{name}" for name, p in self._chunk.named_parameters()}

@@ -17,7 +17,7 @@ pytest.importorskip("megatron.core")
 
 pytestmark = [pytest.mark.grid, pytest.mark.megatron, pytest.mark.timeout(900)]
 AT, BACK = 8, 32
-SLOWLY = ("--step-time", "500")
+SLOWLY = ("--step-time", "800")
 PLAIN = megatron("plain", "--bf16")
 SHARDS = megatron("shards", "--bf16", "--use-distributed-optimizer")
 KINDS = [pytest.param(PLAIN, id="plain"), pytest.param(SHARDS, id="shards")]

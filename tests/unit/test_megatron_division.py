@@ -4,6 +4,7 @@ the jobs themselves before their first step, and by tests/integration/test_elast
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -49,7 +50,7 @@ def test_buckets_divide_and_do_not_overlap(seed: int, size: int) -> None:
             for one in layout.stored
             if one.buffer == number
         ]
-        assert ends == sorted(ends) and all(a[1] <= b[0] for a, b in zip(ends, ends[1:], strict=False))
+        assert ends == sorted(ends) and all(a[1] <= b[0] for a, b in pairwise(ends))
         assert ends[-1][1] <= sum(buffer.lengths(size))
 
 

@@ -23,6 +23,7 @@ from torch import nn
 
 from flashrecovery.adapter import (
     CheckpointFormat,
+    Division,
     GradientWatch,
     Method,
     ParamRecord,
@@ -33,19 +34,27 @@ from flashrecovery.adapter import (
     owners_of,
     plain_fields,
 )
+from fr_megatron import elastic
 from fr_megatron.buckets import Buckets, forget_answers
 from fr_megatron.checkpoint import MegatronCheckpoint
+from fr_megatron.division import FlatLayout, OptimizerDivision
 from fr_megatron.fsdp2 import TorchFSDP2
+from fr_megatron.layout import Place
 from fr_megatron.megatron_fsdp import MegatronFSDP
 from fr_megatron.optimizers import inner_optimizers, pairs, scalers, torch_optimizers
 from fr_megatron.own_loop import OwnLoop
 from fr_megatron.random import capture_tracker, restore_tracker
+from fr_megatron.reform import fill, reform
 from fr_megatron.support import check
 from fr_megatron.wrapper import Wrapper
 
 
 def adapter_for(
-    chunks: Sequence[Any], optimizer: Any, scheduler: Any = None, loop: OwnLoop | None = None
+    chunks: Sequence[Any],
+    optimizer: Any,
+    scheduler: Any = None,
+    loop: OwnLoop | None = None,
+    membership: Mapping[str, int] | None = None,
 ) -> MegatronAdapter:
     """The adapter for the arguments of :class:`MegatronAdapter`.
 
@@ -53,7 +62,7 @@ def adapter_for(
         UnsupportedError: a setting or wrapper that cannot be protected, by name.
     """
     check(chunks, optimizer)
-    return MegatronAdapter(chunks, optimizer, scheduler, loop)
+    return MegatronAdapter(chunks, optimizer, scheduler, loop, membership)
 
 
 class MegatronAdapter(TorchAdapter):
@@ -64,6 +73,8 @@ class MegatronAdapter(TorchAdapter):
         optimizer: of ``get_megatron_optimizer``.
         scheduler: an ``OptimizerParamScheduler``, or None.
         loop: what a script with a loop of its own uses; None for Megatron-LM's.
+        membership: with the distributed optimizer, of all parameters that it trains the numbers of their groups, by
+            name, if they are known (a rank knows only those of its own parts).
     """
 
     name = "megatron"
@@ -71,7 +82,12 @@ class MegatronAdapter(TorchAdapter):
     framework_packages = frozenset({"megatron", "transformer_engine"})
 
     def __init__(
-        self, chunks: Sequence[Any], optimizer: Any, scheduler: Any = None, loop: OwnLoop | None = None
+        self,
+        chunks: Sequence[Any],
+        optimizer: Any,
+        scheduler: Any = None,
+        loop: OwnLoop | None = None,
+        membership: Mapping[str, int] | None = None,
     ) -> None:
         self._chunks = list(chunks)
         self._optimizer = optimizer
@@ -82,6 +98,8 @@ class MegatronAdapter(TorchAdapter):
         self._all_shards: list[Shard] | None = None
         self._reports_synchronising = False
         super().__init__(nn.ModuleList(chunks), torch_optimizers(optimizer))
+        self._membership = membership or {}
+        self._division: OptimizerDivision | None = None
 
     # -- shards -----------------------------------------------------------------------------------
 
@@ -118,6 +136,41 @@ class MegatronAdapter(TorchAdapter):
 
     def sync_spans_world(self) -> bool:
         return True
+
+    # -- another number of replicas ---------------------------------------------------------------
+
+    def tied_to_size(self) -> Sequence[str]:
+        found = tuple(elastic.tied_to_size(self._chunks, self._optimizer, own_loop=self._loop is not None))
+        division = None if found else self.division()
+        if isinstance(division, OptimizerDivision):
+            division.check()
+        return found
+
+    def resized(self) -> None:
+        elastic.resize(self._chunks)
+
+    def division(self) -> Division | None:
+        if self._division is None and self._membership:
+            self._division = OptimizerDivision(
+                self._chunks[0], self._inner[0], self._membership, self._parts, self._install
+            )
+        return self._division
+
+    def _parts(self) -> Mapping[str, ParamShard]:
+        """What this rank steps on."""
+        stepped = [shard for shard in self.shards() if isinstance(shard, ParamShard)][: len(self._records)]
+        return {record.fqn: shard for record, shard in zip(self._records, stepped, strict=True)}
+
+    def _install(
+        self, place: Place, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any], layout: FlatLayout
+    ) -> None:
+        """Go on with these parts."""
+        reform(self._chunks[0], self._inner[0], self._membership, place)
+        fill(self._chunks[0], self._inner[0], tensors, description, layout)
+        self._wrapper.divided_for(place)
+        self._records = self._find_parameters()
+        self._all_shards = None
+        self._looks = 0
 
     # -- reset, capture, restore ------------------------------------------------------------------
 

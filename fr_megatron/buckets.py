@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from flashrecovery.adapter import ParamRecord, Shard, constant, faults, replicated
 from fr_megatron.capabilities import BUCKETS
+from fr_megatron.layout import Place
 from fr_megatron.optimizers import Names, SteppedPair, is_distributed, members, record, weights
 from fr_megatron.wrapper import FaultPoint, Wrapper
 
@@ -21,6 +22,10 @@ class Buckets(Wrapper):
     def __init__(self, chunks: Sequence[Any]) -> None:
         super().__init__(chunks)
         self._names = Names(chunks)
+        self._division: Place | None = None
+
+    def divided_for(self, division: Place) -> None:
+        self._division, self._names = division, Names(self.chunks, division)
 
     def stepped(self, pair: SteppedPair) -> ParamRecord:
         return record(pair, self._names)
@@ -30,7 +35,7 @@ class Buckets(Wrapper):
         return ParamRecord(fqn, *replicated(fqn, where.replicas), constant(parameter))
 
     def weights(self) -> Iterator[Shard]:
-        return weights(self.chunks)
+        return weights(self.chunks, self._division)
 
     def before_reduction(self, callback: Callable[[], None]) -> bool:
         return call_before_reduction(self.chunks, callback)

@@ -100,6 +100,57 @@ TIMERS = capability(
     Attributes("megatron.core.timers", "Timers", ("_timers",)),
     Attributes("megatron.core.timers", "Timer", ("_started",)),
 )
+FOLLOWED = capability(
+    "what is noted of the data-parallel size",
+    "an elastic job goes on with fewer",
+    Defined("megatron.core.parallel_state", ("_DATA_PARALLEL_GLOBAL_RANKS", "get_expert_tensor_parallel_world_size")),
+    Attributes(_BUFFER, "_ParamAndGradBuffer", ("data_parallel_world_size", "gradient_scaling_factor", "buckets")),
+    Attributes(_BUFFER, "_ParamAndGradBucket", ("gradient_scaling_factor",)),
+    Attributes(
+        "megatron.core.num_microbatches_calculator",
+        "ConstantNumMicroBatchesCalculator",
+        ("num_micro_batches", "current_global_batch_size", "current_running_global_batch_size", "micro_batch_size"),
+    ),
+    Attributes(_RANDOM, "CudaRNGStatesTracker", ("reset", "add", "get_states")),
+    otherwise="an elastic job is refused",
+)
+REFORM = capability(
+    "the making of buffers and distributed optimizer",
+    "they are made anew for another number of ranks, by their own __init__",
+    Parameters(
+        _BUFFER,
+        "_ParamAndGradBuffer.__init__",
+        (
+            *("ddp_config", "param_dtype", "grad_dtype", "params", "data_parallel_group", "bucket_size"),
+            *("param_to_name", "gradient_scaling_factor", "param_indices", "nccl_ub", "pg_collection"),
+        ),
+    ),
+    Attributes(
+        _BUFFER,
+        "_ParamAndGradBuffer",
+        ("param_index_map", "param_data", "tp_group", "dp_cp_group", "nccl_ub", "param_indices", "params"),
+    ),
+    Attributes(_BUFFER, "_ParamAndGradBucket", ("offset", "numel_unpadded")),
+    Parameters(_BUFFER, "partition_buckets", ("buffers", "force_single_bucket_group")),
+    Parameters(
+        _OPTIMIZER + "distrib_optimizer",
+        "DistributedOptimizer.__init__",
+        (
+            *("optimizer", "config", "grad_scaler", "init_state_fn", "model_chunks", "per_model_buffers"),
+            *("data_parallel_group", "data_parallel_group_gloo", "data_parallel_group_idx"),
+            "distributed_optimizer_instance_id",
+        ),
+    ),
+    Attributes(
+        _OPTIMIZER + "distrib_optimizer",
+        "DistributedOptimizer",
+        (
+            *("model_param_gbuf_map", "per_model_buffers", "data_parallel_group", "data_parallel_group_gloo"),
+            *("data_parallel_group_idx", "distributed_optimizer_instance_id", "model_chunks"),
+        ),
+    ),
+    otherwise="an elastic job with the distributed optimizer is refused",
+)
 METRICS = Capability(
     "losses of experts for the log",
     "a replacement reduces them with the others",
@@ -160,5 +211,5 @@ MEGATRON = Framework(
     "megatron-core",
     "megatron.core",
     ("0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.20.0"),
-    (*EVERY_MODEL, MEGATRON_FSDP, ARGUMENTS),
+    (*EVERY_MODEL, FOLLOWED, REFORM, MEGATRON_FSDP, ARGUMENTS),
 )

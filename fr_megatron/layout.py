@@ -35,12 +35,29 @@ class Holders:
         part, parts: which part of the optimizer state this rank holds, of how many; 0 of 1 without the distributed
             optimizer.
         owners: ranks that hold the same part.
+        everybody: the replicas are all ranks, of a division that need not be among as many as there are in the groups.
     """
 
     replicas: tuple[int, ...]
     part: int
     parts: int
     owners: tuple[int, ...]
+    everybody: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's number among so many of a job with data parallelism only. Stands for their process group where only
+    number and size are asked for."""
+
+    number: int
+    ranks: int
+
+    def rank(self) -> int:
+        return self.number
+
+    def size(self) -> int:
+        return self.ranks
 
 
 def is_expert(parameter: torch.Tensor) -> bool:
@@ -48,8 +65,11 @@ def is_expert(parameter: torch.Tensor) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
-def holders(chunk: Any, *, expert: bool) -> Holders:
-    """Of the dense or the expert parameters of ``chunk``, a model chunk in Megatron's DistributedDataParallel."""
+def holders(chunk: Any, *, expert: bool, division: Place | None = None) -> Holders:
+    """Of the dense or the expert parameters of ``chunk``, a model chunk in Megatron's DistributedDataParallel.
+    ``division``: the place of this rank in what its state has been divided for, if that need not be as its groups."""
+    if division is not None:
+        return Holders(tuple(range(division.ranks)), division.number, division.ranks, (division.number,), True)
     replicas = _ranks(chunk.expt_dp_group if expert else chunk.dp_cp_group)
     if not chunk.ddp_config.use_distributed_optimizer:
         return Holders(replicas, 0, 1, replicas)

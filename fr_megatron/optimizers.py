@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from flashrecovery.adapter import FixedShard, ParamRecord, constant, replicated, world_size
-from fr_megatron.layout import Holders, holders, is_expert
+from fr_megatron.layout import Holders, Place, holders, is_expert
 
 SteppedPair = tuple[torch.nn.Parameter, torch.nn.Parameter]
 
@@ -64,10 +64,10 @@ def _zipped(models: Sequence[Any], mains: Sequence[Any]) -> Iterator[SteppedPair
 class Names:
     """The fully qualified names of all parameters of the chunks (``0.module.decoder...``), and their places."""
 
-    def __init__(self, chunks: Sequence[Any]) -> None:
+    def __init__(self, chunks: Sequence[Any], division: Place | None = None) -> None:
         self._known: dict[int, tuple[str, Holders]] = {}
         for index, chunk in enumerate(chunks):
-            places = {expert: holders(chunk, expert=expert) for expert in (False, True)}
+            places = {expert: holders(chunk, expert=expert, division=division) for expert in (False, True)}
             for name, parameter in chunk.named_parameters():
                 self._known.setdefault(id(parameter), (f"{index}.{name}", places[is_expert(parameter)]))
 
@@ -82,11 +82,21 @@ def record(pair: SteppedPair, names: Names) -> ParamRecord:
     fqn, where = names[model]
     if where.parts == 1:
         return ParamRecord(fqn, *replicated(fqn, where.replicas), constant(main))
-    name = f"param/{fqn}#" + ",".join([f"part={where.part}/{where.parts}", *_group(where)])
+    name = ",".join([part_name(fqn, where.part, where.parts), *_group(where)])
     return ParamRecord(fqn, name, where.owners, constant(main))
 
 
-def weights(chunks: Sequence[Any]) -> Iterator[FixedShard]:
+def part_name(fqn: str, part: int, parts: int) -> str:
+    """The name of what is stepped on for a part of a parameter."""
+    return f"param/{fqn}" if parts == 1 else f"param/{fqn}#part={part}/{parts}"
+
+
+def weights_name(chunk: int, kind: str, buffer: int, parts: int) -> str:
+    """The name of the flat weights of a buffer, whose paddings depend on the number of parts."""
+    return f"weights/{chunk}.{kind}.{buffer}#dp={parts}"
+
+
+def weights(chunks: Sequence[Any], division: Place | None = None) -> Iterator[FixedShard]:
     """With the distributed optimizer: the flat parameters, equal on all replicas once they have been all-gathered.
 
     With ``overlap_param_gather`` a step ends before that, and the next forward pass gathers: they are no state then.
@@ -96,15 +106,15 @@ def weights(chunks: Sequence[Any]) -> Iterator[FixedShard]:
         if not config.use_distributed_optimizer or config.overlap_param_gather:
             continue
         for kind, buffers in (("dense", chunk.buffers), ("expert", chunk.expert_parallel_buffers)):
-            where = holders(chunk, expert=kind == "expert")
+            where = holders(chunk, expert=kind == "expert", division=division)
             for number, buffer in enumerate(buffers):
-                name = "#".join([f"weights/{index}.{kind}.{number}", *_group(where)])
+                name = ",".join([weights_name(index, kind, number, where.parts), *_group(where)])
                 yield FixedShard(name, where.replicas, buffer.param_data)
 
 
 def _group(where: Holders) -> list[str]:
     """The part of a name that tells the groups of replicas apart; nothing if there is only one."""
-    return [] if len(where.replicas) == world_size() else [f"group={where.replicas[0]}"]
+    return [] if len(where.replicas) == world_size() or where.everybody else [f"group={where.replicas[0]}"]
 
 
 def scalers(optimizer: Any) -> Mapping[str, Any]:

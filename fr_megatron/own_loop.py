@@ -17,6 +17,7 @@ from typing import Any
 
 from flashrecovery.adapter import plain_fields
 from fr_megatron import trackers
+from fr_megatron.elastic import resize_calculator
 
 
 class OwnLoop:
@@ -34,11 +35,14 @@ class OwnLoop:
         self._running = frozenset(name for name, timer in self._timers().items() if timer._started)
         return {
             "micro_batches": plain_fields(_calculator()),
+            "replicas": _replicas(),
             "hooked": [bool(_handles(chunk)) for chunk in self._chunks],
         }
 
     def restore_common(self, state: Mapping[str, Any]) -> None:
         vars(_calculator()).update(state["micro_batches"])
+        if state.get("replicas", _replicas()) != _replicas():
+            resize_calculator()
         known = state["hooked"]
         if len(known) != len(self._chunks):  # a checkpoint of another layout; a script does the same with all chunks
             known = [any(known)] * len(self._chunks)
@@ -65,6 +69,12 @@ def _calculator() -> Any:
     from megatron.core import num_microbatches_calculator as module
 
     return module._GLOBAL_NUM_MICROBATCHES_CALCULATOR or _NoCalculator()
+
+
+def _replicas() -> int:
+    from megatron.core import parallel_state
+
+    return int(parallel_state.get_data_parallel_world_size())
 
 
 def _handles(chunk: Any) -> Mapping[Any, Any]:

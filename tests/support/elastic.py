@@ -38,6 +38,7 @@ def start(
     inject: Sequence[str] = (),
     standby: int = 0,
     script: Path = SCRIPT,
+    env: Mapping[str, str] | None = None,
 ) -> RunningJob:
     return RunningJob(
         folder,
@@ -47,6 +48,7 @@ def start(
         config=never() if config is None else config,
         script=script,
         flags=["--steps", str(STEPS), *flags],
+        env=env,
     )
 
 
@@ -120,6 +122,7 @@ def commanded(
     timeout_s: float = 120,
     divided: bool = False,
     started: bool = True,
+    env: Mapping[str, str] | None = None,
 ) -> Job:
     """A job of so many ranks that is resized by command, undisturbed: from ``step`` on to ``size``. It is itself
     compared with a job that was started in the new size from that step's state. ``divided``: its state is, and who
@@ -127,7 +130,7 @@ def commanded(
     folder.mkdir(exist_ok=True)
     elastic = {"elastic": {"min": 1, "max": launched}}
     slowly = ("--step-time", "100", "--save-to", str(folder), *flags)
-    running = start(folder / "run", elastic, *slowly, nproc=launched, script=script)
+    running = start(folder / "run", elastic, *slowly, nproc=launched, script=script, env=env)
     running.wait_for("job_started", timeout_s)
     assert command(running, size, step) == ""
     job = running.wait(timeout_s)
@@ -145,7 +148,7 @@ def commanded(
         return job
     config = {"elastic": {"min": 1, "max": size}} if size > 1 else {}
     begin = ("--start-from", str(folder / f"{step}.pt"), *flags)
-    new = start(folder / "new", config, *begin, nproc=size, script=script).wait(timeout_s)
+    new = start(folder / "new", config, *begin, nproc=size, script=script, env=env).wait(timeout_s)
     assert new.code == 0, new.explain()
     check_goes_on_alike(job, new, step, size)
     check_clean(new)

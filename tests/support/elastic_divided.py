@@ -10,6 +10,7 @@ from typing import Any
 from tests.support import elastic, elastic_fsdp2
 from tests.support.elastic import command, never, sizes_of
 from tests.support.jobs import ROOT, Job, RunningJob, check_clean
+from tests.support.megatron import ENVIRONMENT
 
 END = 38
 """Steps of the jobs."""
@@ -24,6 +25,7 @@ class Kind:
     flags: tuple[str, ...]
     steps_alike: Callable[[Job, Job, int, int, int], None]
     goes_on_alike: Callable[[Job, Job, int, int, int], None]
+    env: Mapping[str, str] | None = None
 
     def start(
         self,
@@ -37,7 +39,8 @@ class Kind:
         """A job of this kind."""
         given = ["--steps", str(END), *self.flags, *flags]
         chosen = never() if config is None else config
-        return elastic.start(folder, chosen, *given, nproc=nproc, inject=inject, standby=standby, script=self.script)
+        more: dict[str, Any] = {"inject": inject, "standby": standby, "script": self.script, "env": self.env}
+        return elastic.start(folder, chosen, *given, nproc=nproc, **more)
 
 
 FSDP2 = Kind("fsdp2", elastic_fsdp2.SCRIPT, (), elastic_fsdp2.check_steps_alike, elastic_fsdp2.check_goes_on_alike)
@@ -52,6 +55,12 @@ def zero(stage: int) -> Kind:
         elastic.check_steps_alike,
         elastic.check_goes_on_alike,
     )
+
+
+def megatron(name: str, *flags: str) -> Kind:
+    """megatron-core, with twelve micro-batches in a step."""
+    script = ROOT / "tests" / "scripts" / "elastic_megatron.py"
+    return Kind(name, script, flags, elastic.check_steps_alike, elastic.check_goes_on_alike, ENVIRONMENT)
 
 
 def resized_by_command(kind: Kind, folder: Path, sizes: Sequence[tuple[int, int]], *flags: str) -> Job:

@@ -542,6 +542,41 @@ def test_the_batch_of_a_framework(size: int, monkeypatch: pytest.MonkeyPatch) ->
     assert found.settings["global_batch"] == 12 and found.settings["micro_batch"] == 2
 
 
+def test_a_framework_whose_schedule_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes as many as there are, and does not ask for one more."""
+    found = of_framework(
+        monkeypatch, 2, elastic.FrameworkBatch(None, None, counted=True), global_batch=12, micro_batch=2
+    )
+    turns = found.of(0)
+    assert len(turns) == 3
+    for left in (2, 1):
+        next(turns)
+        assert len(turns) == left
+        with pytest.raises(RegistrationError):
+            found.refuse_unread(0)
+    next(turns)
+    found.refuse_unread(0)
+    with pytest.raises(RegistrationError):
+        found.refuse_unread(1)
+
+
+def test_random_streams_of_a_framework(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are seeded for each micro-batch, and for the step outside of them: by step and number, not by replica."""
+
+    def seeds(replica: int, size: int) -> list[int]:
+        seen: list[int] = []
+        batch = elastic.FrameworkBatch(12, 2, seed=seen.append)
+        found = batches(monkeypatch, replica, size, global_batch=None, micro_batch=None, framework=lambda: batch)
+        found.begin(4)
+        assert len(list(found.of(4))) == 6 // size
+        return seen
+
+    alone = seeds(0, 1)
+    assert len({*alone}) == 7
+    first, second = seeds(0, 2), seeds(1, 2)
+    assert first[0] == second[0] == alone[0] and {*first[1:], *second[1:]} == {*alone[1:]}
+
+
 def test_sizes_of_a_framework(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of_framework(monkeypatch, 6, elastic.FrameworkBatch(12, 2)).sizes == [6, 3, 2, 1]
     assert of_framework(monkeypatch, 6, elastic.FrameworkBatch(12, 2, frozenset({2, 4, 6}))).sizes == [6, 2]

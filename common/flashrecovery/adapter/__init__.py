@@ -52,7 +52,7 @@ from flashrecovery.redundancy.dcp import read_into, write_part
 from flashrecovery.runtime.channel import CHANNEL_ENV
 from flashrecovery.runtime.durable import write_durably
 from flashrecovery.state import codec
-from flashrecovery.worker.agreement import check_equal
+from flashrecovery.worker.agreement import check_equal, union
 from flashrecovery.worker.calls import LoopAdapter
 from flashrecovery.worker.data import DataStream
 from flashrecovery.worker.elastic import FrameworkBatch
@@ -109,6 +109,7 @@ __all__ = [
     "replicated",
     "restore_rng",
     "settle_state",
+    "union",
     "unsynchronised",
     "world_size",
     "write_durably",

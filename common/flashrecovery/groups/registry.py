@@ -67,10 +67,15 @@ class GroupProgress:
 
 
 class ManagedGroup:
-    """One process group of this rank."""
+    """One process group of this rank.
+
+    Attributes:
+        alone: it was made for this rank alone, in a job of several: it stays so in a job of any size.
+    """
 
     def __init__(self, request: GroupRequest, pg: Any) -> None:
         self.request = request
+        self.alone = request.size == 1 and dist.is_initialized() and dist.get_world_size() > 1
         self._pg = weakref.ref(pg)
 
     def became(self, request: GroupRequest) -> None:

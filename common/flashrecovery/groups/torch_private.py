@@ -200,6 +200,11 @@ def renumber(pg: Any, size: int) -> None:
     c10d._world.pg_group_ranks[pg] = {rank: rank for rank in range(size)}
 
 
+def renumber_alone(pg: Any, rank: int) -> None:
+    """The only rank of a group has another global number."""
+    c10d._world.pg_group_ranks[pg] = {rank: 0}
+
+
 def before_destruction(callback: Callable[[], None]) -> None:
     """Call ``callback`` before the script destroys all groups at its end; not if it does so because it is failing."""
     _before_destruction.append(callback)

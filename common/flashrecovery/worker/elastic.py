@@ -43,14 +43,18 @@ class FrameworkBatch:
     micro-batch by their number on a replica itself, which is the same on all replicas.
 
     Attributes:
-        global_batch: samples of a step, on all replicas together.
-        micro_batch: samples that are computed at once.
+        global_batch: samples of a step, on all replicas together; None: its configuration does not say it.
+        micro_batch: samples that are computed at once; None likewise.
         sizes: the numbers of replicas that its configuration allows besides; None: all.
+        counted: its schedule takes as many micro-batches as it was told to, and does not ask whether there are more.
+        seed: seeds the random streams that the framework tracks by itself; None: there are none.
     """
 
-    global_batch: int
-    micro_batch: int
+    global_batch: int | None
+    micro_batch: int | None
     sizes: frozenset[int] | None = None
+    counted: bool = False
+    seed: Callable[[int], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -147,9 +151,9 @@ class ElasticBatches:
                 f"{micro_batches} micro-batches, and there are {replicas} replicas; at least one for each is needed"
             )
 
-    def of(self, step: int) -> Iterator[MicroBatch]:
+    def of(self, step: int) -> MicroBatches:
         """This replica's micro-batches of a step, which is a number or what ``recovery.steps()`` hands out."""
-        return _MicroBatches(self, int(step.__index__()))
+        return MicroBatches(self, int(step.__index__()))
 
     # -- for the iterator and the loop ------------------------------------------------------------
 
@@ -179,7 +183,7 @@ class ElasticBatches:
     def begin(self, step: int) -> None:
         """A step is handed out: what it draws outside of its micro-batches is the same on all replicas, too."""
         self._through = None
-        _seed_all(stream_seed(self._seed, self._first_step + step, _BETWEEN))
+        self._seed_all(stream_seed(self._seed, self._first_step + step, _BETWEEN))
 
     def refuse_unread(self, step: int) -> None:
         """Raises RegistrationError unless all micro-batches of ``step``, which is about to be committed, have been
@@ -219,18 +223,30 @@ class ElasticBatches:
             elif _communicates(model):
                 model.set_requires_gradient_sync(last)
         number, positions = turn.number, turn.positions
-        _seed_all(stream_seed(self._seed, self._first_step + step, number))
+        self._seed_all(stream_seed(self._seed, self._first_step + step, number))
         data = self._collate([self._dataset[self._order.sample(position)] for position in positions])
         weight = 0.0 if turn.repeated else self._weight()
         return MicroBatch(number, data, weight, last, turn.repeated)
 
+    def handed_out(self, step: int) -> None:
+        """The last micro-batch of a step is with the script."""
+        if self._framework is not None and self._framework().counted:
+            self._through = step
+
     def went_through(self, step: int) -> None:
+        """The script has asked for one more than there are."""
         self._through = step
 
+    def _seed_all(self, seed: int) -> None:
+        _seed_all(seed)
+        own = None if self._framework is None else self._framework().seed
+        if own is not None:
+            own(seed)
 
-class _MicroBatches(Iterator[MicroBatch]):
-    """Goes through one step's micro-batches. It has nothing to tidy up, so one that a stop has left in the middle
-    disturbs nobody later."""
+
+class MicroBatches(Iterator[MicroBatch]):
+    """Goes through one step's micro-batches; ``len()`` says how many are left. It has nothing to tidy up, so one that a
+    stop has left in the middle disturbs nobody later."""
 
     def __init__(self, batches: ElasticBatches, step: int) -> None:
         self._batches, self._step = batches, step
@@ -241,7 +257,13 @@ class _MicroBatches(Iterator[MicroBatch]):
             self._batches.went_through(self._step)
             raise StopIteration
         turn = self._left.pop(0)
-        return self._batches.batch(self._step, turn, last=not self._left)
+        batch = self._batches.batch(self._step, turn, last=not self._left)
+        if not self._left:
+            self._batches.handed_out(self._step)
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._left)
 
 
 def _communicates(model: torch.nn.Module) -> TypeGuard[Switchable]:

@@ -59,6 +59,7 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
             "number of ranks; without checkpoint.dir it is allowed, and the script may save checkpoints itself"
         )
     groups.refuse_partial(registry.world_size)
+    agreement.check_equal("the numbers of process groups of one rank alone", {"groups": groups.alone()})
     _refuse_collectives_of_micro_batches(registry)
     _refuse_unequal([*registry.habits.own, *own])
     divided = registry.divided()

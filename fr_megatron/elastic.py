@@ -1,0 +1,175 @@
+"""Megatron in a job that changes its number of replicas: what cannot follow, and how the rest does.
+
+Only data parallelism: a replica is one rank, every other group of Megatron's is of that rank alone. Process groups keep
+their handles, and Megatron asks them for size and rank at nearly all places. What it has noted instead:
+
+==========================  ====================================================================================
+``parallel_state``          lists of ranks, of the data-parallel groups and of those of one rank
+buffers and buckets         the data-parallel size, and the factor of the gradients that follows from it
+micro-batch calculator      micro-batches on a replica
+tracked random streams      seeded anew for each micro-batch, as torch's own are
+==========================  ====================================================================================
+
+Buckets without the distributed optimizer are the same in every size (but ``bucket_size`` of Megatron's own choice
+follows the size of the launch, from 41 ranks on).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+import xxhash
+
+from flashrecovery.adapter import FrameworkBatch
+from fr_megatron.capabilities import FOLLOWED, REFORM
+from fr_megatron.optimizers import inner_optimizers
+
+_LISTS = "_RANKS"
+"""How the names of ``parallel_state``'s lists of ranks end."""
+_WHOLE = "DATA_PARALLEL"
+"""What is in the names of those that are of all ranks where there is only data parallelism."""
+_NOTED = ("_MPU_DATA_PARALLEL_WORLD_SIZE", "_MPU_DATA_PARALLEL_RANK")
+"""Numbers in place of those of the groups, which a script may set."""
+
+
+def tied_to_size(chunks: Sequence[Any], optimizer: Any, *, own_loop: bool) -> Iterator[str]:
+    """What of Megatron cannot change its number of replicas, by name, and what is allowed instead."""
+    if FOLLOWED.way is None:
+        yield f"this Megatron, which lacks {'; '.join(FOLLOWED.missing())}"
+        return
+    if not own_loop:
+        yield "Megatron-LM's training loop (allowed: megatron-core in a loop over recovery.steps())"
+    for chunk in chunks:
+        if type(chunk).__name__ != "DistributedDataParallel":
+            yield f"{type(chunk).__name__} (allowed: megatron-core's DistributedDataParallel)"
+            return
+    yield from dict.fromkeys(name for chunk in chunks for name in _of_chunk(chunk))
+    distributed = any(chunk.ddp_config.use_distributed_optimizer for chunk in chunks)
+    if distributed and (len(chunks) > 1 or len(inner_optimizers(optimizer)) > 1):
+        yield "the distributed optimizer of several model chunks, or several ones (allowed: one)"
+    yield from _of_layout()
+    yield from _of_calculator()
+
+
+def _of_chunk(chunk: Any) -> Iterator[str]:
+    config = chunk.ddp_config
+    if config.use_distributed_optimizer:
+        if REFORM.way is None:
+            yield f"the distributed optimizer of this Megatron, which lacks {'; '.join(REFORM.missing())}"
+        if config.overlap_param_gather:
+            yield "overlap_param_gather (allowed: without it)"
+    if getattr(config, "num_distributed_optimizer_instances", 1) > 1:
+        yield "num_distributed_optimizer_instances > 1"
+    if getattr(chunk.config, "num_moe_experts", None) or chunk.expert_parallel_buffers:
+        yield "MoE layers, whose losses and biases follow the number of ranks"
+
+
+def _of_layout() -> Iterator[str]:
+    from megatron.core import parallel_state as state
+
+    sizes = {
+        "tensor_model_parallel_size": state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": state.get_pipeline_model_parallel_world_size(),
+        "context_parallel_size": state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": state.get_expert_tensor_parallel_world_size(),
+    }
+    for name, size in sizes.items():
+        if size and size > 1:
+            yield f"{name} = {size} (allowed: 1)"
+    if any(size and size > 1 for size in sizes.values()):
+        return
+    for name in _NOTED:
+        if getattr(state, name, None) is not None:
+            yield f"parallel_state.{name}, set by the script"
+    for name, ranks in _lists():
+        if ranks != _ranks_of(name):
+            yield f"parallel_state.{name} = {ranks}, which is of some of the ranks"
+
+
+def _of_calculator() -> Iterator[str]:
+    calculator = _calculator()
+    if calculator is None:
+        return
+    if type(calculator).__name__ != "ConstantNumMicroBatchesCalculator":
+        yield f"{type(calculator).__name__} (rampup_batch_size; allowed: one global batch size)"
+    elif calculator.current_running_global_batch_size != calculator.current_global_batch_size:
+        yield "decrease_batch_size_if_needed, with which the global batch follows the number of ranks"
+
+
+def batch_of() -> FrameworkBatch:
+    """The global batch and the micro-batch of the calculator, if the script has one. Schedules divide by the number of
+    micro-batches on a replica, so all of them have as many."""
+    calculator = _calculator()
+    if calculator is None or list(_of_calculator()):  # which is refused
+        return FrameworkBatch(None, None, counted=True, seed=seed_tracked)
+    return FrameworkBatch(
+        calculator.current_global_batch_size, calculator.micro_batch_size, counted=True, seed=seed_tracked
+    )
+
+
+def seed_tracked(seed: int) -> None:
+    """Seed the streams that Megatron tracks, each in its own way."""
+    from megatron.core.tensor_parallel import random as module
+
+    tracker = module.get_cuda_rng_tracker()
+    names = list(tracker.get_states())
+    tracker.reset()
+    for name in names:
+        tracker.add(name, xxhash.xxh3_64_intdigest(f"{name} {seed}".encode()) >> 1)
+
+
+def resize(chunks: Sequence[Any]) -> None:
+    """The groups have other members: bring what Megatron has noted of their size to what it would be in a job that was
+    started so. Without communication."""
+    from megatron.core import parallel_state as state
+
+    for name, _ in _lists():
+        setattr(state, name, _ranks_of(name))
+    for chunk in chunks:
+        if chunk.ddp_config.use_distributed_optimizer:
+            continue  # its buffers are made anew with the state that is divided
+        for buffer in chunk.buffers:
+            buffer.data_parallel_world_size = buffer.data_parallel_group.size()
+            buffer.gradient_scaling_factor = scaling(chunk, chunk.dp_cp_group.size())
+            for bucket in buffer.buckets:
+                bucket.gradient_scaling_factor = buffer.gradient_scaling_factor
+
+
+def scaling(chunk: Any, replicas: int) -> float:
+    """As ``DistributedDataParallel`` computes it, for what is no expert."""
+    if chunk.config.calculate_per_token_loss or chunk.ddp_config.average_in_collective:
+        return 1.0
+    return 1.0 / replicas
+
+
+def resize_calculator() -> None:
+    """As many micro-batches on a replica as make up the same global batch."""
+    from megatron.core import parallel_state as state
+
+    calculator = _calculator()
+    if calculator is not None:
+        at_once = calculator.micro_batch_size * state.get_data_parallel_world_size()
+        calculator.num_micro_batches = calculator.current_running_global_batch_size // at_once
+
+
+def _calculator() -> Any:
+    from megatron.core import num_microbatches_calculator as module
+
+    return module._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+
+
+def _lists() -> Iterator[tuple[str, Any]]:
+    from megatron.core import parallel_state as state
+
+    for name, value in list(vars(state).items()):
+        if name.endswith((_LISTS, f"{_LISTS}_WITH_CP")) and value is not None:
+            yield name, value
+
+
+def _ranks_of(name: str) -> list[int]:
+    """What a list of ``parallel_state`` has to be here and now."""
+    alone = _WHOLE not in name
+    return [dist.get_rank()] if alone else list(range(dist.get_world_size()))

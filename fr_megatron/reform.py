@@ -1,0 +1,105 @@
+"""The distributed optimizer and the buffers below it for another number of replicas: built anew, into the objects that
+there are, by Megatron's own ``__init__``.
+
+So all that they derive from the size is what it would be in a job that was started so: paddings, buckets, ranges,
+views. Who has a handle of the optimizer, of the basic one or of a parameter keeps it. Weights stay as they are; what is
+stepped on is made of them, and optimizer state is empty: both are filled by who calls this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from flashrecovery.adapter import give_up_state, hand_over_state, settle_state
+from fr_megatron import elastic
+from fr_megatron.buckets import bucket_groups
+from fr_megatron.division import PARAM, STATE, WEIGHTS, FlatLayout
+from fr_megatron.layout import Place
+from fr_megatron.optimizers import pairs
+
+
+def reform(chunk: Any, inner: Any, membership: Mapping[str, int], place: Place) -> None:
+    """Build the buffers of ``chunk`` and its optimizer ``inner`` for this ``place``. No communication.
+
+    It need not be the one in the process groups: a replacement takes on the division that the others have before all of
+    them go over to another one. So the place stands for the group while they are built."""
+    basic = inner.optimizer
+    for _, main in pairs(inner):
+        give_up_state(basic, main)
+    for buffer in chunk.buffers:
+        _rebuild(chunk, buffer, place)
+    _regroup(chunk)
+    trained = {f"0.{name}": p for name, p in chunk.named_parameters() if f"0.{name}" in membership}
+    for number, group in enumerate(basic.param_groups):
+        group["params"] = [p for fqn, p in trained.items() if membership[fqn] == number]
+    type(inner).__init__(
+        *(inner, basic, inner.config, inner.grad_scaler, inner.init_state_fn),
+        model_chunks=inner.model_chunks,
+        per_model_buffers=inner.per_model_buffers,
+        data_parallel_group=inner.data_parallel_group,
+        data_parallel_group_gloo=inner.data_parallel_group_gloo,
+        data_parallel_group_idx=inner.data_parallel_group_idx,
+        distributed_optimizer_instance_id=inner.distributed_optimizer_instance_id,
+    )
+    for buffer in chunk.buffers:
+        buffer.data_parallel_group = inner.data_parallel_group
+    for group in bucket_groups([chunk], [inner]):
+        group.intra_distributed_optimizer_instance_group = inner.data_parallel_group
+
+
+def _rebuild(chunk: Any, buffer: Any, place: Place) -> None:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    for parameter in buffer.params:
+        parameter.data = parameter.data.clone()  # of its own, as before the first time
+    groups = ProcessGroupCollection()
+    groups.tp, groups.dp_cp = buffer.tp_group, buffer.dp_cp_group
+    type(buffer).__init__(
+        buffer,
+        ddp_config=buffer.ddp_config,
+        param_dtype=buffer.param_dtype,
+        grad_dtype=buffer.grad_dtype,
+        params=buffer.params,
+        data_parallel_group=place,
+        bucket_size=chunk.bucket_size,
+        param_to_name={p: name for name, p in chunk.module.named_parameters()},
+        gradient_scaling_factor=elastic.scaling(chunk, place.size()),
+        param_indices=buffer.param_indices,
+        nccl_ub=buffer.nccl_ub,
+        pg_collection=groups,
+    )
+
+
+def _regroup(chunk: Any) -> None:
+    """The groups of buckets keep their places: who waits for one in a backward pass has it."""
+    from megatron.core.distributed.param_and_grad_buffer import partition_buckets
+
+    buckets = sum(len(buffer.buckets) for buffer in chunk.buffers)
+    single = len(chunk.bucket_groups) == 1 and buckets > 1
+    for old, new in zip(
+        chunk.bucket_groups, partition_buckets(chunk.buffers, force_single_bucket_group=single), strict=True
+    ):
+        vars(old).update(vars(new))
+
+
+def fill(
+    chunk: Any, inner: Any, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any], layout: FlatLayout
+) -> None:
+    """Put what was prepared into an optimizer that has just been built in this size."""
+    basic = inner.optimizer
+    names = {id(p): f"0.{name}" for name, p in chunk.named_parameters()}
+    with torch.no_grad():
+        for number, buffer in enumerate(chunk.buffers):
+            flat = next(tensors[one.fqn + WEIGHTS] for one in layout.stored if one.buffer == number)
+            buffer.param_data.copy_(flat)
+        of = {names[id(model)]: main for model, main in pairs(inner)}
+        for fqn, main in of.items():
+            main.copy_(tensors[f"{fqn}/{PARAM}"])
+    for place, main in enumerate(p for group in basic.param_groups for p in group["params"]):
+        fqn = next(name for name, other in of.items() if other is main)
+        state = {key.removeprefix(STATE): tensors[f"{fqn}/{key}"] for key, *_ in description["state"]}
+        hand_over_state(basic, main, state, place)
+    settle_state(basic)

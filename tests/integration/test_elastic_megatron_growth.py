@@ -1,0 +1,85 @@
+"""Elastic jobs with megatron-core grow again, with and without the distributed optimizer: as a job that was resized by
+command at the same steps, bit for bit, which goes on as a job that was started in that size from that step's state. And
+who dies on the way in takes nothing with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.elastic import changes, command, inject, never
+from tests.support.elastic_divided import Kind, check_as_commanded, megatron, resized_by_command
+from tests.support.jobs import Job, check_fired
+
+pytest.importorskip("megatron.core")
+
+pytestmark = [pytest.mark.grid, pytest.mark.megatron, pytest.mark.timeout(900)]
+AT, BACK = 8, 32
+SLOWLY = ("--step-time", "800")
+PLAIN = megatron("plain", "--bf16")
+SHARDS = megatron("shards", "--bf16", "--use-distributed-optimizer")
+KINDS = [pytest.param(PLAIN, id="plain"), pytest.param(SHARDS, id="shards")]
+Resized = Callable[[Kind, Sequence[tuple[int, int]]], Job]
+
+
+@pytest.fixture(scope="module")
+def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
+    """The job that is resized by command, undisturbed. Each is made once."""
+    made: dict[tuple[str, tuple[tuple[int, int], ...]], Job] = {}
+
+    def job(kind: Kind, sizes: Sequence[tuple[int, int]]) -> Job:
+        key = (kind.name, tuple(sizes))
+        if key not in made:
+            made[key] = resized_by_command(kind, tmp_path_factory.mktemp("resized") / "job", sizes, *SLOWLY)
+        return made[key]
+
+    return job
+
+
+def check(kind: Kind, job: Job, resized: Resized) -> None:
+    check_as_commanded(kind, job, lambda sizes: resized(kind, sizes))
+
+
+@pytest.mark.parametrize("victims", [(0,), (1,), (3,), (0, 2)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_and_back(kind: Kind, victims: tuple[int, ...], tmp_path: Path, resized: Resized) -> None:
+    """4 -> 3 -> 4, and 4 -> 2 -> 4."""
+    faults = [f"rank={rank},fault=sigkill,at=backward,step={AT}" for rank in victims]
+    running = kind.start(tmp_path / "run", *SLOWLY, inject=faults)
+    running.wait_for("recovery_finished", 120)
+    assert command(running, 4, BACK) == ""
+    job = running.wait(240)
+    assert (changes(job)[-1].step, changes(job)[-1].ranks) == (BACK, (0, 1, 2, 3)), job.explain()
+    assert job.of("job_resized")[-1]["came"] == list(victims), job.explain()
+    check_fired(job, len(victims))
+    check(kind, job, resized)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_one_alone(kind: Kind, tmp_path: Path, resized: Resized) -> None:
+    """4 -> 3 -> 2 -> 1 by kills, and back to 4: a group of all ranks is of one rank meanwhile, as others always are."""
+    faults = [f"rank={rank},fault=sigkill,at=forward,step={AT + 6 * number}" for number, rank in enumerate((0, 2, 1))]
+    running = kind.start(tmp_path / "run", *SLOWLY, config=never(1), inject=faults)
+    running.wait_for("recovery_finished", 120, count=3)
+    assert command(running, 4, BACK) == ""
+    job = running.wait(240)
+    assert [len(change.ranks) for change in changes(job)] == [3, 2, 1, 4], job.explain()
+    check(kind, job, resized)
+
+
+@pytest.mark.parametrize("state", ["regrouping", "restoring", "verifying"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_newcomer_dies_on_its_way_in(kind: Kind, state: str, tmp_path: Path, resized: Resized) -> None:
+    """It leaves again, and the others go on in the size that they had."""
+    running = kind.start(
+        tmp_path / "run", *SLOWLY, inject=[f"rank=1,fault=sigkill,at=backward,step={AT}"], config=never()
+    )
+    running.wait_for("recovery_finished", 120)
+    inject(running, rank=1, at=f"recovery:{state}")
+    assert command(running, 4, BACK) == ""
+    job = running.wait(240)
+    check_fired(job, 2)
+    assert [len(change.ranks) for change in changes(job)][-1] == 3, job.explain()
+    check(kind, job, resized)

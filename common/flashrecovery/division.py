@@ -22,6 +22,7 @@ import torch
 
 from flashrecovery.plan.boxes import Box
 from flashrecovery.plan.layouts import Placement
+from flashrecovery.plan.rules import TensorRule
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,11 @@ class Division(ABC):
         """All of them, in one order, for a job of so many ranks. Shards of the adapter that are in none of them must
         be on all ranks; the core leaves them alone. Tensors that lie alike should share one placement object:
         that makes planning cheap."""
+
+    def rules(self, description: Mapping[str, Any]) -> Sequence[TensorRule] | None:
+        """The same as rules that hold without this object: checkpoints then say how they are read in another size.
+        None: there are no such rules, and only as many ranks can read them."""
+        return None
 
     @abstractmethod
     def prepare(self, description: Mapping[str, Any], place: int, size: int) -> Prepared:

@@ -29,7 +29,8 @@ from flashrecovery.adapter.state_order import StateOrder
 from flashrecovery.capabilities.of_torch import FSDP2_RESIZING, TORCH
 from flashrecovery.contract import DividedTensor, Division, Prepared
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.plan.layouts import Placement, chunked, replicated, sharded
+from flashrecovery.plan.layouts import chunked
+from flashrecovery.plan.rules import TensorRule
 
 _MESH_PARTS = ("_layout", "_rank_map", "_flatten_rank_map", "_rank", "_coordinate_on_dim", "_hash")
 """What of a device mesh depends on the number of ranks, and on this one's."""
@@ -107,7 +108,6 @@ class FSDP2Division(Division):
         self._optimizers = optimizers
         self._divided = {one.fqn: one for one in divided}
         self._forget = forget
-        self._placements: dict[tuple[tuple[int, ...], int, bool], Placement] = {}
 
     @property
     def size(self) -> int:
@@ -141,28 +141,40 @@ class FSDP2Division(Division):
             if key == PARAM
         ]
 
-    def tensors(self, description: Mapping[str, Any], size: int) -> Sequence[DividedTensor]:
-        found = []
-        for fqn, of_parameter in description.items():
-            shards = [self._shard_name(fqn, place, size) for place in range(size)]
-            for key, shape, dtype, where in of_parameter["tensors"]:
-                placement = self._placement(tuple(shape), size, where == PLACED)
-                found.append(DividedTensor(f"{fqn}/{key}", tuple(shape), getattr(torch, dtype), placement, shards, key))
-        return found
-
-    def _placement(self, shape: tuple[int, ...], size: int, placed: bool) -> Placement:
-        known = (shape, size, placed)
-        if known not in self._placements:
-            self._placements[known] = (
-                sharded(shape, 0, chunked(shape[0], size), [(place,) for place in range(size)])
-                if placed
-                else replicated(shape, range(size))
+    def rules(self, description: Mapping[str, Any]) -> Sequence[TensorRule]:
+        return [
+            TensorRule(
+                f"{fqn}/{key}",
+                tuple(shape),
+                getattr(torch, dtype).itemsize,
+                where == PLACED,
+                self._shard_prefix(fqn),
+                key,
             )
-        return self._placements[known]
+            for fqn, of_parameter in description.items()
+            for key, shape, dtype, where in of_parameter["tensors"]
+        ]
+
+    def tensors(self, description: Mapping[str, Any], size: int) -> Sequence[DividedTensor]:
+        dtypes = [line[2] for of_parameter in description.values() for line in of_parameter["tensors"]]
+        return [
+            DividedTensor(
+                rule.name,
+                rule.shape,
+                getattr(torch, dtype),
+                rule.placement(size),
+                [rule.shard_at(place, size) for place in range(size)],
+                rule.key,
+            )
+            for rule, dtype in zip(self.rules(description), dtypes, strict=True)
+        ]
+
+    def _shard_prefix(self, fqn: str) -> str:
+        names = self._divided[fqn].entry.mesh_info.mesh.mesh_dim_names
+        return f"param/{fqn}#{names[0] if names else 'shard'}="
 
     def _shard_name(self, fqn: str, place: int, size: int) -> str:
-        names = self._divided[fqn].entry.mesh_info.mesh.mesh_dim_names
-        return f"param/{fqn}#{names[0] if names else 'shard'}={place}/{size}"
+        return f"{self._shard_prefix(fqn)}{place}/{size}"
 
     def prepare(self, description: Mapping[str, Any], place: int, size: int) -> Prepared:
         parameters = {}

@@ -160,11 +160,13 @@ def decide(
     if layout and tuple(layout) != tuple(records):
         serving = custody(left, records.values(), cut.version)
         if serving is None:
-            raise JobFailedError(
+            reason = (
                 f"the job cannot go on without ranks {sorted(departed)}: of what they had, nobody keeps copies at "
-                f"version "
-                f"{cut.version}"
+                f"version {cut.version}"
             )
+            if checkpoint is None:
+                raise JobFailedError(reason)
+            return Decision.from_checkpoint(checkpoint, records, reason)
         decision.round.reshape = pb.Reshape(before=layout, after=list(records), custody=serving)
     return decision
 

@@ -27,7 +27,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
@@ -36,25 +35,24 @@ from flashrecovery.errors import (
     ConfigError,
     DamagedCheckpointError,
     FlashRecoveryError,
-    ProtocolError,
     RestoreError,
 )
+from flashrecovery.plan.rules import TensorRule
+from flashrecovery.redundancy import blocks
 from flashrecovery.redundancy.background import Background
-from flashrecovery.redundancy.dcp import join_parts, read_into, read_whole, write_part
+from flashrecovery.redundancy.dcp import join_parts, read_into, write_part
 from flashrecovery.redundancy.host import HostCopies, LaterCopies
+from flashrecovery.redundancy.manifest import UNREADABLE, Entry, Manifest, as_tensor, manifest_key, manifests_of
+from flashrecovery.redundancy.resized import Taken, read_divided, tensor_prefix
 from flashrecovery.runtime.durable import write_durably
-from flashrecovery.state import codec
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from flashrecovery.state.digest import shard_digest
 from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.state.spec import ShardSpec, decode_spec, encode_spec
 
-FORMAT = 4
 _LATEST = "latest"
 _DONE = "done-{}"
 _MISSING = (OSError, KeyError, EOFError, pickle.UnpicklingError)
-UNREADABLE = (OSError, RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError)
-"""What reading files that are damaged or missing can raise."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +74,15 @@ class PlainState:
 
     capsule: bytes | None
     common: bytes
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """What a rank's manifest has besides shards."""
+
+    capsule: bytes
+    common: bytes
+    rules: tuple[TensorRule, ...] | None
 
 
 class CheckpointFallback:
@@ -146,11 +153,21 @@ class CheckpointFallback:
         self._announced = None
         return announced == version and not self._background.busy
 
-    def commit(self, version: int, shards: Sequence[Shard], *, capsule: bytes, common: bytes, generation: int) -> float:
+    def commit(
+        self,
+        version: int,
+        shards: Sequence[Shard],
+        *,
+        capsule: bytes,
+        common: bytes,
+        generation: int,
+        rules: tuple[TensorRule, ...] | None = None,
+    ) -> float:
         """The live state is ``version``: copy this rank's part of it, and write it in the background.
 
         Returns k0, the seconds this took of training. The previous checkpoint must have been written
-        (:meth:`due`).
+        (:meth:`due`). ``rules``: how what is divided among the ranks is divided in any number of them, and all else is
+        the same on all ranks; None: that is not so.
         """
         began = time.monotonic()
         mine = [s for s in shards if writer_of(s) == self._rank]
@@ -161,8 +178,10 @@ class CheckpointFallback:
         k0_s = time.monotonic() - began
         owned = [(s.name, len(s.holders) > 1, specs[s.name]) for s in mine]
 
+        plain = _Plain(capsule, common, rules)
+
         def job() -> None:
-            self._write(version, generation, owned, tensors, write, capsule, common, began, k0_s)
+            self._write(version, generation, owned, tensors, write, plain, began, k0_s)
 
         self._submit(job)
         return k0_s
@@ -190,6 +209,7 @@ class CheckpointFallback:
         capsule: bytes,
         common: bytes,
         generation: int,
+        rules: tuple[TensorRule, ...] | None = None,
     ) -> None:
         """Like :meth:`commit`, from a copy of ``version`` that is being made anyway: training is held up only for what
         a framework's own format has besides the shards.
@@ -204,6 +224,7 @@ class CheckpointFallback:
             later = LaterCopies(shards)
             write = self._form.capture(self.directory, _name(version), later)
             k0_s = time.monotonic() - began
+        plain = _Plain(capsule, common, rules)
 
         def job() -> None:
             try:
@@ -219,7 +240,7 @@ class CheckpointFallback:
                 owned = [(s.name, len(s.holders) > 1, found[s.name].spec) for s in mine]
                 if later is not None:
                     later.fill(content)
-                self._write(version, generation, owned, tensors, write, capsule, common, began, k0_s)
+                self._write(version, generation, owned, tensors, write, plain, began, k0_s)
             finally:
                 release()
 
@@ -247,18 +268,23 @@ class CheckpointFallback:
         owned: list[tuple[str, bool, ShardSpec]],
         tensors: dict[str, torch.Tensor],
         write: Callable[[Path], None] | None,
-        capsule: bytes,
-        common: bytes,
+        plain: _Plain,
         began: float,
         k0_s: float,
     ) -> None:
+        rules = plain.rules if write is None else None  # a framework's format is divided in its own way
+        divided = {rule.shard_at(self._rank, self._world) for rule in rules or ()}
         entries = {}
         for name, shared, spec in owned:
             prefix = tensor_prefix(name, shared, self._rank)
             digest = shard_digest([tensors[f"{prefix}{key}"] for key in spec.tensors], spec)
-            entries[name] = (shared, encode_spec(spec), digest)
+            of_blocks = {}
+            for key in spec.tensors if name in divided else ():
+                tensors[f"{prefix}{key}"] = tensors[f"{prefix}{key}"].contiguous()  # as it will lie in the file
+                of_blocks[key] = blocks.digests(tensors[f"{prefix}{key}"])
+            entries[name] = Entry(shared, encode_spec(spec), digest, of_blocks)
         form = ("", "") if self._form is None else (self._form.name, self._form.layout())
-        manifest = codec.dumps((FORMAT, version, self._world, entries, capsule, common, *form))
+        manifest = Manifest(version, self._world, entries, plain.capsule, plain.common, *form, rules)
         pending = self.directory / f".pending-{version}.{generation}"
         part = pending / f"part-{self._rank}"
         try:
@@ -268,7 +294,7 @@ class CheckpointFallback:
             if write is not None:
                 write(pending)
                 tensors = {}
-            write_part({**tensors, _manifest_key(self._rank): _as_tensor(manifest)}, part)
+            write_part({**tensors, manifest_key(self._rank): as_tensor(manifest.encode())}, part)
             write_durably(pending / _DONE.format(self._rank), b"")
             complete = all((pending / _DONE.format(r)).exists() for r in range(self._world))
         except FileNotFoundError:
@@ -336,10 +362,10 @@ def load(
     rank: int,
     world: int,
     form: CheckpointFormat | None = None,
-    replicated: bool = False,
+    elastic: bool = False,
 ) -> PlainState:
     """Write a checkpoint into the live shards of this rank. Each rank reads for itself, without a collective unless
-    ``form`` has some. ``replicated``: every rank has every shard, so that another number of ranks may have written it.
+    ``form`` has some. ``elastic``: another number of ranks may have written it, if they were an elastic job, too.
 
     Raises DamagedCheckpointError if the checkpoint is not whole or does not have its digests, RestoreError if it was
     written by another world, by another model (the shards that differ are named) or in another format.
@@ -347,63 +373,104 @@ def load(
     Of what ranks of another layout have written, ``form`` alone decides; there are no digests for it.
     """
     path = Path(path)
-    if form is not None and other_layout(path, form):
-        (first,) = manifests_of(path, [0]).values()
-        _check_format(path, first, form)
+    (first,) = manifests_of(path, [0]).values()
+    _check_format(path, first, form)
+    if form is not None and _other_layout(first, form):
         form.load(path.parent, path.name)
-        return PlainState(None, first[5])
-    found = len(list(path.glob("part-*")))
-    resized = bool(found) and found != world
-    if resized and not replicated:
-        raise RestoreError(f"checkpoint {path} was written by {found} ranks, this job has {world}")
-    manifests = manifests_of(path, range(found) if resized else sorted({rank, *map(writer_of, shards)}))
-    mine = manifests[0 if resized else rank]
-    _check_format(path, mine, form)
-    capsule, common = None if resized else mine[4], mine[5]
-    entries: dict[str, tuple[int, bool, bytes, str]] = {}
-    for writer, manifest in manifests.items():
-        for name, (shared, spec, digest) in manifest[3].items():
-            if shared or writer == rank or resized:
-                entries[name] = (writer, shared, spec, digest)
+        return PlainState(None, first.common)
+    if first.ranks != world:
+        if not elastic or form is not None:
+            raise RestoreError(f"checkpoint {path} was written by {first.ranks} ranks, this job has {world}")
+        return _load_resized(path, shards, first, rank, world)
+    manifests = manifests_of(path, sorted({rank, *map(writer_of, shards)}))
+    mine = manifests[rank]
+    if not mine.capsule and not elastic:
+        raise RestoreError(
+            f"checkpoint {path} has been converted from another number of ranks, and so it has no rank's own random "
+            "numbers and data position: an elastic job can go on from it"
+        )
+    entries = {
+        name: Taken(writer, entry)
+        for writer, manifest in manifests.items()
+        for name, entry in manifest.entries.items()
+        if entry.shared or writer == rank
+    }
     _check_names(path, {s.name for s in shards}, entries, rank)
     live = _read_tensors(path, shards, entries) if form is None else _load_as(form, path, shards)
-    wrong = [name for name, (spec, tensors) in live.items() if shard_digest(tensors, spec) != entries[name][3]]
-    if wrong:
-        raise DamagedCheckpointError(
-            f"checkpoint {path}: {_some(wrong)} do not have the digests they were written with"
-        )
-    return PlainState(capsule, common)
+    _check_digests(path, live, entries)
+    return PlainState(mine.capsule or None, mine.common)
+
+
+def _load_resized(path: Path, shards: Sequence[Shard], first: Manifest, rank: int, world: int) -> PlainState:
+    """The part of this rank of what another number of ranks has written: boxes of what was divided among them, and of
+    all else one of the copies."""
+    rules = first.rules or ()
+    divided = {rule.shard_at(rank, world) for rule in rules}
+    _check_names(path, divided, {s.name: None for s in shards}, rank, "this job has no")
+    parts = [s for s in shards if s.name in divided]
+    others = [s for s in shards if s.name not in divided]
+    if others:
+        manifests = manifests_of(path, range(first.ranks))
+        known = {rule.shard_at(place, first.ranks) for rule in rules for place in range(first.ranks)}
+        entries = {
+            name: Taken(writer, entry)
+            for writer, manifest in manifests.items()
+            for name, entry in manifest.entries.items()
+            if name not in known
+        }
+        if first.rules is None and not {s.name for s in others} <= entries.keys():
+            raise RestoreError(
+                f"checkpoint {path} was written by {first.ranks} ranks, and this job has {world}: how its state is "
+                "divided in another size has not been written down with it; elastic jobs do that"
+            )
+        _check_names(path, {s.name for s in others}, entries, rank)
+        _check_digests(path, _read_tensors(path, others, entries), entries)
+    read_divided(path, parts, first, rank, world)
+    return PlainState(None, first.common)
 
 
 def other_layout(path: Path, form: CheckpointFormat) -> str:
     """In words, the layout of the ranks that wrote a checkpoint, if ``form`` has another one now and can load it; else
     "". It is the same on all ranks. Raises RestoreError if it cannot be read."""
-    mine = form.layout()
-    if not mine:
+    if not form.layout():
         return ""
     (first,) = manifests_of(Path(path), [0]).values()
-    layout: str = first[7]
-    return "" if layout == mine else layout
+    return _other_layout(first, form)
+
+
+def _other_layout(first: Manifest, form: CheckpointFormat) -> str:
+    mine = form.layout()
+    return "" if not mine or first.layout == mine else first.layout
 
 
 _Live = dict[str, tuple[ShardSpec, list[torch.Tensor]]]
 
 
-def _read_tensors(path: Path, shards: Sequence[Shard], entries: Mapping[str, tuple[int, bool, bytes, str]]) -> _Live:
+def _read_tensors(path: Path, shards: Sequence[Shard], entries: Mapping[str, Taken]) -> _Live:
     wanted: dict[str, torch.Tensor] = {}
     live: _Live = {}
     for shard in shards:
-        writer, shared, encoded, _ = entries[shard.name]
-        spec = decode_spec(encoded)
+        taken = entries[shard.name]
+        spec = decode_spec(taken.entry.spec)
         allocated = shard.allocate(spec)
         live[shard.name] = spec, [allocated[key].detach() for key in spec.tensors]
-        prefix = tensor_prefix(shard.name, shared, writer)
+        prefix = tensor_prefix(shard.name, taken.entry.shared, taken.writer)
         wanted.update(zip((f"{prefix}{key}" for key in spec.tensors), live[shard.name][1], strict=True))
     try:
         read_into(wanted, path)
     except UNREADABLE as e:
         raise DamagedCheckpointError(f"checkpoint {path} cannot be read: {e}") from e
     return live
+
+
+def _check_digests(path: Path, live: _Live, entries: Mapping[str, Taken]) -> None:
+    wrong = [
+        name for name, (spec, tensors) in live.items() if shard_digest(tensors, spec) != entries[name].entry.digest
+    ]
+    if wrong:
+        raise DamagedCheckpointError(
+            f"checkpoint {path}: {_some(wrong)} do not have the digests they were written with"
+        )
 
 
 def _load_as(form: CheckpointFormat, path: Path, shards: Sequence[Shard]) -> _Live:
@@ -424,43 +491,21 @@ def tensor_key(shard: Shard, key: str) -> str:
     return f"{tensor_prefix(shard.name, len(shard.holders) > 1, shard.holders[0])}{key}"
 
 
-def tensor_prefix(name: str, shared: bool, rank: int) -> str:
-    """With which the DCP keys of a shard's tensors begin. ``rank``: who has written it."""
-    return f"shared/{name}/" if shared else f"rank{rank}/{name}/"
-
-
-def _manifest_key(rank: int) -> str:
-    return f"manifest/{rank}"
-
-
-def _check_format(path: Path, manifest: Any, form: CheckpointFormat | None) -> None:
-    written_as = manifest[6]
-    if written_as != ("" if form is None else form.name):
+def _check_format(path: Path, manifest: Manifest, form: CheckpointFormat | None) -> None:
+    if manifest.form != ("" if form is None else form.name):
         raise RestoreError(
-            f"checkpoint {path} has the format {written_as or 'of the core'!r}, which this job does not use"
+            f"checkpoint {path} has the format {manifest.form or 'of the core'!r}, which this job does not use"
         )
 
 
-def manifests_of(path: Path, ranks: Sequence[int]) -> dict[int, Any]:
-    """What these ranks have said of what they wrote: (format, version, ranks, {shard: (shared, spec, digest)}, capsule,
-    common state, name of the framework's format, layout). Raises DamagedCheckpointError if it cannot be read."""
-    try:
-        raw = read_whole([_manifest_key(r) for r in ranks], path)
-        manifests = {r: codec.loads(raw[_manifest_key(r)].numpy().tobytes()) for r in ranks}
-    except (*UNREADABLE, ProtocolError) as e:
-        raise DamagedCheckpointError(f"checkpoint {path} cannot be read: {type(e).__name__}: {e}") from e
-    for manifest in manifests.values():
-        if manifest[0] != FORMAT:
-            raise RestoreError(f"checkpoint {path} has format {manifest[0]}, this version reads {FORMAT}")
-    return manifests
-
-
-def _check_names(path: Path, mine: set[str], found: Mapping[str, Any], rank: int) -> None:
+def _check_names(
+    path: Path, mine: set[str], found: Mapping[str, Taken | None], rank: int, lacks: str = "it lacks"
+) -> None:
     missing = sorted(mine - found.keys())
     if missing:
-        surplus = sorted(n for n in found.keys() - mine if not found[n][1])
+        surplus = sorted(n for n in found.keys() - mine if (one := found[n]) is not None and not one.entry.shared)
         also = f"; it has {_some(surplus)} instead" if surplus else ""
-        raise RestoreError(f"checkpoint {path} is of another model: it lacks {_some(missing)} of rank {rank}{also}")
+        raise RestoreError(f"checkpoint {path} is of another model: {lacks} {_some(missing)} of rank {rank}{also}")
 
 
 def _some(names: Sequence[str]) -> str:
@@ -482,7 +527,3 @@ def _version_of(name: str) -> int | None:
 
 def _published(directory: Path) -> list[int]:
     return [v for p in directory.glob("step-*") if (v := _version_of(p.name)) is not None and p.is_dir()]
-
-
-def _as_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

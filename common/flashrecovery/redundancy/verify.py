@@ -9,8 +9,10 @@ from pathlib import Path
 import torch
 
 from flashrecovery.errors import DamagedCheckpointError, RestoreError
-from flashrecovery.redundancy.checkpoint import UNREADABLE, manifests_of, published, tensor_prefix
+from flashrecovery.redundancy.checkpoint import published
 from flashrecovery.redundancy.dcp import read_into
+from flashrecovery.redundancy.manifest import UNREADABLE, manifests_of
+from flashrecovery.redundancy.resized import tensor_prefix
 from flashrecovery.snapshot.files import FOLDER, SavedMemory, damaged, listed
 from flashrecovery.state.digest import shard_digest
 from flashrecovery.state.spec import decode_spec
@@ -44,7 +46,7 @@ def checkpoints_in(directory: Path) -> Iterator[SavedVersion]:
         nbytes = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
         try:
             first = manifests_of(path, [0])[0]
-            ranks, form = first[2], first[6]
+            ranks, form = first.ranks, first.form
             wrong = tuple(_wrong_shards(path, range(ranks), in_core_format=not form))
         except RestoreError as e:
             ranks, form, wrong = 0, "", (str(e),)
@@ -56,15 +58,15 @@ def _wrong_shards(path: Path, ranks: Sequence[int], *, in_core_format: bool) -> 
     manifests are looked at."""
     for rank in ranks:
         manifest = manifests_of(path, [rank])[rank]
-        for name, (shared, encoded, digest) in manifest[3].items() if in_core_format else ():
-            spec = decode_spec(encoded)
+        for name, entry in manifest.entries.items() if in_core_format else ():
+            spec = decode_spec(entry.spec)
             tensors = [torch.empty(t.shape, dtype=t.dtype) for t in spec.tensors.values()]
-            prefix = tensor_prefix(name, shared, rank)
+            prefix = tensor_prefix(name, entry.shared, rank)
             try:
                 read_into(dict(zip((f"{prefix}{key}" for key in spec.tensors), tensors, strict=True)), path)
             except UNREADABLE as e:
                 raise DamagedCheckpointError(f"{name!r} of rank {rank} cannot be read: {e}") from e
-            if shard_digest(tensors, spec) != digest:
+            if shard_digest(tensors, spec) != entry.digest:
                 yield f"{name!r} of rank {rank} does not have its digest"
 
 

@@ -87,7 +87,7 @@ class Copies:
         self._ring_group: dist.ProcessGroup | None = None
         self._on_kept = on_kept
         self._next: NeighbourCopies | None = None  # of a division that has been made ready
-        self._replicated = settings.elastic is not None and not self._divided
+        self._elastic = settings.elastic is not None
         self._chosen = ""
         self._undo: UndoCopy | None = None
         self._undo_allowed = settings.undo != "never"
@@ -313,10 +313,12 @@ class Copies:
         if self.checkpoint is not None and self.checkpoint.due(version):
             capsule, common = self._registry.capsule.at(version), self._registry.common.at(version)
             assert capsule is not None and common is not None
-            copies = self._every_step
+            copies, rules = self._every_step, self._registry.rules() if self._elastic else None
             if copies is None:
                 shards = self._registry.tensor_shards()
-                self.checkpoint.commit(version, shards, capsule=capsule, common=common, generation=generation)
+                self.checkpoint.commit(
+                    version, shards, capsule=capsule, common=common, generation=generation, rules=rules
+                )
                 return
             copies.reserve(version)  # the copy that start() is about to make
             self.checkpoint.commit_copy(
@@ -324,6 +326,7 @@ class Copies:
                 capsule=capsule,
                 common=common,
                 generation=generation,
+                rules=rules,
             )
 
     def saves(self, version: int) -> bool:
@@ -468,7 +471,7 @@ class Copies:
             rank=registry.rank,
             world=registry.world_size,
             form=form,
-            replicated=self._replicated,
+            elastic=self._elastic,
         )
         capsule = registry.capture_capsule(registry.drawn()) if plain.capsule is None else plain.capsule
         registry.capsule.keep(version, capsule)

@@ -265,7 +265,11 @@ class Recoverer:
         corrupt = worker.faults.hit("recovery:restoring", worker.gate.version) == "corrupt"
         if restore.checkpoint:
             worker.gate.torn()
+            otherwise = self._reshaping.begin(worker.members)  # what there is of another division is given up
             other = self._loop.copies.load_checkpoint(restore.checkpoint, version)
+            if otherwise:
+                self._loop.replaced()
+                reply.next_needs.extend(self._needs(digests=False))
             if other and worker.rank == 0:
                 worker.notice(
                     NoticeKind.OTHER_LAYOUT,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from flashrecovery.contract import Adapter
 from flashrecovery.errors import DivergedError, RegistrationError, UnsupportedError
+from flashrecovery.plan.rules import TensorRule
 from flashrecovery.runtime.page import CAPSULE_LIMIT
 from flashrecovery.state import codec, witness
 from flashrecovery.state.checkpoint_format import CheckpointFormat
@@ -166,6 +167,18 @@ class Registry:
                 found |= names & {name for tensor in tensors for name in tensor.shards}
         self.divided_shards = frozenset(found)
         return found
+
+    def rules(self) -> tuple[TensorRule, ...] | None:
+        """How what is divided among the ranks of an elastic job is divided in any number of them; None if there is
+        something of which that is not known."""
+        found: list[TensorRule] = []
+        for number, adapter in enumerate(self.adapters):
+            division = adapter.division()
+            rules = () if division is None else division.rules(division.describe())
+            if rules is None:
+                return None
+            found += [replace(rule, name=f"{number}/{rule.name}") for rule in rules]
+        return tuple(found)
 
     def outline(self) -> str:
         """A digest of what is divided among the ranks of an elastic job, the same on all of them and in all sizes; ""

@@ -186,22 +186,27 @@ class Reshaping:
                 ]
         return shards
 
-    def begin(self, layout: tuple[int, ...]) -> None:
-        """This process has just come into the place of a rank, as the job was launched; the others' state is divided
-        among the members of ``layout``. Take on that division, without any content: that is restored like any other. A
-        rank that is not among them has no part of it, until that is divided anew."""
+    def begin(self, layout: tuple[int, ...]) -> bool:
+        """The others' state is divided among the members of ``layout``: take on that division, without any content,
+        which is restored like any other. This process has just come into the place of a rank, as the job was launched;
+        or all go back to a checkpoint in another size than the one in which they are. A rank that is not among the
+        members has no part of it, until that is divided anew. Returns whether this one has another division now."""
+        if self.layout == layout:
+            return False
         if self._rank not in layout:
             self.layout = ()
-            return
+            return False
         divisions = [d for adapter in self._registry.adapters if (d := adapter.division()) is not None]
         place, size = layout.index(self._rank), len(layout)
-        if self.layout == layout or not divisions:
-            return
+        if not divisions:
+            return False
+        self.drop()
         for prepared in [division.prepare(division.describe(), place, size) for division in divisions]:
             prepared.install()
         self._registry.divided_otherwise()
         self._copies.begin_divided(self._registry.tensor_shards(), place, layout)
         self.layout = layout
+        return True
 
     # -- put in place, or drop --------------------------------------------------------------------
 

@@ -1,0 +1,110 @@
+"""What a rank says of its part of a checkpoint: its manifest, which stands in the checkpoint as a tensor of bytes."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashrecovery.errors import DamagedCheckpointError, ProtocolError, RestoreError
+from flashrecovery.plan.rules import TensorRule
+from flashrecovery.redundancy.dcp import read_whole
+from flashrecovery.state import codec
+
+FORMAT = 5
+_BEFORE = 4
+"""Without rules, and without digests of blocks."""
+UNREADABLE = (OSError, RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError)
+"""What reading files that are damaged or missing can raise."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A shard that a rank has written.
+
+    Attributes:
+        shared: other ranks hold it, too.
+        spec: encoded.
+        digest: of all of it.
+        blocks: of shards that can be read in part, the digests of each tensor's blocks (:mod:`.blocks`), by key.
+    """
+
+    shared: bool
+    spec: bytes
+    digest: str
+    blocks: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one rank has written.
+
+    Attributes:
+        version: of the state.
+        ranks: how many have written the checkpoint.
+        entries: the rank's shards, by name.
+        capsule: the rank's own state; empty in a checkpoint that has been converted from another number of ranks.
+        common: the state that is the same on all ranks.
+        form, layout: name of the framework's own format, and the layout in it; "" for the core's.
+        rules: how the tensors that are divided among the ranks are divided in any number of them, and all else is the
+            same on all ranks; None: that is not known, and only as many ranks can read it.
+    """
+
+    version: int
+    ranks: int
+    entries: Mapping[str, Entry]
+    capsule: bytes
+    common: bytes
+    form: str = ""
+    layout: str = ""
+    rules: tuple[TensorRule, ...] | None = None
+
+    def encode(self) -> bytes:
+        entries = {n: (e.shared, e.spec, e.digest, dict(e.blocks)) for n, e in self.entries.items()}
+        rules = None if self.rules is None else [_plain(rule) for rule in self.rules]
+        fields = (self.version, self.ranks, entries, self.capsule, self.common, self.form, self.layout, rules)
+        return codec.dumps((FORMAT, *fields))
+
+    @staticmethod
+    def decode(data: bytes, path: Path) -> Manifest:
+        """Raises ProtocolError if it is damaged, RestoreError if it is of another version of this program."""
+        number, *fields = codec.loads(data)
+        if number not in (_BEFORE, FORMAT):
+            raise RestoreError(f"checkpoint {path} has format {number}, this version reads {_BEFORE} and {FORMAT}")
+        version, ranks, entries, capsule, common, form, layout, *more = fields
+        rules = more[0] if more else None
+        return Manifest(
+            version,
+            ranks,
+            {name: Entry(*entry) for name, entry in entries.items()},
+            capsule,
+            common,
+            form,
+            layout,
+            None if rules is None else tuple(TensorRule(*rule) for rule in rules),
+        )
+
+
+def _plain(rule: TensorRule) -> tuple[Any, ...]:
+    return rule.name, rule.shape, rule.itemsize, rule.rows, rule.shard, rule.key
+
+
+def manifest_key(rank: int) -> str:
+    return f"manifest/{rank}"
+
+
+def as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def manifests_of(path: Path, ranks: Sequence[int]) -> dict[int, Manifest]:
+    """What these ranks have said of what they wrote. Raises DamagedCheckpointError if it cannot be read."""
+    try:
+        raw = read_whole([manifest_key(r) for r in ranks], path)
+        return {r: Manifest.decode(raw[manifest_key(r)].numpy().tobytes(), path) for r in ranks}
+    except (*UNREADABLE, ProtocolError) as e:
+        raise DamagedCheckpointError(f"checkpoint {path} cannot be read: {type(e).__name__}: {e}") from e

@@ -1,0 +1,177 @@
+"""Fallback checkpoints of elastic jobs with FSDP2, read in another size than that in which they were written: bit for bit
+as a job that was resized by command at that step."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.elastic import STEPS, command, never, often
+from tests.support.elastic_checkpoints import dead_job, launched, of_ranks, saving
+from tests.support.elastic_fsdp2 import check_goes_on_alike, commanded, start
+from tests.support.jobs import Job, check_clean, check_fired
+
+pytestmark = pytest.mark.timeout(240)
+Resized = Callable[..., Job]
+
+
+@pytest.fixture(scope="module")
+def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
+    """The job of four ranks that is resized by command, undisturbed: from this step on to this size. It is itself
+    compared with a job that was started in the new size from that step's state."""
+    made: dict[tuple[Any, ...], Job] = {}
+
+    def job(step: int, size: int, *flags: str) -> Job:
+        key = (step, size, *flags)
+        if key not in made:
+            made[key] = commanded(tmp_path_factory.mktemp("resized"), step, size, *flags)
+        return made[key]
+
+    return job
+
+
+def check_launched(job: Job, other: Job, version: int, size: int) -> None:
+    """It has begun with this version, and goes on as the other one."""
+    assert job.code == 0 and job.of("job_started")[0]["step"] == version, job.explain()
+    assert not job.of("failure_detected"), job.explain()
+    check_goes_on_alike(job, other, version, size)
+    check_clean(job)
+
+
+@pytest.mark.parametrize("size", often((1, 2, 3), (3,)))
+def test_a_job_that_died_whole_goes_on_smaller(size: int, tmp_path: Path, resized: Resized) -> None:
+    version, _ = dead_job(tmp_path)[-1]
+    job = launched(tmp_path, "smaller", size)
+    check_launched(job, resized(version, size), version, size)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(("before", "after"), [(3, 4), (2, 3), (1, 2)])
+def test_a_job_that_died_whole_goes_on_larger(before: int, after: int, tmp_path: Path) -> None:
+    """As one that was started in the new size from the state of a job that nothing has disturbed."""
+    version, _ = dead_job(tmp_path, nproc=before)[-1]
+    config = {"elastic": {"min": 1, "max": before}}
+    undisturbed = start(tmp_path / "undisturbed", "--save-to", str(tmp_path), config=config, nproc=before).wait()
+    assert undisturbed.code == 0, undisturbed.explain()
+    config, state = {"elastic": {"min": 1, "max": after}}, str(tmp_path / f"{version}.pt")
+    other = start(tmp_path / "other", "--start-from", state, config=config, nproc=after).wait()
+    assert other.code == 0, other.explain()
+    check_launched(launched(tmp_path, "larger", after), other, version, after)
+
+
+FORMS = {
+    "mixed-precision": ("--mixed",),
+    "tied-named": ("--tied", "--named"),
+    "momentum": ("--optimizer", "sgd"),
+    "uneven-batch": ("--global-batch", "20"),
+}
+
+
+@pytest.mark.parametrize("form", often(FORMS, ()))
+def test_forms(form: str, tmp_path: Path, resized: Resized) -> None:
+    version, _ = dead_job(tmp_path, *FORMS[form])[-1]
+    job = launched(tmp_path, "smaller", 3, *FORMS[form])
+    check_launched(job, resized(version, 3, *FORMS[form]), version, 3)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("damage", ["missing", "bit", "short", "metadata"])
+def test_a_damaged_file_is_named_and_the_checkpoint_before_it_is_taken(
+    damage: str, tmp_path: Path, resized: Resized
+) -> None:
+    *_, (older, _), (_, newest) = dead_job(tmp_path, checkpoints=2)
+    named = spoil(newest, damage)
+    job = launched(tmp_path, "smaller", 3)
+    assert any(named in notice["text"] for notice in job.notices("checkpoint_damaged")), job.explain()
+    assert job.code == 0, job.explain()
+    check_goes_on_alike(job, resized(older, 3), older, 3)
+    check_clean(job)
+
+
+@pytest.mark.grid
+def test_without_another_checkpoint_the_damaged_file_is_named(tmp_path: Path) -> None:
+    for _, path in dead_job(tmp_path):
+        named = spoil(path, "missing")
+    job = launched(tmp_path, "smaller", 3)
+    assert job.code != 0 and named in job.of("job_failed")[0]["reason"], job.explain()
+    assert not [log for log in job.logs if log.lines], job.explain()
+    check_clean(job)
+
+
+def spoil(path: Path, how: str) -> str:
+    """Damage a checkpoint. Returns what must be said of it."""
+    data = path / "part-2" / "__0_0.distcp"
+    if how == "metadata":
+        (path / ".metadata").write_bytes(b"")
+        return str(path)
+    if how == "missing":
+        shutil.rmtree(path / "part-2")
+    elif how == "short":
+        data.write_bytes(data.read_bytes()[: data.stat().st_size // 3])
+    else:
+        content = bytearray(data.read_bytes())
+        for at in range(1500, len(content) // 2, 4096):  # wherever the tensors are
+            content[at] ^= 1
+        data.write_bytes(content)
+    return "part-2/__0_0.distcp"
+
+
+def running_job(tmp_path: Path, least: int, **options: Any) -> Any:
+    """A job of four ranks that has a checkpoint; nobody is replaced."""
+    config = {**never(least), **saving(tmp_path / "checkpoints")}
+    running = start(tmp_path / "run", "--step-time", "300", config=config, **options)
+    running.wait_for("checkpoint_saved")
+    return running
+
+
+def check_fell_back(job: Job, size: int, resized: Resized) -> None:
+    """To a checkpoint of four ranks, in this size."""
+    assert job.code == 0, job.explain()
+    fallback, (*_, event) = job.of("fallback_started")[-1], job.of("job_resized")
+    assert of_ranks(Path(fallback["path"])) == 4 and event["replicas"] == size, job.explain()
+    assert event["step"] == fallback["version"] < STEPS, job.explain()
+    check_goes_on_alike(job, resized(fallback["version"], size), fallback["version"], size)
+    check_clean(job)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("victims", [(1, 2), (0, 3), (0, 1)])
+def test_too_many_are_lost_at_once(victims: tuple[int, ...], tmp_path: Path, resized: Resized) -> None:
+    """Nobody has what one of them had: the others go back to a checkpoint of all four."""
+    running = running_job(tmp_path, 2)
+    running.kill(*victims)
+    check_fell_back(running.wait(), 2, resized)
+
+
+STATES = ("quiescing", "regrouping", "restoring", "verifying", "resuming")
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("third", [0, 3])
+def test_one_more_dies_while_they_go_back(third: int, state: str, tmp_path: Path, resized: Resized) -> None:
+    running = running_job(tmp_path, 1, inject=[f"rank={third},fault=sigkill,at=recovery:{state}"])
+    running.kill(1, 2)
+    job = running.wait()
+    check_fired(job)
+    check_fell_back(job, 1, resized)
+
+
+@pytest.mark.grid
+def test_all_die_in_a_smaller_size_before_it_has_a_checkpoint(tmp_path: Path, resized: Resized) -> None:
+    """All are replaced, and go back to a checkpoint of more ranks than they are."""
+    config = {"elastic": {"min": 2, "max": 4}, **saving(tmp_path / "checkpoints", 4.0)}
+    running = start(tmp_path / "run", "--step-time", "500", config=config)
+    running.wait_for("checkpoint_saved")
+    assert command(running, 3) == ""
+    running.wait_for("recovery_finished")
+    running.kill(0, 1, 2)
+    job = running.wait()
+    fallback = job.of("fallback_started")[0]
+    assert job.code == 0 and of_ranks(Path(fallback["path"])) == 4, job.explain()
+    check_goes_on_alike(job, resized(fallback["version"], 3), fallback["version"], 3)
+    check_clean(job)

@@ -190,8 +190,6 @@ def tied_to_size(engine: Any) -> Iterator[str]:
         return
     if config.zero_hpz_partition_size > 1:
         yield "zero_optimization.zero_hpz_partition_size, which divides parameters among some of the ranks, too"
-    if getattr(config, "mics_shard_size", 0) > 0:  # to DeepSpeed 0.18
-        yield "zero_optimization.mics_shard_size, which divides parameters among some of the ranks"
     if getattr(zero, "use_muon", False):
         yield "the optimizer Muon"
     if zero.optimizer is not engine.basic_optimizer:

@@ -9,11 +9,14 @@ window.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
+import inspect
 import json
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -157,7 +160,7 @@ def _whole_slices(engine: Any, names: dict[int, str]) -> Iterator[tuple[str, str
         return torch.cat(slices)[: parameter.ds_numel].view(parameter.ds_shape)
 
     for group, partition in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
-        state = zero.optimizer.state[partition] if partition in zero.optimizer.state else {}
+        state = zero.optimizer.state.get(partition, {})
         at = 0
         for parameter in group:
             name, length = names[id(parameter)], -(-parameter.ds_numel // size)
@@ -205,6 +208,40 @@ def digest_of(engine: Any) -> str:
     sizes = (engine.world_size, engine.dp_world_size, engine.gradient_accumulation_steps(), engine.train_batch_size())
     found.update(json.dumps([plain(engine), sizes], sort_keys=True).encode())
     return found.hexdigest()
+
+
+def inside(engine: Any) -> str:
+    """A digest of what ZeRO-3 keeps inside, as numbers and shapes: of its optimizer, of each parameter, and of what has
+    cut it. In a job that has changed its size it must be as in one that was started in that size."""
+    if engine.zero_optimization_stage() != 3:
+        return ""
+    found: list[Any] = [_outline(vars(engine.optimizer), 4)]
+    for name, parameter in engine.module.named_parameters():
+        maker = inspect.getclosurevars(parameter.partition_numel).nonlocals["self"]
+        of_parameter = {key: value for key, value in vars(parameter).items() if key.startswith("ds_")}
+        sizes = (parameter.partition_numel(), parameter.aligned_size(), parameter.padding_size())
+        slices = vars(parameter.ds_tensor)
+        found.append([name, sizes, *(_outline(thing, 2) for thing in (of_parameter, slices, vars(maker)))])
+    shown = json.dumps(found, sort_keys=True)
+    if "SHOW_INSIDE" in os.environ:
+        print(f"inside rank={dist.get_rank()} {shown}", flush=True)
+    return shown
+
+
+def _outline(thing: Any, depth: int) -> Any:
+    """Numbers, words and shapes of what is no object of a class."""
+    if isinstance(thing, int | float | str | None):
+        return thing
+    if isinstance(thing, torch.Tensor):
+        return [list(thing.shape), str(thing.dtype)]
+    if depth and dataclasses.is_dataclass(thing):
+        return _outline(vars(thing), depth - 1)
+    if depth and isinstance(thing, dict):
+        named = [(key if isinstance(key, str) else f"#{n}", value) for n, (key, value) in enumerate(thing.items())]
+        return {key: _outline(value, depth - 1) for key, value in named}
+    if depth and isinstance(thing, list | tuple | deque):
+        return [_outline(value, depth - 1) for value in thing]
+    return sorted(thing) if isinstance(thing, set) and all(isinstance(n, int) for n in thing) else type(thing).__name__
 
 
 def save(engine: Any, version: int, path: str) -> None:
@@ -337,7 +374,8 @@ def main() -> None:
             print(f"state={number + 1} size={size} {digest}", flush=True)
     if args.checkpoint_to:
         engine.save_checkpoint(args.checkpoint_to)
-    print(f"digest rank={dist.get_rank()} {digest_of(engine)}", flush=True)
+    end = hashlib.sha256((digest_of(engine) + inside(engine)).encode()).hexdigest()
+    print(f"digest rank={dist.get_rank()} {end}", flush=True)
     dist.destroy_process_group()
 
 

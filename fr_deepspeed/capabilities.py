@@ -297,11 +297,37 @@ COORDINATOR_BACKWARD = capability(
     otherwise="this DeepSpeed keeps none",
 )
 
+REFORM3 = capability(
+    "slices and partitions (ZeRO-3)",
+    "they are made anew for another number of ranks, by DeepSpeed's own methods",
+    Attributes(
+        _ZERO3,
+        "DeepSpeedZeroOptimizer_Stage3",
+        (
+            *("trainable_param_groups", "fp16_groups", "fp16_partitioned_groups", "fp16_partitioned_groups_flat"),
+            *("fp16_partitioned_groups_flat_numel", "fp16_partitioned_groups_flat_id", "fp32_partitioned_groups_flat"),
+            *("next_swappable_fp32_partitioned_groups", "groups_padding", "sub_group_to_group_id", "partition_count"),
+            *("sub_group_process_groups", "sub_group_partition_counts", "grad_position", "averaged_gradients"),
+            *("gradient_accumulation_steps", "debug_fp16_grads", "sub_group_size"),
+            *("_create_fp16_partitions_with_defragmentation", "_setup_for_real_optimizer", "set_grad_positions"),
+        ),
+    ),
+    Defined(_ZERO3, ("dist",)),
+    Assigned(
+        "deepspeed.runtime.zero.partition_parameters",
+        (
+            *("ds_tensor", "ds_process_group", "ds_zero_partition_rank", "ds_zero_partition_world_size"),
+            *("ds_secondary_tensor_group_size", "partition_numel", "rank_in_group", "num_ranks_in_param_group"),
+        ),
+    ),
+    otherwise="an elastic job is refused",
+)
+
 ALL_STAGES = (ENGINE, BACKWARD, UNMANAGED, ENGINE_STEP, CHECKPOINTS, SHARED_MEMORY, RESIZE)
 STAGE12 = (GRADIENT_HOOKS, COALESCED, BUCKETS, BUCKET_EVENTS, FLAT_GRADIENTS, OFFLOADED, OFFLOAD_EVENTS, REFORM)
 STAGE3 = (
     *(GRADIENT_HOOKS, COALESCED, BUCKETS3, REDUCED3, PARTITION_RANK, COORDINATOR, COORDINATOR_LEAVES),
-    COORDINATOR_BACKWARD,
+    *(COORDINATOR_BACKWARD, REFORM3),
 )
 DEEPSPEED = Framework(
     "DeepSpeed",

@@ -81,22 +81,13 @@ class PartitionDivision(Division):
     def check(self) -> None:
         """Raises UnsupportedError as :meth:`describe` does."""
         for shard in self._shards():
-            _check(shard.tensors())
+            check_state(shard.tensors())
 
     def _describe(self, number: int, shard: ParamShard) -> dict[str, Any]:
-        tensors = shard.tensors()
-        _check(tensors)
-        flat: dict[str, str] = {}
-        single: dict[str, str] = {}
-        for key, tensor in tensors.items():
-            (flat if tensor.dim() else single)[key] = _name_of(tensor.dtype)
         return {
             "length": length_of(self._zero, number),
-            "weights": _name_of(self._zero.bit16_groups_flat[number].dtype),
-            "flat": flat,
-            "single": single,
-            "order": list(tensors),
-            "values": shard.values(),
+            "weights": name_of(self._zero.bit16_groups_flat[number].dtype),
+            **describe_state(shard),
         }
 
     def outline(self, description: Mapping[str, Any]) -> list[Any]:
@@ -111,15 +102,15 @@ class PartitionDivision(Division):
             parts = _placement(length, size)
             for key in group["order"]:
                 if key in group["flat"]:
-                    dtype = _dtype(group["flat"][key])
+                    dtype = dtype_of(group["flat"][key])
                     found.append(DividedTensor(f"{number}/{key}", (length,), dtype, parts, mine, key))
                 else:
-                    dtype = _dtype(group["single"][key])
+                    dtype = dtype_of(group["single"][key])
                     one = layouts.replicated((), everywhere)
                     found.append(DividedTensor(f"{number}/{key}", (), dtype, one, mine, key))
             weights = [weights_name(number, size)] * size
             all_of_it = layouts.replicated((length,), everywhere)
-            dtype = _dtype(group["weights"])
+            dtype = dtype_of(group["weights"])
             found.append(DividedTensor(f"{number}/weights", (length,), dtype, all_of_it, weights, DATA))
         return found
 
@@ -131,16 +122,18 @@ class PartitionDivision(Division):
             start, stop = ranges(group["length"], size)[place]
             for key in group["order"]:
                 shape = (stop - start,) if key in group["flat"] else ()
-                dtype = _dtype(group["flat"][key] if key in group["flat"] else group["single"][key])
+                dtype = dtype_of(group["flat"][key] if key in group["flat"] else group["single"][key])
                 host = key in group["single"]  # torch's optimizers keep their step there
                 tensors[f"{number}/{key}"] = torch.zeros(shape, dtype=dtype, device="cpu" if host else device)
             weights = self._zero.bit16_groups_flat[number]
             tensors[f"{number}/weights"] = torch.zeros(group["length"], dtype=weights.dtype, device=weights.device)
             values[partition_name(number, place, size)] = group["values"]
-        return _Partitions(tensors, values, lambda: self._install(tensors, description))
+        return ReadyPartitions(tensors, values, lambda: self._install(tensors, description))
 
 
-class _Partitions(Prepared):
+class ReadyPartitions(Prepared):
+    """Tensors, and the function that puts them in place."""
+
     def __init__(
         self,
         tensors: Mapping[str, torch.Tensor],
@@ -159,16 +152,41 @@ def fill(zero: Any, basic: Optimizer, tensors: Mapping[str, torch.Tensor], descr
     for number, partition in enumerate(zero.single_partition_of_fp32_groups):
         group = description["groups"][number]
         with torch.no_grad():
-            partition.copy_(tensors[f"{number}/{PARAM}"])
             zero.bit16_groups_flat[number][: group["length"]].copy_(tensors[f"{number}/weights"])
-        others = group["values"].get("plain", {})
-        keys = group["values"].get("order") or [key for key in group["order"] if key != PARAM]
-        state = {key.removeprefix(STATE): others[key] if key in others else tensors[f"{number}/{key}"] for key in keys}
-        hand_over_state(basic, partition, state, group["values"].get("places", {}).get(STATE, number))
+        fill_partition(basic, partition, number, tensors, group)
     settle_state(basic)
 
 
-def _check(tensors: Mapping[str, torch.Tensor]) -> None:
+def fill_partition(
+    basic: Optimizer,
+    partition: torch.Tensor,
+    number: int,
+    tensors: Mapping[str, torch.Tensor],
+    group: Mapping[str, Any],
+) -> None:
+    """Master weights, and the state of the basic optimizer, of which :func:`settle_state` is to be called at last."""
+    with torch.no_grad():
+        partition.copy_(tensors[f"{number}/{PARAM}"])
+    others = group["values"].get("plain", {})
+    keys = group["values"].get("order") or [key for key in group["order"] if key != PARAM]
+    state = {key.removeprefix(STATE): others[key] if key in others else tensors[f"{number}/{key}"] for key in keys}
+    hand_over_state(basic, partition, state, group["values"].get("places", {}).get(STATE, number))
+
+
+def describe_state(shard: ParamShard) -> dict[str, Any]:
+    """What there is of a partition: which tensors are as long as it, which are numbers, and the plain values. Raises
+    UnsupportedError as :func:`check_state` does."""
+    tensors = shard.tensors()
+    check_state(tensors)
+    flat: dict[str, str] = {}
+    single: dict[str, str] = {}
+    for key, tensor in tensors.items():
+        (flat if tensor.dim() else single)[key] = name_of(tensor.dtype)
+    return {"flat": flat, "single": single, "order": list(tensors), "values": shard.values()}
+
+
+def check_state(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises UnsupportedError if there is optimizer state that is neither a number nor as long as the partition."""
     whole = tensors[PARAM].shape
     for key, tensor in tensors.items():
         if tensor.dim() and tensor.shape != whole:
@@ -184,10 +202,12 @@ def _placement(length: int, size: int) -> layouts.Placement:
     return layouts.sharded((length,), 0, cut, [(place,) for place in range(size)])
 
 
-def _name_of(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
+    """A dtype as a plain value."""
     return str(dtype).removeprefix("torch.")
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of that name."""
     found: torch.dtype = getattr(torch, name)
     return found

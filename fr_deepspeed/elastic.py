@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from flashrecovery.adapter import FrameworkBatch
 from flashrecovery.errors import ConfigError
-from fr_deepspeed import offload
-from fr_deepspeed.capabilities import REFORM, RESIZE
+from fr_deepspeed import offload, slices
+from fr_deepspeed.capabilities import REFORM, REFORM3, RESIZE
 
 
 def tied_to_size(engine: Any) -> Iterator[str]:
@@ -28,7 +28,10 @@ def tied_to_size(engine: Any) -> Iterator[str]:
         return
     stage = engine.zero_optimization_stage()
     if stage > 2:
-        yield f"zero_optimization.stage = {stage} (allowed: 0, 1, 2)"
+        if REFORM3.way is None:
+            yield f"ZeRO-3 of this DeepSpeed, which lacks {'; '.join(REFORM3.missing())}"
+            return
+        yield from slices.tied_to_size(engine)
     elif stage > 0:
         yield from _zero12(engine)
     if engine.has_moe_layers:

@@ -8,14 +8,14 @@ whole, not even a persistent one, which is how a new engine begins: all ranks th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from flashrecovery.adapter import FixedShard, Method, ParamRecord, ParamShard, Shard, global_rank
+from flashrecovery.adapter import Division, FixedShard, Method, ParamRecord, ParamShard, Shard, settle_state
 from flashrecovery.errors import UnsupportedError
 from fr_deepspeed.backward import reset_backward_hooks
 from fr_deepspeed.capabilities import (
@@ -26,8 +26,12 @@ from fr_deepspeed.capabilities import (
     PARTITION_RANK,
     REDUCED3,
 )
+from fr_deepspeed.division import fill_partition
+from fr_deepspeed.elastic import resize_engine
 from fr_deepspeed.engine import EngineAdapter
 from fr_deepspeed.layout import partition_record
+from fr_deepspeed.reform3 import reform3
+from fr_deepspeed.slices import SliceDivision, frozen_name
 
 
 class Stage3Adapter(EngineAdapter):
@@ -45,6 +49,7 @@ class Stage3Adapter(EngineAdapter):
             self._see_reductions(engine.optimizer)
         super().__init__(engine, optimizer)
         self._weights = self._partitions
+        self._division = SliceDivision(engine.optimizer, self._partition_shards, self._frozen, self._install)
 
     @property
     def _optimized(self) -> Sequence[nn.Parameter]:
@@ -58,16 +63,51 @@ class Stage3Adapter(EngineAdapter):
         return ParamShard(record, {0: self.basic})  # which has it in its groups only while it steps on it
 
     def _frozen_shards(self) -> list[Shard]:
+        group = self.engine.optimizer.dp_process_group
+        records = [partition_record(f"param/{fqn}", _slice(p), group) for fqn, p in self._frozen().items()]
+        return [FixedShard(record.name, record.holders, record.get()) for record in records]
+
+    def _frozen(self) -> dict[str, nn.Parameter]:
+        """The parameters that no optimizer trains."""
         trained = {id(p) for p in self._optimized}
-        return [
-            FixedShard(f"param/{fqn}#rank={global_rank()}", (global_rank(),), _slice(p))
-            for fqn, p in self.inner.named_parameters()
-            if id(p) not in trained
-        ]
+        return {fqn: p for fqn, p in self.inner.named_parameters() if id(p) not in trained}
 
     def _setting(self) -> Iterable[Method]:
         zero = self.engine.optimizer
         return [*super()._setting(), (zero, "set_full_hp_param"), (zero, "set_local_hp_param")]
+
+    # -- another number of replicas ---------------------------------------------------------------
+
+    def tied_to_size(self) -> Sequence[str]:
+        found = super().tied_to_size()
+        if not found:
+            self._division.check()
+        return found
+
+    def division(self) -> Division:
+        return self._division
+
+    def _partition_shards(self) -> Sequence[ParamShard]:
+        return [shard for shard in self.shards() if isinstance(shard, ParamShard)]
+
+    def _install(self, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]) -> None:
+        """Go on with these slices, in the size that the groups have now."""
+        zero = self.engine.optimizer
+        self._reset_optimizer()  # no parameter may be whole
+        resize_engine(self.engine)
+        reform3(self.engine)
+        for number, partition in enumerate(zero.fp32_partitioned_groups_flat):
+            fill_partition(self.basic, partition, number, tensors, description["groups"][number])
+        settle_state(self.basic)
+        with torch.no_grad():
+            for fqn, parameter in self._frozen().items():
+                _slice(parameter).copy_(tensors[frozen_name(fqn)])
+        self._partitions = self._weights = list(zero.fp32_partitioned_groups_flat)
+        self._records = self._find_parameters()
+        self._all_shards = None
+        self._looks = 0
+        self._find_what_loading_makes()
+        self._derive_weights()
 
     # -- gradients --------------------------------------------------------------------------------
 
@@ -219,7 +259,7 @@ def _holds_something(zero: Any, parameter: Any) -> bool:
     return bool(parameter.partition_numel() * rank < parameter.ds_numel)
 
 
-def _slice(parameter: Any) -> torch.Tensor:
+def _slice(parameter: Any) -> Any:
     """This rank's part of a parameter."""
     result: torch.Tensor = parameter.ds_tensor
     return result

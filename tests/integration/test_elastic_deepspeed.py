@@ -56,7 +56,8 @@ FUSED_ADAM = ("--set", "optimizer.params.torch_adam=false")
 ZERO0_FUSED = Engine("zero0-fp32-fused-adam", ("--precision", "fp32", *FUSED_ADAM))
 ZERO1 = Engine("zero1", ("--zero", "1"))
 ZERO2 = Engine("zero2", ("--zero", "2"))
-MAIN = (ZERO0, ZERO1, ZERO2)
+ZERO3 = Engine("zero3", ("--zero", "3"))
+MAIN = (ZERO0, ZERO1, ZERO2, ZERO3)
 """Those that are killed in each phase."""
 OTHERS = (
     *(ZERO0_FP32, ZERO0_FP16, ZERO0_FUSED),
@@ -67,6 +68,20 @@ OTHERS = (
     ),
     Engine("zero1-no-buckets", ("--zero", "1", "--set", "zero_optimization.contiguous_gradients=false")),
     Engine("zero2-fused-adam", ("--zero", "2", *FUSED_ADAM)),
+    *(
+        Engine(f"zero3-{name}", ("--zero", "3", *flags))
+        for name, flags in {
+            "fp32": ("--precision", "fp32"),
+            "fp16": ("--precision", "fp16"),
+            "fused-adam": FUSED_ADAM,
+            "overlap": ("--set", "zero_optimization.overlap_comm=true"),
+            "no-buckets": ("--set", "zero_optimization.contiguous_gradients=false"),
+            "all-persist": ("--set", "zero_optimization.stage3_param_persistence_threshold=100000"),
+            "none-persists": ("--set", "zero_optimization.stage3_param_persistence_threshold=0"),
+            "fetched-by-sum": ("--set", "zero_optimization.stage3_use_all_reduce_for_fetch_params=true"),
+            "one-by-one": ("--set", "zero_optimization.stage3_allgather_sequential=true"),
+        }.items()
+    ),
 )
 
 Resized = Callable[[Engine, int, int], Job]
@@ -117,12 +132,16 @@ def kills() -> list[Any]:
         pytest.param(
             *(engine, phase, victim),
             id=f"{engine.name}-{phase}-{victim}",
-            marks=() if engine is ZERO2 and phase in OFTEN and number % 3 == turn % 3 else pytest.mark.grid,
+            marks=() if _often(engine, phase, number, turn) else pytest.mark.grid,
         )
         for engine in MAIN
         for turn, phase in enumerate(PHASES)
         for number, victim in enumerate(VICTIMS)
     ]
+
+
+def _often(engine: Engine, phase: str, number: int, turn: int) -> bool:
+    return engine in (ZERO2, ZERO3) and phase in OFTEN and number % 3 == turn % 3
 
 
 @pytest.mark.parametrize(("engine", "phase", "victim"), kills())
@@ -173,7 +192,7 @@ def test_a_size_that_does_not_divide_is_left_out(engine: Engine, tmp_path: Path,
 
 
 @pytest.mark.parametrize("victim", often((0, 2), (0,)))
-@pytest.mark.parametrize("engine", often((ZERO0, ZERO2), (ZERO2,)))
+@pytest.mark.parametrize("engine", often((ZERO0, ZERO2, ZERO3), (ZERO2,)))
 def test_replaced_in_the_new_size(engine: Engine, victim: int, tmp_path: Path, resized: Resized) -> None:
     """After a command has taken one away, a rank dies that has room: its replacement, which has built its engine for
     four ranks, comes into the job of three."""
@@ -212,15 +231,15 @@ def test_in_the_very_first_step(engine: Engine, victim: int, tmp_path: Path) -> 
     check_clean(launched)
 
 
-def test_the_first_rank_leaves_what_it_alone_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", often((ZERO2, ZERO3), (ZERO2,)))
+def test_the_first_rank_leaves_what_it_alone_does(engine: Engine, tmp_path: Path) -> None:
     """The next one writes the monitor's files, and the checkpoints are those of three ranks."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     monitor = json.dumps({"enabled": True, "output_path": str(tmp_path), "job_name": "monitor"})
     flags = ("--set", f"csv_monitor={monitor}", "--checkpoint-to", str(tmp_path / "checkpoint"))
-    job = launch(tmp_path / "run", ZERO2, *flags, inject=[f"rank=0,fault=sigkill,at=optimizer,step={AT}"]).wait(
-        TIMEOUT_S
-    )
+    faults = [f"rank=0,fault=sigkill,at=optimizer,step={AT}"]
+    job = launch(tmp_path / "run", engine, *flags, inject=faults).wait(TIMEOUT_S)
     check_fired(job)
     assert job.code == 0 and job.of("job_resized")[0]["left"] == [0], job.explain()
     rows = (tmp_path / "monitor" / "Train_Samples_lr.csv").read_text().splitlines()
@@ -228,7 +247,7 @@ def test_the_first_rank_leaves_what_it_alone_does(tmp_path: Path) -> None:
     assert {24 * step for step in range(1, 17)} <= {*samples}, rows
     tag = (tmp_path / "checkpoint" / "latest").read_text()
     assert len(list((tmp_path / "checkpoint" / tag).glob("*optim_states.pt"))) == 3
-    assert len(list((tmp_path / "checkpoint" / tag).glob("*model_states.pt"))) == 1
+    assert len(list((tmp_path / "checkpoint" / tag).glob("*model_states.pt"))) == (3 if engine is ZERO3 else 1)
     weights = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "checkpoint"), tag)
     assert weights["0.weight"].shape == (61, 16) and all(bool(w.isfinite().all()) for w in weights.values())
     check_clean(job)
@@ -240,7 +259,18 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "boundary": (("--mode", "boundary"), "set_gradient_accumulation_boundary()"),
     "other-batch": (("--mode", "other-batch"), "global_batch = 24, and the framework's own is 48"),
     "other-sizes": (("--mode", "other-sizes"), "global_batch = 48, and the framework's own is 24"),
-    "zero3": (("--zero", "3"), "zero_optimization.stage = 3"),
+    "zero3-sub-groups": (
+        ("--zero", "3", "--set", "zero_optimization.sub_group_size=1000"),
+        "zero_optimization.sub_group_size = 1000, where a parameter group of 4595 elements",
+    ),
+    "zero3-hpz": (
+        ("--zero", "3", "--set", "zero_optimization.zero_hpz_partition_size=2"),
+        "zero_optimization.zero_hpz_partition_size",
+    ),
+    "zero3-offload": (
+        ("--zero", "3", "--set", 'zero_optimization.offload_optimizer={"device": "cpu"}'),
+        "zero_optimization.offload_optimizer",
+    ),
     "offload": (
         ("--zero", "2", "--set", 'zero_optimization.offload_optimizer={"device": "cpu"}'),
         "zero_optimization.offload_optimizer",
@@ -257,7 +287,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("mode", often(REFUSED, ("other-batch", "zero3")))
+@pytest.mark.parametrize("mode", often(REFUSED, ("other-batch", "zero3-sub-groups")))
 def test_what_is_refused(mode: str, tmp_path: Path) -> None:
     flags, words = REFUSED[mode]
     config = {"elastic": {"min": 2, "max": 4}}

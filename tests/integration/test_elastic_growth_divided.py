@@ -1,4 +1,4 @@
-"""Elastic jobs whose state is divided among the ranks (FSDP2, ZeRO-1 and 2) grow again: as a job that was resized by
+"""Elastic jobs whose state is divided among the ranks (FSDP2, ZeRO-1 to 3) grow again: as a job that was resized by
 command at the same steps, bit for bit, which goes on as a job that was started in that size from that step's state. And
 who dies on the way in, or meanwhile, takes nothing with it."""
 
@@ -41,9 +41,12 @@ DEEPSPEED = (
 KINDS = [
     pytest.param(FSDP2, id="fsdp2"),
     pytest.param(zero(2), id="zero2", marks=DEEPSPEED),
-    pytest.param(zero(1), id="zero1", marks=(*DEEPSPEED, pytest.mark.grid)),
+    *(pytest.param(zero(stage), id=f"zero{stage}", marks=(*DEEPSPEED, pytest.mark.grid)) for stage in (1, 3)),
 ]
-ALSO_ZERO = [KINDS[0], pytest.param(zero(2), id="zero2", marks=(*DEEPSPEED, pytest.mark.grid))]
+ALSO_ZERO = [
+    KINDS[0],
+    *(pytest.param(zero(stage), id=f"zero{stage}", marks=(*DEEPSPEED, pytest.mark.grid)) for stage in (2, 3)),
+]
 
 
 def check(kind: Kind, job: Job, resized: Resized) -> None:

@@ -9,11 +9,14 @@ window.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
+import inspect
 import json
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,6 +86,12 @@ def config_of(args: argparse.Namespace) -> dict[str, Any]:
         "zero_optimization": {"stage": args.zero, "reduce_bucket_size": 2000, "allgather_bucket_size": 2000},
         "flash_recovery": {"enabled": True},
     }
+    if args.zero == 3:  # the three smallest parameters persist, the others are gathered, and some are fetched ahead
+        config["zero_optimization"] |= {
+            "stage3_param_persistence_threshold": 50,
+            "stage3_prefetch_bucket_size": 1500,
+            "stage3_max_live_parameters": 4000,
+        }
     if args.precision != "fp32":
         config[args.precision] = {"enabled": True}
     if args.precision == "fp16":
@@ -124,6 +133,9 @@ def whole(engine: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
                     yield names[id(weight)], key, engine.basic_optimizer.state[master][key]
         return
     zero = engine.optimizer
+    if engine.zero_optimization_stage() == 3:
+        yield from _whole_slices(engine, names)
+        return
     for group, partition in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
         for parameter in group:
             yield names[id(parameter)], "weight", safe_get_full_fp32_param(parameter)
@@ -136,6 +148,30 @@ def whole(engine: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
             for parameter in group:
                 yield names[id(parameter)], key, flat[at : at + parameter.numel()].view(parameter.shape)
                 at += parameter.numel()
+
+
+def _whole_slices(engine: Any, names: dict[int, str]) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """ZeRO-3: by hand, as each rank's slices lie one after another in its partition, with padding behind each."""
+    zero, size = engine.optimizer, dist.get_world_size()
+
+    def joined(mine: torch.Tensor, parameter: Any) -> torch.Tensor:
+        slices = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(slices, mine.detach().contiguous())
+        return torch.cat(slices)[: parameter.ds_numel].view(parameter.ds_shape)
+
+    for group, partition in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
+        state = zero.optimizer.state.get(partition, {})
+        at = 0
+        for parameter in group:
+            name, length = names[id(parameter)], -(-parameter.ds_numel // size)
+            yield name, "weight", joined(partition[at : at + length], parameter)
+            for key in MOMENTS:
+                if key in state:
+                    yield name, key, joined(state[key][at : at + length], parameter)
+            at += length
+        assert at == partition.numel()
+    for name, parameter in engine.module.named_parameters():
+        yield name, "slices", joined(parameter.ds_tensor, parameter).view(-1).view(torch.uint8)
 
 
 def _pairs(engine: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -174,10 +210,45 @@ def digest_of(engine: Any) -> str:
     return found.hexdigest()
 
 
+def inside(engine: Any) -> str:
+    """A digest of what ZeRO-3 keeps inside, as numbers and shapes: of its optimizer, of each parameter, and of what has
+    cut it. In a job that has changed its size it must be as in one that was started in that size."""
+    if engine.zero_optimization_stage() != 3:
+        return ""
+    found: list[Any] = [_outline(vars(engine.optimizer), 4)]
+    for name, parameter in engine.module.named_parameters():
+        maker = inspect.getclosurevars(parameter.partition_numel).nonlocals["self"]
+        of_parameter = {key: value for key, value in vars(parameter).items() if key.startswith("ds_")}
+        sizes = (parameter.partition_numel(), parameter.aligned_size(), parameter.padding_size())
+        slices = vars(parameter.ds_tensor)
+        found.append([name, sizes, *(_outline(thing, 2) for thing in (of_parameter, slices, vars(maker)))])
+    shown = json.dumps(found, sort_keys=True)
+    if "SHOW_INSIDE" in os.environ:
+        print(f"inside rank={dist.get_rank()} {shown}", flush=True)
+    return shown
+
+
+def _outline(thing: Any, depth: int) -> Any:
+    """Numbers, words and shapes of what is no object of a class."""
+    if isinstance(thing, int | float | str | None):
+        return thing
+    if isinstance(thing, torch.Tensor):
+        return [list(thing.shape), str(thing.dtype)]
+    if depth and dataclasses.is_dataclass(thing):
+        return _outline(vars(thing), depth - 1)
+    if depth and isinstance(thing, dict):
+        named = [(key if isinstance(key, str) else f"#{n}", value) for n, (key, value) in enumerate(thing.items())]
+        return {key: _outline(value, depth - 1) for key, value in named}
+    if depth and isinstance(thing, list | tuple | deque):
+        return [_outline(value, depth - 1) for value in thing]
+    return sorted(thing) if isinstance(thing, set) and all(isinstance(n, int) for n in thing) else type(thing).__name__
+
+
 def save(engine: Any, version: int, path: str) -> None:
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     for name, what, tensor in whole(engine):
-        tensors.setdefault(name, {})[what] = tensor.detach().clone()
+        if what != "slices":
+            tensors.setdefault(name, {})[what] = tensor.detach().clone()
     if dist.get_rank() == 0:
         torch.save({"version": version, "tensors": tensors, "plain": plain(engine)}, path)
 
@@ -195,7 +266,20 @@ def load(engine: Any, path: str) -> int:
         return {"step": torch.tensor(state["steps"][0]), **found} if found else {}
 
     with torch.no_grad():
-        if engine.zero_optimization_stage() > 0:
+        if engine.zero_optimization_stage() == 3:
+            rank, size = dist.get_rank(), dist.get_world_size()
+            for number, group in enumerate(optimizer.fp16_groups):
+                partition, flat = optimizer.fp32_partitioned_groups_flat[number], {}
+                for what in ("weight", *MOMENTS):
+                    if all(what in tensors[names[id(p)]] for p in group):
+                        parts = [tensors[names[id(p)]][what].reshape(-1) for p in group]
+                        parts = [torch.cat([part, torch.zeros(-part.numel() % size)]) for part in parts]
+                        flat[what] = torch.cat([part.chunk(size)[rank] for part in parts])
+                partition.copy_(flat["weight"])
+                if moments(flat):
+                    inner.state[partition] = moments(flat)
+                optimizer._reassign_or_swap_out_partitioned_parameters(number)
+        elif engine.zero_optimization_stage() > 0:
             rank, size = dist.get_rank(), dist.get_world_size()
             for number, group in enumerate(optimizer.bit16_groups):
                 flat = {}
@@ -290,7 +374,8 @@ def main() -> None:
             print(f"state={number + 1} size={size} {digest}", flush=True)
     if args.checkpoint_to:
         engine.save_checkpoint(args.checkpoint_to)
-    print(f"digest rank={dist.get_rank()} {digest_of(engine)}", flush=True)
+    end = hashlib.sha256((digest_of(engine) + inside(engine)).encode()).hexdigest()
+    print(f"digest rank={dist.get_rank()} {end}", flush=True)
     dist.destroy_process_group()
 
 

@@ -71,7 +71,7 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
                 f"an elastic job in which {shard.name!r} is not on all {registry.world_size} ranks (tensor "
                 f"parallelism, "
                 "experts, parameters that nothing keeps equal): it is not known how that is divided in another size; "
-                "replicated modules (DistributedDataParallel), FSDP2 and ZeRO-1 and 2 are allowed"
+                "replicated modules (DistributedDataParallel), FSDP2 and ZeRO-1 to 3 are allowed"
             )
     agreement.check_equal("the arguments of elastic_batches()", registry.batches.settings)
 

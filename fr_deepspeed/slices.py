@@ -1,0 +1,205 @@
+"""How ZeRO-3 divides an engine's state, in any number of replicas.
+
+A parameter is cut into as many slices as there are ranks, all of the same length; what its last ones have too much is
+padding, which depends on the size, belongs to nobody, and is 0. The slices of a parameter group are one flat tensor on
+each rank, with padding in its middle, too: its master weights, and optimizer state that is as long. What all ranks
+together have of it, the parameters end to end, is the same in every size. 16-bit slices are rounded copies; only those
+of frozen parameters are state.
+
+In one size a group may be several such tensors (``sub_group_size``). Where they end depends on the size: refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flashrecovery.adapter import DividedTensor, Division, LocalBox, ParamShard, Prepared, boxes, layouts
+from fr_deepspeed.division import (
+    DATA,
+    PARAM,
+    ReadyPartitions,
+    check_state,
+    describe_state,
+    dtype_of,
+    name_of,
+    partition_name,
+)
+
+
+def slice_name(fqn: str, place: int, size: int) -> str:
+    """The name of the shard with a frozen parameter's slice."""
+    return f"param/{fqn}#dp={place}/{size}"
+
+
+def frozen_name(fqn: str) -> str:
+    """The name, in the division, of a frozen parameter."""
+    return f"frozen/{fqn}"
+
+
+def slice_length(numel: int, size: int) -> int:
+    """Elements of each slice of a parameter, padding included."""
+    return -(-numel // size)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank has of one parameter: elements ``start`` to ``stop`` of the parameters end to end, which begin at
+    ``at`` of its flat tensor."""
+
+    start: int
+    stop: int
+    at: int
+
+
+@cache
+def pieces(numels: tuple[int, ...], place: int, size: int) -> tuple[Piece, ...]:
+    """Of the rank at ``place``, in the order of the parameters. None of those of which it has nothing but padding."""
+    found, offset, at = [], 0, 0
+    for numel in numels:
+        each = slice_length(numel, size)
+        start, stop = min(place * each, numel), min((place + 1) * each, numel)
+        if stop > start:
+            found.append(Piece(offset + start, offset + stop, at))
+        offset, at = offset + numel, at + each
+    return tuple(found)
+
+
+@cache
+def placement(numels: tuple[int, ...], size: int) -> layouts.Placement:
+    """By places, the pieces of each."""
+    return tuple(
+        layouts.Share(boxes.Box((piece.start,), (piece.stop,)), (place,))
+        for place in range(size)
+        for piece in pieces(numels, place, size)
+    )
+
+
+@dataclass(frozen=True)
+class SlicedTensor(DividedTensor):
+    """Slices of parameters with these numbers of elements; none: a number."""
+
+    numels: tuple[int, ...] = ()
+
+
+class SliceDivision(Division):
+    """The division of one engine.
+
+    Args:
+        shards: gives the shard of each sub-group's partition on this rank.
+        frozen: gives the parameters that are not trained, by name.
+        install: puts other slices in the place of those that there are.
+    """
+
+    def __init__(
+        self,
+        zero: Any,
+        shards: Callable[[], Sequence[ParamShard]],
+        frozen: Callable[[], Mapping[str, Any]],
+        install: Callable[[Mapping[str, torch.Tensor], Mapping[str, Any]], None],
+    ) -> None:
+        self._zero = zero
+        self._shards = shards
+        self._frozen = frozen
+        self._install = install
+
+    @property
+    def size(self) -> int:
+        return int(self._zero.partition_count)
+
+    def check(self) -> None:
+        """Raises UnsupportedError as :meth:`describe` does."""
+        for shard in self._shards():
+            check_state(shard.tensors())
+
+    def describe(self) -> dict[str, Any]:
+        """Raises UnsupportedError if there is optimizer state that is neither a number nor as long as the partition:
+        how it would be divided is not known."""
+        groups = [
+            {"numels": [int(p.ds_numel) for p in group], **describe_state(shard)}
+            for group, shard in zip(self._zero.fp16_groups, self._shards(), strict=True)
+        ]
+        frozen = [[fqn, int(p.ds_numel), name_of(p.ds_tensor.dtype)] for fqn, p in self._frozen().items()]
+        weights = [name_of(group[0].ds_tensor.dtype) for group in self._zero.fp16_groups]
+        return {"groups": groups, "frozen": frozen, "weights": weights}
+
+    def outline(self, description: Mapping[str, Any]) -> list[Any]:
+        groups = [[group["numels"], group["flat"][PARAM]] for group in description["groups"]]
+        return [groups, description["frozen"], description["weights"]]
+
+    def tensors(self, description: Mapping[str, Any], size: int) -> Sequence[DividedTensor]:
+        found: list[DividedTensor] = []
+        everywhere = range(size)
+        one = layouts.replicated((), everywhere)
+        for number, group in enumerate(description["groups"]):
+            numels = tuple(group["numels"])
+            mine = [partition_name(number, place, size) for place in everywhere]
+            for key in group["order"]:
+                name = f"{number}/{key}"
+                if key in group["flat"]:
+                    dtype, parts = dtype_of(group["flat"][key]), placement(numels, size)
+                    found.append(SlicedTensor(name, (sum(numels),), dtype, parts, mine, key, numels))
+                else:
+                    found.append(SlicedTensor(name, (), dtype_of(group["single"][key]), one, mine, key))
+        for fqn, numel, dtype_name in description["frozen"]:
+            mine = [slice_name(fqn, place, size) for place in everywhere]
+            parts = placement((numel,), size)
+            found.append(SlicedTensor(frozen_name(fqn), (numel,), dtype_of(dtype_name), parts, mine, DATA, (numel,)))
+        return found
+
+    def parts(self, tensor: DividedTensor, place: int, local: torch.Tensor) -> list[LocalBox]:
+        assert isinstance(tensor, SlicedTensor)
+        if not tensor.numels:
+            return super().parts(tensor, place, local)
+        flat = local.view(-1)
+        return [
+            LocalBox(boxes.Box((piece.start,), (piece.stop,)), flat[piece.at : piece.at + piece.stop - piece.start])
+            for piece in pieces(tensor.numels, place, len(tensor.shards))
+        ]
+
+    def prepare(self, description: Mapping[str, Any], place: int, size: int) -> Prepared:
+        device = self._zero.device
+        tensors: dict[str, torch.Tensor] = {}
+        values: dict[str, Mapping[str, Any]] = {}
+        for number, group in enumerate(description["groups"]):
+            length = sum(slice_length(numel, size) for numel in group["numels"])
+            for key in group["order"]:
+                if key in group["flat"]:
+                    tensor = torch.zeros(length, dtype=dtype_of(group["flat"][key]), device=device)
+                else:  # torch's optimizers keep their step on the host
+                    tensor = torch.zeros((), dtype=dtype_of(group["single"][key]))
+                tensors[f"{number}/{key}"] = tensor
+            values[partition_name(number, place, size)] = group["values"]
+        for fqn, numel, dtype_name in description["frozen"]:
+            tensor = torch.zeros(slice_length(numel, size), dtype=dtype_of(dtype_name), device=device)
+            tensors[frozen_name(fqn)] = tensor
+        return ReadyPartitions(tensors, values, lambda: self._install(tensors, description))
+
+
+def tied_to_size(engine: Any) -> Iterator[str]:
+    """What of an engine with ZeRO-3 cannot change its number of replicas, by name, and what is allowed instead."""
+    zero, config = engine.optimizer, engine._config.zero_config
+    kind = type(zero).__name__
+    if kind != "DeepSpeedZeroOptimizer_Stage3":
+        yield f"the ZeRO-3 optimizer {kind} (allowed: DeepSpeedZeroOptimizer_Stage3)"
+        return
+    if config.zero_hpz_partition_size > 1:
+        yield "zero_optimization.zero_hpz_partition_size, which divides parameters among some of the ranks, too"
+    if getattr(zero, "use_muon", False):
+        yield "the optimizer Muon"
+    if zero.optimizer is not engine.basic_optimizer:
+        yield f"the optimizer {type(zero.optimizer).__name__}, which DeepSpeed makes anew"
+    largest = max(sum(int(p.ds_numel) for p in group["params"]) for group in zero.trainable_param_groups)
+    if zero.sub_group_size < largest or len(zero.fp16_groups) != len(zero.trainable_param_groups):
+        yield (
+            f"zero_optimization.sub_group_size = {zero.sub_group_size}, where a parameter group of {largest} elements "
+            f"would be cut otherwise in another size (allowed: {largest} and more)"
+        )
+    world = dist.get_world_size()
+    if any(dist.get_world_size(p.ds_process_group) != world for p in engine.module.parameters()):
+        yield "parameters that are divided among some of the ranks only"

@@ -25,6 +25,7 @@ _COMMANDS = {
     "checkpoint": "What a checkpoint holds, and the same for another number of ranks.",
     "nodes": "Which nodes have failed, and what jobs make of it.",
     "plan": "What copies cost, what a job survives, what a day loses.",
+    "strategies": "The ways to lay a model out on so many ranks, ranked.",
     "doctor": "What of the environment helps or hinders.",
 }
 

@@ -42,7 +42,7 @@ from flashrecovery.redundancy import blocks
 from flashrecovery.redundancy.background import Background
 from flashrecovery.redundancy.dcp import join_parts, read_into, unreadable, write_part
 from flashrecovery.redundancy.host import HostCopies, LaterCopies
-from flashrecovery.redundancy.manifest import UNREADABLE, ShardEntry, Manifest, as_tensor, manifest_key, manifests_of
+from flashrecovery.redundancy.manifest import UNREADABLE, Manifest, ShardEntry, as_tensor, manifest_key, manifests_of
 from flashrecovery.redundancy.resized import Taken, read_divided, tensor_prefix
 from flashrecovery.runtime.durable import write_durably
 from flashrecovery.state.checkpoint_format import CheckpointFormat

@@ -20,7 +20,7 @@ from flashrecovery.plan.reshard import Portion, plan_reshard
 from flashrecovery.plan.rules import TensorRule, by_shard
 from flashrecovery.plan.timetable import timetable
 from flashrecovery.redundancy.blocks import StoredTensors, runs
-from flashrecovery.redundancy.manifest import ShardEntry, Manifest, manifests_of
+from flashrecovery.redundancy.manifest import Manifest, ShardEntry, manifests_of
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec, TensorSpec, decode_spec, encode_spec
 
@@ -55,6 +55,9 @@ def read_divided(
         return 0
     portions = _portions(rules, first.ranks, rank, world, limit)
     manifests = {0: first, **manifests_of(path, sorted({portion.source for portion in portions} - {0}))}
+    for writer, manifest in manifests.items():
+        if (manifest.version, manifest.ranks, manifest.rules) != (first.version, first.ranks, first.rules):
+            raise RestoreError(f"checkpoint {path}: ranks 0 and {writer} say different things of how it is divided")
     into: dict[str, torch.Tensor] = {}
     of_name = {shard.name: shard for shard in shards}
     for beginning, some in by_shard(rules).items():

@@ -14,7 +14,6 @@ from click.testing import CliRunner, Result
 from flashrecovery import events as ev
 from flashrecovery.cli.strategies import strategies
 from flashrecovery.errors import ConfigError
-from flashrecovery.events import EventLog, RunDir
 from flashrecovery.plan.strategy import NothingFitsError
 from tests.support.history_samples import at
 
@@ -95,15 +94,15 @@ def test_what_is_refused(model: dict[str, Any], options: tuple[str, ...], why: s
 
 
 def test_costs_are_fitted_to_what_a_job_has_measured(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    with EventLog(run_dir.events_path) as log:
-        for event in (
-            *(at(0, ev.NodeJoined(node=f"node{i}", slots=8)) for i in range(4)),
-            at(100, ev.JobStarted(world_size=32, seconds=100.0)),
-            at(200, ev.CheckpointSaved(version=5, path="c/5", seconds=30.0, k0_s=1.0, step_s=777.0)),
-        ):
-            log.write(event)
-    fixed = ("--ranks", "32", "--memory-gib", "200", "--run", str(run_dir.path), "--json", "--top", "1000")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    events = [
+        *(at(0, ev.NodeJoined(node=f"node{i}", slots=8)) for i in range(4)),
+        at(100, ev.JobStarted(world_size=32, seconds=100.0)),
+        at(200, ev.CheckpointSaved(version=5, path="c/5", seconds=30.0, k0_s=1.0, step_s=777.0)),
+    ]
+    (run_dir / "events.jsonl").write_text("".join(event.model_dump_json() + "\n" for event in events))
+    fixed = ("--ranks", "32", "--memory-gib", "200", "--run", str(run_dir), "--json", "--top", "1000")
     done = ask(tmp_path, LARGE, *fixed, "--current", "tp=8,dp=4")
     assert done.exit_code == 0, done.exception
     same = {"tp": 8, "pp": 1, "cp": 1, "ep": 1, "dp": 4, "micro_batch": 1}

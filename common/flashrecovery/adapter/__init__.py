@@ -46,7 +46,7 @@ from flashrecovery.contract import (
     TensorSpec,
 )
 from flashrecovery.groups import named_group
-from flashrecovery.plan import boxes, layouts
+from flashrecovery.plan import boxes, layouts, rules
 from flashrecovery.redundancy.checkpoint import writer_of
 from flashrecovery.redundancy.dcp import read_into, write_part
 from flashrecovery.runtime.channel import CHANNEL_ENV
@@ -108,6 +108,7 @@ __all__ = [
     "read_into",
     "replicated",
     "restore_rng",
+    "rules",
     "settle_state",
     "union",
     "unsynchronised",

@@ -22,8 +22,10 @@ _COMMANDS = {
     "drain": "Have a node leave a running job, its ranks first.",
     "report": "Every recovery of a job, phase by phase.",
     "checkpoints": "What of a job is on disk, and whether it is whole.",
+    "checkpoint": "What a checkpoint holds, and the same for another number of ranks.",
     "nodes": "Which nodes have failed, and what jobs make of it.",
     "plan": "What copies cost, what a job survives, what a day loses.",
+    "strategies": "The ways to lay a model out on so many ranks, ranked.",
     "doctor": "What of the environment helps or hinders.",
 }
 

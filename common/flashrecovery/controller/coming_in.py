@@ -141,7 +141,7 @@ class ComingIn:
         if not self.newcomers.all_here or decision.round.version < self._step:
             return decision, []
         if decision.checkpoint and any(record.divided for record in job.in_order):
-            return decision, []  # it is of as many ranks as have written it; newcomers come in later
+            return decision, []  # newcomers have no part of what the others give up; they come in later
         coming = {rank: newcomer.record for rank, newcomer in job.newcomers.items()}
         for rank, record in coming.items():
             if rank in job.ranks:

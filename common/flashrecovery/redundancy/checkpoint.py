@@ -40,9 +40,9 @@ from flashrecovery.errors import (
 from flashrecovery.plan.rules import TensorRule
 from flashrecovery.redundancy import blocks
 from flashrecovery.redundancy.background import Background
-from flashrecovery.redundancy.dcp import join_parts, read_into, write_part
+from flashrecovery.redundancy.dcp import join_parts, read_into, unreadable, write_part
 from flashrecovery.redundancy.host import HostCopies, LaterCopies
-from flashrecovery.redundancy.manifest import UNREADABLE, Entry, Manifest, as_tensor, manifest_key, manifests_of
+from flashrecovery.redundancy.manifest import UNREADABLE, Manifest, ShardEntry, as_tensor, manifest_key, manifests_of
 from flashrecovery.redundancy.resized import Taken, read_divided, tensor_prefix
 from flashrecovery.runtime.durable import write_durably
 from flashrecovery.state.checkpoint_format import CheckpointFormat
@@ -282,7 +282,7 @@ class CheckpointFallback:
             for key in spec.tensors if name in divided else ():
                 tensors[f"{prefix}{key}"] = tensors[f"{prefix}{key}"].contiguous()  # as it will lie in the file
                 of_blocks[key] = blocks.digests(tensors[f"{prefix}{key}"])
-            entries[name] = Entry(shared, encode_spec(spec), digest, of_blocks)
+            entries[name] = ShardEntry(shared, encode_spec(spec), digest, of_blocks)
         form = ("", "") if self._form is None else (self._form.name, self._form.layout())
         manifest = Manifest(version, self._world, entries, plain.capsule, plain.common, *form, rules)
         pending = self.directory / f".pending-{version}.{generation}"
@@ -459,7 +459,8 @@ def _read_tensors(path: Path, shards: Sequence[Shard], entries: Mapping[str, Tak
     try:
         read_into(wanted, path)
     except UNREADABLE as e:
-        raise DamagedCheckpointError(f"checkpoint {path} cannot be read: {e}") from e
+        where = unreadable(list(wanted), path, UNREADABLE)
+        raise DamagedCheckpointError(f"checkpoint {path} cannot be read: {where}{e}") from e
     return live
 
 

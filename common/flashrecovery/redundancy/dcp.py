@@ -77,6 +77,25 @@ def read_whole(keys: Sequence[str], directory: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def unreadable(keys: Sequence[str], directory: Path, errors: tuple[type[Exception], ...]) -> str:
+    """Which of these tensors cannot be read, and its file: ``'x' in FILE: ``, for a message; "" if that cannot be told.
+    ``errors``: what reading raises then."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    try:
+        stored = FileSystemReader(directory).read_metadata().storage_data or {}
+    except errors:
+        return ""
+    files = {index.fqn: directory / info.relative_path for index, info in stored.items()}
+    for key in keys:
+        if key in files:
+            try:
+                read_whole([key], directory)
+            except errors:
+                return f"{key!r} in {files[key]}: "
+    return ""
+
+
 @contextmanager
 def _own_errors() -> Iterator[None]:
     """DCP wraps what happens in a BaseException of its own; raise the thing itself."""

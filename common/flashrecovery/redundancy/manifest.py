@@ -12,7 +12,7 @@ import torch
 
 from flashrecovery.errors import DamagedCheckpointError, ProtocolError, RestoreError
 from flashrecovery.plan.rules import TensorRule
-from flashrecovery.redundancy.dcp import read_whole
+from flashrecovery.redundancy.dcp import read_whole, unreadable
 from flashrecovery.state import codec
 
 FORMAT = 5
@@ -23,7 +23,7 @@ UNREADABLE = (OSError, RuntimeError, KeyError, ValueError, EOFError, pickle.Unpi
 
 
 @dataclass(frozen=True)
-class Entry:
+class ShardEntry:
     """A shard that a rank has written.
 
     Attributes:
@@ -56,7 +56,7 @@ class Manifest:
 
     version: int
     ranks: int
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, ShardEntry]
     capsule: bytes
     common: bytes
     form: str = ""
@@ -80,7 +80,7 @@ class Manifest:
         return Manifest(
             version,
             ranks,
-            {name: Entry(*entry) for name, entry in entries.items()},
+            {name: ShardEntry(*entry) for name, entry in entries.items()},
             capsule,
             common,
             form,
@@ -103,8 +103,10 @@ def as_tensor(data: bytes) -> torch.Tensor:
 
 def manifests_of(path: Path, ranks: Sequence[int]) -> dict[int, Manifest]:
     """What these ranks have said of what they wrote. Raises DamagedCheckpointError if it cannot be read."""
+    keys = [manifest_key(r) for r in ranks]
     try:
-        raw = read_whole([manifest_key(r) for r in ranks], path)
-        return {r: Manifest.decode(raw[manifest_key(r)].numpy().tobytes(), path) for r in ranks}
+        raw = read_whole(keys, path)
+        return {r: Manifest.decode(raw[key].numpy().tobytes(), path) for r, key in zip(ranks, keys, strict=True)}
     except (*UNREADABLE, ProtocolError) as e:
-        raise DamagedCheckpointError(f"checkpoint {path} cannot be read: {type(e).__name__}: {e}") from e
+        where = unreadable(keys, path, UNREADABLE)
+        raise DamagedCheckpointError(f"checkpoint {path} cannot be read: {where}{type(e).__name__}: {e}") from e

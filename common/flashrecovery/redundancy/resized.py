@@ -2,8 +2,7 @@
 
 The rules in the manifests say how each tensor lay on the ranks that wrote it, and how it lies on those that read it. A
 checkpoint is then a layout whose ranks are files, and :func:`~flashrecovery.plan.reshard.plan_reshard` says which boxes
-come from which of them. Each rank reads its own, at most :data:`LIMIT` bytes at a time, and no others; all plan the
-same, so that files of which there are equal ones are read by few each.
+come from which of them. Each rank reads its own, at most :data:`LIMIT` bytes at a time, and no others.
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ from pathlib import Path
 import torch
 
 from flashrecovery.errors import RestoreError
-from flashrecovery.plan.boxes import Box
+from flashrecovery.plan.boxes import Box, chunks
+from flashrecovery.plan.layouts import Share
 from flashrecovery.plan.reshard import Portion, plan_reshard
 from flashrecovery.plan.rules import TensorRule, by_shard
 from flashrecovery.plan.timetable import timetable
 from flashrecovery.redundancy.blocks import StoredTensors, runs
-from flashrecovery.redundancy.manifest import Entry, Manifest, manifests_of
+from flashrecovery.redundancy.manifest import Manifest, ShardEntry, manifests_of
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec, TensorSpec, decode_spec, encode_spec
 
@@ -33,7 +33,7 @@ class Taken:
     """An entry of a manifest, and whose it is."""
 
     writer: int
-    entry: Entry
+    entry: ShardEntry
 
 
 def tensor_prefix(name: str, shared: bool, rank: int) -> str:
@@ -55,6 +55,9 @@ def read_divided(
         return 0
     portions = _portions(rules, first.ranks, rank, world, limit)
     manifests = {0: first, **manifests_of(path, sorted({portion.source for portion in portions} - {0}))}
+    for writer, manifest in manifests.items():
+        if (manifest.version, manifest.ranks, manifest.rules) != (first.version, first.ranks, first.rules):
+            raise RestoreError(f"checkpoint {path}: ranks 0 and {writer} say different things of how it is divided")
     into: dict[str, torch.Tensor] = {}
     of_name = {shard.name: shard for shard in shards}
     for beginning, some in by_shard(rules).items():
@@ -77,12 +80,20 @@ def read_divided(
 
 
 def _portions(rules: Sequence[TensorRule], ranks: int, rank: int, world: int, limit: int) -> list[Portion]:
-    """What this rank reads, and from whose files."""
-    old = {rule.name: rule.placement(ranks) for rule in rules}
-    new = {rule.name: rule.placement(world) for rule in rules}
-    plan = plan_reshard([rule.space for rule in rules], old, new, becomes={})
+    """What this rank reads, and from whose files. What everybody has written comes from files that it reads anyway."""
+    divided = [rule for rule in rules if rule.rows]
+    mine = {rule.shape: (Share(rule.box(rank, world), (rank,)),) for rule in divided}
+    old = {rule.name: rule.placement(ranks) for rule in divided}
+    new = {rule.name: mine[rule.shape] for rule in divided}
+    plan = plan_reshard([rule.space for rule in divided], old, new, becomes={})
     table = timetable(plan, max([limit, *(rule.itemsize for rule in rules)]))
-    return [portion for _, portion in table.messages(dest=rank)]
+    found = [portion for _, portion in table.messages(dest=rank)]
+    source = found[0].source if found else rank * ranks // world
+    for rule in rules:
+        if not rule.rows:
+            pieces = chunks(Box.whole(rule.shape), max(limit // rule.itemsize, 1))
+            found += [Portion(rule.name, box, source, rank, box.size * rule.itemsize) for box in pieces]
+    return found
 
 
 def _spec(

@@ -243,8 +243,8 @@ class Reshaping:
         if self.layout != tuple(members) and any(a.division() is not None for a in self._registry.adapters):
             raise JobFailedError(
                 f"the state of rank {self._rank} is divided among ranks {list(self.layout)}, and the job is to go on "
-                f"with {list(members)}: the controller was lost in the middle of the change, and no checkpoint of "
-                f"{len(members)} ranks is there"
+                f"with {list(members)}: the controller was lost in the middle of the change, and no "
+                "checkpoint is there"
             )
         self.layout = tuple(members)
 

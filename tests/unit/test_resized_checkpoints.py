@@ -1,0 +1,312 @@
+"""Checkpoints of one number of ranks, read by another one: the right boxes, only the bytes that are needed, each of
+them checked; and converted without a job."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from flashrecovery.cli.checkpoint import checkpoint as command
+from flashrecovery.errors import ConfigError, DamagedCheckpointError, RestoreError
+from flashrecovery.plan.boxes import Box
+from flashrecovery.plan.rules import TensorRule
+from flashrecovery.redundancy import blocks, resized
+from flashrecovery.redundancy.checkpoint import CheckpointFallback, load, newest
+from flashrecovery.redundancy.contents import contents
+from flashrecovery.redundancy.convert import LooseShard, convert
+from flashrecovery.redundancy.dcp import read_whole
+from flashrecovery.redundancy.manifest import manifests_of
+from flashrecovery.state.spec import ShardSpec, TensorSpec, decode_spec
+
+COMMON, VERSION = b"common state", 7
+Whole = dict[str, tuple[torch.Tensor, bool]]
+"""By shard and key (``weight/param``): a tensor without any division, and whether its rows are divided."""
+
+
+def model(seed: int = 0, big: int = 0) -> Whole:
+    """Rows that divide by nothing, fewer rows than ranks, numbers; ``big``: rows of one that has several blocks."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def values(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    found: Whole = {}
+    for name, shape in {"up": (13, 3, 2), "one": (1, 5), "bias": (7,), "big": (big, 1000)}.items():
+        if shape[0]:
+            found[f"{name}/param"] = values(*shape), True
+            found[f"{name}/state/avg"] = values(*shape).to(torch.bfloat16), True
+            found[f"{name}/state/step"] = torch.tensor(float(VERSION)), False
+    return found
+
+
+def rules_of(whole: Whole) -> tuple[TensorRule, ...]:
+    found = []
+    for name, (tensor, rows) in whole.items():
+        shard, _, key = name.partition("/")
+        found.append(TensorRule(name, tuple(tensor.shape), tensor.itemsize, rows, f"{shard}#shard=", key))
+    return tuple(found)
+
+
+def shards_of(rules: Sequence[TensorRule], rank: int, world: int, everywhere: bool = True) -> list[LooseShard]:
+    names = dict.fromkeys(rule.shard_at(rank, world) for rule in rules)
+    plain = [LooseShard("mask", tuple(range(world)))] if everywhere else []
+    return [*(LooseShard(name, (rank,)) for name in names), *plain]
+
+
+def part(whole: Whole, rule: TensorRule, rank: int, world: int) -> torch.Tensor:
+    """By numpy's own counting, and not by that of the product."""
+    tensor, rows = whole[rule.name]
+    chunk = -(-tensor.shape[0] // world) if rows else 0
+    return tensor[rank * chunk : (rank + 1) * chunk] if rows else tensor
+
+
+def mask() -> torch.Tensor:
+    return torch.arange(40) % 3
+
+
+def save(
+    folder: Path, whole: Whole, world: int, *, rules: bool = True, transposed: bool = False, capsule: bytes = b"own"
+) -> Path:
+    """Written by each of the ranks in turn."""
+    found = rules_of(whole)
+    for rank in range(world):
+        mine = shards_of(found, rank, world)
+        for shard in mine:
+            parts = {
+                rule.key: part(whole, rule, rank, world) for rule in found if rule.shard_at(rank, world) == shard.name
+            } or {"data": mask()}
+            spec = ShardSpec({k: TensorSpec(tuple(t.shape), t.dtype) for k, t in parts.items()}, {"layout": "x"})
+            for key, live in shard.allocate(spec).items():
+                live.copy_(parts[key])
+                if transposed and live.ndim == 2:  # lies column by column, as a framework may have it
+                    shard._tensors[key] = live.t().contiguous().t()
+        writing = CheckpointFallback(folder, rank=rank, world=world, keep=100)
+        told = found if rules else None
+        writing.commit(VERSION, mine, capsule=capsule, common=COMMON, generation=0, rules=told)
+        assert writing.wait(30) and writing.close(5)
+    last = newest(folder)
+    assert last is not None and last[0] == VERSION
+    return last[1]
+
+
+def check(path: Path, whole: Whole, world: int, **options: Any) -> None:
+    """Each of ``world`` ranks reads its part of it."""
+    rules = rules_of(whole)
+    for rank in range(world):
+        mine = shards_of(rules, rank, world)
+        plain = load(path, mine, rank=rank, world=world, elastic=True, **options)
+        assert plain.common == COMMON
+        by_name = {shard.name: shard for shard in mine}
+        for rule in rules:
+            shard = by_name[rule.shard_at(rank, world)]
+            found, expected = shard.tensors()[rule.key], part(whole, rule, rank, world)
+            assert found.dtype == expected.dtype and torch.equal(found, expected), (rule.name, rank, world)
+            assert shard.spec().values == {"layout": "x"}
+            assert list(shard.tensors()) == [r.key for r in rules if r.shard == rule.shard]
+        assert torch.equal(by_name["mask"].tensors()["data"], mask())
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4), (4, 1), (1, 4), (2, 7), (7, 3)])
+def test_any_size_reads_what_any_other_has_written(before: int, after: int, tmp_path: Path) -> None:
+    whole = model(before)
+    check(save(tmp_path / "c", whole, before), whole, after)
+
+
+def test_tensors_that_lie_in_another_order_in_memory(tmp_path: Path) -> None:
+    whole = model()
+    path = save(tmp_path / "c", whole, 4, transposed=True)
+    check(path, whole, 3)
+    check(path, whole, 4)
+
+
+def test_in_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More pieces than blocks, and more blocks than pieces, in every way of lying across each other."""
+    whole = model(big=9)
+    defaults = resized.read_divided.__defaults__
+    for limit, content in ((4, model()), (1000, whole), (6000, whole)):
+        monkeypatch.setattr(resized.read_divided, "__defaults__", (limit,))
+        check(save(tmp_path / f"l{limit}", content, 4), content, 3)
+    monkeypatch.setattr(resized.read_divided, "__defaults__", defaults)
+    for block in (8, 4096):
+        monkeypatch.setattr(blocks, "BLOCK", block)
+        check(save(tmp_path / f"c{block}", whole, 4), whole, 3)
+
+
+def test_runs_are_where_the_elements_lie() -> None:
+    dice = random.Random(3)
+    for _ in range(300):
+        low = tuple(dice.randrange(3) for _ in range(dice.randrange(4)))
+        outer = Box(low, tuple(lo + dice.randrange(1, 6) for lo in low))
+        inner_low = tuple(dice.randrange(lo, hi) for lo, hi in zip(outer.low, outer.high, strict=True))
+        box = Box(
+            inner_low, tuple(dice.randrange(lo + 1, hi + 1) for lo, hi in zip(inner_low, outer.high, strict=True))
+        )
+        numbers = np.arange(outer.size).reshape(outer.shape)
+        found = [n for start, stop in blocks.runs(box, outer) for n in range(start, stop)]
+        assert found == numbers[box.within(outer)].reshape(-1).tolist(), (box, outer)
+
+
+def read_by(path: Path, whole: Whole, rank: int, world: int) -> int:
+    """What this rank reads of tensors, in bytes."""
+    rules = rules_of(whole)
+    mine = shards_of(rules, rank, world, everywhere=False)
+    return resized.read_divided(path, mine, manifests_of(path, [0])[0], rank, world)
+
+
+def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
+    """And the files of others are not even looked at."""
+    whole = model(big=4000)
+    path = save(tmp_path / "c", whole, 4)
+    for rank in range(3):
+        needed = sum(part(whole, rule, rank, 3).nbytes for rule in rules_of(whole))
+        read = read_by(path, whole, rank, 3)
+        assert needed <= read <= needed + 2 * 2 * blocks.BLOCK, (needed, read)  # two large tensors, two files each
+    for other in (2, 3):  # rank 0 of 3 reads of ranks 0 and 1
+        (path / f"part-{other}" / "__0_0.distcp").unlink()
+    read_by(path, whole, 0, 3)
+    with pytest.raises(DamagedCheckpointError, match=r"part-2/__0_0\.distcp"):
+        read_by(path, whole, 1, 3)
+
+
+def test_no_more_than_the_limit_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = model(big=4000)
+    path = save(tmp_path / "c", whole, 4)
+    most, original = 0, blocks.StoredTensors.read
+
+    def seen(self: Any, key: str, start: int, stop: int, total: int, known: bytes) -> bytearray:
+        nonlocal most
+        most = max(most, stop - start)
+        return original(self, key, start, stop, total, known)
+
+    monkeypatch.setattr(blocks.StoredTensors, "read", seen)
+    monkeypatch.setattr(resized.read_divided, "__defaults__", (1 << 20,))
+    check(path, whole, 3)
+    assert 0 < most <= 1 << 20
+
+
+def place_of(path: Path, key: str) -> tuple[Path, int, int]:
+    stored = blocks.StoredTensors(path)
+    place = stored._place(key)
+    return place.file, place.start, place.nbytes
+
+
+@pytest.mark.parametrize("at", [0, 0.3, 0.999999])
+def test_every_byte_is_checked(at: float, tmp_path: Path) -> None:
+    """One bit of it is another one, wherever it is: somebody reads it, and says where it was."""
+    whole = model(big=1500)
+    path = save(tmp_path / "c", whole, 4)
+    file, start, nbytes = place_of(path, "rank1/big#shard=1/4/param")
+    content = bytearray(file.read_bytes())
+    content[start + int(nbytes * at)] ^= 16
+    file.write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=r"rank1/big#shard=1/4/param.*part-1/__0_0\.distcp.*digests"):
+        check(path, whole, 3)
+
+
+def test_files_that_are_cut_short_or_missing_are_named(tmp_path: Path) -> None:
+    whole = model()
+    path = save(tmp_path / "c", whole, 4)
+    file, start, _ = place_of(path, "rank2/up#shard=2/4/param")
+    content = file.read_bytes()
+    file.write_bytes(content[: start + 3])
+    with pytest.raises(DamagedCheckpointError, match=r"part-2/__0_0\.distcp"):
+        check(path, whole, 3)
+    file.unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"part-2/__0_0\.distcp"):
+        check(path, whole, 3)
+    (path / ".metadata").write_bytes(b"")
+    with pytest.raises(DamagedCheckpointError, match="cannot be read"):
+        check(path, whole, 3)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    whole = model()
+    path = save(tmp_path / "c", whole, 4)
+    rules = rules_of(whole)
+    with pytest.raises(RestoreError, match="written by 4 ranks, this job has 3"):
+        load(path, shards_of(rules, 0, 3), rank=0, world=3)
+    more = rules_of({**whole, "new/param": (torch.ones(4, 4), True)})
+    with pytest.raises(RestoreError, match=r"another model: it lacks shards 'new#shard=0/3' of rank 0"):
+        load(path, shards_of(more, 0, 3), rank=0, world=3, elastic=True)
+    fewer = rules_of({name: one for name, one in whole.items() if not name.startswith("up")})
+    with pytest.raises(RestoreError, match=r"another model: this job has no shards 'up#shard=0/3' of rank 0"):
+        load(path, shards_of(fewer, 0, 3), rank=0, world=3, elastic=True)
+    unknown = save(tmp_path / "without", whole, 4, rules=False)
+    with pytest.raises(RestoreError, match="has not been written down"):
+        load(unknown, shards_of(rules, 0, 3), rank=0, world=3, elastic=True)
+    with pytest.raises(RestoreError, match="no elastic job has written it"):
+        convert(unknown, tmp_path / "out", 3)
+    with pytest.raises(ConfigError, match="is one of 4 ranks"):
+        convert(path, tmp_path / "out", 4)
+    with pytest.raises(ConfigError, match="is not empty"):
+        convert(path, tmp_path / "without", 3)
+
+
+def everything(path: Path) -> dict[str, Any]:
+    """All that a checkpoint has, but each rank's own state."""
+    found: dict[str, Any] = {}
+    for rank, manifest in manifests_of(path, range(contents(path).ranks)).items():
+        found[f"{rank}"] = (manifest.version, manifest.ranks, manifest.common, manifest.form, manifest.rules)
+        for name, entry in manifest.entries.items():
+            found[f"{rank}/{name}"] = (entry.shared, entry.spec, entry.digest, dict(entry.blocks))
+            prefix = resized.tensor_prefix(name, entry.shared, rank)
+            keys = [f"{prefix}{key}" for key in decode_spec(entry.spec).tensors]
+            tensors = read_whole(keys, path)
+            found |= {key: (t.dtype, t.shape, t.view(-1).view(torch.uint8).tolist()) for key, t in tensors.items()}
+    return found
+
+
+@pytest.mark.parametrize(("before", "between"), [(4, 3), (1, 4)])
+def test_there_and_back_again_is_the_same(before: int, between: int, tmp_path: Path) -> None:
+    whole = model()
+    path = save(tmp_path / "c", whole, before)
+    there = convert(path, tmp_path / "there", between)
+    assert everything(there) == everything(save(tmp_path / "written", whole, between))
+    check(there, whole, between)
+    check(there, whole, before)
+    back = convert(there, tmp_path / "back", before)
+    assert everything(back) == everything(path)
+
+
+def test_a_converted_one_has_no_ranks_own_state(tmp_path: Path) -> None:
+    whole = model()
+    there = convert(save(tmp_path / "c", whole, 4), tmp_path / "there", 3)
+    assert load(there, shards_of(rules_of(whole), 1, 3), rank=1, world=3, elastic=True).capsule is None
+    with pytest.raises(RestoreError, match="has been converted from another number of ranks"):
+        load(there, shards_of(rules_of(whole), 1, 3), rank=1, world=3)
+
+
+def test_damage_is_not_converted(tmp_path: Path) -> None:
+    whole = model()
+    path = save(tmp_path / "c", whole, 4)
+    file, start, _ = place_of(path, "rank3/up#shard=3/4/state/avg")
+    content = bytearray(file.read_bytes())
+    content[start] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=r"part-3/__0_0\.distcp"):
+        convert(path, tmp_path / "out", 3)
+    assert newest(tmp_path / "out") is None
+
+
+def test_the_command(tmp_path: Path) -> None:
+    whole = model()
+    save(tmp_path / "c", whole, 4)
+    done = CliRunner().invoke(
+        command, ["convert", str(tmp_path / "c"), "--to-ranks", "3", "--out", str(tmp_path / "o")]
+    )
+    assert done.exit_code == 0 and "for 3 ranks" in done.output, done.output
+    shown = CliRunner().invoke(command, ["show", str(tmp_path / "o")], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0 and "version 7, of 3 ranks, without each rank's own" in shown.output, shown.output
+    assert "0: [0:5, 0:3, 0:2], 1: [5:10, 0:3, 0:2] and 2: [10:13, 0:3, 0:2]" in shown.output, shown.output
+    assert "can be read by any number of ranks" in shown.output and "all 3 ranks" in shown.output
+    told = CliRunner().invoke(command, ["show", "--json", str(tmp_path / "c")])
+    assert told.exit_code == 0 and '"ranks": 4' in told.output
+    nothing = CliRunner().invoke(command, ["show", str(tmp_path)])
+    assert isinstance(nothing.exception, ConfigError)

@@ -73,13 +73,29 @@ def test_from_one_alone(kind: Kind, tmp_path: Path, resized: Resized) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_newcomer_dies_on_its_way_in(kind: Kind, state: str, tmp_path: Path, resized: Resized) -> None:
     """It leaves again, and the others go on in the size that they had."""
-    running = kind.start(
-        tmp_path / "run", *SLOWLY, inject=[f"rank=1,fault=sigkill,at=backward,step={AT}"], config=never()
-    )
+    faults = [f"rank=3,fault=sigkill,at=recovery:{state}"]  # who leaves by command does not come to this state
+    running = kind.start(tmp_path / "run", *SLOWLY, inject=faults)
+    running.wait_for("job_started", 120)
+    assert command(running, 3, AT) == ""
+    running.wait_for("recovery_finished", 120)
+    assert command(running, 4, BACK) == ""
+    job = running.wait(240)
+    check_fired(job)
+    assert changes(job)[-1].ranks == (0, 1, 2), job.explain()
+    check(kind, job, resized)
+
+
+@pytest.mark.parametrize("state", ["restoring", "reshaping", "verifying"])
+def test_one_that_dies_on_the_way_in_is_replaced(state: str, tmp_path: Path, resized: Resized) -> None:
+    """A member: its replacement takes on the old division among three, in groups of four, before all of them go over to
+    the new one."""
+    running = SHARDS.start(tmp_path / "run", *SLOWLY, config={"elastic": {"min": 2, "max": 4}})
+    running.wait_for("job_started", 120)
+    assert command(running, 3, AT) == ""
     running.wait_for("recovery_finished", 120)
     inject(running, rank=1, at=f"recovery:{state}")
     assert command(running, 4, BACK) == ""
     job = running.wait(240)
-    check_fired(job, 2)
-    assert [len(change.ranks) for change in changes(job)][-1] == 3, job.explain()
-    check(kind, job, resized)
+    check_fired(job)
+    assert changes(job)[-1].ranks == (0, 1, 2, 3), job.explain()
+    check(SHARDS, job, resized)

@@ -119,12 +119,30 @@ class State:
         """What has to be as in a job that was started in this size."""
         names = sorted(name for name in vars(parallel_state) if "_RANKS" in name and name.isupper())
         buffers = [buffer for chunk in self.chunks for buffer in chunk.buffers]
+        self._check_place(dist.get_rank(), dist.get_world_size())
         return [
             parallel_state.get_data_parallel_world_size(),
             [(name, value) for name in names if (value := getattr(parallel_state, name)) and "DATA" in name],
             [(b.data_parallel_world_size, b.numel, [k.gradient_scaling_factor for k in b.buckets]) for b in buffers],
             calculator.get() if (calculator := _calculator()) else 0,
         ]
+
+    def _check_place(self, rank: int, size: int) -> None:
+        """What is of this rank alone."""
+        alone = [name for name in vars(parallel_state) if name.endswith("_RANKS") and "DATA" not in name]
+        values = {name: value for name in alone if (value := getattr(parallel_state, name))}
+        assert values and all(value == [rank] for value in values.values()), values
+        for group in (parallel_state.get_tensor_model_parallel_group(), parallel_state.get_model_parallel_group()):
+            assert dist.get_process_group_ranks(group) == [rank] and group.size() == 1
+        assert dist.get_process_group_ranks(parallel_state.get_data_parallel_group()) == list(range(size))
+        assert parallel_state.get_data_parallel_rank() == rank
+        assert parallel_state.get_tensor_model_parallel_src_rank() == rank
+        if self.chunks[0].ddp_config.use_distributed_optimizer:
+            sets = [self.chunks[0].bucket_groups, *self.inner.per_model_bucket_groups.values()]
+            for group in (group for groups in sets for group in groups):
+                assert group.intra_distributed_optimizer_instance_rank == rank
+                assert group.intra_distributed_optimizer_instance_size == size
+                assert group.intra_distributed_optimizer_instance_group is self.inner.data_parallel_group
 
     def digest(self) -> str:
         found = hashlib.sha256()

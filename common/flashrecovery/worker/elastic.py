@@ -121,6 +121,7 @@ class ElasticBatches:
     ) -> None:
         own = None if framework is None else framework()
         self._framework, self._sizes = framework, None if own is None else own.sizes
+        self._counted, self._seed_framework = (False, None) if own is None else (own.counted, own.seed)
         global_batch = _one_of("global_batch", global_batch, None if own is None else own.global_batch)
         micro_batch = _one_of("micro_batch", micro_batch, None if own is None else own.micro_batch)
         self._dataset = dataset
@@ -230,7 +231,7 @@ class ElasticBatches:
 
     def handed_out(self, step: int) -> None:
         """The last micro-batch of a step is with the script."""
-        if self._framework is not None and self._framework().counted:
+        if self._counted:
             self._through = step
 
     def went_through(self, step: int) -> None:
@@ -239,9 +240,8 @@ class ElasticBatches:
 
     def _seed_all(self, seed: int) -> None:
         _seed_all(seed)
-        own = None if self._framework is None else self._framework().seed
-        if own is not None:
-            own(seed)
+        if self._seed_framework is not None:
+            self._seed_framework(seed)
 
 
 class MicroBatches(Iterator[MicroBatch]):

@@ -42,8 +42,8 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
         names = ", ".join(adapter.name for adapter in registry.adapters)
         raise UnsupportedError(
             f"an elastic job of {names} whose steps are a framework's own calls: they take batches of each rank's own; "
-            "loops over recovery.steps() with DistributedDataParallel, plain replicated modules or a DeepSpeed engine "
-            "are allowed"
+            "loops over recovery.steps() with DistributedDataParallel, plain replicated modules, a DeepSpeed engine or "
+            "megatron-core are allowed"
         )
     _refuse_tied(registry)
     if registry.batches is None:
@@ -69,9 +69,9 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
         if len(shard.holders) != registry.world_size and shard.name not in divided:
             raise UnsupportedError(
                 f"an elastic job in which {shard.name!r} is not on all {registry.world_size} ranks (tensor "
-                f"parallelism, "
-                "experts, parameters that nothing keeps equal): it is not known how that is divided in another size; "
-                "replicated modules (DistributedDataParallel), FSDP2 and ZeRO-1 to 3 are allowed"
+                "parallelism, experts, parameters that nothing keeps equal): it is not known how that is divided in "
+                "another size; replicated modules (DistributedDataParallel), FSDP2, ZeRO-1 to 3 and Megatron's "
+                "distributed optimizer are allowed"
             )
     agreement.check_equal("the arguments of elastic_batches()", registry.batches.settings)
 
@@ -82,7 +82,8 @@ def _refuse_tied(registry: Registry) -> None:
     if tied:
         raise UnsupportedError(
             f"an elastic job with {'; '.join(tied)}: depends on the number of ranks; loops over recovery.steps() with "
-            "DistributedDataParallel, plain replicated modules, or a DeepSpeed engine are allowed (docs/elastic.md)"
+            "DistributedDataParallel, plain replicated modules, a DeepSpeed engine or megatron-core are allowed "
+            "(docs/elastic.md)"
         )
 
 

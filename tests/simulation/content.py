@@ -41,6 +41,7 @@ class Script:
         below_every: in every so many steps random numbers are drawn there, too (0: never).
         read_amid: a rank that is told to go on always does so while its agent reads its page; else one in ten does.
         forward_s, backward_s, optimizer_s: times.
+        micro_batches: of an elastic job, in a step; all that a rank has is equal on all ranks (0: it is not elastic).
     """
 
     steps: int
@@ -58,6 +59,7 @@ class Script:
     backward_s: float = 0.03
     optimizer_s: float = 0.02
     startup_s: float = 0.3
+    micro_batches: int = 0
 
     @property
     def first_late(self) -> int:
@@ -146,6 +148,16 @@ def gradient(script: Script, rank: int, now: Content, seen: int) -> int:
     return mix(now.weights, now.unique if script.unique else 0, now.rate, own.random, seen, own.buffer, rank)
 
 
+def division(script: Script, place: int, size: int) -> range:
+    """Of an elastic job's micro-batches, those of the replica at this place."""
+    return range(place, script.micro_batches, size)
+
+
+def micro_gradient(script: Script, now: Content, seen: int, number: int) -> int:
+    """Of one micro-batch, wherever it is computed."""
+    return gradient(script, number, now, seen)
+
+
 def update(script: Script, rank: int, now: Content, gradients: int, step: int, plain: int = PLAIN) -> Content:
     """The optimizer step, and what else changes after the forward pass. ``plain``: the variable of that name."""
     own = now.own
@@ -178,15 +190,18 @@ class Reference:
 
     def __init__(self, script: Script, world: int) -> None:
         self.script = script
-        self._at = [[start(script, r) for r in range(world)]]
+        self._at = [[start(script, r) for r in range(1 if script.micro_batches else world)]]
         for step in range(script.steps):
             now = [forward(script, r, c) for r, c in enumerate(self._at[-1])]
             seen = [read(script, batch_of(r, c.own.position)) for r, c in enumerate(now)]
-            total = mix(*(gradient(script, r, c, seen[r]) for r, c in enumerate(now)))
+            if script.micro_batches:
+                total = mix(*(micro_gradient(script, now[0], seen[0], n) for n in range(script.micro_batches)))
+            else:
+                total = mix(*(gradient(script, r, c, seen[r]) for r, c in enumerate(now)))
             if script.late_buffer:
                 now = [changed(c, total) for c in now]
             new = [update(script, r, c, total, step) for r, c in enumerate(now)]
             self._at.append([below(script, c, step) for c in new])
 
     def at(self, version: int, rank: int) -> Content:
-        return self._at[version][rank]
+        return self._at[version][0 if self.script.micro_batches else rank]

@@ -34,6 +34,8 @@ class Port:
     alone: bool = False
     broken: bool = False
     pending_since: float | None = None
+    members: tuple[int, ...] = ()
+    """The ranks in the groups."""
     _mail: dict[Hashable, Any] = field(default_factory=dict)
     _waiting: dict[Hashable, asyncio.Future[Any]] = field(default_factory=dict)
     _unsent: list[asyncio.Handle] = field(default_factory=list)
@@ -64,8 +66,9 @@ class Port:
             self.broken = True
             self._fail("connection closed by peer")
 
-    async def attach(self, generation: int, deadline_s: float) -> None:
-        """New groups; returns when everybody is there."""
+    async def attach(self, generation: int, deadline_s: float, members: tuple[int, ...] = ()) -> None:
+        """New groups; returns when everybody is there. ``members``: () are all."""
+        self.members = members or tuple(range(self.fabric.world))
         self.generation, self.broken, self._counter = generation, False, 0
         self._mail = {k: v for k, v in self._mail.items() if k[0] >= generation}  # type: ignore[index]
         self._gathered = {k: v for k, v in self._gathered.items() if k[0] >= generation}
@@ -88,7 +91,7 @@ class Port:
             raise PeerLost("the group is gone")
         self._counter += 1
         fabric, key = self.fabric, (self.generation, what, self._counter)
-        others = [r for r in range(fabric.world) if r != self.rank]
+        others = [r for r in self.members if r != self.rank]
         if fabric.random.random() < 0.15:
             fabric.random.shuffle(others)
             middle = fabric.random.randrange(len(others) + 1)
@@ -104,7 +107,7 @@ class Port:
         self._look(key, 0.0)
         await future
         values = self._gathered.pop(key)
-        return [values[r] for r in range(fabric.world)]
+        return [values[r] for r in self.members]
 
     def _tell(self, ranks: list[int], key: Gathering, value: Any) -> None:
         """This part of a collective leaves now."""
@@ -122,7 +125,7 @@ class Port:
 
     def _look(self, key: Gathering, delay_s: float) -> None:
         """Is this collective complete here?"""
-        if key in self._waiting and len(self._gathered[key]) == self.fabric.world:
+        if key in self._waiting and len(self._gathered[key]) == len(self.members):
             self.process.call(delay_s, self._complete, key)
 
     def _complete(self, key: Gathering) -> None:
@@ -200,7 +203,9 @@ class Fabric:
 
     def _meet(self, generation: int) -> None:
         here = list(self._meetings[generation].values())
-        if len(here) < self.world or any(p.process.dead or p.generation != generation for p in here):
+        if {port.rank for port in here} != set(here[0].members) or any(
+            p.process.dead or p.generation != generation or p.members != here[0].members for p in here
+        ):
             return
         hosts = {p.process.host.ip: p.process.host for p in here}.values()
         if all(self.network.reaches(a, b) and b.up for a in hosts for b in hosts):

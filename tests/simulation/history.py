@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from flashrecovery.controller.service import ControllerService
+from flashrecovery.proto import flashrecovery_pb2 as pb
 from tests.simulation.content import Script
 from tests.simulation.network import Firewall, Weather
 from tests.simulation.patches import inside, simulated
@@ -435,6 +437,26 @@ class Struck:
     def _wall(self, name: str, seconds: float) -> None:
         """Somebody sets the clock."""
         self.world.hosts[name].wall += seconds
+
+    def _resize(self, replicas: int, ahead: int) -> None:
+        """Somebody commands it: so many steps ahead of the newest one (-1: from the next one on)."""
+        newest = max(self.world.laws.newest.values(), default=0)
+        step = newest + ahead if ahead >= 0 else -1
+        self._command(lambda service: service.Resize(pb.ResizeRequest(replicas=replicas, step=step), None))
+
+    def _drain(self, name: str, within_s: float) -> None:
+        """Somebody commands a node to leave."""
+        self._command(lambda service: service.Drain(pb.DrainRequest(node=name, within_s=within_s), None))
+
+    def _command(self, call: Callable[[ControllerService], Any]) -> None:
+        for process, service in self.world.controllers():
+            if process.runs and service.machine.job.launched:
+
+                async def commanded(service: ControllerService = service) -> None:
+                    answer = await call(service)
+                    self.world.note(f"*** the controller answers: {answer.error or 'yes'}")
+
+                process.start(commanded())
 
     def _dirty(self, *ranks: int) -> None:
         for worker in self._workers(ranks):

@@ -11,7 +11,7 @@ from flashrecovery import events as ev
 from flashrecovery.controller.crashes import cause_of, option_of
 from flashrecovery.controller.records import Place
 from flashrecovery.handshake import job_key
-from flashrecovery.kinds import FailureKind
+from flashrecovery.kinds import FailureKind, NoticeKind
 from flashrecovery.plan.electors import majority
 from flashrecovery.plan.transitions import State
 from tests.simulation.content import TOKEN, Content
@@ -19,6 +19,8 @@ from tests.simulation.loop import Life
 from tests.simulation.network import Firewall, Host
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from flashrecovery.controller.service import ControllerService
     from flashrecovery.plan.electors import Elector
     from tests.simulation.history import Fault
@@ -81,6 +83,11 @@ class Laws:
         self.pid_generation: dict[int, int] = {}
         self.over_at = float("inf")
         self.reached: dict[int, int] = {}
+        self.sizes: dict[int, tuple[int, ...]] = {}
+        """The members, by generation."""
+        self.committed_in = -1
+        self.dismissed: set[str] = set()
+        """Nodes that have handed their ranks over, and are to end."""
         self.began_in = 0
         self.unresponsive = self.asked_again = 0
         self.asked_again_at = -1.0
@@ -155,10 +162,30 @@ class Laws:
     def committed(self, worker: ModelWorker) -> None:
         gate = worker.gate
         self._grows(worker)
+        self._in_one_size(worker)
         self.stepped.add(int(self.world.pid_of(worker.process)))
         self.reached[gate.generation] = max(self.reached.get(gate.generation, 0), gate.version)
         self._check_content(worker, worker.gate.version, "commit")
         self._alone(worker)
+
+    def divided(self, worker: ModelWorker, computed: Sequence[tuple[int, int]]) -> list[int]:
+        """Each micro-batch of a step is computed once. Returns their gradients, in order."""
+        numbers = sorted(number for number, _ in computed)
+        if numbers != list(range(self.world.script.micro_batches)):
+            self.broken("division", f"rank {worker.rank}, of {worker.members}: micro-batches {numbers}")
+        return [gradient for _, gradient in sorted(computed)]
+
+    def _in_one_size(self, worker: ModelWorker) -> None:
+        """Whoever commits a step of an elastic job does so with the others of the newest generation that has."""
+        generation, version = worker.gate.generation, worker.gate.version
+        gone_on = min((self.generations[g] for g in self.sizes if generation < g <= self.committed_in), default=version)
+        if gone_on < version and worker.script.micro_batches:  # else they count on that step, too
+            self.broken(
+                "two sizes",
+                f"rank {worker.rank} commits in generation {generation}, with {worker.members}, and others have in "
+                f"{self.committed_in}, with {self.sizes.get(self.committed_in)}",
+            )
+        self.committed_in = max(self.committed_in, generation)
 
     def settled(self, worker: ModelWorker, version: int) -> None:
         self._check_content(worker, version, "hand-out")
@@ -169,6 +196,11 @@ class Laws:
         known = self.generations.setdefault(generation, version)
         if known != version:
             self.broken("versions", f"rank {worker.rank} resumes at {version}, others at {known} ({generation=})")
+        size = self.sizes.setdefault(generation, worker.members)
+        if size != worker.members or worker.rank not in size:
+            self.broken(
+                "sizes", f"rank {worker.rank} goes on with {worker.members}, others with {size} ({generation=})"
+            )
         pid = int(self.world.pid_of(worker.process))
         before = self.pid_generation.get(pid, -1)
         if generation < before:
@@ -299,7 +331,7 @@ class Laws:
     def _finished(self, event: ev.RecoveryFinished) -> None:
         """Every rank has committed a step since, or has none left."""
         steps = self.world.script.steps
-        for rank in range(self.world.size):
+        for rank in self.world.members:
             has = self.progress.get((event.generation, rank), -1)
             if has <= event.resume_step and has < steps:
                 self.broken("finished", f"the recovery is over, and rank {rank} has come to {has}: {event}")
@@ -312,6 +344,10 @@ class Laws:
     def event(self, process: Process, event: ev.Event) -> None:
         self._together(event)
         self._is_newer(process, event)
+        if isinstance(event, ev.JobResized):
+            self.world.members = set(event.ranks)
+        elif isinstance(event, ev.Notice) and event.kind == NoticeKind.NODE_LEFT:
+            self.dismissed.add(event.text.split()[1])
         if isinstance(event, ev.RecoveryFinished):
             self._finished(event)
             for key in [k for k in self.failures if k[0] is process and k[3] == _BEFORE_A_STEP]:
@@ -424,14 +460,16 @@ class Laws:
         if "DivergedError" in reason:
             return world.script.comes_apart
         if "end state is lost" in reason or "have taken their last step" in reason:
-            return all(self.newest.get(rank) == world.script.steps for rank in range(world.size))
+            return all(self.newest.get(rank) == world.script.steps for rank in world.members)
         if "(max_" in reason:
             return self._is_a_loop(reason)
         if "raised" in reason and "before its first step" in reason:
             return bool(self.faults) if "PeerLost" in reason else self._struck("crash") > 0
         if "no node with room" in reason:
             nodes = self.failed_by.machine.job.nodes.values() if self.failed_by is not None else ()
-            return sum(node.slots for node in nodes if node.alive) < world.size
+            if world.shape.replace == "never":
+                return True
+            return sum(node.slots for node in nodes if node.alive) < (world.shape.elastic or world.size)
         if "cannot be recovered" in reason or "holds any state" in reason:
             if self._one_is_lost():
                 world.note("(one rank, or one node, is lost of a whole job)")
@@ -493,13 +531,13 @@ class Laws:
         world = self.world
         models = [w.model for w in world.workers.values() if w.model is not None and not w.process.dead]
         late = {v for model in models for v, was in model.sealing.late.items() if was}
-        names: dict[str, set[int]] = {f"capsule@{r}": set() for r in range(world.size)}
+        names: dict[str, set[int]] = {f"capsule@{r}": set() for r in world.members}
         names |= {"param": set(), "common": set()}
         if world.script.unique:
-            names |= {f"zero@{r}": set() for r in range(world.size)}
+            names |= {f"zero@{r}": set() for r in world.members}
         for process in world.workers.values():
             model = process.model
-            if process.place < 0 or process.agent.dead or process._closed or not self._counts(process):
+            if process.place not in world.members or process.agent.dead or process._closed or not self._counts(process):
                 continue
             if model is not None and process.process.life is Life.RUNS and not (model.mute or model.spoilt):
                 if model.gate.live >= 0:
@@ -507,7 +545,7 @@ class Laws:
                         names[name].add(model.gate.live)
                 for held in model._held():
                     if not held.early or held.version not in late:
-                        for name in held.shards:
+                        for name in names.keys() & set(held.shards):
                             names[name].add(held.version)
                 names["common"] |= set(model.common.at)
                 names[f"capsule@{model.rank}"] |= {v for v in model.capsule.at if v not in model.capsule.early}
@@ -563,7 +601,7 @@ class Laws:
 
     def agent_ended(self, name: str, code: int, reason: str) -> None:
         """Well, only if all ranks have come to their end."""
-        if code == 0 and len(self.world.ended_ranks) < self.world.size:
+        if code == 0 and name not in self.dismissed and not self.world.members <= self.world.ended_ranks:
             self.broken("agent ends", f"{name} ends well ({reason}), and only ranks {self.world.ended_ranks} have")
 
     # -- the end --------------------------------------------------------------------------------------
@@ -571,7 +609,7 @@ class Laws:
     @property
     def job_over(self) -> bool:
         """It has failed, or every rank has come to its end."""
-        return self.failed or len(self.world.ended_ranks) == self.world.size
+        return self.failed or self.world.members <= self.world.ended_ranks
 
     def finished(self) -> bool:
         if not self.job_over:
@@ -589,7 +627,7 @@ class Laws:
 
     def too_late(self) -> None:
         world = self.world
-        if self.failed or len(world.ended_ranks) == world.size:
+        if self.job_over:
             waits = [n for n, p in world.agents.items() if not p.dead]
             self.broken("waits", f"the job is over, but {waits} have not ended")
             return

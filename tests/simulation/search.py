@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tests.simulation import history as hist
+from tests.simulation.elastic import draw_elastic
 from tests.simulation.removed import REMOVED
 
 
@@ -29,6 +30,7 @@ def main() -> int:
     parser.add_argument(
         "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: every core)"
     )
+    parser.add_argument("--elastic", action="store_true", help="histories of elastic jobs")
     args = parser.parse_args()
     if args.seed is not None:
         args.first, args.seeds, args.jobs = args.seed, 1, 1
@@ -95,7 +97,7 @@ def look(args: argparse.Namespace, seeds: range) -> Found:
     tolerated, found = frozenset(args.tolerate), Found(seeds)
     with hist.quiet(), hist.simulated(), rare_collections(), REMOVED[args.without]() if args.without else nullcontext():
         for seed in seeds:
-            history = hist.draw(seed)
+            history = draw_elastic(seed) if args.elastic else hist.draw(seed)
             outcome = hist.run(history, tolerated=tolerated)
             found.handled += outcome.handled
             found.recoveries += outcome.recoveries

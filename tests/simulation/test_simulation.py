@@ -11,9 +11,12 @@ from unittest.mock import patch
 
 import pytest
 
+from flashrecovery.controller import custody
 from flashrecovery.controller.crashes import Crashes
 from flashrecovery.controller.machine import Machine
+from tests.simulation import content
 from tests.simulation.content import Script
+from tests.simulation.elastic import draw_elastic
 from tests.simulation.history import Fault, History, Outcome, draw, quiet, run, simulated
 from tests.simulation.network import Firewall, Weather
 from tests.simulation.removed import BREAKS, REMOVED, instead
@@ -47,6 +50,84 @@ def test_no_history_breaks_a_law() -> None:
         results = list(pool.map(broken, parts, [_PART] * len(parts)))
     assert not [text for _, found in results for text in found]
     assert sum(recoveries for recoveries, _ in results) >= SEEDS // 10, "hardly anything was recovered"
+
+
+OPEN_ELASTIC = {45: "given away"}
+"""As :data:`OPEN`. (45: an agent has stood still, and goes on while the controller, on a host of its own, is dead; so
+it may be in any job.)"""
+ELASTIC_SEEDS = range(SEEDS // 16)
+
+
+def broken_elastic(first: int, count: int) -> tuple[int, list[str]]:
+    """How often elastic jobs have changed their size in these histories, and the laws that were broken."""
+    resized, found = 0, []
+    with quiet(), simulated():
+        for seed in range(first, first + count):
+            outcome = run(draw_elastic(seed))
+            resized += sum(" job_resized " in line for line in outcome.trace)
+            if outcome.violation is not None and OPEN_ELASTIC.get(seed) != outcome.violation.law:
+                found.append(f"elastic seed {seed}: {outcome.violation}")
+    return resized, found
+
+
+@pytest.mark.timeout(600)
+def test_no_history_of_an_elastic_job_breaks_a_law() -> None:
+    """``python -m tests.simulation --elastic --seed N --shrink`` shows what has happened in one."""
+    parts = ELASTIC_SEEDS[:: _PART // 2]
+    with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
+        results = list(pool.map(broken_elastic, parts, [_PART // 2] * len(parts)))
+    assert not [text for _, found in results for text in found]
+    assert sum(resized for resized, _ in results) >= len(ELASTIC_SEEDS) // 2, "hardly any job has changed its size"
+
+
+@pytest.mark.parametrize("seed", [179, 219, 289, 304])
+def test_whoever_alone_has_the_state_does_not_leave(seed: int) -> None:
+    """Somebody has commanded a smaller size, and those who would have stayed die before it has come."""
+    with quiet(), simulated():
+        outcome = run(draw_elastic(seed))
+    assert outcome.violation is None and outcome.state == "finished"
+    with quiet(), simulated(), patch.object(custody, "have", lambda records, version: True):
+        violation = run(draw_elastic(seed)).violation
+    assert violation is not None and violation.law == "unjustified"
+
+
+@pytest.mark.parametrize("seed", [76, 1041, 1106])
+def test_a_capsule_that_is_lost_is_another_ranks_in_an_elastic_job(seed: int) -> None:
+    with quiet(), simulated():
+        assert run(draw_elastic(seed)).state == "finished"
+
+
+def test_a_division_that_leaves_something_out_is_noticed() -> None:
+    def less(script: Script, place: int, size: int) -> range:
+        return range(place, script.micro_batches - (size == 3), size)
+
+    with quiet(), simulated(), patch.object(content, "division", less):
+        violation = run(calm_elastic(Fault(0.5, "resize", (3, -1)))).violation
+    assert violation is not None and violation.law == "division"
+
+
+def calm_elastic(*faults: Fault, nodes: int = 1, nproc: int = 4) -> History:
+    shape = Shape(nodes, nproc, elastic=1)
+    return History(1, shape, Script(steps=40, micro_batches=6), Weather(), faults)
+
+
+def test_an_elastic_job_goes_down_and_up_again() -> None:
+    with quiet(), simulated():
+        outcome = run(calm_elastic(*(Fault(0.3 + 0.8 * i, "resize", (n, -1)) for i, n in enumerate((2, 4, 1, 3)))))
+    sizes = re.findall(r"job_resized .*replicas=(\d)", "\n".join(outcome.trace))
+    assert outcome.violation is None and outcome.state == "finished" and sizes == ["2", "4", "1", "3"]
+
+
+def test_a_node_that_comes_back_is_filled_and_one_that_is_drained_ends() -> None:
+    """The job shrinks for a lost node, grows with it, and hands over what another one has."""
+    with quiet(), simulated():
+        faults = (Fault(0.3, "power", ("n1", 2.0)), Fault(5.0, "drain", ("n2", 10.0)))
+        script = Script(steps=120, micro_batches=6)
+        outcome = run(History(1, Shape(3, 1, elastic=1), script, Weather(), faults))
+    text = "\n".join(outcome.trace)
+    sizes = re.findall(r"job_resized .*replicas=(\d)", text)
+    assert outcome.violation is None and outcome.state == "finished" and sizes == ["2", "3", "2"]
+    assert "kind=node_left" in text
 
 
 def of(history: History) -> Outcome:

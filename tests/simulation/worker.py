@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from flashrecovery.errors import DivergedError, DrainError, StepInterrupted
+from flashrecovery.plan.placement import ring_of
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.state.version import VERSIONS_KEPT
 from flashrecovery.worker import proof
@@ -35,6 +36,10 @@ _POLL_S = 0.005
 _LOOK_S = 0.1
 Drawn = tuple[Own, int]
 """All that is a rank's own: with the registered object, if that is."""
+
+
+class Left(Exception):
+    """The rank leaves the job."""
 
 
 class WouldWait(Exception):
@@ -80,19 +85,33 @@ class Copies:
 
     def __init__(self, worker: ModelWorker, stride: int, nodes: int) -> None:
         self._w = worker
-        world, rank = worker.world.size, worker.rank
+        world = worker.world.size
         unique = worker.script.unique
-        self.neighbour = world > 1 and (unique or nodes > 1)
+        self._between_nodes, self._stride = unique or nodes > 1, stride
+        self._become(tuple(range(world)))
         self.capsules_only = self.neighbour and not unique
-        self.target, self.owner = (rank + stride) % world, (rank - stride) % world
+        self.next_members: tuple[int, ...] = ()
         self.undo: dict[int, Content] = {}
-        self.kept: dict[int, tuple[bytes, int, bool]] = {}
+        self.kept: dict[int, tuple[bytes, int, bool, int]] = {}
         self.own_copies = self.neighbour and not self.capsules_only
         self.undo_on = self.own_copies
         self._exchange: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
         self._halted = False
         self._rounds = 0
+
+    def _become(self, members: tuple[int, ...]) -> None:
+        """The ring of these ranks."""
+        self.neighbour = len(members) > 1 and self._between_nodes
+        if self.neighbour:
+            place, ring = members.index(self._w.rank), ring_of(len(members), self._stride)
+            self.target, self.owner = members[ring[place]], members[ring.index(place)]
+
+    async def settle(self) -> None:
+        """The copies of the version that was handed out are complete; or somebody is stopped, or is to be."""
+        gate = self._w.gate
+        while self._exchange is not None and not (self._exchange.done() or gate.held or gate.stopped):
+            await asyncio.sleep(_POLL_S)
 
     def start(self, version: int) -> None:
         if self.neighbour:
@@ -114,7 +133,7 @@ class Copies:
                 del self.kept[min(self.kept)]
             theirs, unique, their_early = await port.receive(self.owner, key)
             if theirs is not None and not self._halted:
-                self.kept[version] = (theirs, unique, their_early)
+                self.kept[version] = (theirs, unique, their_early, self.owner)
         except PeerLost as e:
             self._error = e
 
@@ -152,6 +171,9 @@ class Copies:
             await asyncio.wait({self._exchange})
 
     def resumed(self, version: int) -> None:
+        if self.next_members:
+            self._become(self.next_members)
+            self.capsules_only, self.next_members = self.neighbour, ()
         self._halted, self._error, self._rounds = False, None, 0
         self.kept = {v: k for v, k in self.kept.items() if v <= version}
         self.undo = {v: k for v, k in self.undo.items() if v <= version}
@@ -161,7 +183,8 @@ class Copies:
         names = w.tensor_names()
         held = [pb.Held(kind="undo", version=v, shards=names) for v in sorted(self.undo)]
         for version in sorted(self.kept):
-            shards = [f"capsule@{self.owner}"] + ([f"zero@{self.owner}"] if self.own_copies else [])
+            owner = self.kept[version][3]
+            shards = [f"capsule@{owner}"] + ([f"zero@{owner}"] if self.own_copies else [])
             for name in shards:
                 early = name.startswith("capsule@") and self.kept[version][2]
                 held.append(pb.Held(kind="copy", version=version, shards=[name], nbytes=[8], early=early))
@@ -184,7 +207,8 @@ class ModelWorker:
         self.gate = Gate(page)
         self.gate.lock = NoWaiting()  # type: ignore[assignment]
         self.gate.generation = assign.generation
-        self.now: Content = content.start(self.script, self.rank)
+        self.members: tuple[int, ...] = tuple(range(world.size))
+        self.now: Content = content.start(self.script, self._like)
         self.plain = 0
         self.common, self.capsule = Kept(), Kept()
         self.habits = Habits()
@@ -218,6 +242,11 @@ class ModelWorker:
         self._held_for = -1
         self.over = False
 
+    @property
+    def _like(self) -> int:
+        """The rank whose content this one's is."""
+        return 0 if self.script.micro_batches else self.rank
+
     # -- control thread -----------------------------------------------------------------------------
 
     def hear(self, command: pb.Command) -> None:
@@ -249,6 +278,9 @@ class ModelWorker:
                 self._say(pb.FromWorker(hang_report=pb.HangReport(rank=self.rank, answered=True)))
             elif body == "keep_undo":
                 self.habits.hear(command.keep_undo.step)
+            elif body == "pause":
+                if command.generation == self.gate.generation:
+                    self.gate.pause_at, self.gate.pause_with_copies = command.pause.step, command.pause.copies
             elif body == "checkpoint":
                 self._announced = command.checkpoint.version
             elif body is not None and body != "fault":
@@ -287,6 +319,9 @@ class ModelWorker:
         """The script."""
         try:
             await self._script()
+        except Left:
+            self.over = True
+            self.world.exits(self.process, 0)
         except (PeerLost, StepInterrupted, DivergedError) as e:
             self.fail(
                 type(e).__name__, str(e), communication=isinstance(e, PeerLost), fatal=isinstance(e, DivergedError)
@@ -337,6 +372,7 @@ class ModelWorker:
             hang_floor_s=self.world.config.timeouts.hang_floor_s,
             checkpoints=self.world.disk is not None,
             checkpoint_interval_s=self.world.shape.checkpoint_s,
+            batches="global" if self.script.micro_batches else "",
         )
         if not self.detached:
             self.gate.live = 0
@@ -367,12 +403,24 @@ class ModelWorker:
             self._settle()
             if self.gate.stopped:
                 await self._recover()
+            elif self.gate.paused:
+                await self._pause()
             elif self.gate.version < self.script.steps:
                 return False
             elif await self._wait_for_release():
                 return True
             else:
                 self._resumed()
+
+    async def _pause(self) -> None:
+        if self.gate.pause_with_copies:
+            await self.copies.settle()
+        self.gate.leave_step(done=True)
+        paused = pb.Paused(rank=self.rank, generation=self.gate.generation, version=self.gate.version)
+        self._say(pb.FromWorker(paused=paused))
+        while not await self._carry_out(await self._inbox.get()):
+            pass
+        self._resumed()
 
     async def _wait_for_release(self) -> bool:
         self.gate.leave_step(done=True)
@@ -457,7 +505,7 @@ class ModelWorker:
         return self.gate.stopped
 
     async def _body(self, step: int) -> None:
-        gate, script, rank = self.gate, self.script, self.rank
+        gate, script, rank = self.gate, self.script, self._like
         await self._work(script.forward_s / 2)
         gate.check()
         self.now = content.forward(script, rank, self.now)
@@ -468,7 +516,7 @@ class ModelWorker:
         self.sealing.forward_ends(step + 1)
         await self._waiting(self.copies.wait())
         await self._work(script.backward_s)
-        gradients = await self._waiting(self.port.gather("sync", content.gradient(script, rank, self.now, seen)))
+        gradients = await self._gradients(seen)
         if script.late_buffer:  # as a gate's bias is, by the gradients of all ranks
             self.now = content.changed(self.now, content.mix(*gradients))
         gate.check()
@@ -487,11 +535,22 @@ class ModelWorker:
         self._proof_due = False
         self.world.committed(self)
 
+    async def _gradients(self, seen: int) -> list[int]:
+        """Of all ranks, or of all micro-batches of an elastic job's step."""
+        script, place, size = self.script, self.members.index(self.rank), len(self.members)
+        if not script.micro_batches:
+            mine = content.gradient(script, self.rank, self.now, seen)
+            return list(await self._waiting(self.port.gather("sync", mine)))
+        numbers = content.division(script, place, size)
+        computed = {n: content.micro_gradient(script, self.now, seen, n) for n in numbers}
+        of_all = await self._waiting(self.port.gather("sync", tuple(computed.items())))
+        return self.world.laws.divided(self, [item for items in of_all for item in items])
+
     def _fetch(self, position: int) -> bytes:
         """The next batch; after a void attempt, the one that was handed out then."""
         batch, digest = self._batches.get(position, (b"", 0))
         if not batch or content.digest_of(batch) != digest:
-            batch = content.batch_of(self.rank, position)
+            batch = content.batch_of(self._like, position)
             digest = content.digest_of(batch)
         self._batches[position] = (content.written(batch) if self.script.in_place else batch, digest)
         self._batches.pop(position - 4, None)
@@ -633,8 +692,10 @@ class ModelWorker:
         try:
             if body == "stop":
                 await self._stop(command, reply)
+            elif body == "leave":
+                raise Left
             elif body == "regroup":
-                await self.port.attach(command.generation, command.regroup.deadline_s)
+                await self._regroup(command)
             elif body == "restore":
                 await self._restore(command.restore, reply)
             elif body == "resume":
@@ -648,6 +709,11 @@ class ModelWorker:
         await asyncio.sleep(0.0002 + 0.004 * self.world.random.random())
         self._say(pb.FromWorker(reply=reply))
         return resumed
+
+    async def _regroup(self, command: pb.Command) -> None:
+        if command.regroup.members:
+            self.members = self.copies.next_members = tuple(command.regroup.members)
+        await self.port.attach(command.generation, command.regroup.deadline_s, self.members)
 
     async def _stop(self, command: pb.Command, reply: pb.Reply) -> None:
         await self.copies.stop()
@@ -741,8 +807,10 @@ class ModelWorker:
     def _source(self, item: pb.TransferItem, version: int) -> Any:
         if item.shard == "common":
             return self.common.at[version]
+        if item.kind == "lent":
+            return self.capsule.at[version]
         if item.kind == "copy":
-            capsule, unique, _ = self.copies.kept[version]
+            capsule, unique, _, _ = self.copies.kept[version]
             return capsule if item.shard.startswith("capsule@") else unique
         now = self.copies.undo[version] if item.kind == "undo" and version in self.copies.undo else self.now
         return now.weights if item.shard == "param" else now.unique
@@ -775,6 +843,9 @@ class ModelWorker:
 
     async def _resume(self, command: pb.Command) -> bool:
         version = command.resume.version
+        if command.resume.HasField("pause") or command.generation != self.gate.generation:
+            pause = command.resume.pause if command.resume.HasField("pause") else pb.Pause(step=-1)
+            self.gate.pause_at, self.gate.pause_with_copies = pause.step, pause.copies
         if not await self._told_to_resume(version, command.generation):
             return False
         self.came_at = version if self._fresh else min(self.came_at, version)

@@ -46,7 +46,8 @@ _LIMITS = ("max_failures_per_step", "max_kills_per_step", "max_restarts")
 @dataclass(frozen=True)
 class Shape:
     """The job: how many nodes and ranks, where the controller is. ``checkpoint_s``: from one fallback checkpoint to the
-    next (0: none). ``limits``: a crash loop ends it, as it would in earnest."""
+    next (0: none). ``limits``: a crash loop ends it, as it would in earnest. ``elastic``: the least number of ranks (0:
+    it has all of them, always); ``replace``: of such a job."""
 
     nodes: int
     nproc: int
@@ -56,6 +57,8 @@ class Shape:
     standby: int = 0
     checkpoint_s: float = 0.0
     limits: bool = False
+    elastic: int = 0
+    replace: str = "auto"
 
     @property
     def world(self) -> int:
@@ -116,6 +119,8 @@ class World:
         self.fabric = Fabric(self.network, random.Random(self.seed + 2), self.shape.world)
         self.reference = Reference(self.script, self.shape.world)
         self.size = self.shape.world
+        self.members = set(range(self.size))
+        """The ranks of which the job consists, as its controllers have said last."""
         self.pids = itertools.count(1000)
         self.workers: dict[int, SimWorkerProcess] = {}
         self.agents: dict[str, Process] = {}
@@ -154,6 +159,11 @@ class World:
                 "checkpoint": {"dir": "/simulated", "interval_s": self.shape.checkpoint_s}
                 if self.shape.checkpoint_s
                 else {},
+                **(
+                    {"elastic": {"min": self.shape.elastic, "max": self.shape.world, "replace": self.shape.replace}}
+                    if self.shape.elastic
+                    else {}
+                ),
                 "log": "none",
                 "timeouts": {**_SHORTER, **self.timeouts},
             }

@@ -117,3 +117,30 @@ def test_one_who_has_just_left_counts() -> None:
     everybody = records()
     departed = without(everybody, 0)
     assert choose_leaving(everybody, departed, 1, 7) == [2]
+
+
+def test_a_capsule_that_nobody_has_is_another_ranks_in_an_elastic_job() -> None:
+    """What each rank has for itself there is as good as equal. In any other job it is lost."""
+    everybody = records(2, copies={})
+    for record in everybody.values():
+        record.needs = {"w": 100, "common": 10, f"capsule@{record.rank}": 5}
+    everybody[1].take_inventory(-1, [])
+    with pytest.raises(JobFailedError, match="capsule@1"):
+        decide(everybody, None)
+    round_ = decide(everybody, None, (0, 1)).round
+    assert round_.version == 7 and round_.reshape is None
+    assert {(t.shard, t.source, t.kind) for t in round_.plan.transfers} == {
+        ("w", 0, Kind.LIVE),
+        ("common", 0, Kind.LIVE),
+        ("capsule@1", 0, Kind.LENT),
+    }
+
+
+def test_who_has_nothing_does_not_stay_alone() -> None:
+    everybody = records()
+    for record in everybody.values():
+        record.needs = {"w": 100, "common": 10, f"capsule@{record.rank}": 5}
+        record.take_inventory(7 if record.rank == 3 else -1, [])
+    assert choose_leaving(everybody, {}, 3, 7) == [0, 1, 2]
+    assert choose_leaving(everybody, {}, 3, 7, on_disk=True) == [1, 2, 3]
+    assert choose_leaving(everybody, {}, 1, 7, named=[3]) is None

@@ -205,6 +205,18 @@ def test_a_failure_before_the_step_does_not_forget_the_command() -> None:
     assert resized(world).step == step and resized(world).left == [3]
 
 
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_those_who_alone_have_the_state_do_not_leave(replicas: int) -> None:
+    """Those that would stay have died, and have been filled again: they would get their state from those who leave."""
+    world = elastic_world(least=1, replace="auto")
+    assert world.machine.resize(replicas, -1, world.now) == ""
+    pause(world, 3)
+    for rank in range(3):
+        world.kill(rank)
+    assert world.run() is State.FINISHED, world.machine.job.failure_reason
+    assert len(resized(world).ranks) == replicas and 3 in resized(world).ranks
+
+
 def test_a_rank_that_dies_while_all_pause_leaves_instead() -> None:
     world = elastic_world()
     assert world.machine.resize(3, -1, world.now) == ""

@@ -55,15 +55,29 @@ def custody(wanted: Sequence[Need], records: Collection[RankRecord], version: in
     return found
 
 
+def have(records: Collection[RankRecord], version: int) -> bool:
+    """Whether these ranks together have what each of them needs at ``version``. Those that have just been filled again
+    have nothing, and whoever has the same may be about to leave."""
+    held: set[str] = set()
+    for record in records:
+        held.update(record.kept_at(version), record.needs if record.live == version else ())
+    if any(record.has_capsule(version) for record in records):
+        held.update(capsule_name(record.rank) for record in records)  # of an elastic job, anybody's serves
+    return all(held.issuperset(record.needs) for record in records)
+
+
 def choose_leaving(
     records: Mapping[int, RankRecord],
     departed: Mapping[int, Mapping[str, int]],
     count: int,
     version: int,
     named: Sequence[int] = (),
+    *,
+    on_disk: bool = False,
 ) -> list[int] | None:
-    """So many ranks that can leave at ``version`` because others have what only they need: the ``named`` ones, and the
-    last ones, as far as that is so. None if there are not so many, or a named one is not among them."""
+    """So many ranks that can leave at ``version`` because others have what only they need, and those who stay have
+    what they need themselves (``on_disk``: all of it is read): the ``named`` ones, and the last ones, as far as that
+    is so. None if there are not so many, or a named one is not among them."""
     chosen: list[int] = []
     for rank in (*named, *(other for other in reversed(list(records)) if other not in named)):
         if len(chosen) == count:
@@ -71,6 +85,6 @@ def choose_leaving(
         leaving = [*chosen, rank]
         staying = [record for other, record in records.items() if other not in leaving]
         gone = {**departed, **{other: records[other].needs for other in leaving}}
-        if custody(left_behind(gone, staying), staying, version) is not None:
+        if custody(left_behind(gone, staying), staying, version) is not None and (on_disk or have(staying, version)):
             chosen = leaving
     return sorted(chosen) if len(chosen) == count and set(named) <= set(chosen) else None

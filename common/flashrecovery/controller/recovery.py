@@ -257,7 +257,7 @@ class RecoverySteps:
         self._job.needs_known = self._job.generation
         try:
             decision = self._decision()
-            if self._resizing.leave_at(decision.round.version):
+            if self._resizing.leave_at(decision.round.version, on_disk=bool(decision.checkpoint)):
                 decision = self._decision()
         except JobFailedError as e:
             self._nothing_to_go_on_from(str(e), now)

@@ -179,11 +179,11 @@ class Resizing:
             return self._coming.pause()
         return self._wish.pause(copies=divided(self._job.in_order))
 
-    def leave_at(self, version: int) -> bool:
-        """All ranks are stopped, and are to go on at ``version``. Who has to leave does so now: those that a command
-        has leave, and those without whom there are as many as are allowed. What only they have must also be elsewhere:
-        else, for a command, all pause once more before the same step, with their copies made. Returns whether somebody
-        leaves.
+    def leave_at(self, version: int, *, on_disk: bool = False) -> bool:
+        """All ranks are stopped, and are to go on at ``version`` (``on_disk``: of a checkpoint). Who has to leave does
+        so now: those that a command has leave, and those without whom there are as many as are allowed. What only they
+        have must also be elsewhere: else, for a command, all pause once more before the same step, with their copies
+        made. Returns whether somebody leaves.
 
         Raises JobFailedError: there are more ranks than are allowed, and none of those can leave.
         """
@@ -196,7 +196,7 @@ class Resizing:
         if wish is not None and version >= wish.step:
             named = [rank for rank in wish.ranks if rank in self._job.ranks]
             wanted = min(most, size - len(named) if wish.ranks else wish.replicas)
-            ranks = self._choose(allowed.largest(wanted, wanted, uneven=True) or most, version, named)
+            ranks = self._choose(allowed.largest(wanted, wanted, uneven=True) or most, version, named, on_disk=on_disk)
             if ranks is None and self._tries < _TRIES:
                 self._tries += 1
             elif ranks is None:
@@ -208,7 +208,7 @@ class Resizing:
             if ranks is not None or self._tries >= _TRIES:
                 self._wish, self._tries = None, 0
         if ranks is None:
-            ranks = self._choose(most, version)
+            ranks = self._choose(most, version, on_disk=on_disk)
         if ranks is None:
             raise JobFailedError(
                 f"{size} replicas are left, {most} are allowed, and what the others have alone nobody else has at "
@@ -218,10 +218,12 @@ class Resizing:
             self._depart(rank, grace_s=self._job.config.timeouts.fence_s)
         return bool(ranks)
 
-    def _choose(self, size: int, version: int, named: Sequence[int] = ()) -> list[int] | None:
+    def _choose(self, size: int, version: int, named: Sequence[int] = (), *, on_disk: bool = False) -> list[int] | None:
         """The ranks that leave so that ``size`` go on, ``named`` ones first; None if so many cannot."""
         count = len(self._job.ranks) - size
-        return choose_leaving(self._job.ranks, self._job.departed, count, version, named) if count > 0 else []
+        if count <= 0:
+            return []
+        return choose_leaving(self._job.ranks, self._job.departed, count, version, named, on_disk=on_disk)
 
     def come_at(self, decision: Decision) -> Decision:
         """The same for ranks that come: returns what is decided with those that do so now."""

@@ -150,13 +150,16 @@ def decide(
     parity = _decodable(records)
     left = left_behind(departed, records.values())
     cut = _plain_cut(records, parity, left) or _any_cut(records, parity, left)
+    alike = bool(layout) and isinstance(cut, NoCut)
+    if alike:  # in an elastic job a lost capsule is as good as equal to another rank's
+        cut = _any_cut(records, parity, left, alike=True)
     if isinstance(cut, NoCut):
         because = why_not([record.parity for record in records.values() if record.parity is not None])
         reason = cut.reason + forgotten + (f"; {because}" if because else "")
         if checkpoint is None:
             raise JobFailedError(f"the job cannot be recovered: {reason}; and there is no checkpoint")
         return Decision.from_checkpoint(checkpoint, records, reason)
-    decision = _from_memory(cut, records, parity)
+    decision = _from_memory(cut, records, parity, alike=alike)
     if layout and tuple(layout) != tuple(records):
         serving = custody(left, records.values(), cut.version)
         if serving is None:
@@ -176,12 +179,14 @@ def _decodable(records: Mapping[int, RankRecord]) -> list[Decodable]:
     return decodable([record.parity for record in records.values() if record.parity is not None])
 
 
-def _from_memory(cut: Cut, records: Mapping[int, RankRecord], parity: Collection[Decodable]) -> Decision:
+def _from_memory(
+    cut: Cut, records: Mapping[int, RankRecord], parity: Collection[Decodable], *, alike: bool = False
+) -> Decision:
     # Whoever is live at the version needs nothing: mostly all but a few ranks.
     needs = [n for r in records.values() if r.live != cut.version for n in r.need_list()]
     holdings = list(_sources(records.values(), cut.version, Counter(n.shard for n in needs)))
     holdings += [h for one in parity if one.order.version == cut.version for h in one.holdings]
-    holdings += _lent(records.values(), [cut.version])
+    holdings += _lent(records.values(), [cut.version], alike=alike)
     plan = plan_restore(needs, holdings, cut.version)
     decoded = {(i.rank, i.shard) for i in plan.local if i.kind is Kind.PARITY}
     decoded |= {(t.source, t.shard) for t in plan.transfers if t.kind is Kind.PARITY}
@@ -228,22 +233,24 @@ def _sources(records: Iterable[RankRecord], version: int, lacking: Mapping[str, 
         yield from record.copies_at(version, of_any)
 
 
-def _lent(records: Iterable[RankRecord], versions: Iterable[int]) -> list[Holding]:
+def _lent(records: Iterable[RankRecord], versions: Iterable[int], *, alike: bool = False) -> list[Holding]:
     """A rank that has come into an elastic job has no capsule anywhere. What each rank has for itself there is as good
-    as equal (docs/elastic.md), so that anybody's serves."""
+    as equal (docs/elastic.md), so that anybody's serves. ``alike``: so it does for all ranks."""
     records = list(records)
-    new = [capsule_name(record.rank) for record in records if record.new]
+    new = [capsule_name(record.rank) for record in records if record.new or alike]
     if not new:
         return []
     own = [(record.rank, version) for version in versions for record in records if record.has_capsule(version)]
     return [Holding(rank, name, version, Kind.LENT, 0) for name in new for rank, version in own]
 
 
-def _any_cut(records: Mapping[int, RankRecord], parity: Iterable[Decodable], left: Sequence[Need] = ()) -> Cut | NoCut:
+def _any_cut(
+    records: Mapping[int, RankRecord], parity: Iterable[Decodable], left: Sequence[Need] = (), *, alike: bool = False
+) -> Cut | NoCut:
     needs = [n for r in records.values() for n in r.need_list()] + list(left)
     holdings = [h for r in records.values() for h in r.holdings()]
     holdings += [h for one in parity for h in one.holdings]
-    holdings += _lent(records.values(), {h.version for h in holdings})
+    holdings += _lent(records.values(), {h.version for h in holdings}, alike=alike)
     return newest_cut(needs, holdings)
 
 

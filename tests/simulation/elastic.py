@@ -1,0 +1,80 @@
+"""Histories of elastic jobs: nodes leave and come back, somebody commands a size or has a node leave, and what strikes
+any job strikes in the middle of that."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tests.simulation.content import Script
+from tests.simulation.history import MOMENTS, Fault, History, draw
+from tests.simulation.network import Firewall
+from tests.simulation.world import Shape
+
+MORE_MOMENTS = (*MOMENTS, "hears pause", "hears leave", "job_resized", "newcomers", "node_leaves")
+"""What a fault may follow here."""
+
+
+def draw_elastic(seed: int) -> History:
+    """The history of this seed."""
+    rng, like = random.Random(seed * 6_700_417 + 5), draw(seed)
+    shape = _shape(rng)
+    script = Script(
+        steps=rng.choice((16, 30, 60)),
+        micro_batches=shape.world + rng.choice((0, 1, 3)),
+        below=rng.random() < 0.3,
+        in_place=rng.random() < 0.2,
+        forward_s=rng.choice((0.02, 0.05)),
+        backward_s=rng.choice((0.02, 0.05)),
+        optimizer_s=rng.choice((0.002, 0.02)),
+        startup_s=rng.choice((0.1, 0.5)),
+    )
+    faults = [fault for _ in range(rng.choice((1, 2, 2, 3, 4))) for fault in _one(rng, shape, script)]
+    if rng.random() < 0.5:
+        times = rng.choice((1, 1, 2, shape.world, rng.randint(1, 3 * shape.world)))
+        after, delay = (rng.choice(MORE_MOMENTS), times), rng.choice((0.0, 0.0003, 0.002, 0.01, 0.05, 0.3))
+        faults += [replace(fault, at=delay, after=after) for fault in _one(rng, shape, script)][:1]
+    return History(seed, shape, script, like.weather, tuple(sorted(faults, key=lambda fault: fault.at)))
+
+
+def _shape(rng: random.Random) -> Shape:
+    least, never = rng.choice((1, 2)), "never" if rng.random() < 0.2 else "auto"
+    if rng.random() < 0.3:
+        return Shape(1, rng.choice((3, 4)), elastic=least, replace=never)
+    nodes, nproc = rng.choice(((3, 1), (4, 1), (5, 1), (2, 2), (3, 2)))
+    spares = rng.choice((0, 0, 1))
+    return Shape(nodes, nproc, spares=spares, external=rng.random() < 0.4, elastic=least, replace=never)
+
+
+def _one(rng: random.Random, shape: Shape, script: Script) -> Iterator[Fault]:
+    """Something that happens, and perhaps what follows from it."""
+    span = max(script.steps * (script.forward_s + script.backward_s + script.optimizer_s), 1.0)
+    at, names = 0.1 + rng.random() * span, [f"n{i}" for i in range(shape.nodes + shape.spares)]
+    kinds = ["kill", "kill", "resize", "resize", "mute"]
+    if shape.nodes > 1:
+        kinds += ["power", "power", "power", "drain", "drain", "cut", "freeze host", "freeze agent"]
+    if shape.external:
+        kinds += ["controller", "controller"]
+    kind, name = rng.choice(kinds), rng.choice(names)
+    if kind in ("kill", "mute"):
+        yield Fault(at, kind, (rng.randrange(shape.world),))
+    elif kind == "resize":
+        yield Fault(at, kind, (rng.randint(shape.elastic, shape.world), rng.choice((-1, -1, 2, 5))))
+        if rng.random() < 0.6:
+            yield Fault(at + rng.random() * span / 2, kind, (shape.world, rng.choice((-1, 2, 5))))
+    elif kind == "power":
+        yield Fault(at, kind, (name, rng.choice((0.5, 1.0, 3.0))))
+    elif kind == "drain":
+        yield Fault(at, kind, (name, rng.choice((2.0, 10.0))))
+    elif kind == "controller":
+        yield Fault(at, kind, (rng.choice((0.2, 1.0, 3.0)),))
+    elif kind == "cut":
+        others = tuple(n for n in [*names, *(["ctl"] if shape.external else [])] if n != name)
+        yield Fault(
+            at,
+            kind,
+            ((name,), others, 0.5 + 4 * rng.random(), rng.choice((Firewall.DROP, Firewall.REJECT)), rng.random() < 0.3),
+        )
+    else:
+        yield Fault(at, kind, (name, 0.5 + 3 * rng.random()))

@@ -48,7 +48,7 @@ def slice_length(numel: int, size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Piece:
+class SlicePart:
     """What a rank has of one parameter: elements ``start`` to ``stop`` of the parameters end to end, which begin at
     ``at`` of its flat tensor."""
 
@@ -58,14 +58,14 @@ class Piece:
 
 
 @cache
-def pieces(numels: tuple[int, ...], place: int, size: int) -> tuple[Piece, ...]:
+def pieces(numels: tuple[int, ...], place: int, size: int) -> tuple[SlicePart, ...]:
     """Of the rank at ``place``, in the order of the parameters. None of those of which it has nothing but padding."""
     found, offset, at = [], 0, 0
     for numel in numels:
         each = slice_length(numel, size)
         start, stop = min(place * each, numel), min((place + 1) * each, numel)
         if stop > start:
-            found.append(Piece(offset + start, offset + stop, at))
+            found.append(SlicePart(offset + start, offset + stop, at))
         offset, at = offset + numel, at + each
     return tuple(found)
 

@@ -21,6 +21,9 @@ With megatron-core and a loop of one's own, in two lines::
 :mod:`.megatron_fsdp`   FullyShardedDataParallel
 :mod:`.random`          the tracked random streams
 :mod:`.own_loop`        what a script's own loop uses besides
+:mod:`.elastic`         another number of replicas: what cannot follow, and what Megatron has noted of the size
+:mod:`.division`        how the distributed optimizer divides its state, in any size
+:mod:`.reform`          buffers and distributed optimizer are built anew, in the same objects
 :mod:`.trackers`        what layers sum up for the log
 :mod:`.checkpoint`      the fallback checkpoint in Megatron's own format
 :mod:`.pieces`          state as boxes of whole tensors, of which that consists

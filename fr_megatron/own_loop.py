@@ -34,7 +34,8 @@ class OwnLoop:
         self._sums = trackers.save()
         self._running = frozenset(name for name, timer in self._timers().items() if timer._started)
         return {
-            "micro_batches": plain_fields(_calculator()),
+            # Not the rank, by which it chooses who logs: the only field that is each rank's own.
+            "micro_batches": {k: v for k, v in plain_fields(_calculator()).items() if k != "rank"},
             "replicas": _replicas(),
             "hooked": [bool(_handles(chunk)) for chunk in self._chunks],
         }

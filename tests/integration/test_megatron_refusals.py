@@ -73,10 +73,6 @@ def test_a_loop_that_is_not_known(functions: str, version: str, words: list[str]
 class TestMegatronLM:
     """With ``pretrain_gpt.py`` of a checkout."""
 
-    def test_an_elastic_job(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("FLASHRECOVERY_RUN_ELASTIC", "1:2")
-        refused(run_lm(tmp_path / "run", Path(CHECKOUT)), "an elastic job of megatron whose steps are a framework")
-
     @pytest.mark.parametrize(
         ("flags", "words"),
         [

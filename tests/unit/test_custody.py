@@ -144,3 +144,28 @@ def test_who_has_nothing_does_not_stay_alone() -> None:
     assert choose_leaving(everybody, {}, 3, 7) == [0, 1, 2]
     assert choose_leaving(everybody, {}, 3, 7, on_disk=True) == [1, 2, 3]
     assert choose_leaving(everybody, {}, 1, 7, named=[3]) is None
+
+
+def test_what_a_rank_had_that_this_controller_has_never_heard_of() -> None:
+    """It had died before: the copies say what it had."""
+    everybody = records()
+    without(everybody, 1)
+    departed: dict[int, dict[str, int]] = {1: {}}
+    assert [(n.rank, n.shard) for n in left_behind(departed, everybody.values())] == [(1, "w#shard=1/4")]
+    reshape = decide(everybody, None, range(4), departed).round.reshape
+    assert reshape is not None and [(c.owner, c.shard, c.holder) for c in reshape.custody] == [(1, "w#shard=1/4", 2)]
+
+
+def test_only_a_copy_is_served() -> None:
+    """What somebody has of its own, from before, may be of another division."""
+    everybody = records(copies={})
+    departed = without(everybody, 1)
+    own = pb.Held(kind=Kind.UNDO.value, version=7, shards=["w#shard=1/4"], nbytes=[100])
+    everybody[2].take_inventory(7, [own])
+    assert custody(left_behind(departed, everybody.values()), everybody.values(), 7) is None
+
+
+def test_whoever_keeps_what_another_one_had_who_has_left_stays() -> None:
+    everybody = records()
+    departed = without(everybody, 1)
+    assert choose_leaving(everybody, departed, 1, 7, named=[2]) is None

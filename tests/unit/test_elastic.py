@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from torch.utils.data import TensorDataset
 
 from flashrecovery import events as ev
 from flashrecovery.cli.run_options import settings
-from flashrecovery.config import Settings, run_config
+from flashrecovery.config import RunConfig, Settings, run_config
+from flashrecovery.controller.coming_in import ComingIn
+from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.rank_table import Parts, RankTable, affected
 from flashrecovery.controller.records import Place
 from flashrecovery.errors import ConfigError, RegistrationError, UnsupportedError
@@ -226,6 +229,41 @@ def test_a_rank_that_dies_while_all_pause_leaves_instead() -> None:
     assert resized(world).left == [0] and resized(world).ranks == [1, 2, 3]
 
 
+def test_where_state_is_divided_a_rank_that_does_not_pause_is_not_waited_for_for_ever() -> None:
+    """It had begun the step when it heard of the command."""
+    world = elastic_world(replace="auto")
+    for record in world.machine.job.in_order:
+        record.needs[f"w#shard={record.rank}/4"] = 100
+    assert world.machine.resize(3, -1, world.now) == ""
+    pause(world, 1)
+    assert world.machine.job.state is State.RUNNING
+    world.machine.on_tick(world.now + 1.9)
+    assert world.machine.job.state is State.RUNNING
+    world.machine.on_tick(world.now + 2.1)
+    assert world.machine.job.state is State.QUIESCING
+
+
+def test_where_those_who_are_to_leave_cannot_all_pause_again_and_then_it_is_said() -> None:
+    """Nobody keeps copies of what each rank has alone."""
+    world = elastic_world(replace="auto")
+    for record in world.machine.job.in_order:
+        record.needs[f"w#shard={record.rank}/4"] = 100
+    assert world.machine.resize(3, -1, world.now) == ""
+    for attempt in range(3):
+        assert not notices(world, "not_resized"), attempt
+        for rank in range(4):
+            pause(world, rank)
+        assert world.machine.job.state is State.QUIESCING
+        while world.machine.job.state is not State.RUNNING:
+            assert world.step()
+    assert len(notices(world, "not_resized")) == 1
+    assert world.run() is State.FINISHED and not world.of(ev.JobResized)
+
+
+def notices(world: World, kind: str) -> list[ev.Event]:
+    return [event for event in world.of(ev.Notice) if isinstance(event, ev.Notice) and event.kind == kind]
+
+
 def test_a_pause_of_an_older_generation_changes_nothing() -> None:
     world = elastic_world(replace="auto")
     assert world.machine.resize(3, 25, world.now) == ""
@@ -250,6 +288,7 @@ def test_a_pause_that_nobody_remembers_is_ended() -> None:
         (1, -1, "2 to 4, but for 4, is allowed"),
         (4, -1, "2 to 4, but for 4, is allowed"),
         (3, 1, "has begun already"),
+        (3, 2, "has begun already"),
         (3, 30, "takes 30 steps"),
     ],
 )
@@ -322,6 +361,36 @@ def test_a_new_controller_hears_from_a_node_that_was_cut_off_before_ranks_came(s
     world.collect()
     assert set(world.machine.job.ranks) == {0, 1, 2, 3} and world.machine.job.state is State.RUNNING
     assert not told(world, "leave") and world.machine.job.layout == (0, 1, 2, 3)
+
+
+def test_all_members_are_waited_for() -> None:
+    coming = ComingIn(JobState(RunConfig(nproc_per_node=3)))
+    assert [coming.on_paused(pb.Paused(rank=rank), 0.0) for rank in (2, 0, 2, 1)] == [False, False, False, True]
+
+
+class Registered:
+    """What :class:`elastic_rules.ElasticRules` looks at."""
+
+    def __init__(self, *own: str, through: bool = True) -> None:
+        self.adapters: list[Any] = []
+        self.habits = SimpleNamespace(own=list(own))
+        self.batches = SimpleNamespace(refuse_unread=self._refuse, check_framework=lambda: None)
+        self._through = through
+
+    def _refuse(self, step: int) -> None:
+        if not self._through:
+            raise RegistrationError(f"step {step}")
+
+
+def test_each_step_is_looked_at() -> None:
+    def check(registered: Registered) -> None:
+        elastic_rules.ElasticRules(registered).check_step(4)  # type: ignore[arg-type]
+
+    check(Registered())
+    with pytest.raises(RegistrationError, match="step 4"):
+        check(Registered(through=False))
+    with pytest.raises(UnsupportedError, match="differ between the ranks"):
+        check(Registered("thing"))
 
 
 # -- pure parts ---------------------------------------------------------------------------------------

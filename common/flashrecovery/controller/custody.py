@@ -22,17 +22,27 @@ def divided(records: Collection[RankRecord]) -> bool:
 
 
 def left_behind(departed: Mapping[int, Mapping[str, int]], records: Collection[RankRecord]) -> list[Need]:
-    """The shards that ranks have needed that have left (``departed``: their names and sizes, by rank), and nobody
-    needs who stays."""
+    """The shards that ranks have needed that have left (``departed``: their names and sizes, by rank; {}: this
+    controller has never heard of them), and nobody needs who stays."""
     if not departed:
         return []
     staying = set[str]().union(*(record.needs for record in records))
     found: dict[str, Need] = {}
     for rank, needs in departed.items():
-        for shard, nbytes in needs.items():
+        for shard, nbytes in (needs or _kept_for(rank, records)).items():
             if shard not in staying and shard != capsule_name(rank):
                 found.setdefault(shard, Need(rank, shard, nbytes))
     return list(found.values())
+
+
+def _kept_for(rank: int, records: Collection[RankRecord]) -> dict[str, int]:
+    """What somebody keeps copies of for a rank that had died before this controller came: who keeps its capsule, keeps
+    all that it had."""
+    for record in records:
+        copies = record.copies()
+        if capsule_name(rank) in copies:
+            return copies
+    return {}
 
 
 def custody(wanted: Sequence[Need], records: Collection[RankRecord], version: int) -> list[pb.Custody] | None:

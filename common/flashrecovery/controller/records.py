@@ -256,6 +256,11 @@ class RankRecord:
         if self.capsules:
             yield from (h for h in self._pages() if h.version == version and h.shard in shards)
 
+    def copies(self) -> dict[str, int]:
+        """Shards that it keeps for another rank, and their sizes, of any version."""
+        copies = [held for held in self._said if held.kind == Kind.COPY]
+        return {holding.shard: holding.nbytes for held in copies for holding in self._expand(held)}
+
     def _pages(self) -> list[Holding]:
         if not self.capsules:
             return []

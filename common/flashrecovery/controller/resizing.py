@@ -116,7 +116,7 @@ class Resizing:
         steps = job.in_order[0].steps
         if steps is not None and step >= steps:
             return f"--at-step {step}: the job takes {steps} steps; an earlier one is allowed"
-        self._wish = None
+        self._wish, self._tries = None, 0
         if replicas > size:
             why_not = self._growing.ask(replicas, step, now)
             if not why_not:
@@ -197,9 +197,8 @@ class Resizing:
             named = [rank for rank in wish.ranks if rank in self._job.ranks]
             wanted = min(most, size - len(named) if wish.ranks else wish.replicas)
             ranks = self._choose(allowed.largest(wanted, wanted, uneven=True) or most, version, named, on_disk=on_disk)
-            if ranks is None and self._tries < _TRIES:
-                self._tries += 1
-            elif ranks is None:
+            self._tries += 1
+            if ranks is None and self._tries >= _TRIES:
                 self._job.notice(
                     NoticeKind.NOT_RESIZED,
                     f"the job is not resized to {wish.replicas} replicas: of what {size - wish.replicas} of its ranks "

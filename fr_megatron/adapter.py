@@ -39,7 +39,7 @@ from fr_megatron.buckets import Buckets, forget_answers
 from fr_megatron.checkpoint import MegatronCheckpoint
 from fr_megatron.division import FlatLayout, OptimizerDivision
 from fr_megatron.fsdp2 import TorchFSDP2
-from fr_megatron.layout import Place
+from fr_megatron.layout import PlaceInGroup
 from fr_megatron.megatron_fsdp import MegatronFSDP
 from fr_megatron.optimizers import inner_optimizers, pairs, scalers, torch_optimizers
 from fr_megatron.own_loop import OwnLoop
@@ -162,7 +162,11 @@ class MegatronAdapter(TorchAdapter):
         return {record.fqn: shard for record, shard in zip(self._records, stepped, strict=True)}
 
     def _install(
-        self, place: Place, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any], layout: FlatLayout
+        self,
+        place: PlaceInGroup,
+        tensors: Mapping[str, torch.Tensor],
+        description: Mapping[str, Any],
+        layout: FlatLayout,
     ) -> None:
         """Go on with these parts."""
         reform(self._chunks[0], self._inner[0], self._membership, place)

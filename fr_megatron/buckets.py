@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from flashrecovery.adapter import ParamRecord, Shard, constant, faults, replicated
 from fr_megatron.capabilities import BUCKETS
-from fr_megatron.layout import Place
+from fr_megatron.layout import PlaceInGroup
 from fr_megatron.optimizers import Names, SteppedPair, is_distributed, members, record, weights
 from fr_megatron.wrapper import FaultPoint, Wrapper
 
@@ -22,9 +22,9 @@ class Buckets(Wrapper):
     def __init__(self, chunks: Sequence[Any]) -> None:
         super().__init__(chunks)
         self._names = Names(chunks)
-        self._division: Place | None = None
+        self._division: PlaceInGroup | None = None
 
-    def divided_for(self, division: Place) -> None:
+    def divided_for(self, division: PlaceInGroup) -> None:
         self._division, self._names = division, Names(self.chunks, division)
 
     def stepped(self, pair: SteppedPair) -> ParamRecord:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from flashrecovery.adapter import DividedTensor, Division, LocalBox, ParamShard, Prepared, layouts
 from flashrecovery.errors import UnsupportedError
-from fr_megatron.layout import Place
+from fr_megatron.layout import PlaceInGroup
 from fr_megatron.optimizers import part_name, weights_name
 
 PARAM, STATE, DATA = "param", "state/", "data"
@@ -51,7 +51,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Buffer:
+class FlatBuffer:
     """A flat buffer: the elements of each of its buckets without the padding at their ends, and of what their lengths
     are multiples besides the number of ranks."""
 
@@ -72,7 +72,7 @@ class Buffer:
 class FlatLayout:
     """All buffers of a model, and what is in them. ``stored``: in the order of buffers and buckets."""
 
-    buffers: tuple[Buffer, ...]
+    buffers: tuple[FlatBuffer, ...]
     stored: tuple[Stored, ...]
 
     @cached_property
@@ -116,7 +116,7 @@ def layout_of(chunk: Any, membership: Mapping[str, int]) -> FlatLayout:
         for parameter, (start, stop, bucket) in buffer.param_index_map.items()
         for fqn, of_bucket in [(names[id(parameter)], buffer.buckets[bucket].offset)]
     ]
-    buffers = [Buffer(tuple(b.numel_unpadded for b in buffer.buckets), multiple) for buffer in chunk.buffers]
+    buffers = [FlatBuffer(tuple(b.numel_unpadded for b in buffer.buckets), multiple) for buffer in chunk.buffers]
     return FlatLayout(tuple(buffers), tuple(stored))
 
 
@@ -134,7 +134,7 @@ class OptimizerDivision(Division):
         inner: Any,
         membership: Mapping[str, int],
         shards: Callable[[], Mapping[str, ParamShard]],
-        install: Callable[[Place, Mapping[str, torch.Tensor], Mapping[str, Any], FlatLayout], None],
+        install: Callable[[PlaceInGroup, Mapping[str, torch.Tensor], Mapping[str, Any], FlatLayout], None],
     ) -> None:
         self._chunk, self._inner = chunk, inner
         self._layout = layout_of(chunk, membership)
@@ -259,7 +259,9 @@ class OptimizerDivision(Division):
             if low < high and description["state"]:
                 places = {STATE: order[one.fqn]}
                 values[part_name(one.fqn, place, size)] = {"layout": description["layout"], "places": places}
-        return _Parts(tensors, values, lambda: self._install(Place(place, size), tensors, description, self._layout))
+        return _Parts(
+            tensors, values, lambda: self._install(PlaceInGroup(place, size), tensors, description, self._layout)
+        )
 
 
 class _Parts(Prepared):

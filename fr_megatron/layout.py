@@ -46,7 +46,7 @@ class Holders:
 
 
 @dataclass(frozen=True)
-class Place:
+class PlaceInGroup:
     """A rank's number among so many of a job with data parallelism only. Stands for their process group where only
     number and size are asked for."""
 
@@ -65,7 +65,7 @@ def is_expert(parameter: torch.Tensor) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
-def holders(chunk: Any, *, expert: bool, division: Place | None = None) -> Holders:
+def holders(chunk: Any, *, expert: bool, division: PlaceInGroup | None = None) -> Holders:
     """Of the dense or the expert parameters of ``chunk``, a model chunk in Megatron's DistributedDataParallel.
     ``division``: the place of this rank in what its state has been divided for, if that need not be as its groups."""
     if division is not None:

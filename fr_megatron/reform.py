@@ -17,11 +17,11 @@ from flashrecovery.adapter import give_up_state, hand_over_state, settle_state
 from fr_megatron import elastic
 from fr_megatron.buckets import bucket_groups
 from fr_megatron.division import PARAM, STATE, WEIGHTS, FlatLayout
-from fr_megatron.layout import Place
+from fr_megatron.layout import PlaceInGroup
 from fr_megatron.optimizers import pairs
 
 
-def reform(chunk: Any, inner: Any, membership: Mapping[str, int], place: Place) -> None:
+def reform(chunk: Any, inner: Any, membership: Mapping[str, int], place: PlaceInGroup) -> None:
     """Build the buffers of ``chunk`` and its optimizer ``inner`` for this ``place``. No communication.
 
     It need not be the one in the process groups: a replacement takes on the division that the others have before all of
@@ -50,7 +50,7 @@ def reform(chunk: Any, inner: Any, membership: Mapping[str, int], place: Place) 
         group.intra_distributed_optimizer_instance_group = inner.data_parallel_group
 
 
-def _rebuild(chunk: Any, buffer: Any, place: Place) -> None:
+def _rebuild(chunk: Any, buffer: Any, place: PlaceInGroup) -> None:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     for parameter in buffer.params:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from flashrecovery.adapter import ParamRecord, ParamShard, Shard, constant, placed_on_mesh
-from fr_megatron.layout import Place
+from fr_megatron.layout import PlaceInGroup
 from fr_megatron.optimizers import SteppedPair
 
 FaultPoint = Callable[[Callable[[], None]], None]
@@ -33,7 +33,7 @@ class Wrapper(ABC):
         self.chunks = chunks
         self._parameters = list(nn.ModuleList(chunks).parameters())  # now: Megatron-FSDP shows others during a step
 
-    def divided_for(self, division: Place) -> None:  # noqa: B027 - optional
+    def divided_for(self, division: PlaceInGroup) -> None:  # noqa: B027 - optional
         """The state is divided otherwise now, and this is the place of this rank."""
 
     @abstractmethod

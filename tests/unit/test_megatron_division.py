@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from fr_megatron.division import Buffer, FlatLayout, Stored
+from fr_megatron.division import FlatBuffer, FlatLayout, Stored
 
 
 def made(seed: int) -> FlatLayout:
@@ -26,7 +26,7 @@ def made(seed: int) -> FlatLayout:
                 stored.append(Stored(name, number, bucket, at, length, draw.randint(0, 1), number == 0))
                 at += length
             buckets.append(at)
-        buffers.append(Buffer(tuple(buckets), 128))
+        buffers.append(FlatBuffer(tuple(buckets), 128))
     return FlatLayout(tuple(buffers), tuple(stored))
 
 

@@ -199,5 +199,8 @@ def test_all_die_in_a_smaller_size_before_it_has_a_checkpoint(tmp_path: Path, re
     job = running.wait()
     fallback = job.of("fallback_started")[0]
     assert job.code == 0 and of_ranks(Path(fallback["path"])) == 4, job.explain()
+    assert job.of("recovery_finished")[-1]["victims"] and not job.of("recovery_finished")[-1]["left"], job.explain()
+    for log in job.run_dir.rglob("rank*.gen0.log"):
+        log.unlink()  # with three ranks from a later step on: steps of that size had another past
     check_goes_on_alike(job, resized(fallback["version"], 3), fallback["version"], 3)
     check_clean(job)

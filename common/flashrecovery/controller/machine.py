@@ -332,6 +332,8 @@ class Machine:
         if len(rest) == len(self.job.checkpoints):
             return  # another rank has said so already
         self.job.checkpoints, self.job.retries = rest, 0
+        if not rest:
+            self.job.last_failure = why
         instead = f"; {rest[-1][1]} is used instead" if rest else ", and there is no other one"
         self.job.notice(NoticeKind.CHECKPOINT_DAMAGED, f"{why}{instead}")
         self.job.command(AGENT, self.job.saved_as(None))  # of two, agents remember the newer one

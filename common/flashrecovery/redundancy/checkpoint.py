@@ -80,7 +80,7 @@ class PlainState:
 class _Plain:
     """What a rank's manifest has besides shards."""
 
-    capsule: bytes
+    capsule: bytes | None
     common: bytes
     rules: tuple[TensorRule, ...] | None
 
@@ -158,7 +158,7 @@ class CheckpointFallback:
         version: int,
         shards: Sequence[Shard],
         *,
-        capsule: bytes,
+        capsule: bytes | None,
         common: bytes,
         generation: int,
         rules: tuple[TensorRule, ...] | None = None,
@@ -384,7 +384,7 @@ def load(
         return _load_resized(path, shards, first, rank, world)
     manifests = manifests_of(path, sorted({rank, *map(writer_of, shards)}))
     mine = manifests[rank]
-    if not mine.capsule and not elastic:
+    if mine.capsule is None and not elastic:
         raise RestoreError(
             f"checkpoint {path} has been converted from another number of ranks, and so it has no rank's own random "
             "numbers and data position: an elastic job can go on from it"
@@ -398,7 +398,7 @@ def load(
     _check_names(path, {s.name for s in shards}, entries, rank)
     live = _read_tensors(path, shards, entries) if form is None else _load_as(form, path, shards)
     _check_digests(path, live, entries)
-    return PlainState(mine.capsule or None, mine.common)
+    return PlainState(mine.capsule, mine.common)
 
 
 def _load_resized(path: Path, shards: Sequence[Shard], first: Manifest, rank: int, world: int) -> PlainState:

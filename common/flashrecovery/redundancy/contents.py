@@ -62,7 +62,7 @@ def contents(path: Path) -> Contents:
         ranks,
         first.form,
         first.rules is not None,
-        all(manifest.capsule for manifest in manifests.values()),
+        all(manifest.capsule is not None for manifest in manifests.values()),
         (*_divided(first), *_others(manifests)),
     )
 

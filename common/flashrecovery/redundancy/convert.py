@@ -74,7 +74,7 @@ def convert(source: Path, directory: Path, ranks: int) -> Path:
         plain = load(source, shards, rank=rank, world=ranks, elastic=True)
         writing = CheckpointFallback(directory, rank=rank, world=ranks, keep=_ALL)
         writing.commit(
-            first.version, shards, capsule=plain.capsule or b"", common=plain.common, generation=0, rules=first.rules
+            first.version, shards, capsule=plain.capsule, common=plain.common, generation=0, rules=first.rules
         )
         writing.wait()
     published = newest(directory)

@@ -47,7 +47,7 @@ class Manifest:
         version: of the state.
         ranks: how many have written the checkpoint.
         entries: the rank's shards, by name.
-        capsule: the rank's own state; empty in a checkpoint that has been converted from another number of ranks.
+        capsule: the rank's own state; None in a checkpoint that has been converted from another number of ranks.
         common: the state that is the same on all ranks.
         form, layout: name of the framework's own format, and the layout in it; "" for the core's.
         rules: how the tensors that are divided among the ranks are divided in any number of them, and all else is the
@@ -57,7 +57,7 @@ class Manifest:
     version: int
     ranks: int
     entries: Mapping[str, ShardEntry]
-    capsule: bytes
+    capsule: bytes | None
     common: bytes
     form: str = ""
     layout: str = ""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 
 from flashrecovery.controller.custody import divided
+from flashrecovery.controller.gathering import Gathering
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.newcomers import Newcomers, give_up_all
 from flashrecovery.controller.nodes import NodeState
@@ -40,9 +41,7 @@ class ComingIn:
         self._step = -1  # they are to take part from this step on
         self._taking_over = False  # they take ranks over from processes that live
         self._called_in = -1  # the generation in which the members were told to pause
-        self._paused: set[int] = set()  # those that have, with their copies
-        self._due: float | None = None  # when the others are waited for no longer
-        self._since: float | None = None  # when the first one has paused
+        self._waiting = Gathering()  # those that have, with their copies
         self._tries = 0
 
     def expect(self, step: int, *, taking_over: bool = False) -> None:
@@ -75,7 +74,7 @@ class ComingIn:
         if not job.newcomers and self._called_in == job.generation and job.state is State.RUNNING:
             self._call(pb.Pause(step=-1))  # nobody comes, so nobody needs to pause
             self._called_in = -1
-        late = self._due is not None and now >= self._due
+        late = self._waiting.overdue(now, _ALL_S + _ALL_S * job.step_s)
         return late and job.state is State.RUNNING and self._called_in == job.generation
 
     def call_in(self) -> None:
@@ -95,8 +94,8 @@ class ComingIn:
         return self._taking_over or divided(self._job.in_order)
 
     def _pause(self) -> pb.Pause:
-        self._called_in, self._due, self._since = self._job.generation, None, None
-        self._paused.clear()
+        self._called_in = self._job.generation
+        self._waiting.dissolve()
         step = max(self._step, 0)
         if not self._awaits_all:
             return pb.Pause(step=step)
@@ -110,16 +109,15 @@ class ComingIn:
         later."""
         return None if self._awaits_all or not self.newcomers.all_here else self._pause()
 
-    def paused_since(self, now: float) -> float:
-        """When the first member has paused."""
-        return now if self._since is None else self._since
+    @property
+    def paused_since(self) -> float | None:
+        """When the first member has paused; None: nobody has, or nobody is waited for."""
+        return self._waiting.since
 
     def on_paused(self, message: pb.Paused, now: float) -> bool:
         """A member has paused, where all are waited for, and with them their copies. Returns whether all have."""
-        self._paused.add(message.rank)
-        if self._due is None:
-            self._due, self._since = now + _ALL_S + _ALL_S * self._job.step_s, now
-        return self._paused >= set(self._job.ranks)
+        self._waiting.come(message.rank, now)
+        return self._waiting.complete(self._job.ranks.keys())
 
     @property
     def waits_for_all(self) -> bool:
@@ -137,7 +135,7 @@ class ComingIn:
         """All members are stopped and are to go on as in ``decision``. If all newcomers are there, and it is time,
         they are members from now on. Returns what is decided with them, and who they are."""
         job = self._job
-        self._due = self._since = None
+        self._waiting.dissolve()
         if not self.newcomers.all_here or decision.round.version < self._step:
             return decision, []
         if decision.checkpoint and any(record.divided for record in job.in_order):

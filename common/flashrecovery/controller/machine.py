@@ -384,7 +384,7 @@ class Machine:
     def _change(self, version: int, now: float) -> None:
         """All ranks wait before this version, or will: go on with others."""
         self.job.last_failure = self._resizing.why_paused(version)
-        self._steps.recover([], self._coming.cause, self._coming.paused_since(now), 0.0, now)
+        self._steps.recover([], self._coming.cause, self._resizing.paused_since(now), 0.0, now)
 
     def resize(self, replicas: int, step: int, now: float) -> str:
         """See :meth:`.resizing.Resizing.ask`."""

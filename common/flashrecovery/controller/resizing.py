@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from flashrecovery import events as ev
 from flashrecovery.controller.coming_in import ComingIn
 from flashrecovery.controller.custody import choose_leaving, divided
+from flashrecovery.controller.gathering import Gathering
 from flashrecovery.controller.growing import Growing
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.losses import allowed_sizes, leaving_without, never_replaced
@@ -59,8 +60,7 @@ class Resizing:
         self._came: list[int] = []  # since then
         self._other_processes = False  # since then; the same ranks are filled by others
         self._tries = 0  # to carry out what somebody has commanded
-        self._paused: set[int] = set()
-        self._paused_at: float | None = None
+        self._waiting = Gathering()  # for those who are to leave
 
     # -- a loss -----------------------------------------------------------------------------------
 
@@ -148,21 +148,23 @@ class Resizing:
         divided, and ranks leave, the others are waited for: they pause when the copies of what they have are made."""
         if self._wish is None or not divided(self._job.in_order):
             return True
-        if not self._paused:
-            self._paused_at = now
-        self._paused.add(rank)
-        return self._paused >= self._job.ranks.keys()
+        self._waiting.come(rank, now)
+        return self._waiting.complete(self._job.ranks.keys())
 
     def overdue(self, now: float) -> bool:
         """Whether the others have been waited for long enough: one that had begun the step before it heard of the
         command does not pause."""
-        waited = self._paused_at is not None and now - self._paused_at >= PATIENCE_S
+        waited = self._waiting.overdue(now, PATIENCE_S)
         return waited and self._job.state is State.RUNNING and self._job.recovery is None
 
     def resumed(self) -> None:
         """Nobody is paused any more."""
-        self._paused.clear()
-        self._paused_at = None
+        self._waiting.dissolve()
+
+    def paused_since(self, now: float) -> float:
+        """When the first rank has paused."""
+        since = (self._waiting.since, self._coming.paused_since)
+        return min((at for at in since if at is not None), default=now)
 
     def why_paused(self, version: int) -> str:
         """In words, for those who are stopped: ranks have paused at ``version``. A command that was given to a

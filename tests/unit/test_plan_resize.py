@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 
 from flashrecovery.errors import ConfigError
 from flashrecovery.plan.layouts import RankGrid
-from flashrecovery.plan.resize import Loss, Remedy, ReplicaRange, groups, growth, position, renumbered, resolve
+from flashrecovery.plan.resize import (
+    Loss,
+    Remedy,
+    ReplicaRange,
+    groups,
+    growth,
+    position,
+    renumbered,
+    resolve,
+    why_too_few,
+)
 
 GRID = RankGrid(tp=2, dp=4, pp=2)  # replica r: ranks 2r, 2r + 1, 2r + 8, 2r + 9
 ANY = ReplicaRange(1, 8)
@@ -129,3 +139,19 @@ def test_the_range() -> None:
             ReplicaRange.parse(wrong)
     with pytest.raises(ValueError, match="4 replicas stay"):
         renumbered(GRID, (), 3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "left", "text"),
+    [
+        (ReplicaRange(3, 4), 2, "with 2 replicas left there would be fewer than elastic.min = 3"),
+        (ReplicaRange(2, 4), 1, "with 1 replica left there would be fewer than elastic.min = 2"),
+        (
+            ReplicaRange(3, 8, frozenset({1, 2, 4, 8, 16})),
+            3,
+            "with 3 replicas left no number from elastic.min = 3 to 3 divides the job's batch (1, 2, 4, 8 would)",
+        ),
+    ],
+)
+def test_why_a_job_cannot_go_on(sizes: ReplicaRange, left: int, text: str) -> None:
+    assert why_too_few(sizes, left) == text and not sizes.largest(left, 16, uneven=True)

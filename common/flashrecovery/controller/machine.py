@@ -38,7 +38,7 @@ from flashrecovery.controller.growing import Growing
 from flashrecovery.controller.handoff import Handoff
 from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.job_state import AGENT, JobState
-from flashrecovery.controller.losses import leaving_without, never_replaced
+from flashrecovery.controller.losses import allowed_sizes, leaving_without, never_replaced
 from flashrecovery.controller.nodes import NodeRecord, NodeState
 from flashrecovery.controller.records import HeldAt, Place, RankRecord, unequal_steps
 from flashrecovery.controller.recovery import RecoverySteps
@@ -50,6 +50,7 @@ from flashrecovery.controller.watching import HangWatch
 from flashrecovery.errors import DamagedCheckpointError
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered, failed
 from flashrecovery.plan.hang import VerdictKind, victims_of
+from flashrecovery.plan.resize import why_too_few
 from flashrecovery.plan.transitions import RECOVERY_STATES, State
 from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -468,7 +469,7 @@ class Machine:
                 f"{self.job.config.timeouts.node_wait_s:g} s{self._too_few()}"
             )
         if self._resizing.overdue(now):
-            self._steps.recover([], FailureKind.RESIZE, now, 0.0, now)
+            self._steps.recover([], FailureKind.RESIZE, self._resizing.paused_since(now), 0.0, now)
         late = {rank: what for what, rank in self.job.outbox.expired(now)}
         if late and self.job.state not in (State.FINISHED, State.FAILED):
             self._are_late(late, now)
@@ -496,7 +497,7 @@ class Machine:
             return ""
         left = len(self.job.ranks) - len(self._staffing.homeless())
         never = "no rank is replaced (elastic.replace: never)" if elastic.replace == "never" else "no node was left"
-        return f"; {never}, and with {left} replicas left there would be fewer than elastic.min = {elastic.min}"
+        return f"; {never}, and {why_too_few(allowed_sizes(self.job), left)}"
 
     def _are_late(self, late: Mapping[int, Ordered], now: float) -> None:
         """These ranks, each with what it was asked, have missed a deadline: all of them are victims, of one recovery.

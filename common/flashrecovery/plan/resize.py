@@ -58,6 +58,18 @@ class ReplicaRange:
         return 0
 
 
+def why_too_few(sizes: ReplicaRange, left: int) -> str:
+    """Why a job cannot go on with the replicas that are ``left``, in words, and with how many it could."""
+    replicas = f"{left} replica{'' if left == 1 else 's'} left"
+    if left < sizes.least:
+        return f"with {replicas} there would be fewer than elastic.min = {sizes.least}"
+    fitting = sorted(size for size in sizes.allowed or () if size <= sizes.most)
+    known = ", ".join(map(str, fitting)) or "no other number"
+    return (
+        f"with {replicas} no number from elastic.min = {sizes.least} to {left} divides the job's batch ({known} would)"
+    )
+
+
 @dataclass(frozen=True)
 class Loss:
     """Ranks that are lost for good, and what there is instead.

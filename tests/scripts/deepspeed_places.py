@@ -41,6 +41,10 @@ def main(stage: int) -> None:
     deepspeed.init_distributed("gloo")
     engine = build(stage)
     adapter = adapter_for(engine)
+    assert adapter.tied_to_size() == ()
+    engine.optimizer.offloaded_states.add("hp_params")
+    assert any("offload_states" in name for name in adapter.tied_to_size())
+    engine.optimizer.offloaded_states.clear()
     division = adapter.division()
     assert division is not None and division.size == 1
     described = division.describe()

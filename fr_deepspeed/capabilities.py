@@ -100,6 +100,7 @@ REFORM = capability(
     Defined(_ENGINE, ("DeepSpeedEngine._configure_zero_optimizer", "DeepSpeedEngine._backward_post_hook")),
     Attributes(_ENGINE, "DeepSpeedEngine", ("_support_torch_style_backward",)),
     Defined(_ENGINE, ("DeepSpeedZeroOptimizer",)),
+    Defined(_ZERO12, ("dist",)),
     Attributes(
         _ZERO12,
         "DeepSpeedZeroOptimizer",
@@ -313,6 +314,7 @@ REFORM3 = capability(
         ),
     ),
     Defined(_ZERO3, ("dist",)),
+    Defined("deepspeed.runtime.zero.partition_parameters", ("dist",)),
     Assigned(
         "deepspeed.runtime.zero.partition_parameters",
         (

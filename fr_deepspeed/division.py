@@ -24,6 +24,7 @@ from flashrecovery.adapter import (
     settle_state,
 )
 from flashrecovery.errors import UnsupportedError
+from fr_deepspeed.layout import DivisionPlace
 
 _ALIGNMENT = 2
 """Elements, for each rank, of which a padded group is a multiple (deepspeed's nccl_start_alignment_factor)."""
@@ -56,14 +57,14 @@ class PartitionDivision(Division):
 
     Args:
         shards: gives the shard of each group's partition on this rank.
-        install: puts other partitions in the place of those that there are.
+        install: puts other partitions, of this place, in the place of those that there are.
     """
 
     def __init__(
         self,
         zero: Any,
         shards: Callable[[], Sequence[ParamShard]],
-        install: Callable[[Mapping[str, torch.Tensor], Mapping[str, Any]], None],
+        install: Callable[[DivisionPlace, Mapping[str, torch.Tensor], Mapping[str, Any]], None],
     ) -> None:
         self._zero = zero
         self._shards = shards
@@ -128,7 +129,7 @@ class PartitionDivision(Division):
             weights = self._zero.bit16_groups_flat[number]
             tensors[f"{number}/weights"] = torch.zeros(group["length"], dtype=weights.dtype, device=weights.device)
             values[partition_name(number, place, size)] = group["values"]
-        return ReadyPartitions(tensors, values, lambda: self._install(tensors, description))
+        return ReadyPartitions(tensors, values, lambda: self._install(DivisionPlace(place, size), tensors, description))
 
 
 class ReadyPartitions(Prepared):

@@ -48,11 +48,25 @@ def tied_to_size(engine: Any) -> Iterator[str]:
         yield "set_gradient_accumulation_boundary() (allowed: engine.step() after each micro-batch)"
     if engine.is_compiled:
         yield "engine.compile()"
+    if _moved_away(engine.optimizer):
+        yield "engine.offload_states(), whose copies are as long as this size's partitions (allowed: without it)"
     if engine.autotuning_enabled():
         yield "autotuning"
     writer = type(engine.checkpoint_engine).__name__
     if writer != "TorchCheckpointEngine":
         yield f"the checkpoint engine {writer} (allowed: DeepSpeed's default)"
+
+
+_MOVED = (
+    *("hp_params_pin_buffers", "lp_params_pin_buffers", "lp_param_contiguous_pin_buffer"),
+    "lp_grad_partitions_flat_pin_buffers",
+)
+"""Where ``engine.offload_states`` keeps host copies for ``reload_states``; with ZeRO-3 they stay after it."""
+
+
+def _moved_away(optimizer: Any) -> bool:
+    """Whether the script has moved a ZeRO optimizer's state to the host, by a method."""
+    return bool(getattr(optimizer, "offloaded_states", None)) or any(hasattr(optimizer, name) for name in _MOVED)
 
 
 def _zero12(engine: Any) -> Iterator[str]:

@@ -47,7 +47,7 @@ from fr_deepspeed.capabilities import BACKWARD, ENGINE_STEP, UNMANAGED, is_manag
 from fr_deepspeed.checkpoint import EngineCheckpoint
 from fr_deepspeed.elastic import in_this_size, resize_engine, tied_to_size
 from fr_deepspeed.experts import reset_experts
-from fr_deepspeed.layout import ranks_of
+from fr_deepspeed.layout import DivisionPlace, ranks_of
 from fr_deepspeed.offload import offloads
 from fr_deepspeed.pipeline import capture_pipeline, reset_schedule, restore_pipeline
 from fr_deepspeed.random import capture_tracker, restore_tracker
@@ -80,6 +80,7 @@ class EngineAdapter(TorchAdapter):
         self._param_groups = list(optimizer.param_groups)
         self._weights = [p for group in optimizer.param_groups for p in group["params"]]
         self._all_shards: list[Shard] | None = None
+        self._place: DivisionPlace | None = None  # None: that in the groups of the launch
         self._powers = beta_powers(engine.basic_optimizer)
         self._counted = (engine.micro_steps, engine.global_steps)
         self._ranks = dist.get_process_group_ranks(engine.data_parallel_group)

@@ -10,20 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 from torch import nn
 
 from flashrecovery.adapter import give_up_state
+from fr_deepspeed.layout import DivisionPlace
 
 
-def reform(engine: Any) -> None:
-    """Build the engine's ZeRO optimizer for the groups as they are now. No communication.
+def reform(engine: Any, place: DivisionPlace) -> None:
+    """Build the engine's ZeRO optimizer for this ``place``, which need not be that in its groups. No communication.
 
     The engine's own numbers of ranks must be right already (:func:`fr_deepspeed.elastic.resize_engine`), and nothing
     may be half-finished. Settings that the script has made by methods stay.
     """
     from deepspeed.runtime import engine as module
+    from deepspeed.runtime.zero import stage_1_and_2
 
     zero, basic = engine.optimizer, engine.basic_optimizer
     kept = {name: getattr(zero, name) for name in _KEPT}
@@ -38,7 +41,7 @@ def reform(engine: Any) -> None:
         kind.__init__(zero, *args, **kwargs)
         return zero
 
-    with _trained([p for group in zero.bit16_groups for p in group]):
+    with _trained([p for group in zero.bit16_groups for p in group]), standing_at(place, stage_1_and_2):
         module.DeepSpeedZeroOptimizer = build
         try:
             engine._configure_zero_optimizer(basic)
@@ -51,6 +54,41 @@ def reform(engine: Any) -> None:
 
 _KEPT = ("loss_scaler", "dynamic_loss_scale", "custom_loss_scaler", "external_loss_scale")
 """What a script may have a handle of, or has set by a method."""
+
+
+@contextmanager
+def standing_at(place: DivisionPlace, *modules: Any) -> Iterator[None]:
+    """To these modules of DeepSpeed every process group is one in which this rank has this ``place``. And they wait for
+    nobody, as they do while they make partitions, without exchanging anything: here each rank makes its own when it is
+    told to."""
+    before = [module.dist for module in modules]
+    for module in modules:
+        module.dist = _AtPlace(module.dist, place)
+    try:
+        yield
+    finally:
+        for module, communication in zip(modules, before, strict=True):
+            module.dist = communication
+
+
+class _AtPlace(ModuleType):
+    """A module as it is, but for rank, size and the barrier."""
+
+    def __init__(self, module: ModuleType, place: DivisionPlace) -> None:
+        super().__init__(module.__name__)
+        self._module, self._place = module, place
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def get_rank(self, group: Any = None) -> int:
+        return self._place.number
+
+    def get_world_size(self, group: Any = None) -> int:
+        return self._place.size
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Nobody waits."""
 
 
 @contextmanager

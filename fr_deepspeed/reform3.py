@@ -10,38 +10,38 @@ would communicate: each parameter is gathered for its hook.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from flashrecovery.adapter import give_up_state
+from fr_deepspeed.layout import DivisionPlace
+from fr_deepspeed.reform import standing_at
 
 
-def reform3(engine: Any) -> None:
-    """Make all of the engine's slices and partitions anew, for the groups as they are now. No communication.
+def reform3(engine: Any, place: DivisionPlace) -> None:
+    """Make all of the engine's slices and partitions anew, for this ``place``, which need not be that in its groups. No
+    communication.
 
     The engine's own numbers of ranks must be right already (:func:`fr_deepspeed.elastic.resize_engine`), nothing may be
     half-finished, and no parameter may be whole. Slices have any content, partitions that of the slices, and there is
     no optimizer state: all three are filled by who calls this.
     """
-    import torch.distributed as dist
+    from deepspeed.runtime.zero import partition_parameters, stage3
 
     zero, basic = engine.optimizer, engine.basic_optimizer
     for partition in zero.fp32_partitioned_groups_flat:
         give_up_state(basic, partition)
-    for parameter in engine.module.parameters():
-        _slice_anew(parameter)
-    for name in _LISTS:
-        getattr(zero, name).clear()
-    zero.partition_count = dist.get_world_size(group=zero.dp_process_group)
+    zero.partition_count = place.size
     zero.gradient_accumulation_steps = engine.gradient_accumulation_steps()
-    with _without_barriers():
+    with standing_at(place, stage3, partition_parameters):
+        for parameter in engine.module.parameters():
+            _slice_anew(parameter, place)
+        for name in _LISTS:
+            getattr(zero, name).clear()
         zero._create_fp16_partitions_with_defragmentation(zero.trainable_param_groups)
         zero._setup_for_real_optimizer()
-    zero.set_grad_positions()
+        zero.set_grad_positions()
     zero.debug_fp16_grads = [{} for _ in zero.fp16_groups]
 
 
@@ -54,16 +54,13 @@ _LISTS = (
 """What the methods that are called add to."""
 
 
-def _slice_anew(parameter: Any) -> None:
-    """Have DeepSpeed cut a whole parameter, of any content, for its group as it is now."""
-    import torch.distributed as dist
+def _slice_anew(parameter: Any, place: DivisionPlace) -> None:
+    """Have DeepSpeed cut a whole parameter, of any content, for this ``place``."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-    group = parameter.ds_process_group
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    _resize_maker(parameter, rank, size)
-    parameter.ds_zero_partition_rank, parameter.ds_zero_partition_world_size = rank, size
-    parameter.ds_secondary_tensor_group_size = size
+    _resize_maker(parameter, place)
+    parameter.ds_zero_partition_rank, parameter.ds_zero_partition_world_size = place.number, place.size
+    parameter.ds_secondary_tensor_group_size = place.size
     device = parameter.ds_tensor.device
     parameter.ds_tensor = None
     parameter.data = torch.zeros(parameter.ds_shape, dtype=parameter.dtype, device=device)
@@ -71,36 +68,8 @@ def _slice_anew(parameter: Any) -> None:
     parameter.partition(has_been_updated=True)
 
 
-def _resize_maker(parameter: Any, rank: int, size: int) -> None:
+def _resize_maker(parameter: Any, place: DivisionPlace) -> None:
     """What has made the parameter one of ZeRO-3 (``deepspeed.zero.Init``) cuts and gathers it."""
     maker = inspect.getclosurevars(parameter.partition_numel).nonlocals["self"]
-    maker.rank = maker.rank_in_group = rank
-    maker.dp_world_size = maker.num_ranks_in_param_group = size
-
-
-@contextmanager
-def _without_barriers() -> Iterator[None]:
-    """DeepSpeed waits for all ranks while it makes partitions, and exchanges nothing. Here each rank makes its own when
-    it is told to."""
-    from deepspeed.runtime.zero import stage3
-
-    communication = stage3.dist
-    stage3.dist = _NoBarrier(communication)
-    try:
-        yield
-    finally:
-        stage3.dist = communication
-
-
-class _NoBarrier(ModuleType):
-    """A module as it is, but for its barrier."""
-
-    def __init__(self, module: ModuleType) -> None:
-        super().__init__(module.__name__)
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Nobody waits."""
+    maker.rank = maker.rank_in_group = place.number
+    maker.dp_world_size = maker.num_ranks_in_param_group = place.size

@@ -30,6 +30,7 @@ from fr_deepspeed.division import (
     name_of,
     partition_name,
 )
+from fr_deepspeed.layout import DivisionPlace
 
 
 def slice_name(fqn: str, place: int, size: int) -> str:
@@ -93,7 +94,7 @@ class SliceDivision(Division):
     Args:
         shards: gives the shard of each sub-group's partition on this rank.
         frozen: gives the parameters that are not trained, by name.
-        install: puts other slices in the place of those that there are.
+        install: puts other slices, of this place, in the place of those that there are.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class SliceDivision(Division):
         zero: Any,
         shards: Callable[[], Sequence[ParamShard]],
         frozen: Callable[[], Mapping[str, Any]],
-        install: Callable[[Mapping[str, torch.Tensor], Mapping[str, Any]], None],
+        install: Callable[[DivisionPlace, Mapping[str, torch.Tensor], Mapping[str, Any]], None],
     ) -> None:
         self._zero = zero
         self._shards = shards
@@ -178,7 +179,7 @@ class SliceDivision(Division):
         for fqn, numel, dtype_name in description["frozen"]:
             tensor = torch.zeros(slice_length(numel, size), dtype=dtype_of(dtype_name), device=device)
             tensors[frozen_name(fqn)] = tensor
-        return ReadyPartitions(tensors, values, lambda: self._install(tensors, description))
+        return ReadyPartitions(tensors, values, lambda: self._install(DivisionPlace(place, size), tensors, description))
 
 
 def tied_to_size(engine: Any) -> Iterator[str]:

@@ -20,7 +20,7 @@ from fr_deepspeed.capabilities import BUCKET_EVENTS, BUCKETS, FLAT_GRADIENTS, RE
 from fr_deepspeed.division import PartitionDivision, fill, length_of, weights_name
 from fr_deepspeed.elastic import resize_engine
 from fr_deepspeed.engine import EngineAdapter
-from fr_deepspeed.layout import partition_record
+from fr_deepspeed.layout import DivisionPlace, partition_record
 from fr_deepspeed.offload import check_gradients, reset_accumulation
 from fr_deepspeed.reform import reform
 
@@ -44,7 +44,7 @@ class Stage12Adapter(EngineAdapter):
     def _find_parameters(self) -> tuple[ParamRecord, ...]:
         zero = self.engine.optimizer
         return tuple(
-            partition_record(f"partition/{g}", partition, zero.real_dp_process_group[g])
+            partition_record(f"partition/{g}", partition, zero.real_dp_process_group[g], self._place)
             for g, partition in enumerate(zero.single_partition_of_fp32_groups)
         )
 
@@ -58,6 +58,8 @@ class Stage12Adapter(EngineAdapter):
             # Of experts: not all data-parallel ranks.
             ranks = dist.get_process_group_ranks(zero.real_dp_process_group[g])
             suffix = "" if len(ranks) == world_size() else f",group={min(ranks)}"
+            if self._place is not None:
+                ranks, suffix = list(range(self._place.size)), ""
             whole = flat[: length_of(zero, g)] if REFORM.way is not None else flat
             shards.append(FixedShard(weights_name(g, len(ranks)) + suffix, ranks, whole))
         return shards
@@ -76,11 +78,14 @@ class Stage12Adapter(EngineAdapter):
     def _partitions(self) -> Sequence[ParamShard]:
         return [shard for shard in self.shards() if isinstance(shard, ParamShard)][: len(self._records)]
 
-    def _install(self, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]) -> None:
-        """Go on with these partitions, in the size that the groups have now."""
+    def _install(
+        self, place: DivisionPlace, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]
+    ) -> None:
+        """Go on with these partitions, which are those of this place."""
         zero = self.engine.optimizer
+        self._place = place
         resize_engine(self.engine)
-        reform(self.engine)
+        reform(self.engine, place)
         fill(zero, self.basic, tensors, description)
         self._weights = list(zero.single_partition_of_fp32_groups)
         self._records = self._find_parameters()

@@ -29,7 +29,7 @@ from fr_deepspeed.capabilities import (
 from fr_deepspeed.division import fill_partition
 from fr_deepspeed.elastic import resize_engine
 from fr_deepspeed.engine import EngineAdapter
-from fr_deepspeed.layout import partition_record
+from fr_deepspeed.layout import DivisionPlace, partition_record
 from fr_deepspeed.reform3 import reform3
 from fr_deepspeed.slices import SliceDivision, frozen_name
 
@@ -57,14 +57,14 @@ class Stage3Adapter(EngineAdapter):
 
     def _find_parameters(self) -> tuple[ParamRecord, ...]:
         group = self.engine.optimizer.dp_process_group
-        return tuple(partition_record(f"partition/{s}", p, group) for s, p in enumerate(self._partitions))
+        return tuple(partition_record(f"partition/{s}", p, group, self._place) for s, p in enumerate(self._partitions))
 
     def _record_shard(self, record: ParamRecord) -> Shard:
         return ParamShard(record, {0: self.basic})  # which has it in its groups only while it steps on it
 
     def _frozen_shards(self) -> list[Shard]:
         group = self.engine.optimizer.dp_process_group
-        records = [partition_record(f"param/{fqn}", _slice(p), group) for fqn, p in self._frozen().items()]
+        records = [partition_record(f"param/{fqn}", _slice(p), group, self._place) for fqn, p in self._frozen().items()]
         return [FixedShard(record.name, record.holders, record.get()) for record in records]
 
     def _frozen(self) -> dict[str, nn.Parameter]:
@@ -90,12 +90,15 @@ class Stage3Adapter(EngineAdapter):
     def _partition_shards(self) -> Sequence[ParamShard]:
         return [shard for shard in self.shards() if isinstance(shard, ParamShard)]
 
-    def _install(self, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]) -> None:
-        """Go on with these slices, in the size that the groups have now."""
+    def _install(
+        self, place: DivisionPlace, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]
+    ) -> None:
+        """Go on with these slices, which are those of this place."""
         zero = self.engine.optimizer
+        self._place = place
         self._reset_optimizer()  # no parameter may be whole
         resize_engine(self.engine)
-        reform3(self.engine)
+        reform3(self.engine, place)
         for number, partition in enumerate(zero.fp32_partitioned_groups_flat):
             fill_partition(self.basic, partition, number, tensors, description["groups"][number])
         settle_state(self.basic)

@@ -159,10 +159,14 @@ def test_a_member_dies_while_one_comes_in(
 
 @pytest.mark.parametrize("state", often(STATES, ()))
 @pytest.mark.parametrize("victim", [1, 3])
-def test_one_that_dies_on_the_way_in_is_replaced(victim: int, state: str, tmp_path: Path, resized: Resized) -> None:
-    """A member, or who comes: where there is room it is filled again, in the old size or in the new one."""
+@pytest.mark.parametrize("kind", ALSO_ZERO)
+def test_one_that_dies_on_the_way_in_is_replaced(
+    kind: Kind, victim: int, state: str, tmp_path: Path, resized: Resized
+) -> None:
+    """A member, or who comes: where there is room it is filled again, in the old size or in the new one. A member's
+    replacement takes on the old division among three, in groups of four."""
     faults = [f"rank=3,fault=sigkill,at=recovery:{state}"] if victim == 3 else []
-    running = FSDP2.start(tmp_path / "run", *SLOWLY, config={"elastic": {"min": 2, "max": 4}}, inject=faults)
+    running = kind.start(tmp_path / "run", *SLOWLY, config={"elastic": {"min": 2, "max": 4}}, inject=faults)
     shrunk_by_command(running)
     if victim != 3:
         inject(running, rank=victim, at=f"recovery:{state}")
@@ -170,7 +174,7 @@ def test_one_that_dies_on_the_way_in_is_replaced(victim: int, state: str, tmp_pa
     job = running.wait()
     check_fired(job)
     assert changes(job)[-1].ranks == (0, 1, 2, 3), job.explain()
-    check(FSDP2, job, resized)
+    check(kind, job, resized)
 
 
 @pytest.mark.grid

@@ -12,7 +12,7 @@ import torch
 from flashrecovery.adapter.shards import ParamRecord, ParamShard, constant
 from flashrecovery.errors import UnsupportedError
 from fr_deepspeed.division import PartitionDivision, partition_name, ranges, weights_name
-from fr_deepspeed.elastic import in_this_size
+from fr_deepspeed.elastic import _moved_away, in_this_size
 
 BATCH = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
 
@@ -36,6 +36,13 @@ def test_micro_steps_belong_to_whole_steps(replicas: int, accumulation: int) -> 
 def test_in_the_same_size_nothing_changes() -> None:
     other = {**state(28), "batch": {**BATCH, "gradient_accumulation_steps": 1}}
     assert in_this_size(SimpleNamespace(dp_world_size=4), other) is other
+
+
+def test_state_that_has_been_moved_to_the_host_is_noticed() -> None:
+    assert not _moved_away(torch.optim.SGD([torch.zeros(1)]))
+    assert not _moved_away(SimpleNamespace(offloaded_states=set()))
+    assert _moved_away(SimpleNamespace(offloaded_states={"hp_params"}))
+    assert _moved_away(SimpleNamespace(offloaded_states=set(), hp_params_pin_buffers=[]))  # ZeRO-3 uses them again
 
 
 @pytest.mark.parametrize("length", [1, 3, 16, 97, 4096])

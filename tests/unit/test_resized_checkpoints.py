@@ -23,7 +23,8 @@ from flashrecovery.redundancy.checkpoint import CheckpointFallback, load, newest
 from flashrecovery.redundancy.contents import contents
 from flashrecovery.redundancy.convert import LooseShard, convert
 from flashrecovery.redundancy.dcp import read_whole
-from flashrecovery.redundancy.manifest import manifests_of
+from flashrecovery.redundancy.manifest import Manifest, manifests_of
+from flashrecovery.state import codec
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.state.spec import ShardSpec, TensorSpec, decode_spec
 
@@ -258,6 +259,43 @@ def test_every_byte_is_checked(at: float, tmp_path: Path) -> None:
     file.write_bytes(content)
     with pytest.raises(DamagedCheckpointError, match=r"rank1/big#shard=1/4/param.*part-1/__0_0\.distcp.*digests"):
         check(path, whole, 3)
+
+
+@pytest.mark.parametrize("world", [4, 3])
+def test_every_bit_of_what_a_rank_says_is_checked(world: int, tmp_path: Path) -> None:
+    """Common state, capsule, values and digests stand in the manifest."""
+    whole = model()
+    path = save(tmp_path / "c", whole, 4)
+    file, start, nbytes = place_of(path, "manifest/0")
+    content = file.read_bytes()
+    assert content.count(COMMON) == 1
+    for at in (*range(start, start + nbytes, 97), content.index(COMMON)):
+        damaged = bytearray(content)
+        damaged[at] ^= 1
+        file.write_bytes(damaged)
+        with pytest.raises((DamagedCheckpointError, RestoreError)):
+            load(path, shards_of(rules_of(whole), 0, world), rank=0, world=world, elastic=True)
+    damaged = bytearray(content)
+    damaged[content.index(COMMON)] ^= 1
+    file.write_bytes(damaged)
+    with pytest.raises(DamagedCheckpointError, match=r"manifest/0.*|the manifest does not have the digest"):
+        load(path, shards_of(rules_of(whole), 0, world), rank=0, world=world, elastic=True)
+
+
+def test_the_format_before_is_read(tmp_path: Path) -> None:
+    """By as many ranks as have written it; how its state is divided in another size is not known."""
+    whole = model()
+    path = save(tmp_path / "c", whole, 4)
+    for rank, manifest in manifests_of(path, range(4)).items():
+        entries = {name: (entry.shared, entry.spec, entry.digest) for name, entry in manifest.entries.items()}
+        old = codec.dumps((4, VERSION, 4, entries, b"own", COMMON, "", ""))
+        found = Manifest.decode(old, path)
+        assert (found.ranks, found.capsule, found.common, found.rules) == (4, b"own", COMMON, None), rank
+        assert all(not entry.blocks for entry in found.entries.values())
+    with pytest.raises(RestoreError, match="has format 3"):
+        Manifest.decode(codec.dumps((3, VERSION)), path)
+    with pytest.raises(ValueError, match="unpack"):
+        Manifest.decode(codec.dumps((4, *codec.loads(manifest.encode())[1:])), path)  # a bit of the number
 
 
 def test_files_that_are_cut_short_or_missing_are_named(tmp_path: Path) -> None:

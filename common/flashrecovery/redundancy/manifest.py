@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from flashrecovery.errors import DamagedCheckpointError, ProtocolError, RestoreError
 from flashrecovery.plan.rules import TensorRule
@@ -17,7 +18,7 @@ from flashrecovery.state import codec
 
 FORMAT = 5
 _BEFORE = 4
-"""Without rules, and without digests of blocks."""
+"""Without rules, and without digests of blocks and of the manifest itself."""
 UNREADABLE = (OSError, RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError)
 """What reading files that are damaged or missing can raise."""
 
@@ -67,13 +68,22 @@ class Manifest:
         entries = {n: (e.shared, e.spec, e.digest, dict(e.blocks)) for n, e in self.entries.items()}
         rules = None if self.rules is None else [_plain(rule) for rule in self.rules]
         fields = (self.version, self.ranks, entries, self.capsule, self.common, self.form, self.layout, rules)
-        return codec.dumps((FORMAT, *fields))
+        content = codec.dumps(fields)
+        return codec.dumps((FORMAT, xxhash.xxh3_128_digest(content), content))
 
     @staticmethod
     def decode(data: bytes, path: Path) -> Manifest:
         """Raises ProtocolError if it is damaged, RestoreError if it is of another version of this program."""
-        number, *fields = codec.loads(data)
-        if number not in (_BEFORE, FORMAT):
+        read = codec.loads(data)
+        if not isinstance(read, tuple):
+            raise ProtocolError("not a manifest")
+        number, *fields = read
+        if number == FORMAT:
+            digest, content = fields
+            if xxhash.xxh3_128_digest(content) != digest:
+                raise ProtocolError("the manifest does not have the digest it was written with")
+            fields = codec.loads(content)
+        elif number != _BEFORE:
             raise RestoreError(f"checkpoint {path} has format {number}, this version reads {_BEFORE} and {FORMAT}")
         version, ranks, entries, capsule, common, form, layout, *more = fields
         rules = more[0] if more else None

@@ -282,6 +282,22 @@ def test_every_bit_of_what_a_rank_says_is_checked(world: int, tmp_path: Path) ->
         load(path, shards_of(rules_of(whole), 0, world), rank=0, world=world, elastic=True)
 
 
+@pytest.mark.parametrize("world", [4, 3])
+def test_an_index_that_has_changed_is_not_read(world: int, tmp_path: Path) -> None:
+    """It is a pickle: of a few hundred bits one or two would have taken all of the host's memory."""
+    whole = model()
+    path = save(tmp_path / "c", whole, 4)
+    index = path / ".metadata"
+    content = bytearray(index.read_bytes())
+    content[content.index(b"manifest/3")] ^= 1
+    index.write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=r"\.metadata does not have the digest"):
+        load(path, shards_of(rules_of(whole), 0, world), rank=0, world=world, elastic=True)
+    index.unlink()
+    with pytest.raises(DamagedCheckpointError, match="FileNotFoundError"):
+        load(path, shards_of(rules_of(whole), 0, world), rank=0, world=world, elastic=True)
+
+
 def test_the_format_before_is_read(tmp_path: Path) -> None:
     """By as many ranks as have written it; how its state is divided in another size is not known."""
     whole = model()

@@ -10,8 +10,8 @@ import asyncio
 import errno
 import os
 import re
-import sys
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path

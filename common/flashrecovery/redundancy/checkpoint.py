@@ -42,7 +42,16 @@ from flashrecovery.redundancy import blocks
 from flashrecovery.redundancy.background import Background
 from flashrecovery.redundancy.dcp import join_parts, read_into, unreadable, write_part
 from flashrecovery.redundancy.host import HostCopies, LaterCopies
-from flashrecovery.redundancy.manifest import UNREADABLE, Manifest, ShardEntry, as_tensor, manifest_key, manifests_of
+from flashrecovery.redundancy.manifest import (
+    INDEX_DIGEST,
+    UNREADABLE,
+    Manifest,
+    ShardEntry,
+    as_tensor,
+    index_digest,
+    manifest_key,
+    manifests_of,
+)
 from flashrecovery.redundancy.resized import Taken, read_divided, tensor_prefix
 from flashrecovery.runtime.durable import write_durably
 from flashrecovery.state.checkpoint_format import CheckpointFormat
@@ -315,6 +324,7 @@ class CheckpointFallback:
         ranks = {str(r) for r in range(world)}  # no leftover of a larger world
         found = sorted(p.parent.name for p in pending.glob("*/.metadata"))
         join_parts(pending, [name for name in found if name.rpartition("-")[2] in ranks])
+        write_durably(pending / INDEX_DIGEST, index_digest(pending))
         final = self.directory / _name(version)
         if final.exists():  # the same step again after a recovery, or another run's leftover
             replaced = pending.with_name(f"{pending.name}.replaced")

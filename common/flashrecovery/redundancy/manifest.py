@@ -19,6 +19,7 @@ from flashrecovery.state import codec
 FORMAT = 5
 _BEFORE = 4
 """Without rules, and without digests of blocks and of the manifest itself."""
+_INDEX, INDEX_DIGEST = ".metadata", "metadata.xxh3"
 UNREADABLE = (OSError, RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError)
 """What reading files that are damaged or missing can raise."""
 
@@ -103,6 +104,22 @@ def _plain(rule: TensorRule) -> tuple[Any, ...]:
     return rule.name, rule.shape, rule.itemsize, rule.rows, rule.shard, rule.key
 
 
+def index_digest(path: Path) -> bytes:
+    """Of DCP's index of a checkpoint. Raises OSError."""
+    return xxhash.xxh3_128_hexdigest((path / _INDEX).read_bytes()).encode()
+
+
+def _check_index(path: Path) -> None:
+    """Before it is read: it is a pickle, and a bit that has changed can make that take all memory. Raises OSError, and
+    ValueError if it is not what was written. Checkpoints of earlier versions have no digest of it."""
+    try:
+        known = (path / INDEX_DIGEST).read_bytes()
+    except FileNotFoundError:
+        return
+    if index_digest(path) != known:
+        raise ValueError(f"{path / _INDEX} does not have the digest it was written with")
+
+
 def manifest_key(rank: int) -> str:
     return f"manifest/{rank}"
 
@@ -114,6 +131,10 @@ def as_tensor(data: bytes) -> torch.Tensor:
 def manifests_of(path: Path, ranks: Sequence[int]) -> dict[int, Manifest]:
     """What these ranks have said of what they wrote. Raises DamagedCheckpointError if it cannot be read."""
     keys = [manifest_key(r) for r in ranks]
+    try:
+        _check_index(path)
+    except (OSError, ValueError) as e:
+        raise DamagedCheckpointError(f"checkpoint {path} cannot be read: {type(e).__name__}: {e}") from e
     try:
         raw = read_whole(keys, path)
         return {r: Manifest.decode(raw[key].numpy().tobytes(), path) for r, key in zip(ranks, keys, strict=True)}

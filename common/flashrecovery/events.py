@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from flashrecovery.errors import ConfigError, FlashRecoveryError
 from flashrecovery.replace_file import replace_file
+
+log = logging.getLogger("flashrecovery")
 
 
 class EventLogError(FlashRecoveryError):
@@ -273,7 +276,7 @@ _PARSER: TypeAdapter[Event] = TypeAdapter(AnyEvent)
 
 class EventLog:
     """Appends events to a file. Each line is handed to the kernel at once: it survives the end of this
-    process."""
+    process. A line that cannot be written (disk full) is left out, and that is logged: the job is worth more."""
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if the file cannot be written."""
@@ -282,19 +285,35 @@ class EventLog:
             _drop_unfinished_line(self._file)
         except OSError as e:
             raise ConfigError(f"event log {path} cannot be written: {e.strerror}") from e
+        self._torn = False  # the last line is not whole
         self._listeners: list[Callable[[Event], None]] = []
 
     def subscribe(self, listener: Callable[[Event], None]) -> None:
-        """Call ``listener`` with every further event, once it is written. It must neither block nor raise."""
+        """Call ``listener`` with every further event, once it is written. It must not block. What it raises is
+        logged."""
         self._listeners.append(listener)
 
     def write(self, event: Event) -> Event:
         """Append ``event`` with the present time; returns it as written."""
         stamped = event.model_copy(update={"time": time.time(), "monotonic": time.monotonic()})
-        self._file.write(stamped.model_dump_json().encode() + b"\n")
+        self._append(stamped.model_dump_json().encode() + b"\n")
         for listener in self._listeners:
-            listener(stamped)
+            try:
+                listener(stamped)
+            except Exception as e:  # who only looks at a job does not end it
+                log.error("what is shown of the job has missed %s", stamped.event, exc_info=e)
         return stamped
+
+    def _append(self, line: bytes) -> None:
+        try:
+            if self._torn:
+                _drop_unfinished_line(self._file)
+            self._torn = True
+            if self._file.write(line) != len(line):
+                raise OSError("only a part of the line was written")
+            self._torn = False
+        except OSError as e:
+            log.error("the event log %s cannot be written: %s", self._file.name, e)
 
     def close(self) -> None:
         self._file.close()

@@ -156,6 +156,23 @@ def test_what_a_rank_had_that_this_controller_has_never_heard_of() -> None:
     assert reshape is not None and [(c.owner, c.shard, c.holder) for c in reshape.custody] == [(1, "w#shard=1/4", 2)]
 
 
+def test_a_rank_of_which_nothing_is_known_has_had_its_part() -> None:
+    """It had died before this controller came, and so has whoever kept its copies: the job goes back to a checkpoint,
+    or says what is lost. Where all have the same, nothing is."""
+    everybody = records()
+    without(everybody, 1, 2)
+    departed: dict[int, dict[str, int]] = {1: {}, 2: {}}
+    for record in everybody.values():
+        record.divided = frozenset({f"w#shard={record.rank}/4"})
+    with pytest.raises(JobFailedError, match=r"capsule@1"):
+        decide(everybody, None, range(4), departed)
+    assert decide(everybody, (5, "step-5"), range(4), departed).checkpoint == "step-5"
+    for record in everybody.values():
+        record.needs, record.divided = {"w": 100, "common": 10, f"capsule@{record.rank}": 5}, frozenset()
+        record.take_inventory(7, [])
+    assert left_behind(departed, everybody.values()) == []
+
+
 def test_only_a_copy_is_served() -> None:
     """What somebody has of its own, from before, may be of another division."""
     everybody = records(copies={})

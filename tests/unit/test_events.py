@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -67,6 +68,43 @@ def test_a_log_is_continued_and_an_unfinished_line_left_out(tmp_path: Path) -> N
     with EventLog(path) as log:
         log.write(ev.JobFinished())
     assert [e.event for e in read_events(path)] == ["job_started", "job_started", "job_finished"]
+
+
+def test_a_full_disk_costs_lines_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, heard = tmp_path / "e", []
+
+    class Full:
+        """Takes the beginning of a line."""
+
+        name = str(path)
+
+        def write(self, line: bytes) -> int:
+            file.write(line[:7])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with EventLog(path) as log:
+        log.subscribe(heard.append)
+        file = log._file
+        log.write(ev.JobStarted())
+        with monkeypatch.context() as patched:
+            patched.setattr(log, "_file", Full())
+            log.write(ev.StandbyReady())
+        log.write(ev.JobFinished())
+    assert [e.event for e in read_events(path)] == ["job_started", "job_finished"]
+    assert [e.event for e in heard] == ["job_started", "standby_ready", "job_finished"]
+
+
+def test_who_listens_and_raises_disturbs_nobody(tmp_path: Path) -> None:
+    heard: list[ev.Event] = []
+
+    def raises(_: ev.Event) -> None:
+        raise KeyError("a mistake")
+
+    with EventLog(tmp_path / "e") as log:
+        log.subscribe(raises)
+        log.subscribe(heard.append)
+        log.write(ev.JobStarted())
+    assert [e.event for e in heard] == ["job_started"]
 
 
 def test_a_damaged_or_unknown_line_is_named(tmp_path: Path) -> None:

@@ -184,6 +184,16 @@ def test_at_a_step() -> None:
     assert isinstance(event, ev.JobResized) and event.step == at
 
 
+def test_a_command_that_is_refused_does_not_forget_the_one_before() -> None:
+    world = world_of(4)
+    at = world.version[0] + 6
+    assert world.resize(3, at) == ""
+    assert "4 at most is allowed" in world.resize(9)
+    world.go_on(12)
+    assert world.resized() == [(4, 3, [3], [])]
+    assert world.of(ev.JobResized)[0].step == at  # type: ignore[attr-defined]
+
+
 def test_a_recovery_before_that_step_does_not_forget_it() -> None:
     world = shrunk(2, size=5)
     at = world.version[0] + 6

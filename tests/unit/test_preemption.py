@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,22 @@ def test_a_warning_is_no_notice_unless_somebody_says_so(tmp_path: Path) -> None:
 
 def test_it_is_told_until_somebody_takes_it_in(tmp_path: Path) -> None:
     assert len(heard(settings(warnings=True), warning="hot", refusals=3, within_s=5)) == 4
+
+
+def test_who_cannot_be_asked_now_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file system does not answer, and the command is not there: neither ends the looking."""
+    file, exists = tmp_path / "preempted", Path.exists
+    file.touch()
+    stale = iter([OSError(errno.ESTALE, "Stale file handle")] * 2)
+
+    def does_not_answer(path: Path) -> bool:
+        if path == file and (error := next(stale, None)) is not None:
+            raise error
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", does_not_answer)
+    command = [str(tmp_path / "not there")]
+    assert heard(settings(file=file, command=command), within_s=5) == [f"the file {file} is there (notice.file)"]
 
 
 def test_warnings_need_plugins() -> None:

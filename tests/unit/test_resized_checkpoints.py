@@ -18,11 +18,14 @@ from flashrecovery.errors import ConfigError, DamagedCheckpointError, RestoreErr
 from flashrecovery.plan.boxes import Box
 from flashrecovery.plan.rules import TensorRule
 from flashrecovery.redundancy import blocks, resized
+from flashrecovery.redundancy import checkpoint as fallback
 from flashrecovery.redundancy.checkpoint import CheckpointFallback, load, newest
 from flashrecovery.redundancy.contents import contents
 from flashrecovery.redundancy.convert import LooseShard, convert
 from flashrecovery.redundancy.dcp import read_whole
-from flashrecovery.redundancy.manifest import manifests_of
+from flashrecovery.redundancy.manifest import Manifest, manifests_of
+from flashrecovery.state import codec
+from flashrecovery.state.shard import ShardSource
 from flashrecovery.state.spec import ShardSpec, TensorSpec, decode_spec
 
 COMMON, VERSION = b"common state", 7
@@ -71,24 +74,30 @@ def mask() -> torch.Tensor:
     return torch.arange(40) % 3
 
 
+def filled(whole: Whole, rank: int, world: int, *, transposed: bool = False) -> list[LooseShard]:
+    """All that a rank has."""
+    found = rules_of(whole)
+    mine = shards_of(found, rank, world)
+    for shard in mine:
+        parts = {
+            rule.key: part(whole, rule, rank, world) for rule in found if rule.shard_at(rank, world) == shard.name
+        } or {"data": mask()}
+        spec = ShardSpec({k: TensorSpec(tuple(t.shape), t.dtype) for k, t in parts.items()}, {"layout": "x"})
+        for key, live in shard.allocate(spec).items():
+            live.copy_(parts[key])
+            if transposed and live.ndim == 2:  # lies column by column, as a framework may have it
+                shard._tensors[key] = live.t().contiguous().t()
+    return mine
+
+
 def save(
     folder: Path, whole: Whole, world: int, *, rules: bool = True, transposed: bool = False, capsule: bytes = b"own"
 ) -> Path:
     """Written by each of the ranks in turn."""
-    found = rules_of(whole)
     for rank in range(world):
-        mine = shards_of(found, rank, world)
-        for shard in mine:
-            parts = {
-                rule.key: part(whole, rule, rank, world) for rule in found if rule.shard_at(rank, world) == shard.name
-            } or {"data": mask()}
-            spec = ShardSpec({k: TensorSpec(tuple(t.shape), t.dtype) for k, t in parts.items()}, {"layout": "x"})
-            for key, live in shard.allocate(spec).items():
-                live.copy_(parts[key])
-                if transposed and live.ndim == 2:  # lies column by column, as a framework may have it
-                    shard._tensors[key] = live.t().contiguous().t()
+        mine = filled(whole, rank, world, transposed=transposed)
         writing = CheckpointFallback(folder, rank=rank, world=world, keep=100)
-        told = found if rules else None
+        told = rules_of(whole) if rules else None
         writing.commit(VERSION, mine, capsule=capsule, common=COMMON, generation=0, rules=told)
         assert writing.wait(30) and writing.close(5)
     last = newest(folder)
@@ -117,6 +126,48 @@ def check(path: Path, whole: Whole, world: int, **options: Any) -> None:
 def test_any_size_reads_what_any_other_has_written(before: int, after: int, tmp_path: Path) -> None:
     whole = model(before)
     check(save(tmp_path / "c", whole, before), whole, after)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("dead", [None, 1])
+def test_a_change_of_size_while_the_parts_are_written(
+    dead: int | None, copied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are still parts of a checkpoint of as many ranks as there were, which is complete with all of them."""
+    whole, going_on = model(), [rank for rank in range(4) if rank != (3 if dead is None else dead)]
+    write_part = fallback.write_part
+    for rank in range(4):
+        mine = filled(whole, rank, 4)
+        writing = CheckpointFallback(tmp_path, rank=rank, world=4)
+
+        def resized_meanwhile(
+            *args: Any, rank: int = rank, mine: list[LooseShard] = mine, writing: CheckpointFallback = writing
+        ) -> None:
+            if rank in going_on:
+                place = going_on.index(rank)
+                writing.resize(place, 3)
+                for shard, other in zip(mine, shards_of(rules_of(whole), place, 3), strict=True):
+                    shard.name, shard.holders = other.name, other.holders
+            write_part(*args)
+
+        monkeypatch.setattr(fallback, "write_part", resized_meanwhile)
+        plain = {"capsule": b"own", "common": COMMON, "generation": 0, "rules": rules_of(whole)}
+        if rank == dead:
+            continue
+        if copied:
+            content = {s.name: ShardSource(s.name, s.spec(), list(s.tensors().values())) for s in mine}
+            writing.commit_copy(VERSION, mine, lambda content=content: content.__getitem__, lambda: None, **plain)
+        else:
+            writing.commit(VERSION, mine, **plain)
+        assert writing.wait(30) and writing.close(5)
+        assert rank == 3 or newest(tmp_path) is None
+    if dead is not None:
+        assert newest(tmp_path) is None
+        return
+    last = newest(tmp_path)
+    assert last is not None and contents(last[1]).ranks == 4
+    check(last[1], whole, 3)
+    check(last[1], whole, 4)
 
 
 def test_tensors_that_lie_in_another_order_in_memory(tmp_path: Path) -> None:
@@ -208,6 +259,59 @@ def test_every_byte_is_checked(at: float, tmp_path: Path) -> None:
     file.write_bytes(content)
     with pytest.raises(DamagedCheckpointError, match=r"rank1/big#shard=1/4/param.*part-1/__0_0\.distcp.*digests"):
         check(path, whole, 3)
+
+
+@pytest.mark.parametrize("world", [4, 3])
+def test_every_bit_of_what_a_rank_says_is_checked(world: int, tmp_path: Path) -> None:
+    """Common state, capsule, values and digests stand in the manifest."""
+    whole = model()
+    path = save(tmp_path / "c", whole, 4)
+    file, start, nbytes = place_of(path, "manifest/0")
+    content = file.read_bytes()
+    assert content.count(COMMON) == 1
+    for at in (*range(start, start + nbytes, 97), content.index(COMMON)):
+        damaged = bytearray(content)
+        damaged[at] ^= 1
+        file.write_bytes(damaged)
+        with pytest.raises((DamagedCheckpointError, RestoreError)):
+            load(path, shards_of(rules_of(whole), 0, world), rank=0, world=world, elastic=True)
+    damaged = bytearray(content)
+    damaged[content.index(COMMON)] ^= 1
+    file.write_bytes(damaged)
+    with pytest.raises(DamagedCheckpointError, match=r"manifest/0.*|the manifest does not have the digest"):
+        load(path, shards_of(rules_of(whole), 0, world), rank=0, world=world, elastic=True)
+
+
+@pytest.mark.parametrize("world", [4, 3])
+def test_an_index_that_has_changed_is_not_read(world: int, tmp_path: Path) -> None:
+    """It is a pickle: of a few hundred bits one or two would have taken all of the host's memory."""
+    whole = model()
+    path = save(tmp_path / "c", whole, 4)
+    index = path / ".metadata"
+    content = bytearray(index.read_bytes())
+    content[content.index(b"manifest/3")] ^= 1
+    index.write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=r"\.metadata does not have the digest"):
+        load(path, shards_of(rules_of(whole), 0, world), rank=0, world=world, elastic=True)
+    index.unlink()
+    with pytest.raises(DamagedCheckpointError, match="FileNotFoundError"):
+        load(path, shards_of(rules_of(whole), 0, world), rank=0, world=world, elastic=True)
+
+
+def test_the_format_before_is_read(tmp_path: Path) -> None:
+    """By as many ranks as have written it; how its state is divided in another size is not known."""
+    whole = model()
+    path = save(tmp_path / "c", whole, 4)
+    for rank, manifest in manifests_of(path, range(4)).items():
+        entries = {name: (entry.shared, entry.spec, entry.digest) for name, entry in manifest.entries.items()}
+        old = codec.dumps((4, VERSION, 4, entries, b"own", COMMON, "", ""))
+        found = Manifest.decode(old, path)
+        assert (found.ranks, found.capsule, found.common, found.rules) == (4, b"own", COMMON, None), rank
+        assert all(not entry.blocks for entry in found.entries.values())
+    with pytest.raises(RestoreError, match="has format 3"):
+        Manifest.decode(codec.dumps((3, VERSION)), path)
+    with pytest.raises(ValueError, match="unpack"):
+        Manifest.decode(codec.dumps((4, *codec.loads(manifest.encode())[1:])), path)  # a bit of the number
 
 
 def test_files_that_are_cut_short_or_missing_are_named(tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ a process, its forks hang.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import re
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from unittest.mock import patch
 import grpc
 import pytest
 
+from flashrecovery import events as ev
 from flashrecovery.access import CONTROLLER, Access
 from flashrecovery.agent.peer_service import PeerService
 from flashrecovery.agent.peers import fetch_from, probe
@@ -125,6 +128,24 @@ def test_an_error_of_the_controllers_own_ends_the_job_and_is_told(handler: str, 
         assert service.machine.job.state is State.FAILED and service.over.is_set()
 
     asyncio.run(asyncio.wait_for(with_controller(tmp_path, use), 5))
+
+
+def test_a_terminal_that_is_gone_does_not_end_the_job(tmp_path: Path) -> None:
+    class Gone:
+        def write(self, _: str) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+        flush = write
+
+    async def use(service: ControllerService, _: str) -> None:
+        job = service.machine.job
+        job.emit(ev.FailureDetected(rank=0, kind="killed"))
+        with patch.object(sys, "stderr", Gone()), service.deciding():
+            service.act()
+        assert job.state is State.STARTING
+        assert ev.FailureDetected in {type(event) for event in ev.read_events(service.run_dir.events_path)}
+
+    asyncio.run(with_controller(tmp_path, use))
 
 
 def test_the_right_token_opens_everything(tmp_path: Path) -> None:

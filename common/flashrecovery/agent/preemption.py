@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 from flashrecovery.config import NoticeSettings
 from flashrecovery.errors import ConfigError
@@ -38,7 +39,7 @@ async def watch(settings: NoticeSettings, warning: Callable[[], str], told: Call
 
 async def _look(settings: NoticeSettings, warning: Callable[[], str]) -> str:
     """What has been seen, "" if nothing."""
-    if settings.file is not None and settings.file.exists():
+    if settings.file is not None and _is_there(settings.file):
         return f"the file {settings.file} is there (notice.file)"
     if settings.command and await _succeeds(settings.command):
         return f"{' '.join(settings.command)!r} has ended with 0 (notice.command)"
@@ -47,9 +48,20 @@ async def _look(settings: NoticeSettings, warning: Callable[[], str]) -> str:
     return ""
 
 
+def _is_there(file: Path) -> bool:
+    """A file system that does not answer now is asked again."""
+    try:
+        return file.exists()
+    except OSError:
+        return False
+
+
 async def _succeeds(command: list[str]) -> bool:
     quiet = asyncio.subprocess.DEVNULL
-    process = await asyncio.create_subprocess_exec(*command, stdin=quiet, stdout=quiet, stderr=quiet)
+    try:
+        process = await asyncio.create_subprocess_exec(*command, stdin=quiet, stdout=quiet, stderr=quiet)
+    except OSError:
+        return False  # it is not there now, or no process can be started
     try:
         return await asyncio.wait_for(process.wait(), _LATE_S) == 0
     except asyncio.TimeoutError:

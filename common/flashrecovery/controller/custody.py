@@ -23,13 +23,17 @@ def divided(records: Collection[RankRecord]) -> bool:
 
 def left_behind(departed: Mapping[int, Mapping[str, int]], records: Collection[RankRecord]) -> list[Need]:
     """The shards that ranks have needed that have left (``departed``: their names and sizes, by rank; {}: this
-    controller has never heard of them), and nobody needs who stays."""
+    controller has never heard of them), and nobody needs who stays. Of a rank of which nothing at all is known, where
+    state is divided: its capsule, which nobody has, stands for its part."""
     if not departed:
         return []
     staying = set[str]().union(*(record.needs for record in records))
     found: dict[str, Need] = {}
     for rank, needs in departed.items():
-        for shard, nbytes in (needs or _kept_for(rank, records)).items():
+        known = needs or _kept_for(rank, records)
+        if not known and any(record.divided for record in records):
+            found[capsule_name(rank)] = Need(rank, capsule_name(rank), 0)
+        for shard, nbytes in known.items():
             if shard not in staying and shard != capsule_name(rank):
                 found.setdefault(shard, Need(rank, shard, nbytes))
     return list(found.values())

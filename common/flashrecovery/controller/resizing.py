@@ -116,14 +116,14 @@ class Resizing:
         steps = job.in_order[0].steps
         if steps is not None and step >= steps:
             return f"--at-step {step}: the job takes {steps} steps; an earlier one is allowed"
-        self._wish, self._tries = None, 0
         if replicas > size:
             why_not = self._growing.ask(replicas, step, now)
             if not why_not:
+                self._wish, self._tries = None, 0
                 self._growing.commanded(replicas)
             return why_not
         self._growing.commanded(replicas)
-        self._wish = Wish(replicas, step)
+        self._wish, self._tries = Wish(replicas, step), 0
         self._tell_to_pause()
         return ""
 

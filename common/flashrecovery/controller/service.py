@@ -10,7 +10,7 @@ import time
 import traceback
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -317,7 +317,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._log.write(event)
         line = self._console.line_of(event)
         if line is not None:
-            print(f"flashrecovery: {line}", file=sys.stderr, flush=True)
+            with suppress(OSError):  # whoever read that has gone
+                print(f"flashrecovery: {line}", file=sys.stderr, flush=True)
 
     def _rated(self, ratings: Mapping[str, Rating]) -> None:
         """What is thought of the nodes has changed."""

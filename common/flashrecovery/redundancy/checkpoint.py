@@ -42,7 +42,16 @@ from flashrecovery.redundancy import blocks
 from flashrecovery.redundancy.background import Background
 from flashrecovery.redundancy.dcp import join_parts, read_into, unreadable, write_part
 from flashrecovery.redundancy.host import HostCopies, LaterCopies
-from flashrecovery.redundancy.manifest import UNREADABLE, Manifest, ShardEntry, as_tensor, manifest_key, manifests_of
+from flashrecovery.redundancy.manifest import (
+    INDEX_DIGEST,
+    UNREADABLE,
+    Manifest,
+    ShardEntry,
+    as_tensor,
+    index_digest,
+    manifest_key,
+    manifests_of,
+)
 from flashrecovery.redundancy.resized import Taken, read_divided, tensor_prefix
 from flashrecovery.runtime.durable import write_durably
 from flashrecovery.state.checkpoint_format import CheckpointFormat
@@ -77,9 +86,12 @@ class PlainState:
 
 
 @dataclass(frozen=True)
-class _Plain:
-    """What a rank's manifest has besides shards."""
+class _Part:
+    """Which rank's part of a checkpoint it is, of how many, and what its manifest has besides shards. All of it is as
+    it was at the commit: an elastic job may change its size while the part is being written."""
 
+    rank: int
+    world: int
     capsule: bytes | None
     common: bytes
     rules: tuple[TensorRule, ...] | None
@@ -178,10 +190,10 @@ class CheckpointFallback:
         k0_s = time.monotonic() - began
         owned = [(s.name, len(s.holders) > 1, specs[s.name]) for s in mine]
 
-        plain = _Plain(capsule, common, rules)
+        of = _Part(self._rank, self._world, capsule, common, rules)
 
         def job() -> None:
-            self._write(version, generation, owned, tensors, write, plain, began, k0_s)
+            self._write(version, generation, owned, tensors, write, of, began, k0_s)
 
         self._submit(job)
         return k0_s
@@ -218,29 +230,29 @@ class CheckpointFallback:
         None if there is none. ``release``: called when it has been written.
         """
         began = time.monotonic()
-        mine = [s for s in shards if writer_of(s) == self._rank]
+        mine = [(s.name, len(s.holders) > 1) for s in shards if writer_of(s) == self._rank]  # they may get other names
         later, write, k0_s = None, None, 0.0
         if self._form is not None:
             later = LaterCopies(shards)
             write = self._form.capture(self.directory, _name(version), later)
             k0_s = time.monotonic() - began
-        plain = _Plain(capsule, common, rules)
+        of = _Part(self._rank, self._world, capsule, common, rules)
 
         def job() -> None:
             try:
                 content = copy()
                 if content is None:
                     return  # the other ranks' parts are swept away by the next one
-                found = {s.name: content(s.name) for s in mine}
+                found = {name: content(name) for name, _ in mine}
                 tensors = {
-                    tensor_key(s, key): tensor
-                    for s in mine
-                    for key, tensor in zip(found[s.name].spec.tensors, found[s.name].tensors, strict=True)
+                    f"{tensor_prefix(name, shared, of.rank)}{key}": tensor
+                    for name, shared in mine
+                    for key, tensor in zip(found[name].spec.tensors, found[name].tensors, strict=True)
                 }
-                owned = [(s.name, len(s.holders) > 1, found[s.name].spec) for s in mine]
+                owned = [(name, shared, found[name].spec) for name, shared in mine]
                 if later is not None:
                     later.fill(content)
-                self._write(version, generation, owned, tensors, write, plain, began, k0_s)
+                self._write(version, generation, owned, tensors, write, of, began, k0_s)
             finally:
                 release()
 
@@ -268,15 +280,15 @@ class CheckpointFallback:
         owned: list[tuple[str, bool, ShardSpec]],
         tensors: dict[str, torch.Tensor],
         write: Callable[[Path], None] | None,
-        plain: _Plain,
+        of: _Part,
         began: float,
         k0_s: float,
     ) -> None:
-        rules = plain.rules if write is None else None  # a framework's format is divided in its own way
-        divided = {rule.shard_at(self._rank, self._world) for rule in rules or ()}
+        rules = of.rules if write is None else None  # a framework's format is divided in its own way
+        divided = {rule.shard_at(of.rank, of.world) for rule in rules or ()}
         entries = {}
         for name, shared, spec in owned:
-            prefix = tensor_prefix(name, shared, self._rank)
+            prefix = tensor_prefix(name, shared, of.rank)
             digest = shard_digest([tensors[f"{prefix}{key}"] for key in spec.tensors], spec)
             of_blocks = {}
             for key in spec.tensors if name in divided else ():
@@ -284,9 +296,9 @@ class CheckpointFallback:
                 of_blocks[key] = blocks.digests(tensors[f"{prefix}{key}"])
             entries[name] = ShardEntry(shared, encode_spec(spec), digest, of_blocks)
         form = ("", "") if self._form is None else (self._form.name, self._form.layout())
-        manifest = Manifest(version, self._world, entries, plain.capsule, plain.common, *form, rules)
+        manifest = Manifest(version, of.world, entries, of.capsule, of.common, *form, rules)
         pending = self.directory / f".pending-{version}.{generation}"
-        part = pending / f"part-{self._rank}"
+        part = pending / f"part-{of.rank}"
         try:
             if part.exists():  # of the same generation and version: cannot be, unless the file system is slow
                 shutil.rmtree(part)
@@ -294,24 +306,25 @@ class CheckpointFallback:
             if write is not None:
                 write(pending)
                 tensors = {}
-            write_part({**tensors, manifest_key(self._rank): as_tensor(manifest.encode())}, part)
-            write_durably(pending / _DONE.format(self._rank), b"")
-            complete = all((pending / _DONE.format(r)).exists() for r in range(self._world))
+            write_part({**tensors, manifest_key(of.rank): as_tensor(manifest.encode())}, part)
+            write_durably(pending / _DONE.format(of.rank), b"")
+            complete = all((pending / _DONE.format(r)).exists() for r in range(of.world))
         except FileNotFoundError:
             return  # a newer checkpoint has been published meanwhile and has swept this one away
-        if complete and self._publish(pending, version) and self._on_published is not None:
+        if complete and self._publish(pending, version, of.world) and self._on_published is not None:
             path = self.directory / _name(version)
             self._on_published(Published(version, path, time.monotonic() - began, k0_s))
 
-    def _publish(self, pending: Path, version: int) -> bool:
+    def _publish(self, pending: Path, version: int, world: int) -> bool:
         """True if this rank published; two may find all parts durable at once."""
         try:
             os.close(os.open(pending / "publisher", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         except FileExistsError:
             return False
-        ranks = {str(r) for r in range(self._world)}  # no leftover of a larger world
+        ranks = {str(r) for r in range(world)}  # no leftover of a larger world
         found = sorted(p.parent.name for p in pending.glob("*/.metadata"))
         join_parts(pending, [name for name in found if name.rpartition("-")[2] in ranks])
+        write_durably(pending / INDEX_DIGEST, index_digest(pending))
         final = self.directory / _name(version)
         if final.exists():  # the same step again after a recovery, or another run's leftover
             replaced = pending.with_name(f"{pending.name}.replaced")

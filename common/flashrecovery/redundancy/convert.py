@@ -18,6 +18,7 @@ from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec
 
 _ALL = 1 << 30
+_CLOSE_S = 10.0
 
 
 class LooseShard(Shard):
@@ -77,6 +78,7 @@ def convert(source: Path, directory: Path, ranks: int) -> Path:
             first.version, shards, capsule=plain.capsule, common=plain.common, generation=0, rules=first.rules
         )
         writing.wait()
+        writing.close(_CLOSE_S)
     published = newest(directory)
     assert published is not None
     return published[1]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from flashrecovery.errors import DamagedCheckpointError, ProtocolError, RestoreError
 from flashrecovery.plan.rules import TensorRule
@@ -17,7 +18,8 @@ from flashrecovery.state import codec
 
 FORMAT = 5
 _BEFORE = 4
-"""Without rules, and without digests of blocks."""
+"""Without rules, and without digests of blocks and of the manifest itself."""
+_INDEX, INDEX_DIGEST = ".metadata", "metadata.xxh3"
 UNREADABLE = (OSError, RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError)
 """What reading files that are damaged or missing can raise."""
 
@@ -67,13 +69,22 @@ class Manifest:
         entries = {n: (e.shared, e.spec, e.digest, dict(e.blocks)) for n, e in self.entries.items()}
         rules = None if self.rules is None else [_plain(rule) for rule in self.rules]
         fields = (self.version, self.ranks, entries, self.capsule, self.common, self.form, self.layout, rules)
-        return codec.dumps((FORMAT, *fields))
+        content = codec.dumps(fields)
+        return codec.dumps((FORMAT, xxhash.xxh3_128_digest(content), content))
 
     @staticmethod
     def decode(data: bytes, path: Path) -> Manifest:
         """Raises ProtocolError if it is damaged, RestoreError if it is of another version of this program."""
-        number, *fields = codec.loads(data)
-        if number not in (_BEFORE, FORMAT):
+        read = codec.loads(data)
+        if not isinstance(read, tuple):
+            raise ProtocolError("not a manifest")
+        number, *fields = read
+        if number == FORMAT:
+            digest, content = fields
+            if xxhash.xxh3_128_digest(content) != digest:
+                raise ProtocolError("the manifest does not have the digest it was written with")
+            fields = codec.loads(content)
+        elif number != _BEFORE:
             raise RestoreError(f"checkpoint {path} has format {number}, this version reads {_BEFORE} and {FORMAT}")
         version, ranks, entries, capsule, common, form, layout, *more = fields
         rules = more[0] if more else None
@@ -93,6 +104,22 @@ def _plain(rule: TensorRule) -> tuple[Any, ...]:
     return rule.name, rule.shape, rule.itemsize, rule.rows, rule.shard, rule.key
 
 
+def index_digest(path: Path) -> bytes:
+    """Of DCP's index of a checkpoint. Raises OSError."""
+    return xxhash.xxh3_128_hexdigest((path / _INDEX).read_bytes()).encode()
+
+
+def _check_index(path: Path) -> None:
+    """Before it is read: it is a pickle, and a bit that has changed can make that take all memory. Raises OSError, and
+    ValueError if it is not what was written. Checkpoints of earlier versions have no digest of it."""
+    try:
+        known = (path / INDEX_DIGEST).read_bytes()
+    except FileNotFoundError:
+        return
+    if index_digest(path) != known:
+        raise ValueError(f"{path / _INDEX} does not have the digest it was written with")
+
+
 def manifest_key(rank: int) -> str:
     return f"manifest/{rank}"
 
@@ -104,6 +131,10 @@ def as_tensor(data: bytes) -> torch.Tensor:
 def manifests_of(path: Path, ranks: Sequence[int]) -> dict[int, Manifest]:
     """What these ranks have said of what they wrote. Raises DamagedCheckpointError if it cannot be read."""
     keys = [manifest_key(r) for r in ranks]
+    try:
+        _check_index(path)
+    except (OSError, ValueError) as e:
+        raise DamagedCheckpointError(f"checkpoint {path} cannot be read: {type(e).__name__}: {e}") from e
     try:
         raw = read_whole(keys, path)
         return {r: Manifest.decode(raw[key].numpy().tobytes(), path) for r, key in zip(ranks, keys, strict=True)}

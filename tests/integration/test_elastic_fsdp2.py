@@ -227,7 +227,7 @@ def test_forms(form: str, tmp_path: Path, resized: Resized) -> None:
 REFUSED = {
     "offload": "an offload policy",
     "post-forward": "process group of 2 of its 4 ranks",
-    "hsdp": "process group of 1 of its 4 ranks",
+    "hsdp": "a mesh of kind HSDPMeshInfo",
     "dimension": "sharded in dimension",
     "ignored": "is not on all 4 ranks",
     "divide": "set_gradient_divide_factor",

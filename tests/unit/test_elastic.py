@@ -208,6 +208,39 @@ def test_a_failure_before_the_step_does_not_forget_the_command() -> None:
     assert resized(world).step == step and resized(world).left == [3]
 
 
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({}, ""),
+        ({"batches": "of others"}, "the replacement's batches are of others"),
+        ({"steps": 7}, "needs the same number on every rank"),
+        ({"needs": [pb.ShardNeed(name="more", nbytes=1)]}, "registered other state than the process it replaces"),
+    ],
+)
+def test_a_replacement_in_another_size_is_compared_with_the_process_before(said: dict[str, Any], why: str) -> None:
+    """But for what is divided, of which it has a part as at the launch."""
+    world = elastic_world(replace="auto")
+    job = world.machine.job
+    assert world.machine.resize(3, -1, world.now) == ""
+    for rank in range(4):
+        pause(world, rank)
+    while not world.of(ev.RecoveryFinished):
+        assert world.step()
+    record = job.ranks[1]
+    record.needs, record.divided = {**record.needs, "part#dp=1/3": 20}, frozenset({"part#dp=1/3"})
+    world.kill(1)
+    joined = pb.Joined(rank=1, generation=job.generation, steps=world.steps)
+    known = {**record.common_needs(), "part#dp=1/4": 15}
+    joined.needs.extend(pb.ShardNeed(name=n, nbytes=b, divided=n.startswith("part")) for n, b in known.items())
+    joined.MergeFrom(pb.Joined(**said))
+    world.machine.on_started(pb.WorkerStarted(rank=1, generation=job.generation, pid=999), record.home, "host")
+    world.machine.on_joined(joined, world.now)
+    assert job.state is (State.FAILED if why else State.QUIESCING) and why in job.failure_reason
+    if not why:
+        assert record.needs == {**record.common_needs(), "part#dp=1/3": 20}
+        assert record.divided == {"part#dp=1/3"}
+
+
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_those_who_alone_have_the_state_do_not_leave(replicas: int) -> None:
     """Those that would stay have died, and have been filled again: they would get their state from those who leave."""

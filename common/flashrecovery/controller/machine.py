@@ -209,15 +209,15 @@ class Machine:
         divided, outline = record.divided, record.outline
         record.joined(message)
         self.job.outbox.forget(Ordered.REPLACE, record.rank)
+        if known and self.job.layout != tuple(range(self.job.config.world_size)):
+            # it has divided its state as at the launch, and takes on the others' division
+            record.needs = {**record.common_needs(), **{name: known[name] for name in divided}}
+            record.divided = divided
         if known and outline != record.outline:
             self.job.fail(
                 f"rank {record.rank}: the replacement registered a model with other parameters, shapes or types than "
                 "the process it replaces"
             )
-        elif known and self.job.layout != tuple(range(self.job.config.world_size)):
-            # it has divided its state as at the launch, and takes on the others' division
-            record.needs, record.divided = known, divided
-            self._steps.advance(now)
         elif known and set(known) != set(record.needs):
             odd = sorted(set(known) ^ set(record.needs))[:3]
             self.job.fail(

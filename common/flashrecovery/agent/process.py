@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
 import struct
 import time
 from collections.abc import Callable
+
+from google.protobuf.message import DecodeError
 
 from flashrecovery.agent.procfs import Statm
 from flashrecovery.agent.zygote import Child
@@ -95,7 +98,13 @@ class WorkerProcess:
                 data = await reader.readexactly(_LENGTH.unpack(head)[0])
             except (asyncio.IncompleteReadError, ConnectionResetError, BrokenPipeError):
                 return
-            on_message(self, pb.FromWorker.FromString(data))
+            try:
+                message = pb.FromWorker.FromString(data)
+            except DecodeError as e:  # this process only: nobody else is harmed by what it says
+                log.error("process %d says what cannot be read, and is ended: %s", self.pid, e)
+                self.kill()
+                return
+            on_message(self, message)
 
     async def hear_out(self, timeout_s: float, *, until_last_words: bool = False) -> None:
         """Handle what the dying process had still said. (A big process closes its channel late.)"""

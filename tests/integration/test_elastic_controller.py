@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.integration.test_controller_away import TOKEN, controller
-from tests.support import elastic, elastic_fsdp2
+from tests.support import elastic, elastic_divided, elastic_fsdp2
 from tests.support.elastic import STEPS, Course, changes, command, commanded, inject
 from tests.support.jobs import Job, Layout, RunningJob, check_clean, read_events
 
@@ -31,7 +31,14 @@ AUTO = {"elastic": {"min": 1, "max": 4}}
 class WithController:
     """A job on this host, and its controller, which is a process of its own."""
 
-    def __init__(self, folder: Path, kind: str, config: dict[str, Any], step_ms: int = 100) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        kind: str,
+        config: dict[str, Any],
+        step_ms: int = 100,
+        given: elastic_divided.Kind | None = None,
+    ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._address = f"127.0.0.1:{free.getsockname()[1]}"
         folder.mkdir(exist_ok=True)
@@ -41,8 +48,11 @@ class WithController:
             Layout("elastic", "", nproc=4),
             standby=0,
             config=config,
-            script=SCRIPTS[kind],
-            flags=["--steps", str(STEPS), "--step-time", str(step_ms)],
+            script=given.script if given is not None else SCRIPTS[kind],
+            flags=[
+                *("--steps", str(STEPS if given is None else elastic_divided.END)),
+                *("--step-time", str(step_ms), *(() if given is None else given.flags)),
+            ],
             options=["--no-embed-controller", "--controller", self._address],
             env=TOKEN,
         )
@@ -167,3 +177,25 @@ def test_who_is_on_the_way_is_ended(tmp_path: Path) -> None:
     ended = job.result()
     assert ended.notices("taken_over"), ended.explain()
     check_as_commanded("ddp", ended, tmp_path / "reference")
+
+
+@pytest.mark.parametrize("kind", [elastic_divided.FSDP2, elastic_divided.zero(2)], ids=lambda kind: kind.name)
+def test_a_rank_is_lost_long_after_it(kind: elastic_divided.Kind, tmp_path: Path) -> None:
+    """The job has changed its size, and its controller dies while all train. The next one knows what each rank has in
+    the present size, also of one that dies before it has been stopped."""
+    job = WithController(tmp_path / "job", kind.name, NEVER, given=kind)
+    job.wait_for("job_started")
+    job.wait_for_step(3)
+    os.kill(job.pid(3), signal.SIGKILL)
+    job.wait_for("recovery_finished")
+    first = max(step for step, _, _ in job.course.losses)
+    job.wait_for_step(first + 3)
+    job.kill()
+    job.begin()
+    job.wait_for_step(first + 8)
+    os.kill(job.pid(1), signal.SIGKILL)
+    ended = job.result()
+    assert ended.notices("taken_over") and len(ended.of("job_resized")) == 2, ended.explain()
+    elastic_divided.check_as_commanded(
+        kind, ended, lambda sizes: elastic_divided.resized_by_command(kind, tmp_path / "reference", sizes)
+    )

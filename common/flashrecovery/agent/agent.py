@@ -312,8 +312,10 @@ class Agent:
             body = command.WhichOneof("body")
             if body in ("stop", "release"):
                 process.stepping, process.released = False, body == "release"
+                process.stops()
             elif body == "resume":
                 process.stepping = process.resumed = True
+                process.goes_on()
                 self._heartbeats.resumed(command.resume.version)
             process.send(pb.ToWorker(command=command))
 
@@ -383,6 +385,7 @@ class Agent:
 
     def _replied(self, process: WorkerProcess, message: pb.FromWorker) -> None:
         if self._counts(process):
+            process.replied(message.reply)
             self._send(pb.AgentMessage(reply=message.reply))
 
     def _done(self, process: WorkerProcess, message: pb.FromWorker) -> None:

@@ -9,7 +9,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from google.protobuf.message import DecodeError
 
@@ -19,6 +19,8 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.page import Page
 
 _LENGTH = struct.Struct("<I")
+
+log = logging.getLogger("flashrecovery")
 
 
 def own_end(pid: int) -> int | None:
@@ -54,7 +56,8 @@ class WorkerProcess:
         self.failed = False  # its failure has been reported
         self.knows_controller = True  # what it was told last: that there is one
         self.last_words: pb.LastWords | None = None
-        self.joined: pb.Joined | None = None
+        self.joined: pb.Joined | None = None  # as it is now
+        self._next_needs: Sequence[pb.ShardNeed] = ()  # once it goes on, if nothing happens before
         self.done: pb.Done | None = None
         self.released = False  # has been let out of its loop
         self._sock = sock
@@ -81,6 +84,36 @@ class WorkerProcess:
     def exited(self) -> bool:
         """Whether it was let out of its loop, and has run its script to the end."""
         return self.released and self.returncode == 0
+
+    def replied(self, reply: pb.Reply) -> None:
+        """It has said what it needs now, or will need as soon as it goes on: in an elastic job that changes with the
+        size. A controller that comes later is told that, and not what the process has said at its first step."""
+        if reply.needs:
+            self._need(reply.needs)
+        if reply.next_needs:
+            self._next_needs = list(reply.next_needs)
+
+    def stops(self) -> None:
+        """It has been told to stop: nothing becomes of what was prepared, unless it says so itself."""
+        self._next_needs = ()
+
+    def goes_on(self) -> None:
+        """It has been told to resume."""
+        if self._next_needs:
+            self._need(self._next_needs)
+        self._next_needs = ()
+
+    def _need(self, needs: Sequence[pb.ShardNeed]) -> None:
+        if self.joined is None:
+            return
+        digests = {need.name: need.digest for need in self.joined.needs}
+        joined = pb.Joined()
+        joined.CopyFrom(self.joined)
+        del joined.needs[:]
+        for need in needs:
+            joined.needs.add().CopyFrom(need)
+            joined.needs[-1].digest = need.digest or digests.get(need.name, "")
+        self.joined = joined
 
     async def connect(self, on_message: Callable[[WorkerProcess, pb.FromWorker], None]) -> asyncio.Task[None]:
         """Begin to read the process's messages. Returns the task that does so, to its end or :meth:`close`."""

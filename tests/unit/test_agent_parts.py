@@ -346,3 +346,52 @@ def test_the_store_of_a_job_on_one_node_is_reached_from_there_only(host: str, re
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             with socket.socket(family) as s:
                 assert (s.connect_ex((address, server.port)) == 0) is reached, address
+
+
+def test_a_process_says_what_it_needs_now() -> None:
+    """At its first step, of a stop, and of what will be so once it goes on, unless it is stopped before."""
+    ours, theirs = socket.socketpair()
+    popen = subprocess.Popen(["true"])
+    process = WorkerProcess(popen, Page.create("test"), ours)
+
+    def need(name: str, digest: str = "") -> pb.ShardNeed:
+        return pb.ShardNeed(name=name, nbytes=1, digest=digest, divided=True)
+
+    def known() -> dict[str, str]:
+        assert process.joined is not None
+        return {need.name: need.digest for need in process.joined.needs}
+
+    with closing(theirs):
+        process.replied(pb.Reply(next_needs=[need("nobody asks")]))
+        process.stops()
+        process.joined = first = pb.Joined(rank=1, steps=9, needs=[need("w#1/4"), need("common", "d")])
+        process.replied(pb.Reply(next_needs=[need("w#1/3"), need("common")]))
+        process.replied(pb.Reply())  # that what it has got is right
+        assert known() == {"w#1/4": "", "common": "d"}, "it has not gone on yet"
+        process.goes_on()
+        assert known() == {"w#1/3": "", "common": "d"} and process.joined.steps == 9
+        assert [need.name for need in first.needs] == ["w#1/4", "common"]
+        process.replied(pb.Reply(next_needs=[need("w#1/2")]))
+        process.stops()
+        process.goes_on()
+        assert known() == {"w#1/3": "", "common": "d"}, "somebody has died before"
+        process.replied(pb.Reply(needs=[need("w#0/2"), need("common")]))
+        assert known() == {"w#0/2": "", "common": "d"}
+        popen.wait()
+        process.close()
+
+
+def test_a_process_whose_words_cannot_be_read_is_ended() -> None:
+    """It alone."""
+
+    async def talk() -> int:
+        ours, theirs = socket.socketpair()
+        popen = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        process = WorkerProcess(popen, Page.create("test"), ours)
+        reading = await process.connect(lambda _process, _message: pytest.fail("nothing was said"))
+        with closing(theirs):
+            theirs.sendall(struct.pack("<I", 3) + b"\xff\xff\xff")
+            await asyncio.wait_for(reading, 10)
+        return popen.wait(10)
+
+    assert asyncio.run(talk()) == -signal.SIGKILL

@@ -17,14 +17,15 @@ from torch.optim import Optimizer
 from flashrecovery.adapter import (
     DividedTensor,
     Division,
+    DivisionPlace,
     ParamShard,
     Prepared,
+    ReadyTensors,
     hand_over_state,
     layouts,
     settle_state,
 )
 from flashrecovery.errors import UnsupportedError
-from fr_deepspeed.layout import DivisionPlace
 
 _ALIGNMENT = 2
 """Elements, for each rank, of which a padded group is a multiple (deepspeed's nccl_start_alignment_factor)."""
@@ -129,23 +130,7 @@ class PartitionDivision(Division):
             weights = self._zero.bit16_groups_flat[number]
             tensors[f"{number}/weights"] = torch.zeros(group["length"], dtype=weights.dtype, device=weights.device)
             values[partition_name(number, place, size)] = group["values"]
-        return ReadyPartitions(tensors, values, lambda: self._install(DivisionPlace(place, size), tensors, description))
-
-
-class ReadyPartitions(Prepared):
-    """Tensors, and the function that puts them in place."""
-
-    def __init__(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        values: Mapping[str, Mapping[str, Any]],
-        install: Callable[[], None],
-    ) -> None:
-        self.tensors, self.values = tensors, values
-        self._put = install
-
-    def install(self) -> None:
-        self._put()
+        return ReadyTensors(tensors, values, lambda: self._install(DivisionPlace(place, size), tensors, description))
 
 
 def fill(zero: Any, basic: Optimizer, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]) -> None:

@@ -25,6 +25,8 @@ from torch.optim import Optimizer
 
 from flashrecovery.adapter import (
     CheckpointFormat,
+    Division,
+    DivisionPlace,
     GradientWatch,
     Method,
     ParamRecord,
@@ -47,7 +49,7 @@ from fr_deepspeed.capabilities import BACKWARD, ENGINE_STEP, UNMANAGED, is_manag
 from fr_deepspeed.checkpoint import EngineCheckpoint
 from fr_deepspeed.elastic import in_this_size, resize_engine, tied_to_size
 from fr_deepspeed.experts import reset_experts
-from fr_deepspeed.layout import DivisionPlace, ranks_of
+from fr_deepspeed.layout import ranks_of
 from fr_deepspeed.offload import offloads
 from fr_deepspeed.pipeline import capture_pipeline, reset_schedule, restore_pipeline
 from fr_deepspeed.random import capture_tracker, restore_tracker
@@ -73,6 +75,8 @@ class EngineAdapter(TorchAdapter):
 
     whole_framework = True
     framework_packages = frozenset({"deepspeed"})
+    _division: Division | None = None
+    """Of what the optimizer has divided, if it has."""
 
     def __init__(self, engine: Any, optimizer: Optimizer) -> None:
         self.engine = engine
@@ -158,7 +162,13 @@ class EngineAdapter(TorchAdapter):
     # -- another number of replicas ---------------------------------------------------------------
 
     def tied_to_size(self) -> Sequence[str]:
-        return tuple(tied_to_size(self.engine))
+        found = tuple(tied_to_size(self.engine))
+        if not found and self._division is not None:
+            self._division.check()
+        return found
+
+    def division(self) -> Division | None:
+        return self._division
 
     def resized(self) -> None:
         self._ranks = dist.get_process_group_ranks(self.engine.data_parallel_group)

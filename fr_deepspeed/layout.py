@@ -8,23 +8,12 @@ over its expert-data-parallel group only. A partition has one holder, so its nam
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from flashrecovery.adapter import ParamRecord, constant, global_rank, world_size
-
-
-@dataclass(frozen=True)
-class DivisionPlace:
-    """A rank's number among so many that an engine's state is divided among. In the process groups it may be another
-    one of more or fewer: a replacement takes on the division that the others have before all of them go over to another
-    one."""
-
-    number: int
-    size: int
+from flashrecovery.adapter import DivisionPlace, ParamRecord, constant, global_rank, world_size
 
 
 def ranks_of(engine: Any, parameter: torch.Tensor) -> Sequence[int]:
@@ -44,7 +33,7 @@ def partition_record(
     ``<name>#dp=1/2,group=2`` for a group that is not the world (and whose lowest rank is 2). ``division``: the place of
     this rank in what its state has been divided for, if that need not be as its groups."""
     if division is not None:
-        own = f"{name}#dp={division.number}/{division.size}"
+        own = f"{name}#dp={division.number}/{division.ranks}"
         return ParamRecord(name, own, (division.number,), constant(partition))  # type: ignore[arg-type]
     ranks = dist.get_process_group_ranks(group)
     place = f"{name}#dp={dist.get_rank(group)}/{len(ranks)}"

@@ -15,8 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from flashrecovery.adapter import give_up_state
-from fr_deepspeed.layout import DivisionPlace
+from flashrecovery.adapter import DivisionPlace, give_up_state
 
 
 def reform(engine: Any, place: DivisionPlace) -> None:
@@ -85,7 +84,7 @@ class _AtPlace(ModuleType):
         return self._place.number
 
     def get_world_size(self, group: Any = None) -> int:
-        return self._place.size
+        return self._place.ranks
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Nobody waits."""

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from flashrecovery.adapter import give_up_state
-from fr_deepspeed.layout import DivisionPlace
+from flashrecovery.adapter import DivisionPlace, give_up_state
 from fr_deepspeed.reform import standing_at
 
 
@@ -32,7 +31,7 @@ def reform3(engine: Any, place: DivisionPlace) -> None:
     zero, basic = engine.optimizer, engine.basic_optimizer
     for partition in zero.fp32_partitioned_groups_flat:
         give_up_state(basic, partition)
-    zero.partition_count = place.size
+    zero.partition_count = place.ranks
     zero.gradient_accumulation_steps = engine.gradient_accumulation_steps()
     with standing_at(place, stage3, partition_parameters):
         for parameter in engine.module.parameters():
@@ -59,8 +58,8 @@ def _slice_anew(parameter: Any, place: DivisionPlace) -> None:
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     _resize_maker(parameter, place)
-    parameter.ds_zero_partition_rank, parameter.ds_zero_partition_world_size = place.number, place.size
-    parameter.ds_secondary_tensor_group_size = place.size
+    parameter.ds_zero_partition_rank, parameter.ds_zero_partition_world_size = place.number, place.ranks
+    parameter.ds_secondary_tensor_group_size = place.ranks
     device = parameter.ds_tensor.device
     parameter.ds_tensor = None
     parameter.data = torch.zeros(parameter.ds_shape, dtype=parameter.dtype, device=device)
@@ -72,4 +71,4 @@ def _resize_maker(parameter: Any, place: DivisionPlace) -> None:
     """What has made the parameter one of ZeRO-3 (``deepspeed.zero.Init``) cuts and gathers it."""
     maker = inspect.getclosurevars(parameter.partition_numel).nonlocals["self"]
     maker.rank = maker.rank_in_group = place.number
-    maker.dp_world_size = maker.num_ranks_in_param_group = place.size
+    maker.dp_world_size = maker.num_ranks_in_param_group = place.ranks

@@ -19,18 +19,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashrecovery.adapter import DividedTensor, Division, LocalBox, ParamShard, Prepared, boxes, layouts
+from flashrecovery.adapter import (
+    DividedTensor,
+    Division,
+    DivisionPlace,
+    LocalBox,
+    ParamShard,
+    Prepared,
+    ReadyTensors,
+    boxes,
+    layouts,
+)
 from fr_deepspeed.division import (
     DATA,
     PARAM,
-    ReadyPartitions,
     check_state,
     describe_state,
     dtype_of,
     name_of,
     partition_name,
 )
-from fr_deepspeed.layout import DivisionPlace
 
 
 def slice_name(fqn: str, place: int, size: int) -> str:
@@ -179,7 +187,7 @@ class SliceDivision(Division):
         for fqn, numel, dtype_name in description["frozen"]:
             tensor = torch.zeros(slice_length(numel, size), dtype=dtype_of(dtype_name), device=device)
             tensors[frozen_name(fqn)] = tensor
-        return ReadyPartitions(tensors, values, lambda: self._install(DivisionPlace(place, size), tensors, description))
+        return ReadyTensors(tensors, values, lambda: self._install(DivisionPlace(place, size), tensors, description))
 
 
 def tied_to_size(engine: Any) -> Iterator[str]:

@@ -14,13 +14,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from flashrecovery.adapter import Division, FixedShard, Method, ParamRecord, ParamShard, Shard, world_size
+from flashrecovery.adapter import (
+    DivisionPlace,
+    FixedShard,
+    Method,
+    ParamRecord,
+    ParamShard,
+    Shard,
+    world_size,
+)
 from fr_deepspeed.backward import reset_backward_hooks
 from fr_deepspeed.capabilities import BUCKET_EVENTS, BUCKETS, FLAT_GRADIENTS, REFORM
 from fr_deepspeed.division import PartitionDivision, fill, length_of, weights_name
 from fr_deepspeed.elastic import resize_engine
 from fr_deepspeed.engine import EngineAdapter
-from fr_deepspeed.layout import DivisionPlace, partition_record
+from fr_deepspeed.layout import partition_record
 from fr_deepspeed.offload import check_gradients, reset_accumulation
 from fr_deepspeed.reform import reform
 
@@ -59,21 +67,12 @@ class Stage12Adapter(EngineAdapter):
             ranks = dist.get_process_group_ranks(zero.real_dp_process_group[g])
             suffix = "" if len(ranks) == world_size() else f",group={min(ranks)}"
             if self._place is not None:
-                ranks, suffix = list(range(self._place.size)), ""
+                ranks, suffix = list(range(self._place.ranks)), ""
             whole = flat[: length_of(zero, g)] if REFORM.way is not None else flat
             shards.append(FixedShard(weights_name(g, len(ranks)) + suffix, ranks, whole))
         return shards
 
     # -- another number of replicas ---------------------------------------------------------------
-
-    def tied_to_size(self) -> Sequence[str]:
-        found = super().tied_to_size()
-        if not found:
-            self._division.check()
-        return found
-
-    def division(self) -> Division:
-        return self._division
 
     def _partitions(self) -> Sequence[ParamShard]:
         return [shard for shard in self.shards() if isinstance(shard, ParamShard)][: len(self._records)]

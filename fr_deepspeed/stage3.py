@@ -15,7 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flashrecovery.adapter import Division, FixedShard, Method, ParamRecord, ParamShard, Shard, settle_state
+from flashrecovery.adapter import (
+    DivisionPlace,
+    FixedShard,
+    Method,
+    ParamRecord,
+    ParamShard,
+    Shard,
+    settle_state,
+)
 from flashrecovery.errors import UnsupportedError
 from fr_deepspeed.backward import reset_backward_hooks
 from fr_deepspeed.capabilities import (
@@ -29,7 +37,7 @@ from fr_deepspeed.capabilities import (
 from fr_deepspeed.division import fill_partition
 from fr_deepspeed.elastic import resize_engine
 from fr_deepspeed.engine import EngineAdapter
-from fr_deepspeed.layout import DivisionPlace, partition_record
+from fr_deepspeed.layout import partition_record
 from fr_deepspeed.reform3 import reform3
 from fr_deepspeed.slices import SliceDivision, frozen_name
 
@@ -77,15 +85,6 @@ class Stage3Adapter(EngineAdapter):
         return [*super()._setting(), (zero, "set_full_hp_param"), (zero, "set_local_hp_param")]
 
     # -- another number of replicas ---------------------------------------------------------------
-
-    def tied_to_size(self) -> Sequence[str]:
-        found = super().tied_to_size()
-        if not found:
-            self._division.check()
-        return found
-
-    def division(self) -> Division:
-        return self._division
 
     def _partition_shards(self) -> Sequence[ParamShard]:
         return [shard for shard in self.shards() if isinstance(shard, ParamShard)]

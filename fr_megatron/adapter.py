@@ -24,6 +24,7 @@ from torch import nn
 from flashrecovery.adapter import (
     CheckpointFormat,
     Division,
+    DivisionPlace,
     GradientWatch,
     Method,
     ParamRecord,
@@ -39,7 +40,6 @@ from fr_megatron.buckets import Buckets, forget_answers
 from fr_megatron.checkpoint import MegatronCheckpoint
 from fr_megatron.division import FlatLayout, OptimizerDivision
 from fr_megatron.fsdp2 import TorchFSDP2
-from fr_megatron.layout import PlaceInGroup
 from fr_megatron.megatron_fsdp import MegatronFSDP
 from fr_megatron.optimizers import inner_optimizers, pairs, scalers, torch_optimizers
 from fr_megatron.own_loop import OwnLoop
@@ -142,7 +142,7 @@ class MegatronAdapter(TorchAdapter):
     def tied_to_size(self) -> Sequence[str]:
         found = tuple(elastic.tied_to_size(self._chunks, self._optimizer, own_loop=self._loop is not None))
         division = None if found else self.division()
-        if isinstance(division, OptimizerDivision):
+        if division is not None:
             division.check()
         return found
 
@@ -163,7 +163,7 @@ class MegatronAdapter(TorchAdapter):
 
     def _install(
         self,
-        place: PlaceInGroup,
+        place: DivisionPlace,
         tensors: Mapping[str, torch.Tensor],
         description: Mapping[str, Any],
         layout: FlatLayout,

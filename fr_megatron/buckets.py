@@ -9,9 +9,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from flashrecovery.adapter import ParamRecord, Shard, constant, faults, replicated
+from flashrecovery.adapter import DivisionPlace, ParamRecord, Shard, constant, faults, replicated
 from fr_megatron.capabilities import BUCKETS
-from fr_megatron.layout import PlaceInGroup
 from fr_megatron.optimizers import Names, SteppedPair, is_distributed, members, record, weights
 from fr_megatron.wrapper import FaultPoint, Wrapper
 
@@ -22,9 +21,9 @@ class Buckets(Wrapper):
     def __init__(self, chunks: Sequence[Any]) -> None:
         super().__init__(chunks)
         self._names = Names(chunks)
-        self._division: PlaceInGroup | None = None
+        self._division: DivisionPlace | None = None
 
-    def divided_for(self, division: PlaceInGroup) -> None:
+    def divided_for(self, division: DivisionPlace) -> None:
         self._division, self._names = division, Names(self.chunks, division)
 
     def stepped(self, pair: SteppedPair) -> ParamRecord:

@@ -17,9 +17,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashrecovery.adapter import DividedTensor, Division, LocalBox, ParamShard, Prepared, layouts
+from flashrecovery.adapter import (
+    DividedTensor,
+    Division,
+    DivisionPlace,
+    LocalBox,
+    ParamShard,
+    Prepared,
+    ReadyTensors,
+    layouts,
+)
 from flashrecovery.errors import UnsupportedError
-from fr_megatron.layout import PlaceInGroup
 from fr_megatron.optimizers import part_name, weights_name
 
 PARAM, STATE, DATA = "param", "state/", "data"
@@ -134,7 +142,7 @@ class OptimizerDivision(Division):
         inner: Any,
         membership: Mapping[str, int],
         shards: Callable[[], Mapping[str, ParamShard]],
-        install: Callable[[PlaceInGroup, Mapping[str, torch.Tensor], Mapping[str, Any], FlatLayout], None],
+        install: Callable[[DivisionPlace, Mapping[str, torch.Tensor], Mapping[str, Any], FlatLayout], None],
     ) -> None:
         self._chunk, self._inner = chunk, inner
         self._layout = layout_of(chunk, membership)
@@ -259,23 +267,9 @@ class OptimizerDivision(Division):
             if low < high and description["state"]:
                 places = {STATE: order[one.fqn]}
                 values[part_name(one.fqn, place, size)] = {"layout": description["layout"], "places": places}
-        return _Parts(
-            tensors, values, lambda: self._install(PlaceInGroup(place, size), tensors, description, self._layout)
+        return ReadyTensors(
+            tensors, values, lambda: self._install(DivisionPlace(place, size), tensors, description, self._layout)
         )
-
-
-class _Parts(Prepared):
-    def __init__(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        values: Mapping[str, Mapping[str, Any]],
-        install: Callable[[], None],
-    ) -> None:
-        self.tensors, self.values = tensors, values
-        self._put = install
-
-    def install(self) -> None:
-        self._put()
 
 
 def _described(fqn: str, shard: ParamShard) -> dict[str, Any]:

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flashrecovery.adapter import DivisionPlace
+
 
 @dataclass(frozen=True)
 class Holders:
@@ -45,27 +47,12 @@ class Holders:
     everybody: bool = False
 
 
-@dataclass(frozen=True)
-class PlaceInGroup:
-    """A rank's number among so many of a job with data parallelism only. Stands for their process group where only
-    number and size are asked for."""
-
-    number: int
-    ranks: int
-
-    def rank(self) -> int:
-        return self.number
-
-    def size(self) -> int:
-        return self.ranks
-
-
 def is_expert(parameter: torch.Tensor) -> bool:
     """Megatron marks what is not synchronised over the whole data-parallel group."""
     return not getattr(parameter, "allreduce", True)
 
 
-def holders(chunk: Any, *, expert: bool, division: PlaceInGroup | None = None) -> Holders:
+def holders(chunk: Any, *, expert: bool, division: DivisionPlace | None = None) -> Holders:
     """Of the dense or the expert parameters of ``chunk``, a model chunk in Megatron's DistributedDataParallel.
     ``division``: the place of this rank in what its state has been divided for, if that need not be as its groups."""
     if division is not None:

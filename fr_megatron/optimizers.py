@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from flashrecovery.adapter import FixedShard, ParamRecord, constant, replicated, world_size
-from fr_megatron.layout import Holders, PlaceInGroup, holders, is_expert
+from flashrecovery.adapter import DivisionPlace, FixedShard, ParamRecord, constant, replicated, world_size
+from fr_megatron.layout import Holders, holders, is_expert
 
 SteppedPair = tuple[torch.nn.Parameter, torch.nn.Parameter]
 
@@ -64,7 +64,7 @@ def _zipped(models: Sequence[Any], mains: Sequence[Any]) -> Iterator[SteppedPair
 class Names:
     """The fully qualified names of all parameters of the chunks (``0.module.decoder...``), and their places."""
 
-    def __init__(self, chunks: Sequence[Any], division: PlaceInGroup | None = None) -> None:
+    def __init__(self, chunks: Sequence[Any], division: DivisionPlace | None = None) -> None:
         self._known: dict[int, tuple[str, Holders]] = {}
         for index, chunk in enumerate(chunks):
             places = {expert: holders(chunk, expert=expert, division=division) for expert in (False, True)}
@@ -96,7 +96,7 @@ def weights_name(chunk: int, kind: str, buffer: int, parts: int) -> str:
     return f"weights/{chunk}.{kind}.{buffer}#dp={parts}"
 
 
-def weights(chunks: Sequence[Any], division: PlaceInGroup | None = None) -> Iterator[FixedShard]:
+def weights(chunks: Sequence[Any], division: DivisionPlace | None = None) -> Iterator[FixedShard]:
     """With the distributed optimizer: the flat parameters, equal on all replicas once they have been all-gathered.
 
     With ``overlap_param_gather`` a step ends before that, and the next forward pass gathers: they are no state then.

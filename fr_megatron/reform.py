@@ -13,15 +13,14 @@ from typing import Any
 
 import torch
 
-from flashrecovery.adapter import give_up_state, hand_over_state, settle_state
+from flashrecovery.adapter import DivisionPlace, give_up_state, hand_over_state, settle_state
 from fr_megatron import elastic
 from fr_megatron.buckets import bucket_groups
 from fr_megatron.division import PARAM, STATE, WEIGHTS, FlatLayout
-from fr_megatron.layout import PlaceInGroup
 from fr_megatron.optimizers import pairs
 
 
-def reform(chunk: Any, inner: Any, membership: Mapping[str, int], place: PlaceInGroup) -> None:
+def reform(chunk: Any, inner: Any, membership: Mapping[str, int], place: DivisionPlace) -> None:
     """Build the buffers of ``chunk`` and its optimizer ``inner`` for this ``place``. No communication.
 
     It need not be the one in the process groups: a replacement takes on the division that the others have before all of
@@ -50,7 +49,7 @@ def reform(chunk: Any, inner: Any, membership: Mapping[str, int], place: PlaceIn
         group.intra_distributed_optimizer_instance_group = inner.data_parallel_group
 
 
-def _rebuild(chunk: Any, buffer: Any, place: PlaceInGroup) -> None:
+def _rebuild(chunk: Any, buffer: Any, place: DivisionPlace) -> None:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     for parameter in buffer.params:

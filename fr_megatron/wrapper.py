@@ -19,8 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from flashrecovery.adapter import ParamRecord, ParamShard, Shard, constant, placed_on_mesh
-from fr_megatron.layout import PlaceInGroup
+from flashrecovery.adapter import DivisionPlace, ParamRecord, ParamShard, Shard, constant, placed_on_mesh
 from fr_megatron.optimizers import SteppedPair
 
 FaultPoint = Callable[[Callable[[], None]], None]
@@ -33,7 +32,7 @@ class Wrapper(ABC):
         self.chunks = chunks
         self._parameters = list(nn.ModuleList(chunks).parameters())  # now: Megatron-FSDP shows others during a step
 
-    def divided_for(self, division: PlaceInGroup) -> None:  # noqa: B027 - optional
+    def divided_for(self, division: DivisionPlace) -> None:  # noqa: B027 - optional
         """The state is divided otherwise now, and this is the place of this rank."""
 
     @abstractmethod

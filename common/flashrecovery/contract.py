@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from flashrecovery.division import DividedTensor, Division, LocalBox, Prepared
+from flashrecovery.division import DividedTensor, Division, DivisionPlace, LocalBox, Prepared, ReadyTensors
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec, TensorSpec
@@ -31,8 +31,10 @@ __all__ = [
     "CheckpointFormat",
     "DividedTensor",
     "Division",
+    "DivisionPlace",
     "LocalBox",
     "Prepared",
+    "ReadyTensors",
     "Shard",
     "ShardSpec",
     "StepHooks",

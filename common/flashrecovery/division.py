@@ -14,7 +14,7 @@ is what is gone on from.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,22 @@ class LocalBox:
     data: torch.Tensor
 
 
+@dataclass(frozen=True)
+class DivisionPlace:
+    """A rank's number among so many that state is divided among. It stands for their process group where only number
+    and size are asked for. In the group itself the rank may have another number, of more or fewer: a replacement takes
+    on the division that the others have before all of them go over to another one."""
+
+    number: int
+    ranks: int
+
+    def rank(self) -> int:
+        return self.number
+
+    def size(self) -> int:
+        return self.ranks
+
+
 class Prepared(ABC):
     """Another division, made ready on one rank.
 
@@ -77,6 +93,22 @@ class Prepared(ABC):
         that could has been done before."""
 
 
+class ReadyTensors(Prepared):
+    """Tensors and values as they are, and the function that puts them in place."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        values: Mapping[str, Mapping[str, Any]],
+        install: Callable[[], None],
+    ) -> None:
+        self.tensors, self.values = tensors, values
+        self._put = install
+
+    def install(self) -> None:
+        self._put()
+
+
 class Division(ABC):
     """How the state of one adapter is divided."""
 
@@ -84,6 +116,9 @@ class Division(ABC):
     @abstractmethod
     def size(self) -> int:
         """Among how many ranks the state is divided now."""
+
+    def check(self) -> None:  # noqa: B027 - optional
+        """Raises UnsupportedError if the state, as it is now, cannot be divided otherwise."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:

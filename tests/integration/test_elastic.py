@@ -4,6 +4,7 @@ same step, bit for bit, which goes on as a job that was started in the new size 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,10 @@ VICTIMS = (0, 1, 3)
 def resized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Job]:
     """The job that is resized by command, undisturbed: from this step on to this size. Each is made once, and is itself
     compared with a job that was started in the new size from that step's state."""
-    made: dict[tuple[int, int], Job] = {}
 
+    @cache
     def job(step: int, size: int) -> Job:
-        if (step, size) not in made:
-            made[step, size] = commanded(tmp_path_factory.mktemp(f"resized-{step}-{size}"), step, size)
-        return made[step, size]
+        return commanded(tmp_path_factory.mktemp(f"resized-{step}-{size}"), step, size)
 
     return job
 

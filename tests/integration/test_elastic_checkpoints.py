@@ -12,26 +12,15 @@ import pytest
 
 from tests.support.elastic import STEPS, command, often
 from tests.support.elastic_checkpoints import dead_job, launched, of_ranks, saving
-from tests.support.elastic_fsdp2 import check_goes_on_alike, commanded, start
+from tests.support.elastic_fsdp2 import Resized, check_goes_on_alike, resized_once, start
 from tests.support.jobs import Job, RunningJob, check_clean, check_fired
 
 pytestmark = pytest.mark.timeout(240)
-Resized = Callable[..., Job]
 
 
 @pytest.fixture(scope="module")
 def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
-    """The job of four ranks that is resized by command, undisturbed: from this step on to this size. It is itself
-    compared with a job that was started in the new size from that step's state."""
-    made: dict[tuple[Any, ...], Job] = {}
-
-    def job(step: int, size: int, *flags: str) -> Job:
-        key = (step, size, *flags)
-        if key not in made:
-            made[key] = commanded(tmp_path_factory.mktemp("resized"), step, size, *flags)
-        return made[key]
-
-    return job
+    return resized_once(tmp_path_factory)
 
 
 def started(folder: Path, before: int, step: int, size: int, *flags: str) -> Job:

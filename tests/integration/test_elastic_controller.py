@@ -197,5 +197,5 @@ def test_a_rank_is_lost_long_after_it(kind: elastic_divided.Kind, tmp_path: Path
     ended = job.result()
     assert ended.notices("taken_over") and len(ended.of("job_resized")) == 2, ended.explain()
     elastic_divided.check_as_commanded(
-        kind, ended, lambda sizes: elastic_divided.resized_by_command(kind, tmp_path / "reference", sizes)
+        kind, ended, lambda kind, sizes: elastic_divided.resized_by_command(kind, tmp_path / "reference", sizes)
     )

@@ -4,14 +4,21 @@ the new size from that step's state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.elastic import command, never, often
-from tests.support.elastic_fsdp2 import Course, check_goes_on_alike, check_moved, commanded, start
+from tests.support.elastic_fsdp2 import (
+    Course,
+    Resized,
+    check_goes_on_alike,
+    check_moved,
+    resized_once,
+    start,
+)
 from tests.support.jobs import Job, check_clean, check_fired
 
 pytestmark = pytest.mark.timeout(240)
@@ -23,22 +30,11 @@ PHASES = (
 VICTIMS = (0, 1, 3)
 OFTEN = ("backward", "optimizer", "commit")
 """Phases that are in every run of the tests; the rest is in the grid."""
-Resized = Callable[..., Job]
 
 
 @pytest.fixture(scope="module")
 def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
-    """The job that is resized by command, undisturbed: from this step on to this size. Each is made once, and is itself
-    compared with a job that was started in the new size from that step's state."""
-    made: dict[tuple[Any, ...], Job] = {}
-
-    def job(step: int, size: int, *flags: str) -> Job:
-        key = (step, size, *flags)
-        if key not in made:
-            made[key] = commanded(tmp_path_factory.mktemp("resized"), step, size, *flags)
-        return made[key]
-
-    return job
+    return resized_once(tmp_path_factory)
 
 
 def check_ends_as_resized(job: Job, resized: Resized, left: Sequence[int], *flags: str) -> None:

@@ -4,34 +4,30 @@ who dies on the way in, or meanwhile, takes nothing with it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.support.elastic import changes, command, inject, never, often
-from tests.support.elastic_divided import FSDP2, Kind, check_as_commanded, resized_by_command, zero
+from tests.support.elastic_divided import (
+    FSDP2,
+    Kind,
+    Resized,
+    check_as_commanded,
+    resized_once,
+    zero,
+)
 from tests.support.jobs import Job, RunningJob, check_fired
 
 pytestmark = pytest.mark.timeout(400)
 AT, BACK = 8, 32
 SLOWLY = ("--step-time", "100")
-Resized = Callable[[Kind, Sequence[tuple[int, int]]], Job]
 
 
 @pytest.fixture(scope="module")
 def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
-    """The job that is resized by command, undisturbed. Each is made once."""
-    made: dict[tuple[str, tuple[tuple[int, int], ...]], Job] = {}
-
-    def job(kind: Kind, sizes: Sequence[tuple[int, int]]) -> Job:
-        key = (kind.name, tuple(sizes))
-        if key not in made:
-            made[key] = resized_by_command(kind, tmp_path_factory.mktemp("resized") / "job", sizes)
-        return made[key]
-
-    return job
+    return resized_once(tmp_path_factory)
 
 
 DEEPSPEED = (
@@ -47,10 +43,6 @@ ALSO_ZERO = [
     KINDS[0],
     *(pytest.param(zero(stage), id=f"zero{stage}", marks=(*DEEPSPEED, pytest.mark.grid)) for stage in (2, 3)),
 ]
-
-
-def check(kind: Kind, job: Job, resized: Resized) -> None:
-    check_as_commanded(kind, job, lambda sizes: resized(kind, sizes))
 
 
 def shrunk_by_command(running: RunningJob) -> None:
@@ -80,7 +72,7 @@ def test_killed_and_back(kind: Kind, victims: tuple[int, ...], tmp_path: Path, r
     assert job.of("job_resized")[-1]["came"] == list(victims), job.explain()
     assert len(job.of("failure_detected")) == len(victims), job.explain()
     check_moved(job)
-    check(kind, job, resized)
+    check_as_commanded(kind, job, resized)
 
 
 @pytest.mark.parametrize("kind", ALSO_ZERO)
@@ -93,7 +85,7 @@ def test_by_command_alone_and_again(kind: Kind, tmp_path: Path, resized: Resized
         running.wait_for("recovery_finished", count=number)
     job = running.wait()
     assert [(c.step, len(c.ranks)) for c in changes(job)] == [(AT, 2), (BACK, 4), (BACK + 3, 3)], job.explain()
-    check(kind, job, resized)
+    check_as_commanded(kind, job, resized)
 
 
 @pytest.mark.grid
@@ -107,7 +99,7 @@ def test_to_a_size_below_that_of_the_launch(tmp_path: Path, resized: Resized) ->
     assert command(running, 4, BACK) == ""
     job = running.wait()
     assert [change.ranks for change in changes(job)] == [(1, 3), (0, 1, 3), (0, 1, 2, 3)], job.explain()
-    check(FSDP2, job, resized)
+    check_as_commanded(FSDP2, job, resized)
 
 
 @pytest.mark.grid
@@ -119,7 +111,7 @@ def test_from_one_alone(tmp_path: Path, resized: Resized) -> None:
     assert command(running, 4, BACK) == ""
     job = running.wait()
     assert [len(change.ranks) for change in changes(job)] == [3, 2, 1, 4], job.explain()
-    check(FSDP2, job, resized)
+    check_as_commanded(FSDP2, job, resized)
 
 
 STATES = ("regrouping", "restoring", "reshaping", "verifying", "resuming")
@@ -137,7 +129,7 @@ def test_the_newcomer_dies_while_it_comes_in(kind: Kind, state: str, tmp_path: P
     check_fired(job)
     assert changes(job)[-1].ranks == (0, 1, 2), job.explain()
     assert changes(job)[-1].step == BACK, job.explain()
-    check(kind, job, resized)
+    check_as_commanded(kind, job, resized)
 
 
 @pytest.mark.parametrize("state", often(("quiescing", *STATES), ()))
@@ -154,7 +146,7 @@ def test_a_member_dies_while_one_comes_in(
     check_fired(job)
     assert {*changes(job)[-1].ranks} == {0, 1, 2, 3} - {victim}, job.explain()
     assert changes(job)[-1].step == BACK, job.explain()  # no step is lost: the copies were there
-    check(kind, job, resized)
+    check_as_commanded(kind, job, resized)
 
 
 @pytest.mark.parametrize("state", often(STATES, ()))
@@ -174,7 +166,7 @@ def test_one_that_dies_on_the_way_in_is_replaced(
     job = running.wait()
     check_fired(job)
     assert changes(job)[-1].ranks == (0, 1, 2, 3), job.explain()
-    check(kind, job, resized)
+    check_as_commanded(kind, job, resized)
 
 
 @pytest.mark.grid
@@ -189,7 +181,7 @@ def test_one_that_has_come_dies_and_is_replaced(tmp_path: Path, resized: Resized
     job = running.wait()
     check_fired(job, 2)
     assert [e["victims"] for e in job.of("recovery_finished")] == [[], [], [1], [3]], job.explain()
-    check(FSDP2, job, resized)
+    check_as_commanded(FSDP2, job, resized)
 
 
 @pytest.mark.parametrize("replace", often(("never", "auto"), ()))
@@ -203,7 +195,7 @@ def test_a_member_dies_while_one_is_built_up(replace: str, tmp_path: Path, resiz
     job = running.wait()
     check_fired(job)
     assert changes(job)[-1].ranks == ((1, 2, 3) if replace == "never" else (0, 1, 2, 3)), job.explain()
-    check(FSDP2, job, resized)
+    check_as_commanded(FSDP2, job, resized)
 
 
 def test_one_with_another_model_is_given_up(tmp_path: Path, resized: Resized) -> None:
@@ -215,7 +207,7 @@ def test_one_with_another_model_is_given_up(tmp_path: Path, resized: Resized) ->
     (notice,) = job.notices("newcomer_given_up")
     assert "its model has other parameters" in notice["text"] and notice["rank"] == 3, job.explain()
     assert len(job.of("job_resized")) == 1 and not job.of("failure_detected"), job.explain()
-    check(FSDP2, job, resized)
+    check_as_commanded(FSDP2, job, resized)
 
 
 @pytest.mark.grid
@@ -229,4 +221,4 @@ def test_a_damaged_message_is_noticed(tmp_path: Path, resized: Resized) -> None:
     check_fired(job)
     assert any("did not arrive as it was sent" in notice["text"] for notice in job.of("notice")), job.explain()
     assert changes(job)[-1].ranks == (0, 1, 2, 3), job.explain()
-    check(FSDP2, job, resized)
+    check_as_commanded(FSDP2, job, resized)

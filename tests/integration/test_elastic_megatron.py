@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support import elastic
 from tests.support.elastic import check_goes_on_alike, command, commanded, often, start
 from tests.support.jobs import ROOT, Job, RunningJob, check_clean, check_fired
 from tests.support.megatron import ENVIRONMENT
@@ -75,19 +77,17 @@ Resized = Callable[[Training, int, int], Job]
 def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
     """The job that is resized by command, undisturbed: from this step on to this size. Each is made once, and is itself
     compared with a job that was started in the new size from that step's state."""
-    made: dict[tuple[Training, int, int], Job] = {}
 
+    @cache
     def job(training: Training, step: int, size: int) -> Job:
-        if (training, step, size) not in made:
-            folder = tmp_path_factory.mktemp(f"{training.name}-resized-{step}-{size}")
-            made[training, step, size] = commanded(
-                *(folder, step, size, *training.flags),
-                script=SCRIPT,
-                timeout_s=TIMEOUT_S,
-                divided=training.divided,
-                env=ENVIRONMENT,
-            )
-        return made[training, step, size]
+        folder = tmp_path_factory.mktemp(f"{training.name}-resized-{step}-{size}")
+        return commanded(
+            *(folder, step, size, *training.flags),
+            script=SCRIPT,
+            timeout_s=TIMEOUT_S,
+            divided=training.divided,
+            env=ENVIRONMENT,
+        )
 
     return job
 
@@ -99,17 +99,7 @@ def launch(
 
 
 def check_ends_as_resized(job: Job, training: Training, resized: Resized, left: Sequence[int]) -> None:
-    """These ranks have left, and the others go on as if that had been commanded. A second death can take the newest
-    copies with it, before the change: then it comes a step earlier than the first decision has said."""
-    assert job.code == 0, job.explain()
-    events = job.of("job_resized")
-    assert sorted(rank for event in events for rank in event["left"]) == sorted(left), job.explain()
-    step, size = events[-1]["step"], 4 - len(left)
-    assert all(event["step"] in (step, step + training.divided) for event in events), job.explain()
-    assert events[-1]["replicas"] == size, job.explain()
-    assert step in ((AT - 1, AT, AT + 1) if training.divided else (AT, AT + 1)), job.explain()
-    check_goes_on_alike(job, resized(training, step, size), step, size)
-    check_clean(job)
+    elastic.check_ends_as_resized(job, AT, left, partial(resized, training), divided=training.divided)
 
 
 def kills() -> list[Any]:

@@ -4,14 +4,13 @@ who dies on the way in takes nothing with it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.support.elastic import changes, command, inject, never
-from tests.support.elastic_divided import Kind, check_as_commanded, megatron, resized_by_command
-from tests.support.jobs import Job, check_fired
+from tests.support.elastic_divided import Kind, Resized, check_as_commanded, megatron, resized_once
+from tests.support.jobs import check_fired
 
 pytest.importorskip("megatron.core")
 
@@ -21,25 +20,11 @@ SLOWLY = ("--step-time", "800")
 PLAIN = megatron("plain", "--bf16")
 SHARDS = megatron("shards", "--bf16", "--use-distributed-optimizer")
 KINDS = [pytest.param(PLAIN, id="plain"), pytest.param(SHARDS, id="shards")]
-Resized = Callable[[Kind, Sequence[tuple[int, int]]], Job]
 
 
 @pytest.fixture(scope="module")
 def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
-    """The job that is resized by command, undisturbed. Each is made once."""
-    made: dict[tuple[str, tuple[tuple[int, int], ...]], Job] = {}
-
-    def job(kind: Kind, sizes: Sequence[tuple[int, int]]) -> Job:
-        key = (kind.name, tuple(sizes))
-        if key not in made:
-            made[key] = resized_by_command(kind, tmp_path_factory.mktemp("resized") / "job", sizes, *SLOWLY)
-        return made[key]
-
-    return job
-
-
-def check(kind: Kind, job: Job, resized: Resized) -> None:
-    check_as_commanded(kind, job, lambda sizes: resized(kind, sizes))
+    return resized_once(tmp_path_factory, *SLOWLY)
 
 
 @pytest.mark.parametrize("victims", [(0,), (1,), (3,), (0, 2)], ids=str)
@@ -54,7 +39,7 @@ def test_killed_and_back(kind: Kind, victims: tuple[int, ...], tmp_path: Path, r
     assert (changes(job)[-1].step, changes(job)[-1].ranks) == (BACK, (0, 1, 2, 3)), job.explain()
     assert job.of("job_resized")[-1]["came"] == list(victims), job.explain()
     check_fired(job, len(victims))
-    check(kind, job, resized)
+    check_as_commanded(kind, job, resized)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,7 +51,7 @@ def test_from_one_alone(kind: Kind, tmp_path: Path, resized: Resized) -> None:
     assert command(running, 4, BACK) == ""
     job = running.wait(240)
     assert [len(change.ranks) for change in changes(job)] == [3, 2, 1, 4], job.explain()
-    check(kind, job, resized)
+    check_as_commanded(kind, job, resized)
 
 
 @pytest.mark.parametrize("state", ["regrouping", "restoring", "verifying"])
@@ -82,7 +67,7 @@ def test_a_newcomer_dies_on_its_way_in(kind: Kind, state: str, tmp_path: Path, r
     job = running.wait(240)
     check_fired(job)
     assert changes(job)[-1].ranks == (0, 1, 2), job.explain()
-    check(kind, job, resized)
+    check_as_commanded(kind, job, resized)
 
 
 @pytest.mark.parametrize("state", ["restoring", "reshaping", "verifying"])
@@ -98,4 +83,4 @@ def test_one_that_dies_on_the_way_in_is_replaced(state: str, tmp_path: Path, res
     job = running.wait(240)
     check_fired(job)
     assert changes(job)[-1].ranks == (0, 1, 2, 3), job.explain()
-    check(SHARDS, job, resized)
+    check_as_commanded(SHARDS, job, resized)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -241,6 +241,23 @@ def sizes_of(job: Job) -> list[tuple[int, int]]:
         if not sizes or sizes[-1][1] != len(change.ranks):  # else others, or as many again before they took a step
             sizes.append((change.step, len(change.ranks)))
     return sizes
+
+
+def check_ends_as_resized(
+    job: Job, at: int, left: Sequence[int], resized: Callable[[int, int], Job], *, divided: bool
+) -> None:
+    """These ranks have left, since something has happened in step ``at``, and the others go on as if that had been
+    commanded: as ``resized`` from a step on to a size. Where state is divided a second death can take the newest copies
+    with it, before the change: then it comes a step earlier than the first decision has said."""
+    assert job.code == 0, job.explain()
+    events = job.of("job_resized")
+    assert sorted(rank for event in events for rank in event["left"]) == sorted(left), job.explain()
+    step, size = events[-1]["step"], 4 - len(left)
+    assert all(event["step"] in (step, step + divided) for event in events), job.explain()
+    assert events[-1]["replicas"] == size, job.explain()
+    assert step in ((at - 1, at, at + 1) if divided else (at, at + 1)), job.explain()
+    check_goes_on_alike(job, resized(step, size), step, size)
+    check_clean(job)
 
 
 def often(values: Iterable[Any], chosen: Collection[Any]) -> list[Any]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support import elastic, elastic_fsdp2
 from tests.support.elastic import command, never, sizes_of
 from tests.support.jobs import ROOT, Job, RunningJob, check_clean
@@ -43,6 +45,8 @@ class Kind:
         return elastic.start(folder, chosen, *given, nproc=nproc, **more)
 
 
+Resized = Callable[[Kind, Sequence[tuple[int, int]]], Job]
+"""Gives the job of a kind that is resized by command at these steps to these sizes."""
 FSDP2 = Kind("fsdp2", elastic_fsdp2.SCRIPT, (), elastic_fsdp2.check_steps_alike, elastic_fsdp2.check_goes_on_alike)
 
 
@@ -88,11 +92,24 @@ def resized_by_command(kind: Kind, folder: Path, sizes: Sequence[tuple[int, int]
     return job
 
 
-def check_as_commanded(kind: Kind, job: Job, resized: Callable[[Sequence[tuple[int, int]]], Job]) -> None:
+def resized_once(factory: pytest.TempPathFactory, *flags: str) -> Resized:
+    """:func:`resized_by_command`, each of a kind with the same sizes made once."""
+    made: dict[tuple[str, tuple[tuple[int, int], ...]], Job] = {}
+
+    def job(kind: Kind, sizes: Sequence[tuple[int, int]]) -> Job:
+        key = (kind.name, tuple(sizes))
+        if key not in made:
+            made[key] = resized_by_command(kind, factory.mktemp("resized") / "job", sizes, *flags)
+        return made[key]
+
+    return job
+
+
+def check_as_commanded(kind: Kind, job: Job, resized: Resized) -> None:
     """In all its sizes the job went the way of one that was resized by command at the same steps."""
     assert job.code == 0, job.explain()
     sizes = sizes_of(job)
-    other = resized(sizes)
+    other = resized(kind, sizes)
     for (step, size), (until, _) in zip(sizes, [*sizes[1:], (END, 0)], strict=True):
         kind.steps_alike(job, other, step, until, size)
     kind.goes_on_alike(job, other, *sizes[-1], END)

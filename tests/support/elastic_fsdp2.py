@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.support.elastic import STEPS, command, never
 from tests.support.jobs import ROOT, Job, Layout, RunningJob, check_clean
 
 SCRIPT = ROOT / "tests" / "scripts" / "elastic_fsdp2.py"
+Resized = Callable[..., Job]
 _STEP = re.compile(r"step=(\d+) rank=(\d+) size=(\d+) loss_hex=(\S+)")
 _PART = re.compile(r"part=(\d+) rank=(\d+) size=(\d+) ([0-9a-f]{64})")
 _DIGEST = re.compile(r"digest rank=(\d+) ([0-9a-f]{64})")
@@ -111,4 +115,15 @@ def commanded(folder: Path, step: int, size: int, *flags: str, launched: int = 4
     assert new.code == 0, new.explain()
     check_goes_on_alike(job, new, step, size)
     check_clean(new)
+    return job
+
+
+def resized_once(factory: pytest.TempPathFactory) -> Resized:
+    """The job of four ranks that is resized by command, undisturbed: from this step on to this size, with these flags.
+    Each is made once, and is itself compared with a job that was started in the new size from that step's state."""
+
+    @cache
+    def job(step: int, size: int, *flags: str) -> Job:
+        return commanded(factory.mktemp("resized"), step, size, *flags)
+
     return job

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -34,6 +35,13 @@ def environment(**extra: str) -> dict[str, str]:
     env.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=os.pathsep.join(filter(None, paths)))
     env.update(extra)
     return env
+
+
+def free_ports(count: int = 1) -> list[int]:
+    """Of loopback, free now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [int(s.getsockname()[1]) for s in sockets]
 
 
 @dataclass

@@ -9,7 +9,6 @@ favours it.
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import workload
-from harness import Launch, python
+from harness import Launch, free_ports, python
 from peers import Peer
 from workload import Job
 
@@ -28,16 +27,9 @@ ACTIVE_ENV = "FLASHRECOVERY_BENCH_ACTIVE"
 GLOO_TIMEOUT_S = 10
 
 
-def _free_ports() -> tuple[int, int]:
-    with socket.socket() as a, socket.socket() as b:
-        a.bind(("127.0.0.1", 0))
-        b.bind(("127.0.0.1", 0))
-        return a.getsockname()[1], b.getsockname()[1]
-
-
 def start(job: Job, launch: Launch, reserve: int = 0) -> None:
     """``job.world`` active processes and ``reserve`` more that wait."""
-    port, store_port = _free_ports()
+    port, store_port = free_ports(2)
     world = job.world + reserve
     for rank in range(world):
         launch.start(

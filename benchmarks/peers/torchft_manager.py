@@ -8,7 +8,6 @@ Restarting a dead replica is the user's business with torchft; here it is restar
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from dataclasses import replace
 from datetime import timedelta
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import workload
-from harness import Launch
+from harness import Launch, free_ports
 from peers import Peer
 from workload import Job
 
@@ -28,13 +27,6 @@ RANK_ENV = "FLASHRECOVERY_BENCH_REPLICA"
 TIMEOUT_ENV = "FLASHRECOVERY_BENCH_TIMEOUT"
 DEFAULT_TIMEOUT_S = 60
 LIGHTHOUSE = Path(sys.executable).parent / "torchft_lighthouse"
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
 
 
 def _replica(job: Job, launch: Launch, rank: int, lighthouse: str, timeout_s: int = DEFAULT_TIMEOUT_S) -> None:
@@ -48,7 +40,7 @@ def _replica(job: Job, launch: Launch, rank: int, lighthouse: str, timeout_s: in
 def start(job: Job, launch: Launch, timeout_s: int = DEFAULT_TIMEOUT_S) -> None:
     """The lighthouse, then one process a replica. ``launch.processes[1 + r]`` is replica r. ``timeout_s``: of
     collectives and of the quorum."""
-    port = _free_port()
+    (port,) = free_ports()
     launch.start([str(LIGHTHOUSE), "--min_replicas", "1", "--bind", f"[::]:{port}"], RUST_BACKTRACE="0")
     (Path(job.directory) / "lighthouse").write_text(f"http://localhost:{port}")
     for rank in range(job.world):

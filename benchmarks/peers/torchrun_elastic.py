@@ -6,20 +6,17 @@ long they wait for a fourth once three are there is ``last_call_timeout``; with 
 
 from __future__ import annotations
 
-import socket
 import sys
 from functools import partial
 
-from harness import Launch
+from harness import Launch, free_ports
 from peers import Peer, torchrun_restart
 from workload import Job
 
 
 def start(job: Job, launch: Launch, last_call_s: int | None = None) -> None:
     """One agent a worker. ``launch.processes[0]`` is that of the rendezvous."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    (port,) = free_ports()
     waits = [] if last_call_s is None else [f"last_call_timeout={last_call_s}"]
     for agent in range(job.world):
         launch.start(

@@ -31,14 +31,7 @@ AUTO = {"elastic": {"min": 1, "max": 4}}
 class WithController:
     """A job on this host, and its controller, which is a process of its own."""
 
-    def __init__(
-        self,
-        folder: Path,
-        kind: str,
-        config: dict[str, Any],
-        step_ms: int = 100,
-        given: elastic_divided.Kind | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, script: Path, config: dict[str, Any], *flags: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._address = f"127.0.0.1:{free.getsockname()[1]}"
         folder.mkdir(exist_ok=True)
@@ -48,11 +41,8 @@ class WithController:
             Layout("elastic", "", nproc=4),
             standby=0,
             config=config,
-            script=given.script if given is not None else SCRIPTS[kind],
-            flags=[
-                *("--steps", str(STEPS if given is None else elastic_divided.END)),
-                *("--step-time", str(step_ms), *(() if given is None else given.flags)),
-            ],
+            script=script,
+            flags=["--steps", str(STEPS), "--step-time", "100", *flags],
             options=["--no-embed-controller", "--controller", self._address],
             env=TOKEN,
         )
@@ -133,7 +123,7 @@ MOMENTS = ["quiescing", "regrouping", "restoring", "reshaping", "resuming"]
 )
 def test_amid_a_loss(kind: str, moment: str, tmp_path: Path) -> None:
     """Rank 3 is lost, rank 1 stands still in this state of the recovery, and the controller dies."""
-    job = WithController(tmp_path / "job", kind, NEVER)
+    job = WithController(tmp_path / "job", SCRIPTS[kind], NEVER)
     job.wait_for("job_started")
     job.wait_for_step(2)
     stopped = job.pid(1)
@@ -151,7 +141,7 @@ def test_amid_a_loss(kind: str, moment: str, tmp_path: Path) -> None:
 
 def test_a_command_is_forgotten(tmp_path: Path) -> None:
     """The job goes on in the size that it has, and a later command is carried out."""
-    job = WithController(tmp_path / "job", "ddp", AUTO)
+    job = WithController(tmp_path / "job", SCRIPTS["ddp"], AUTO)
     job.wait_for("job_started")
     assert job.command(2, 8) == ""
     job.kill()
@@ -166,7 +156,7 @@ def test_a_command_is_forgotten(tmp_path: Path) -> None:
 
 def test_who_is_on_the_way_is_ended(tmp_path: Path) -> None:
     """Of a growth that another controller has begun nothing is left, and it can be commanded anew."""
-    job = WithController(tmp_path / "job", "ddp", NEVER, step_ms=400)
+    job = WithController(tmp_path / "job", SCRIPTS["ddp"], NEVER, "--step-time", "400")
     job.wait_for("job_started")
     job.wait_for_step(1)
     os.kill(job.pid(3), signal.SIGKILL)
@@ -183,7 +173,8 @@ def test_who_is_on_the_way_is_ended(tmp_path: Path) -> None:
 def test_a_rank_is_lost_long_after_it(kind: elastic_divided.Kind, tmp_path: Path) -> None:
     """The job has changed its size, and its controller dies while all train. The next one knows what each rank has in
     the present size, also of one that dies before it has been stopped."""
-    job = WithController(tmp_path / "job", kind.name, NEVER, given=kind)
+    flags = ("--steps", str(elastic_divided.END), *kind.flags)
+    job = WithController(tmp_path / "job", kind.script, NEVER, *flags)
     job.wait_for("job_started")
     job.wait_for_step(3)
     os.kill(job.pid(3), signal.SIGKILL)

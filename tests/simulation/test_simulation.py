@@ -22,7 +22,7 @@ from tests.simulation.network import Firewall, Weather
 from tests.simulation.removed import BREAKS, REMOVED, instead
 from tests.simulation.world import Shape
 
-SEEDS = int(os.environ.get("SIMULATION_SEEDS", "1000"))
+SEEDS = int(os.environ.get("SIMULATION_SEEDS", "600"))
 PROCESSES = 2
 _PART = 50
 

@@ -23,10 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
+from elastic import own_device
 
 import fr_deepspeed  # noqa: F401 - gives the engine its `recovery` under every launcher
 
@@ -202,9 +204,9 @@ def plain(engine: Any) -> dict[str, Any]:
 def digest_of(engine: Any) -> str:
     found = hashlib.sha256()
     for name, what, tensor in whole(engine):
-        found.update(f"{name} {what} {tensor.dtype}".encode() + tensor.detach().contiguous().numpy().tobytes())
+        found.update(f"{name} {what} {tensor.dtype}".encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
     for name, parameter in engine.module.named_parameters():
-        found.update(name.encode() + parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        found.update(name.encode() + parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     sizes = (engine.world_size, engine.dp_world_size, engine.gradient_accumulation_steps(), engine.train_batch_size())
     found.update(json.dumps([plain(engine), sizes], sort_keys=True).encode())
     return found.hexdigest()
@@ -342,7 +344,8 @@ def main() -> None:
     args, _ = parser.parse_known_args()
     if args.precision == "fp16":
         get_accelerator().is_fp16_supported = lambda: True
-    dist.init_process_group("gloo")
+    device = own_device()
+    dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
     model = build()
     given = {"training_data": Numbers()} if args.mode == "training-data" else {}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups_of(model), config=config_of(args), **given)
@@ -356,10 +359,10 @@ def main() -> None:
     for step in recovery.steps(args.steps - first):
         number = first + step.index
         with step:
-            total = torch.zeros(())
+            total = torch.zeros((), device=device)
             misbehave(args.mode, engine, number)
             for batch in batches.of(step):
-                x, y = batch.data
+                x, y = (part.to(device) for part in batch.data)
                 loss = torch.nn.functional.mse_loss(engine(x.to(dtype)).float(), y) * batch.weight
                 engine.backward(loss)
                 engine.step()

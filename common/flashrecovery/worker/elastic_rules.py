@@ -48,10 +48,6 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
     _refuse_tied(registry)
     if registry.batches is None:
         raise UnsupportedError(f"an elastic job whose script has not said where its batches come from: {_TAKE}")
-    if any(group.request.kind == "nccl" for group in groups.groups()):
-        raise UnsupportedError(
-            "an elastic job whose process groups use NCCL: that has not been tried yet; gloo is allowed"
-        )
     form = registry.checkpoint_format()
     if form is not None and settings.checkpoint.dir is not None:
         raise UnsupportedError(

@@ -138,8 +138,8 @@ class Copies:
         if shards and self._elastic and registry.shape.each > 1:
             raise UnsupportedError(
                 f"an elastic job of {registry.shape.text} in which one node has all that there is of some state: "
-                "copies of it are not kept in such a job; have the replicas of a rank's state on several nodes (ranks of a "
-                "replica next to each other)"
+                "copies of it are not kept in such a job; have each replica on nodes of its own, as a mesh of "
+                "(replicate, shard) has it"
             )
         world = registry.world_size
         group = self._ring_group = groups.create_control_group(NEIGHBOUR_GROUP)

@@ -75,7 +75,7 @@ class Divided(torch.nn.Module):
 def mesh_of(args: argparse.Namespace) -> Any:
     replicas = dist.get_world_size() // args.each
     if args.refused == "order":  # replicas of ranks that no numbering with a distance gives
-        order = torch.tensor([[0, 1], [3, 2]]).T
+        order = torch.tensor([[0, 1], [3, 2]])
         return torch.distributed.device_mesh.DeviceMesh("cpu", order, mesh_dim_names=("replicate", "shard"))
     if args.stride:  # the ranks of a replica are not neighbours
         order = torch.arange(dist.get_world_size()).view(args.each, replicas).T

@@ -79,7 +79,8 @@ class Newcomers:
 
     def _unlike(self, record: RankRecord) -> str:
         """How it differs from the ranks that there are, in words; "" if it does not."""
-        other = self._job.ranks.get(record.rank) or self._job.in_order[0]
+        alike = (r for r in self._job.in_order if r.stand == record.stand)  # a replica's ranks differ from each other
+        other = self._job.ranks.get(record.rank) or next(alike, self._job.in_order[0])
         here = set(record.common_needs()) - {capsule_name(record.rank)}
         there = set(other.common_needs()) - {capsule_name(other.rank)}
         if here != there:

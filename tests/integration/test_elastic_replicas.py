@@ -223,25 +223,45 @@ def test_a_replica_of_which_one_dies_does_not_come(tmp_path: Path) -> None:
     check_clean(job)
 
 
-@pytest.mark.parametrize("state", RECOVERY[1:])
-@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize("state", RECOVERY[1:4])
+@pytest.mark.parametrize("victim", [0, 5])
 def test_one_dies_while_a_replica_comes_in(victim: int, state: str, tmp_path: Path) -> None:
-    """A member, or one that comes: the replica of either leaves, and the other one has all the state."""
-    running = start(tmp_path / "run", "--step-time", "150", config=never(2), steps=LONG)
+    """A member, or one that comes: its replica leaves."""
+    faults = [f"rank=5,fault=sigkill,at=recovery:{state}"]  # who leaves by command does not come to this state
+    inject_first = faults if victim == 5 else []
+    running = start(
+        tmp_path / "run", "--step-time", "150", replicas=3, config=never(3), inject=inject_first, steps=LONG
+    )
     running.wait_for("job_started", 120)
-    assert command(running, 1, 3) == ""
+    assert command(running, 2, 3) == ""
     running.wait_for("recovery_finished", 120)
-    inject(running, rank=victim, at=f"recovery:{state}")
-    assert command(running, 2) == ""
+    if victim == 0:
+        inject(running, rank=0, at=f"recovery:{state}")
+    assert command(running, 3) == ""
     job = running.wait(240)
     check_fired(job)
     assert job.code == 0, job.explain()
-    left = (0, 1) if victim == 0 else (2, 3)
-    assert changes(job)[-1].ranks == tuple(sorted({0, 1, 2, 3} - {*left})), job.explain()
-    other = start(tmp_path / "other", "--step-time", "150", config=never(2), steps=LONG)
+    assert changes(job)[-1].ranks == ((2, 3, 4, 5) if victim == 0 else (0, 1, 2, 3)), job.explain()
+    other = start(tmp_path / "other", "--step-time", "150", replicas=3, config=never(3), steps=LONG)
     other.wait_for("job_started", 120)
-    assert command(other, 1, 3) == ""
-    check_goes_on_alike(job, other.wait(240), 3, EACH, LONG)
+    assert command(other, 2, 3) == ""
+    check_goes_on_alike(job, other.wait(240), 3, 2 * EACH, LONG)
+    check_clean(job)
+
+
+def test_the_only_replica_cannot_lose_a_rank(tmp_path: Path) -> None:
+    """What each of its ranks has is on no other, also where there is room for another process: the job says so."""
+    running = start(
+        tmp_path / "run",
+        *("--step-time", "150"),
+        config={"elastic": {"min": 1, "max": 2}},
+        inject=[f"rank=0,fault=sigkill,at=backward,step={AT}"],
+    )
+    running.wait_for("job_started", 120)
+    assert command(running, 1, 3) == ""
+    job = running.wait(180)
+    check_fired(job)
+    assert job.code != 0 and "held by no living process" in job.of("job_failed")[0]["reason"], job.explain()
     check_clean(job)
 
 

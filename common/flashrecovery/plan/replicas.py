@@ -94,9 +94,8 @@ class ReplicaShape:
     @property
     def text(self) -> str:
         """In words."""
-        if self.each == 1:
-            return f"{self.replicas} replicas of one rank each"
-        return f"{self.replicas} replicas of {self.each} ranks each"
+        replicas = f"{self.replicas} replica{'' if self.replicas == 1 else 's'}"
+        return f"{replicas} of one rank each" if self.each == 1 else f"{replicas} of {self.each} ranks each"
 
 
 def singles(ranks: Iterable[int]) -> ReplicaShape:

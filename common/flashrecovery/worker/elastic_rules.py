@@ -102,6 +102,12 @@ def _check_replicas(registry: Registry, settings: Settings) -> None:
         {"groups": groups.described(shape)},
         among="" if shape.each == 1 else f"place {stand}",
     )
+    if shape.each > 1 and settings.checkpoint.dir is not None:
+        raise UnsupportedError(
+            f"an elastic job of {shape.text} with fallback checkpoints (checkpoint.dir): reading them with another "
+            "number of such replicas has not been tried; without checkpoint.dir it is allowed, and the script may save "
+            "checkpoints itself"
+        )
     if shape.each > 1 and registry.divided():
         raise UnsupportedError(
             f"an elastic job of {shape.text} whose state is divided among the replicas: that has not been tried yet; "

@@ -223,7 +223,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "ramp-up": (("--mode", "ramp-up"), "rampup_batch_size"),
     "decreased": (("--mode", "decreased"), "decrease_batch_size_if_needed"),
     "some": (("--mode", "some"), "a process group of 2 of its 4 ranks"),
-    "first": (("--mode", "first"), "process groups of one rank alone"),
+    "first": (("--mode", "first"), "the process groups of ranks at the same place in their replicas"),
     "loader": (("--mode", "loader"), "recovery.data() in an elastic job"),
     "left-over": (("--mode", "left-over"), "step 0 has not gone through its micro-batches"),
 }

@@ -140,7 +140,7 @@ class MegatronAdapter(TorchAdapter):
     # -- another number of replicas ---------------------------------------------------------------
 
     def tied_to_size(self) -> Sequence[str]:
-        found = tuple(elastic.tied_to_size(self._chunks, self._optimizer, own_loop=self._loop is not None))
+        found = tuple(elastic.tied_to_size(self._chunks, self._optimizer))
         division = None if found else self.division()
         if division is not None:
             division.check()

@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 import xxhash
 
-from flashrecovery.adapter import FrameworkBatch
+from flashrecovery.adapter import FrameworkBatch, union
 from fr_megatron.capabilities import FOLLOWED, REFORM
 from fr_megatron.optimizers import inner_optimizers
 
@@ -34,13 +34,11 @@ _NOTED = ("_MPU_DATA_PARALLEL_WORLD_SIZE", "_MPU_DATA_PARALLEL_RANK")
 """Numbers in place of those of the groups, which a script may set."""
 
 
-def tied_to_size(chunks: Sequence[Any], optimizer: Any, *, own_loop: bool) -> Iterator[str]:
+def tied_to_size(chunks: Sequence[Any], optimizer: Any) -> Iterator[str]:
     """What of Megatron cannot change its number of replicas, by name, and what is allowed instead."""
     if FOLLOWED.way is None:
         yield f"this Megatron, which lacks {'; '.join(FOLLOWED.missing())}"
         return
-    if not own_loop:
-        yield "Megatron-LM's training loop (allowed: megatron-core in a loop over recovery.steps())"
     for chunk in chunks:
         if type(chunk).__name__ != "DistributedDataParallel":
             yield f"{type(chunk).__name__} (allowed: megatron-core's DistributedDataParallel)"
@@ -119,6 +117,19 @@ def seed_tracked(seed: int) -> None:
     tracker.reset()
     for name in names:
         tracker.add(name, xxhash.xxh3_64_intdigest(f"{name} {seed}".encode()) >> 1)
+
+
+def membership(chunks: Sequence[Any], optimizer: Any) -> dict[str, int]:
+    """Of all parameters that one distributed optimizer of one chunk trains the numbers of their groups; a collective,
+    because a rank knows only those of its own parts. Empty where nothing could be divided otherwise."""
+    inner = getattr(optimizer, "chained_optimizers", [optimizer])
+    if len(chunks) != 1 or len(inner) != 1 or not hasattr(inner[0], "model_param_group_index_map"):
+        return {}
+    if dist.get_world_size(chunks[0].intra_dp_cp_group) != dist.get_world_size():
+        return {}
+    names = {id(p): f"0.{name}" for name, p in chunks[0].named_parameters()}
+    mine = [f"{group} {names[id(p)]}" for p, (group, _) in inner[0].model_param_group_index_map.items()]
+    return {name: int(group) for group, _, name in (line.partition(" ") for line in union(mine))}
 
 
 def resize(chunks: Sequence[Any]) -> None:

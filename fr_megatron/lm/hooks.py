@@ -87,6 +87,8 @@ LOOP = (
         {CORE_0_20: ("model_chunks", "optimizer", "param_sync")},
     ),
     ReplacedFunction(TRAINING, "print_datetime", ("string",)),
+    ReplacedFunction(TRAINING, "update_num_microbatches", ("consumed_samples", "consistency_check")),
+    ReplacedFunction(TRAINING, "get_num_microbatches", ()),
 )
 ALL = (PARSE_ARGS, TIMER_START, *LOOP)
 

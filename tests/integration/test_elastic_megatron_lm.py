@@ -1,0 +1,141 @@
+"""Elastic jobs on Megatron-LM's unmodified loop: a rank dies and nobody replaces it, and the others go on as a job that
+was resized by command at the same call, bit for bit, which goes on as one that was started in the new size from that
+iteration's state: the loop's losses, and the whole weights and optimizer state, of every later iteration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.elastic import changes, check_steps_alike, command
+from tests.support.elastic_megatron_lm import (
+    DISTRIBUTED,
+    TIMEOUT_S,
+    Resized,
+    Training,
+    check_ends_as_resized,
+    resized_once,
+)
+from tests.support.jobs import check_clean, check_fired
+from tests.support.megatron_lm import needs_checkout
+
+pytest.importorskip("megatron.core")
+
+pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(5 * TIMEOUT_S), needs_checkout]
+AT = 8
+"""The call of iteration 4."""
+PHASES = (
+    *("between", "data", "forward", "backward", "grad-sync", "optimizer-start", "optimizer", "param-gather"),
+    "commit",
+)
+VICTIMS = (0, 1, 3)
+PLAIN = Training("plain")
+SHARDS = Training("distributed-bf16", (*DISTRIBUTED, "--bf16"))
+MAIN = (PLAIN, SHARDS)
+OTHERS = (
+    Training("bf16", ("--bf16",)),
+    Training("fp16", ("--fp16", "--initial-loss-scale=65536")),
+    Training("workers", ("--num-workers=2",)),
+    Training("overlap", ("--overlap-grad-reduce", "--ddp-bucket-size=700", "--bf16")),
+    Training("distributed", DISTRIBUTED),
+    Training("distributed-fp16", (*DISTRIBUTED, "--fp16", "--initial-loss-scale=65536")),
+    Training("distributed-overlap", (*DISTRIBUTED, "--overlap-grad-reduce", "--ddp-bucket-size=700", "--bf16")),
+    Training("per-token", ("--calculate-per-token-loss",)),
+    Training("recompute", ("--recompute-granularity=full", "--recompute-method=uniform", "--recompute-num-layers=1")),
+    Training("validated", ("--rerun-mode=validate_results",)),
+)
+
+
+@pytest.fixture(scope="module")
+def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
+    return resized_once(tmp_path_factory)
+
+
+def kills() -> list[Any]:
+    return [
+        pytest.param(training, phase, victim, id=f"{training}-{phase}-{victim}")
+        for training in MAIN
+        for phase in PHASES
+        if training.divided or phase != "param-gather"
+        for victim in VICTIMS
+    ]
+
+
+@pytest.mark.parametrize(("training", "phase", "victim"), kills())
+def test_killed_and_not_replaced(training: Training, phase: str, victim: int, tmp_path: Path, resized: Resized) -> None:
+    job = training.start(tmp_path / "run", inject=[f"rank={victim},fault=sigkill,at={phase},step={AT}"]).wait(TIMEOUT_S)
+    check_fired(job)
+    check_ends_as_resized(job, AT, [victim], training, resized)
+
+
+@pytest.mark.parametrize("phase", ["between", "commit"])
+@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize("training", MAIN, ids=str)
+def test_killed_in_the_log(training: Training, victim: int, phase: str, tmp_path: Path, resized: Resized) -> None:
+    """Between two iterations."""
+    faults = [f"rank={victim},fault=sigkill,at={phase},step={AT + 1}"]
+    job = training.start(tmp_path / "run", inject=faults).wait(TIMEOUT_S)
+    check_fired(job)
+    check_ends_as_resized(job, AT + 1, [victim], training, resized)
+
+
+@pytest.mark.parametrize("training", OTHERS, ids=str)
+def test_other_trainings(training: Training, tmp_path: Path, resized: Resized) -> None:
+    job = training.start(tmp_path / "run", inject=[f"rank=0,fault=sigkill,at=optimizer,step={AT}"]).wait(TIMEOUT_S)
+    check_fired(job)
+    check_ends_as_resized(job, AT, [0], training, resized)
+
+
+@pytest.mark.parametrize("training", MAIN, ids=str)
+def test_two_at_once(training: Training, tmp_path: Path, resized: Resized) -> None:
+    faults = [f"rank={rank},fault=sigkill,at=backward,step={AT}" for rank in (0, 2)]
+    job = training.start(tmp_path / "run", inject=faults).wait(TIMEOUT_S)
+    check_fired(job, 2)
+    check_ends_as_resized(job, AT, [0, 2], training, resized)
+
+
+@pytest.mark.parametrize("state", ["quiescing", "regrouping", "restoring", "verifying"])
+@pytest.mark.parametrize("training", MAIN, ids=str)
+def test_a_second_death_during_the_change(training: Training, state: str, tmp_path: Path, resized: Resized) -> None:
+    faults = [f"rank=1,fault=sigkill,at=backward,step={AT}", f"rank=3,fault=sigkill,at=recovery:{state}"]
+    job = training.start(tmp_path / "run", inject=faults).wait(TIMEOUT_S)
+    check_fired(job, 2)
+    check_ends_as_resized(job, AT, [1, 3], training, resized)
+
+
+@pytest.mark.parametrize("training", MAIN, ids=str)
+def test_a_size_that_does_not_divide_is_left_out(training: Training, tmp_path: Path, resized: Resized) -> None:
+    """Eight micro-batches: without one of four replicas, two go on."""
+    training = Training(f"{training}-16", training.flags, batch=16)
+    running = training.start(tmp_path / "run", inject=[f"rank=3,fault=sigkill,at=optimizer,step={AT}"])
+    running.wait_for("job_started", TIMEOUT_S)
+    assert "2 is allowed" in command(running, 3, AT - 2)
+    job = running.wait(TIMEOUT_S)
+    check_fired(job)
+    check_ends_as_resized(job, AT, [1, 3] if training.divided else [2, 3], training, resized)
+
+
+@pytest.mark.parametrize("training", MAIN, ids=str)
+def test_one_after_another(training: Training, tmp_path: Path) -> None:
+    """4 -> 3 -> 2 -> 1: as by command."""
+    training = Training(f"{training}-three", training.flags, iterations=12)
+    faults = [f"rank={rank},fault=sigkill,at=forward,step={AT + 4 * i}" for i, rank in enumerate((1, 0, 3))]
+    config = {"elastic": {"min": 1, "max": 4, "replace": "never"}}
+    job = training.start(tmp_path / "run", inject=faults, config=config).wait(TIMEOUT_S)
+    assert job.code == 0, job.explain()
+    check_fired(job, 3)
+    check_clean(job)
+    found = [(change.step, len(change.ranks)) for change in changes(job)]
+    assert [size for _, size in found] == [3, 2, 1], job.explain()
+    running = training.start(tmp_path / "other", "--step-time=400", config={"elastic": {"min": 1, "max": 4}})
+    running.wait_for("job_started", TIMEOUT_S)
+    for number, (call, size) in enumerate(found, 1):
+        assert command(running, size, call) == ""
+        running.wait_for("recovery_finished", TIMEOUT_S, count=number)
+    other = running.wait(TIMEOUT_S)
+    assert [(change.step, len(change.ranks)) for change in changes(other)] == found, other.explain()
+    ends = [*(call for call, _ in found[1:]), 2 * training.iterations]
+    for (call, size), end in zip(found, ends, strict=True):
+        check_steps_alike(job, other, -(-call // 2), end // 2, size)

@@ -1,0 +1,119 @@
+"""Elastic jobs on the unmodified loop of a checkout of Megatron-LM: ``tests/scripts/elastic_megatron_lm.py``.
+
+Versions count the loop's protected calls. In each iteration these are a training step and a log, so iteration i is the
+calls 2 i and 2 i + 1, until something else (an evaluation, a checkpoint) comes in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import elastic
+from tests.support.elastic import check_steps_alike, command, never
+from tests.support.jobs import ROOT, Job, RunningJob, check_clean
+from tests.support.megatron_lm import CHECKOUT, MODEL, environment
+
+SCRIPT = ROOT / "tests" / "scripts" / "elastic_megatron_lm.py"
+TIMEOUT_S = 240
+ITERATIONS = 9
+SMALL = ("--hidden-size=16", "--num-attention-heads=2", "--seq-length=16", "--max-position-embeddings=16")
+DISTRIBUTED = ("--use-distributed-optimizer",)
+
+
+@dataclass(frozen=True)
+class Training:
+    """One configuration. ``launched``: ranks."""
+
+    name: str
+    flags: tuple[str, ...] = ()
+    batch: int = 24
+    launched: int = 4
+    iterations: int = ITERATIONS
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def divided(self) -> bool:
+        """Whether ranks have what others do not."""
+        return "--use-distributed-optimizer" in self.flags
+
+    def start(
+        self, folder: Path, *flags: str, config: Any = None, inject: Sequence[str] = (), nproc: int = 0
+    ) -> RunningJob:
+        """Start one job, of as many ranks as it is launched with, or ``nproc``."""
+        given = never() if config is None else config
+        return elastic.start(
+            folder,
+            given,
+            *(*MODEL, *SMALL, f"--global-batch-size={self.batch}", "--flash-recovery", *self.flags),
+            *(f"--steps={self.iterations}", *flags),
+            nproc=nproc or self.launched,
+            inject=inject,
+            script=SCRIPT,
+            env={**environment(Path(CHECKOUT)), "PYTHONWARNINGS": "ignore"},
+        )
+
+
+def iteration(call: int) -> int:
+    """The first iteration that is computed when a job goes on with a call."""
+    return -(-call // 2)
+
+
+def check_goes_on_alike(job: Job, other: Job, call: int, size: int, training: Training) -> None:
+    """From ``call`` on both have the same bits in each iteration on every rank."""
+    check_steps_alike(job, other, iteration(call), training.iterations, size)
+
+
+Resized = Callable[[Training, int, int], Job]
+
+
+def resized_once(factory: pytest.TempPathFactory) -> Resized:
+    """The jobs that are resized by command, undisturbed: from a call on to a size. Each is made once, and is itself
+    compared with a job that was started in the new size from that iteration's state."""
+
+    @cache
+    def job(training: Training, call: int, size: int) -> Job:
+        folder = factory.mktemp(f"{training.name}-resized-{call}-{size}")
+        return _commanded(folder, training, call, size)
+
+    return job
+
+
+def _commanded(folder: Path, training: Training, call: int, size: int) -> Job:
+    config = {"elastic": {"min": 1, "max": training.launched}}
+    running = training.start(folder / "run", "--step-time=300", f"--save-to={folder}", config=config)
+    running.wait_for("job_started", TIMEOUT_S)
+    refused = command(running, size, call)
+    assert not refused, refused
+    job = running.wait(TIMEOUT_S)
+    assert job.code == 0 and not job.of("failure_detected"), job.explain()
+    (event,) = job.of("job_resized")
+    assert (event["step"], event["replicas"]) == (call, size), job.explain()
+    check_clean(job)
+    begin = f"--start-from={folder}/{iteration(call)}.pt"
+    config = {"elastic": {"min": 1, "max": size}}
+    new = training.start(folder / "new", begin, config=config, nproc=size).wait(TIMEOUT_S)
+    assert new.code == 0, new.explain()
+    check_goes_on_alike(job, new, call, size, training)
+    check_clean(new)
+    return job
+
+
+def check_ends_as_resized(job: Job, at: int, left: Sequence[int], training: Training, resized: Resized) -> None:
+    """These ranks have left, since something has happened in call ``at``, and the others go on as if that had been
+    commanded."""
+    assert job.code == 0, job.explain()
+    events = job.of("job_resized")
+    assert sorted(rank for event in events for rank in event["left"]) == sorted(left), job.explain()
+    call, size = events[-1]["step"], training.launched - len(left)
+    assert events[-1]["replicas"] == size, job.explain()
+    assert call in ((at - 1, at, at + 1) if training.divided else (at, at + 1)), job.explain()
+    check_goes_on_alike(job, resized(training, call, size), call, size, training)
+    check_clean(job)

@@ -24,14 +24,13 @@ from tests.support.megatron_lm import needs_checkout
 pytest.importorskip("megatron.core")
 
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(5 * TIMEOUT_S), needs_checkout]
-AT = 8
-"""The call of iteration 4."""
 PHASES = (
     *("between", "data", "forward", "backward", "grad-sync", "optimizer-start", "optimizer", "param-gather"),
     "commit",
 )
 VICTIMS = (0, 1, 3)
 PLAIN = Training("plain")
+AT = PLAIN.call("train", 4)
 SHARDS = Training("distributed-bf16", (*DISTRIBUTED, "--bf16"))
 MAIN = (PLAIN, SHARDS)
 OTHERS = (
@@ -138,4 +137,42 @@ def test_one_after_another(training: Training, tmp_path: Path) -> None:
     assert [(change.step, len(change.ranks)) for change in changes(other)] == found, other.explain()
     ends = [*(call for call, _ in found[1:]), 2 * training.iterations]
     for (call, size), end in zip(found, ends, strict=True):
-        check_steps_alike(job, other, -(-call // 2), end // 2, size)
+        check_steps_alike(job, other, training.iteration(call), end // 2, size)
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize("training", MAIN, ids=str)
+def test_killed_in_an_evaluation(training: Training, victim: int, tmp_path: Path, resized: Resized) -> None:
+    """It is done again with as many samples, the same ones."""
+    training = Training(f"{training}-evaluated", training.flags, evaluates=4)
+    at = training.call("evaluate", 3)
+    job = training.start(tmp_path / "run", inject=[f"rank={victim},fault=sigkill,at=data,step={at}"]).wait(TIMEOUT_S)
+    check_fired(job)
+    check_ends_as_resized(job, at, [victim], training, resized)
+    (event,) = job.of("job_resized")
+    found, commanded = evaluations(job), evaluations(resized(training, event["step"], 3))
+    assert set(found) == {(3, 3), (7, 3)} and all(len(losses) == 1 for losses in found.values()), found
+    assert found == commanded
+
+
+@pytest.mark.parametrize("training", MAIN, ids=str)
+def test_a_checkpoint_of_megatrons(training: Training, tmp_path: Path) -> None:
+    """Written by three of four replicas, and loaded by a job of three, of two, and of four: that of three goes on as
+    the one that wrote it, evaluations included."""
+    training = Training(f"{training}-saved", training.flags, evaluates=4, saves=6)
+    saved = (f"--save={tmp_path}/saved", "--save-interval=6")
+    at = training.call("train", 4)
+    faults = [f"rank=1,fault=sigkill,at=backward,step={at}"]
+    job = training.start(tmp_path / "run", *saved, inject=faults).wait(TIMEOUT_S)
+    assert job.code == 0, job.explain()
+    check_fired(job)
+    check_clean(job)
+    assert [len(change.ranks) for change in changes(job)] == [3], job.explain()
+    load = (f"--load={tmp_path}/saved", "--ckpt-step=6")
+    for size in (3, 2, 4):
+        config = {"elastic": {"min": 1, "max": size}}
+        other = training.start(tmp_path / f"loaded-{size}", *load, config=config, nproc=size).wait(TIMEOUT_S)
+        assert other.code == 0, other.explain()
+        if size == 3:
+            check_steps_alike(job, other, 6, training.iterations, 3)
+            assert evaluations(job)[7, 3] == evaluations(other)[7, 3] and len(evaluations(job)[7, 3]) == 1

@@ -1,5 +1,6 @@
-"""pretrain_gpt.py of the Megatron-LM on the path, unmodified, with losses and digests of each step as exact numbers. What
-is printed is the loop's own loss (reduced over all replicas) and the whole state, gathered.
+"""pretrain_gpt.py of the Megatron-LM on the path, unmodified, with losses and digests of each step as exact numbers.
+
+What is printed is the loop's own loss (reduced over all replicas) and the whole state, gathered.
 
 The flags of the parser below are this script's own.
 """
@@ -26,7 +27,7 @@ from megatron.training import get_args, training
 from megatron_whole_state import State
 
 assert fr_megatron
-parser = argparse.ArgumentParser()
+parser = argparse.ArgumentParser(allow_abbrev=False)
 parser.add_argument("--steps", type=int, default=12, help="iterations")
 parser.add_argument("--step-time", type=int, default=0, help="milliseconds that a step takes longer")
 parser.add_argument("--save-to", help="a directory for the state of each version")

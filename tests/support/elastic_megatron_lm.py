@@ -1,11 +1,13 @@
 """Elastic jobs on the unmodified loop of a checkout of Megatron-LM: ``tests/scripts/elastic_megatron_lm.py``.
 
-Versions count the loop's protected calls. In each iteration these are a training step and a log, so iteration i is the
-calls 2 i and 2 i + 1, until something else (an evaluation, a checkpoint) comes in between.
+Versions count the loop's protected calls: in each iteration a training step and a log, and after it an evaluation
+(between timers that begin with barriers) or a checkpoint where one is due.
 """
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -28,13 +30,15 @@ DISTRIBUTED = ("--use-distributed-optimizer",)
 
 @dataclass(frozen=True)
 class Training:
-    """One configuration. ``launched``: ranks."""
+    """One configuration. ``launched``: ranks. ``evaluates``, ``saves``: after so many iterations each time; 0: never."""
 
     name: str
     flags: tuple[str, ...] = ()
     batch: int = 24
     launched: int = 4
     iterations: int = ITERATIONS
+    evaluates: int = 0
+    saves: int = 0
 
     def __str__(self) -> str:
         return self.name
@@ -43,6 +47,26 @@ class Training:
     def divided(self) -> bool:
         """Whether ranks have what others do not."""
         return "--use-distributed-optimizer" in self.flags
+
+    @property
+    def calls(self) -> list[tuple[str, int]]:
+        """What each call is, and of which iteration."""
+        found = []
+        for number in range(self.iterations):
+            found += [("train", number), ("log", number)]
+            if self.evaluates and (number + 1) % self.evaluates == 0:
+                found += [("barrier", number), ("evaluate", number), ("barrier", number)]
+            if self.saves and (number + 1) % self.saves == 0:
+                found.append(("exit", number))
+        return found
+
+    def call(self, kind: str, number: int) -> int:
+        """The number of a call."""
+        return self.calls.index((kind, number))
+
+    def iteration(self, call: int) -> int:
+        """The first iteration that is computed when a job goes on with a call."""
+        return next(number for kind, number in self.calls[call:] if kind == "train")
 
     def start(
         self, folder: Path, *flags: str, config: Any = None, inject: Sequence[str] = (), nproc: int = 0
@@ -53,22 +77,32 @@ class Training:
             folder,
             given,
             *(*MODEL, *SMALL, f"--global-batch-size={self.batch}", "--flash-recovery", *self.flags),
-            *(f"--steps={self.iterations}", *flags),
+            *(f"--steps={self.iterations}", *self._evaluation(), *flags),
             nproc=nproc or self.launched,
             inject=inject,
             script=SCRIPT,
             env={**environment(Path(CHECKOUT)), "PYTHONWARNINGS": "ignore"},
         )
 
-
-def iteration(call: int) -> int:
-    """The first iteration that is computed when a job goes on with a call."""
-    return -(-call // 2)
+    def _evaluation(self) -> list[str]:
+        return ["--eval-iters=2", f"--eval-interval={self.evaluates}"] if self.evaluates else []
 
 
 def check_goes_on_alike(job: Job, other: Job, call: int, size: int, training: Training) -> None:
     """From ``call`` on both have the same bits in each iteration on every rank."""
-    check_steps_alike(job, other, iteration(call), training.iterations, size)
+    check_steps_alike(job, other, training.iteration(call), training.iterations, size)
+
+
+_EVALUATED = re.compile(r"evaluated=(\d+) size=(\d+) (.*)")
+
+
+def evaluations(job: Job) -> dict[tuple[int, int], set[str]]:
+    """What evaluations have found, by iteration and size."""
+    found: dict[tuple[int, int], set[str]] = defaultdict(set)
+    for log in job.run_dir.rglob("rank*.log"):
+        for number, size, losses in _EVALUATED.findall(log.read_text()):
+            found[int(number), int(size)].add(losses)
+    return found
 
 
 Resized = Callable[[Training, int, int], Job]
@@ -97,7 +131,7 @@ def _commanded(folder: Path, training: Training, call: int, size: int) -> Job:
     (event,) = job.of("job_resized")
     assert (event["step"], event["replicas"]) == (call, size), job.explain()
     check_clean(job)
-    begin = f"--start-from={folder}/{iteration(call)}.pt"
+    begin = f"--start-from={folder}/{training.iteration(call)}.pt"
     config = {"elastic": {"min": 1, "max": size}}
     new = training.start(folder / "new", begin, config=config, nproc=size).wait(TIMEOUT_S)
     assert new.code == 0, new.explain()

@@ -211,7 +211,7 @@ class ElasticSettings(_Model):
     """A job that goes on with fewer data-parallel replicas where a rank cannot be replaced."""
 
     min: int = Field(ge=1, description="replicas with which the job still goes on; with fewer it waits for nodes")
-    max: int = Field(ge=2, description="replicas at most; for now those of the launch (nnodes x nproc_per_node)")
+    max: int = Field(ge=2, description="replicas at most; for now those of the launch")
     replace: Literal["auto", "never"] = Field(
         "auto",
         description="auto: a rank leaves only if no node has room for it; never: no rank that is lost is replaced",
@@ -493,10 +493,11 @@ def _check_elastic(config: RunConfig) -> None:
         return
     if elastic.min > elastic.max:
         raise ConfigError(f"elastic.min = {elastic.min}: at most elastic.max ({elastic.max}) is allowed")
-    if elastic.max != config.world_size:
+    if config.world_size % elastic.max:
         raise ConfigError(
             f"elastic.max = {elastic.max}: {config.world_size} is allowed here, the ranks of the launch (nnodes = "
-            f"{config.nnodes} x nproc_per_node = {config.nproc_per_node}); a job does not grow beyond them"
+            f"{config.nnodes} x nproc_per_node = {config.nproc_per_node}), or their number of replicas if these have "
+            "several ranks; a job does not grow beyond them"
         )
     if config.redundancy not in ("auto", "replica", "none"):
         raise ConfigError(

@@ -21,6 +21,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch.distributed as dist
+
 from flashrecovery.division import DividedTensor, Division, DivisionPlace, LocalBox, Prepared, ReadyTensors
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from flashrecovery.state.shard import Shard
@@ -133,6 +135,18 @@ class Adapter(ABC):
         """The process groups have other members now (some have left): bring everything that depends on their number, or
         on this rank's number in them, to what it would be in a job that was started so. Called after :meth:`reset`,
         while the groups are detached; plain state follows with :meth:`restore_common`, and may be of before."""
+
+    def replicas(self) -> dist.ProcessGroup | None:
+        """The data-parallel group: of the ranks that stand at this rank's place in every replica of the model, in the
+        order of the launch. Its rank and size are the number of this rank's replica, and how many there are. None:
+        each rank is a replica by itself, or this adapter cannot tell (another one may).
+
+        Replicas leave an elastic job, and come into it, as a whole. Which ranks are together in one follows from this
+        group where the numbers of any two of its ranks that follow on each other are equally far apart: then replicas
+        are counted like the dimension of a mesh (:mod:`flashrecovery.plan.replicas`). Other numberings are refused by
+        name, and so are ranks that do not say the same. Asked when the script asks for its first step, in the size of
+        the launch; and, for the batches, in every step. The group itself is resized by the core."""
+        return None
 
     def division(self) -> Division | None:
         """How the state is divided among the ranks, so that the job can change its size; None: all of it is on all

@@ -72,10 +72,11 @@ class StartLine(BaseModel):
 class JobStarted(Event):
     """Every rank has come to its first step, ``seconds`` after the launch. ``step``: the one at which the job begins,
     above 0 if it goes on from what an earlier launch has left. ``start``: lines of the script in which the slowest
-    rank spent most of that time, longest first."""
+    rank spent most of that time, longest first. ``replicas``: of an elastic job, what its ranks make up; else 0."""
 
     event: Literal["job_started"] = "job_started"
     world_size: int = 0
+    replicas: int = 0
     seconds: float = 0.0
     step: int = 0
     start: list[StartLine] = Field(default_factory=list)

@@ -488,7 +488,7 @@ def test_a_configuration_that_is_refused(elastic: dict[str, Any], more: dict[str
 
 
 def batches(monkeypatch: pytest.MonkeyPatch, rank: int, size: int, **more: Any) -> ElasticBatches:
-    monkeypatch.setattr(elastic, "_place", lambda: (rank, size))
+    monkeypatch.setattr(elastic, "_place", lambda _: (rank, size))
     data = TensorDataset(torch.arange(30, dtype=torch.float64))
     return ElasticBatches(data, **{"global_batch": 12, "micro_batch": 2, "seed": 4, **more})
 

@@ -142,7 +142,7 @@ def message(*, custody: bool = True) -> pb.Reshape:
 
 def ready() -> tuple[Reshaping, Registry, OneAdapter, Kept]:
     reshaping, registry, adapter, kept = rank_of_two()
-    registry.resize(0, 1)
+    registry.resize((0,), 0)
     moved, needs = reshaping.make_ready(message(), 5, 1, corrupt=False)
     assert (moved.received, moved.lacking) == (0, 0), "it has everything itself"
     assert {need.name: need.nbytes for need in needs} == {"rows#shard=0/1": 56, "common": 0, "capsule@0": 0}
@@ -187,7 +187,7 @@ def test_dropped_with_any_other_stop(layout: tuple[int, ...]) -> None:
 
 def test_what_nobody_keeps() -> None:
     reshaping, registry, _, _ = rank_of_two()
-    registry.resize(0, 1)
+    registry.resize((0,), 0)
     with pytest.raises(NobodyHoldsError, match=r"\[4:7, 0:2\]"):
         reshaping.make_ready(message(custody=False), 5, 1, corrupt=False)
     assert reshaping.settle((0,)) == -1

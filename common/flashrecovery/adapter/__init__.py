@@ -18,7 +18,8 @@ from flashrecovery import groups
 from flashrecovery.adapter import faults, fsdp2_state
 from flashrecovery.adapter.base import TorchAdapter
 from flashrecovery.adapter.fields import plain_fields
-from flashrecovery.adapter.fsdp2_division import Divided, FSDP2Division
+from flashrecovery.adapter.fsdp2_division import Divided, FSDP2Division, replicates
+from flashrecovery.adapter.fsdp2_replicas import FSDP2Replicas
 from flashrecovery.adapter.gradients import GradientWatch
 from flashrecovery.adapter.optimizer_state import layout_of, new_state_tensor, plain
 from flashrecovery.adapter.placement import (
@@ -58,6 +59,7 @@ from flashrecovery.worker.agreement import check_equal, union
 from flashrecovery.worker.call_batches import CallBatches
 from flashrecovery.worker.calls import LoopAdapter
 from flashrecovery.worker.data import DataStream
+from flashrecovery.worker.data_parallel import group_of
 from flashrecovery.worker.elastic import FrameworkBatch
 from flashrecovery.worker.recovery import Recovery
 from flashrecovery.worker.rng import RngState, restore_rng
@@ -73,6 +75,7 @@ __all__ = [
     "Division",
     "DivisionPlace",
     "FSDP2Division",
+    "FSDP2Replicas",
     "FixedShard",
     "FrameworkBatch",
     "GradientWatch",
@@ -99,6 +102,7 @@ __all__ = [
     "fsdp2_state",
     "give_up_state",
     "global_rank",
+    "group_of",
     "groups",
     "hand_over_state",
     "layout_of",
@@ -113,6 +117,7 @@ __all__ = [
     "plain_fields",
     "read_into",
     "replicated",
+    "replicates",
     "restore_rng",
     "rules",
     "settle_state",

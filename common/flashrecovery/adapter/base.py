@@ -1,5 +1,11 @@
 """The base of adapters whose state is tensors and torch optimizers: shards, the moments of a step, hyper-parameters,
-buffers."""
+buffers.
+
+In an elastic job whose replicas have several ranks an adapter says which ranks are data-parallel peers of this one
+(:meth:`Adapter.replicas`), and brings what depends on their number to another size (:meth:`Adapter.resized`). Shards
+need nothing: those that every replica has are held by as many ranks as there are replicas. That is, a shard's holders,
+in the launch's size, are the same places in every replica, and its name does not say how many replicas there are.
+"""
 
 from __future__ import annotations
 

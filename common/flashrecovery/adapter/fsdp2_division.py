@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from flashrecovery.adapter import fsdp2_state
+from flashrecovery.adapter import fsdp2_state, meshes
 from flashrecovery.adapter.optimizer_state import HOST, PLACED
 from flashrecovery.adapter.placement import like_placed, mesh_spans_world
 from flashrecovery.adapter.shards import PARAM, ParamShard
@@ -32,8 +32,13 @@ from flashrecovery.errors import UnsupportedError
 from flashrecovery.plan.layouts import chunked
 from flashrecovery.plan.rules import TensorRule
 
-_MESH_PARTS = ("_layout", "_rank_map", "_flatten_rank_map", "_rank", "_coordinate_on_dim", "_hash")
-"""What of a device mesh depends on the number of ranks, and on this one's."""
+_MESHES = {"FSDPMeshInfo": "a mesh of one dimension", "HSDPMeshInfo": "a mesh of (replicate, shard)"}
+"""By what FSDP2 calls it."""
+
+
+def replicates(root: FSDPModule) -> bool:
+    """Whether it is HSDP: on a mesh that also has a dimension in which parameters are replicated."""
+    return any(group._is_hsdp for group in fsdp2_state.groups(root))
 
 
 def refuse_unresizable(root: FSDPModule) -> None:
@@ -47,10 +52,14 @@ def refuse_unresizable(root: FSDPModule) -> None:
     for group in fsdp2_state.groups(root):
         info = group.mesh_info
         kind = type(info).__name__
-        if kind != "FSDPMeshInfo":
-            raise _refused(f"a mesh of kind {kind} (HSDP, replicate)", "a mesh of one dimension is")
+        if kind not in _MESHES:
+            raise _refused(f"a mesh of kind {kind}", f"{' and '.join(_MESHES.values())} are")
+        if group._is_hsdp != replicates(root):
+            raise _refused("modules on meshes of one dimension and others on (replicate, shard)", "meshes alike are")
         for mesh_info in (info, *(p.mesh_info for p in group.fsdp_params)):
-            _refuse_mesh(mesh_info.mesh)
+            _refuse_mesh(mesh_info.mesh, 1 + group._is_hsdp)
+            if group._is_hsdp and (mesh_info.replicate_mesh_dim, mesh_info.shard_mesh_dim) != (0, 1):
+                raise _refused(f"{mesh_info.mesh}, which does not replicate first", f"{_MESHES[kind]} is")
             if getattr(mesh_info, "reduce_scatter_process_group", None) is not None:
                 raise _refused("set_separate_reduce_scatter_group", "the mesh's own group is")
         if group.post_forward_mesh_info not in (None, info):
@@ -64,9 +73,10 @@ def refuse_unresizable(root: FSDPModule) -> None:
             _refuse_parameter(parameter)
 
 
-def _refuse_mesh(mesh: DeviceMesh) -> None:
-    if mesh.ndim != 1 or mesh._root_mesh is not None or mesh._flatten_mapping or not mesh_spans_world(mesh):
-        raise _refused(f"{mesh}, a part of a mesh or of the ranks", "a mesh of one dimension, of all ranks, is")
+def _refuse_mesh(mesh: DeviceMesh, dimensions: int) -> None:
+    if mesh.ndim != dimensions or not meshes.whole(mesh) or not mesh_spans_world(mesh):
+        allowed = _MESHES["FSDPMeshInfo" if dimensions == 1 else "HSDPMeshInfo"]
+        raise _refused(f"{mesh}, a part of a mesh or of the ranks", f"{allowed}, of all ranks, is")
 
 
 def _refuse_parameter(parameter: Any) -> None:
@@ -195,9 +205,9 @@ class FSDP2Division(Division):
 
     def install(self, place: int, size: int, parameters: Mapping[str, _NewParameter]) -> None:
         """See :meth:`Prepared.install`."""
-        infos = {id(info): info for group in fsdp2_state.groups(self._root) for info in _mesh_infos(group)}
+        infos = {id(info): info for group in fsdp2_state.groups(self._root) for info in mesh_infos(group)}
         for mesh in {id(info.mesh): info.mesh for info in infos.values()}.values():
-            renumber(mesh, place, size)
+            meshes.renumber(mesh, torch.arange(size), place)
         for info in infos.values():
             info.shard_mesh_size, info.shard_mesh_rank = size, place
         for fqn, new in parameters.items():
@@ -207,7 +217,7 @@ class FSDP2Division(Division):
             one.shard.name, one.shard.holders = self._shard_name(fqn, place, size), (place,)
         for optimizer in self._optimizers:
             StateOrder.of(optimizer).settle()
-        _forget_dispatch()
+        forget_dispatch()
         self._forget()
 
     def _put_state(self, one: Divided, new: _NewParameter) -> None:
@@ -263,18 +273,9 @@ def _lengths(rows: int, place: int, size: int) -> tuple[int, int]:
     return high - low, -(-rows // size)
 
 
-def _mesh_infos(group: Any) -> list[Any]:
+def mesh_infos(group: Any) -> list[Any]:
+    """All that FSDP2 has read from a mesh for a group of parameters; some perhaps twice."""
     return [group.mesh_info, *(parameter.mesh_info for parameter in group.fsdp_params)]
-
-
-def renumber(mesh: DeviceMesh, place: int, size: int) -> None:
-    """A mesh of one dimension and all ranks is one of so many ranks from now on, of which this process is the one at
-    ``place``. Its process group has been given its new size already."""
-    new = DeviceMesh(
-        mesh.device_type, torch.arange(size), mesh_dim_names=mesh.mesh_dim_names, _init_backend=False, _rank=place
-    )
-    for name in _MESH_PARTS:
-        setattr(mesh, name, getattr(new, name))
 
 
 def _exchange(entry: Any, padded: torch.Tensor, length: int) -> None:
@@ -296,7 +297,7 @@ def _exchange(entry: Any, padded: torch.Tensor, length: int) -> None:
         del entry._unsharded_param
 
 
-def _forget_dispatch() -> None:
+def forget_dispatch() -> None:
     """What DTensor has concluded from the meshes as they were."""
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()

@@ -170,6 +170,7 @@ FSDP2_RESIZING = capability(
         ),
     ),
     Attributes(_FSDP + "_fsdp_common", "FSDPMeshInfo", ("shard_mesh_size", "shard_mesh_rank")),
+    Attributes(_FSDP + "_fsdp_common", "DDPMeshInfo", ("replicate_mesh_size", "replicate_mesh_rank")),
     Attributes(
         _FSDP_GROUP,
         "FSDPParamGroup",

@@ -12,13 +12,16 @@ from collections.abc import Collection, Mapping, Sequence
 
 from flashrecovery.controller.records import RankRecord, capsule_name
 from flashrecovery.plan import Kind, Need
+from flashrecovery.plan.replicas import ReplicaShape, singles
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
 def divided(records: Collection[RankRecord]) -> bool:
-    """Whether ranks have shards that others do not have, besides what each of them has for itself."""
+    """Whether ranks have shards that no other rank has, besides what each of them has for itself."""
     names = [record.needs.keys() - {capsule_name(record.rank)} for record in records]
-    return any(other != names[0] for other in names[1:])
+    if all(other == names[0] for other in names[1:]):
+        return False
+    return 1 in Counter(name for some in names for name in some).values()
 
 
 def left_behind(departed: Mapping[int, Mapping[str, int]], records: Collection[RankRecord]) -> list[Need]:
@@ -75,8 +78,9 @@ def have(records: Collection[RankRecord], version: int) -> bool:
     held: set[str] = set()
     for record in records:
         held.update(record.kept_at(version), record.needs if record.live == version else ())
-    if any(record.has_capsule(version) for record in records):
-        held.update(capsule_name(record.rank) for record in records)  # of an elastic job, anybody's serves
+    lending = {record.stand for record in records if record.has_capsule(version)}
+    # of an elastic job, anybody's serves who stands at the same place
+    held.update(capsule_name(record.rank) for record in records if record.stand in lending)
     return all(held.issuperset(record.needs) for record in records)
 
 
@@ -87,18 +91,23 @@ def choose_leaving(
     version: int,
     named: Sequence[int] = (),
     *,
+    shape: ReplicaShape | None = None,
     on_disk: bool = False,
 ) -> list[int] | None:
-    """So many ranks that can leave at ``version`` because others have what only they need, and those who stay have
-    what they need themselves (``on_disk``: all of it is read): the ``named`` ones, and the last ones, as far as that
-    is so. None if there are not so many, or a named one is not among them."""
+    """The ranks of so many replicas that can leave at ``version`` because others have what only they need, and those
+    who stay have what they need themselves (``on_disk``: all of it is read): the replicas of the ``named`` ranks, and
+    the last ones, as far as that is so (``shape`` None: each rank is a replica). None if there are not so many, or a
+    named one is not among them."""
     chosen: list[int] = []
-    for rank in (*named, *(other for other in reversed(list(records)) if other not in named)):
-        if len(chosen) == count:
+    shape, found = shape or singles(records), 0
+    by_replica = shape.by_replica(records)
+    first = list(dict.fromkeys(shape.replica(rank) for rank in named))
+    for replica in (*first, *(other for other in reversed(by_replica) if other not in first)):
+        if found == count:
             break
-        leaving = [*chosen, rank]
+        leaving = [*chosen, *by_replica[replica]]
         staying = [record for other, record in records.items() if other not in leaving]
         gone = {**departed, **{other: records[other].needs for other in leaving}}
         if custody(left_behind(gone, staying), staying, version) is not None and (on_disk or have(staying, version)):
-            chosen = leaving
-    return sorted(chosen) if len(chosen) == count and set(named) <= set(chosen) else None
+            chosen, found = leaving, found + 1
+    return sorted(chosen) if found == count and set(named) <= set(chosen) else None

@@ -1,7 +1,7 @@
 """An elastic job grows: on command, and by itself when a node comes.
 
-The ranks that come are the lowest ones, as the job was launched, that do not belong to it. Their processes are built up
-beside training (:mod:`.newcomers`) and come in at a step boundary (:mod:`.coming_in`).
+The replicas that come are the lowest ones, as the job was launched, that do not belong to it. The processes of their
+ranks are built up beside training (:mod:`.newcomers`) and come in at a step boundary (:mod:`.coming_in`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from flashrecovery.controller.losses import allowed_sizes
 from flashrecovery.controller.nodes import rooms
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.kinds import NoticeKind
-from flashrecovery.plan.layouts import RankGrid
 from flashrecovery.plan.placement import Room, place
 from flashrecovery.plan.resize import ReplicaRange, growth
 from flashrecovery.plan.transitions import State
@@ -40,17 +39,22 @@ class Growing:
         if they are being built up."""
         job, elastic = self._job, self._job.config.elastic
         assert elastic is not None
-        size = len(job.ranks)
+        size, shape = job.replicas, job.shape
         if replicas > elastic.max:
             return f"--to {replicas}: the job was launched with {elastic.text}; {elastic.max} at most is allowed"
         if self._coming.in_last_step:
             return "ranks have taken their last step; nobody can come in any more"
         free = rooms(job.nodes.values(), job.homes())
         room = sum(max(one.free, 0) for one in free)
-        if room < replicas - size:
+        if room < (replicas - size) * shape.each:
             where = ", ".join(f"node {one.name}: {max(one.free, 0)}" for one in free)
-            least = f"{size + room} at most is allowed now" if room else "a node with room has to come first"
-            return f"--to {replicas}: the job has {size} replicas, and there is room for {room} more ({where}); {least}"
+            possible = size + room // shape.each
+            least = f"{possible} at most is allowed now" if possible > size else "a node with room has to come first"
+            each = "" if shape.each == 1 else f" of {shape.each} ranks each"
+            more = f"{room} more" if shape.each == 1 else f"{room} more rank{'' if room == 1 else 's'}"
+            return (
+                f"--to {replicas}: the job has {size} replicas{each}, and there is room for {more} ({where}); {least}"
+            )
         self._build_up(replicas - size, free, step, now)
         return ""
 
@@ -67,16 +71,21 @@ class Growing:
         if elastic is None or elastic.grow == "never" or self._coming.in_last_step:
             return
         most = elastic.max if self._most is None else min(self._most, elastic.max)
-        free = [room for room in rooms(job.nodes.values(), job.homes()) if room.name in arrived and room.free > 0]
-        grid, sizes = RankGrid(dp=len(job.ranks)), ReplicaRange(elastic.min, most, allowed_sizes(job).allowed)
-        if len(job.ranks) < most and free:
-            found = growth(grid, sum(room.free for room in free), sizes, micro_batches=elastic.max)
+        free = [room for room in rooms(job.nodes.values(), job.homes()) if room.free > 0]
+        new = [room for room in free if room.name in arrived]
+        if job.shape.each == 1:
+            free = new
+        size, sizes = job.replicas, ReplicaRange(elastic.min, most, allowed_sizes(job).allowed)
+        if size < most and new:
+            # Of replicas of several ranks some may have their place where the others of them have left.
+            room = min(sum(room.free for room in free), sum(room.free for room in new) * job.shape.each)
+            found = growth(job.shape.grid(size), room, sizes, micro_batches=elastic.max)
             self._build_up(found.coming, free, -1, now)
 
     def _build_up(self, count: int, free: list[Room], step: int, now: float) -> None:
-        job, elastic = self._job, self._job.config.elastic
-        assert elastic is not None
-        ranks = [rank for rank in range(elastic.max) if rank not in job.ranks][:count]
+        job, shape = self._job, self._job.shape
+        replicas = shape.missing(job.ranks)[:count]
+        ranks = sorted(rank for replica in replicas for rank in shape.ranks(replica))
         places = place(ranks, free) or {}
         self._coming.expect(step)
         for rank, name in places.items():

@@ -97,6 +97,7 @@ class Handoff:
                 rooms=rooms(job.nodes.values(), taken),
                 cannot_move=unable,
                 sizes=None if elastic is None else ReplicaRange(elastic.min, elastic.max),
+                shape=job.shape,
                 saves=job.checkpoint is not None or job.config.checkpoint.dir is not None,
             )
         )

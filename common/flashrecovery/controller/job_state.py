@@ -17,6 +17,7 @@ from flashrecovery.controller.restore import RestoreRound
 from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan.node_marks import SLOW, WEIGHTS
 from flashrecovery.plan.placement import keeper_of_copies
+from flashrecovery.plan.replicas import ReplicaShape
 from flashrecovery.plan.transitions import State, check_transition
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -182,6 +183,17 @@ class JobState:
     def whole(self) -> bool:
         """No rank has left since the launch."""
         return len(self.ranks) == self.config.world_size
+
+    @property
+    def shape(self) -> ReplicaShape:
+        """Which ranks make up its replicas, as they have said; as long as they have not, each is one."""
+        said = next((record.shape for record in self.in_order if record.shape is not None), None)
+        return said or ReplicaShape(self.config.world_size)
+
+    @property
+    def replicas(self) -> int:
+        """How many there are."""
+        return len(self.shape.by_replica(self.ranks))
 
     def depart(self, rank: int) -> RankRecord:
         """The rank belongs to the job no longer. Returns what was known of it."""

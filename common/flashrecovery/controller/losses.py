@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from flashrecovery.controller.job_state import JobState
-from flashrecovery.plan.resize import ReplicaRange, leaving
+from flashrecovery.plan.resize import ReplicaRange, filling, leaving
 from flashrecovery.plan.transitions import State
 
 
@@ -17,12 +17,29 @@ def never_replaced(job: JobState) -> bool:
 
 def leaving_without(job: JobState, lost: Collection[int]) -> tuple[int, ...]:
     """Those of the ``lost`` ranks, which cannot be replaced, that leave the job: all or none. None if it is not
-    elastic, has not begun yet, or too few would be left. (Where as many as are left are not allowed, more leave when
-    all are stopped: :meth:`~flashrecovery.controller.resizing.Resizing.leave_at`.)"""
+    elastic, has not begun yet, or too few replicas would be left. (Where as many as are left are not allowed, more
+    leave when all are stopped, and so do the other ranks of their replicas:
+    :meth:`~flashrecovery.controller.resizing.Resizing.leave_at`.)"""
     if job.config.elastic is None or not lost or job.state is State.STARTING:
         return ()
-    found = leaving(list(job.ranks), lost, allowed_sizes(job))
+    found = leaving(job.ranks.keys(), lost, allowed_sizes(job), job.shape)
     return tuple(rank for rank in found if rank in lost)
+
+
+def worth_filling(job: JobState, lost: Collection[int], room: int) -> list[int]:
+    """Those of the ``lost`` ranks that get what room there is, if there is not enough for all of them and an elastic
+    job can go on without the others."""
+    if job.config.elastic is None or room < 1 or job.state is State.STARTING:
+        return []
+    return filling(job.ranks.keys(), lost, room, allowed_sizes(job), job.shape)
+
+
+def left_of_replicas(job: JobState) -> list[int]:
+    """The ranks of an elastic job that are of no use any more, because others of their replica have left."""
+    if job.config.elastic is None:
+        return []
+    whole = set(job.shape.whole(job.ranks))
+    return [rank for rank in job.ranks if job.shape.replica(rank) not in whole]
 
 
 def allowed_sizes(job: JobState) -> ReplicaRange:

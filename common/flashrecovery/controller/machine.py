@@ -171,7 +171,11 @@ class Machine:
         if over or not homeless or not self._staffing.settle(homeless, now, excluded=excluded):
             return
         for rank in homeless:
-            self._staffing.fill(self.job.ranks[rank], now, detached=self.job.state is not State.STARTING)
+            if self.job.ranks[rank].home:
+                self._staffing.fill(self.job.ranks[rank], now, detached=self.job.state is not State.STARTING)
+        rest = self._staffing.homeless()
+        if rest:  # there is room for some
+            self._steps.go_on_without(rest, now)
 
     def on_started(self, message: pb.WorkerStarted, node: str, host: str) -> None:
         if self._newcomers.on_started(message, node, host):
@@ -205,7 +209,7 @@ class Machine:
             return  # of a process that has been replaced since
         if node not in ("", record.home):
             return  # of a process that was to take the rank over, and has been given up
-        known, steps, batches = dict(record.needs), record.steps, record.batches
+        known, steps, batches, shape = dict(record.needs), record.steps, record.batches, record.shape
         divided, outline = record.divided, record.outline
         record.joined(message)
         self.job.outbox.forget(Ordered.REPLACE, record.rank)
@@ -223,6 +227,8 @@ class Machine:
             self.job.fail(
                 f"rank {record.rank}: the replacement registered other state than the process it replaces: {odd}"
             )
+        elif known and shape != record.shape:
+            self.job.fail(f"rank {record.rank}: the replacement is in other replicas than the process it replaces")
         elif known and batches != record.batches:
             self.job.fail(f"rank {record.rank}: the replacement's batches are {record.batches}, not {batches}")
         elif self.job.state is not State.STARTING and record.steps != steps and unequal_steps(self.job.ranks.values()):
@@ -495,7 +501,8 @@ class Machine:
         elastic = self.job.config.elastic
         if elastic is None:
             return ""
-        left = len(self.job.ranks) - len(self._staffing.homeless())
+        homeless = self._staffing.homeless()
+        left = len(self.job.shape.whole(rank for rank in self.job.ranks if rank not in homeless))
         never = "no rank is replaced (elastic.replace: never)" if elastic.replace == "never" else "no node was left"
         return f"; {never}, and {why_too_few(allowed_sizes(self.job), left)}"
 

@@ -15,7 +15,18 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
 def give_up(job: JobState, rank: int, why: str) -> None:
-    """The newcomer for this rank does not come; its process, if there is one, ends."""
+    """The newcomer for this rank does not come; its process, if there is one, ends. A replica comes as a whole or not
+    at all."""
+    if rank not in job.newcomers:
+        return
+    _give_up(job, rank, why)
+    if rank not in job.ranks:
+        replica = job.shape.replica(rank)
+        for other in [r for r in job.newcomers if r not in job.ranks and job.shape.replica(r) == replica]:
+            _give_up(job, other, f"rank {rank} of the same replica does not come")
+
+
+def _give_up(job: JobState, rank: int, why: str) -> None:
     record = job.newcomers.pop(rank).record
     job.tell_to_leave(rank, record.home)
     job.notice(
@@ -75,6 +86,8 @@ class Newcomers:
             return f"it has registered other state than rank {other.rank}: {sorted(here ^ there)[:3]}"
         if record.outline != other.outline:  # the shards themselves are of the launch's size here, and not there
             return f"its model has other parameters, or other shapes or types of them, than that of rank {other.rank}"
+        if record.shape != other.shape:
+            return f"its replicas are not those of rank {other.rank}"
         if record.steps != other.steps:
             return f"it would take {record.steps} steps, and rank {other.rank} takes {other.steps}"
         if record.batches != other.batches:

@@ -11,6 +11,7 @@ from flashrecovery.controller.crashes import Crashes
 from flashrecovery.parity_messages import parity_held
 from flashrecovery.plan import Holding, Kind, Need
 from flashrecovery.plan.decoding import ParityHeld
+from flashrecovery.plan.replicas import ReplicaShape
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
@@ -69,6 +70,7 @@ class RankRecord:
         late: versions whose capsule, on this rank, was not what it had been early.
         steps: that it will take; -1 when the script's end is the end of its steps, None as long as it has not said so.
         in_snapshots: its copies outlive the processes of the job.
+        shape: which ranks make up the replicas of an elastic job; None: it has not said.
         sizes: the numbers of replicas with which an elastic job can go on; empty: all.
         hang_floor_s: no progress for less than this is never a hang of this rank; 0: as launched.
         heard_at: when the last heartbeat told of it, CLOCK_MONOTONIC seconds.
@@ -96,6 +98,7 @@ class RankRecord:
     batches: str = ""
     steps: int | None = None
     in_snapshots: bool = False
+    shape: ReplicaShape | None = None
     sizes: frozenset[int] = frozenset()
     needs: dict[str, int] = field(default_factory=dict)
     divided: frozenset[str] = frozenset()
@@ -174,12 +177,18 @@ class RankRecord:
         self.hang_floor_s = message.hang_floor_s
         self.in_snapshots = message.in_snapshots
         self.sizes = frozenset(message.sizes)
+        self.shape = _shape_said(message) or self.shape
         self.batches = message.batches
         self.outline = message.outline
         self.take_needs(message.needs)
         self.digests = {n.name: n.digest for n in message.needs if n.digest}
         self.start = list(message.start)
         self.take_inventory(-1, message.held, message.parity)
+
+    @property
+    def stand(self) -> int:
+        """Where it is in its replica: ranks that stand at the same place have the same state."""
+        return 0 if self.shape is None else self.shape.stand(self.rank)
 
     def take_needs(self, needs: Collection[pb.ShardNeed]) -> None:
         """What the rank needs, in its own words."""
@@ -305,6 +314,12 @@ class Newcomer:
     def here(self) -> bool:
         """It has come to its first step and waits."""
         return self.record.place is Place.JOINED
+
+
+def _shape_said(message: pb.Joined) -> ReplicaShape | None:
+    if not message.replicas:
+        return None
+    return ReplicaShape(message.replicas, message.inner, message.each // message.inner)
 
 
 def slowest_start(records: Iterable[RankRecord]) -> Sequence[pb.StartLine]:

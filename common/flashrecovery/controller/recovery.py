@@ -72,6 +72,7 @@ class RecoverySteps:
             ev.JobStarted(
                 generation=self._job.generation,
                 world_size=len(self._job.ranks),
+                replicas=self._job.replicas if self._job.config.elastic is not None else 0,
                 seconds=now - self._job.started_at,
                 step=found.round.version if found is not None else 0,
                 start=start_lines(slowest_start(self._job.ranks.values())),
@@ -167,6 +168,7 @@ class RecoverySteps:
         lost = self._resizing.without_replacement(victims)
         if lost and not self._resizing.lose(lost):
             self._await_nodes(lost, now)
+            self._resizing.lose([rank for rank in self._staffing.homeless() if rank in lost])  # others may have a node
         for victim in victims:
             record = self._job.ranks.get(victim)
             if record is not None and record.home:
@@ -255,6 +257,7 @@ class RecoverySteps:
     def _decide(self, now: float) -> None:
         """All ranks are stopped: decide which version they go to, and from whom they get it."""
         self._job.needs_known = self._job.generation
+        self._resizing.dissolve_replicas()
         try:
             decision = self._decision()
             if self._resizing.leave_at(decision.round.version, on_disk=bool(decision.checkpoint)):

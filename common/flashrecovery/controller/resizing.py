@@ -1,8 +1,9 @@
 """An elastic job changes its size: who leaves and who comes, at which step, and what is told of it.
 
-Replicas are ranks here (plain data parallelism). Who leaves is taken out of the job's records, so that nothing waits
-for it any more; the others keep their numbers in the job, and are counted anew in the process groups
-(:class:`~flashrecovery.proto.flashrecovery_pb2.Regroup`). There are two reasons: ranks that nobody can replace
+A replica leaves as a whole (:mod:`flashrecovery.plan.replicas`). Who leaves is taken out of the job's records, so that
+nothing waits for it any more; the others keep their numbers in the job, and are counted anew in the process groups
+(:class:`~flashrecovery.proto.flashrecovery_pb2.Regroup`). A rank whose process is lost leaves at once; those of its
+replica that live do when all are stopped, and end by themselves. There are two reasons: ranks that nobody can replace
 (:mod:`flashrecovery.plan.resize`), and a command. For the latter all ranks pause before a step, and a recovery without
 a victim follows. So it is where the job grows (:mod:`.growing`).
 """
@@ -18,8 +19,9 @@ from flashrecovery.controller.custody import choose_leaving, divided
 from flashrecovery.controller.gathering import Gathering
 from flashrecovery.controller.growing import Growing
 from flashrecovery.controller.job_state import JobState
-from flashrecovery.controller.losses import allowed_sizes, leaving_without, never_replaced
+from flashrecovery.controller.losses import allowed_sizes, leaving_without, left_of_replicas, never_replaced
 from flashrecovery.controller.newcomers import give_up_all
+from flashrecovery.controller.records import Place
 from flashrecovery.controller.restore import Decision
 from flashrecovery.errors import JobFailedError
 from flashrecovery.kinds import NoticeKind
@@ -55,7 +57,7 @@ class Resizing:
         self._coming = coming
         self._growing = growing
         self._wish: Wish | None = None
-        self._size = len(job.ranks)  # as was told last
+        self._size = len(job.ranks)  # in ranks, as was told last
         self._left: list[int] = []  # since then
         self._came: list[int] = []  # since then
         self._other_processes = False  # since then; the same ranks are filled by others
@@ -69,13 +71,22 @@ class Resizing:
         ranks = leaving_without(self._job, lost)
         for rank in ranks:
             self._depart(rank, grace_s=0.0)
+        if ranks:
+            for rank in left_of_replicas(self._job):
+                if self._job.ranks[rank].place in (Place.EMPTY, Place.STARTING, Place.JOINED):
+                    self._depart(rank, grace_s=0.0)  # on its way for a replica that leaves
         return bool(ranks)
+
+    def dissolve_replicas(self) -> None:
+        """All ranks are stopped: those of whose replica others have left leave, too."""
+        for rank in left_of_replicas(self._job):
+            self._depart(rank, grace_s=self._job.config.timeouts.fence_s)
 
     def without_replacement(self, victims: Sequence[int]) -> list[int]:
         """Those that have no node, or are not to be replaced."""
-        never = never_replaced(self._job)
+        never, useless = never_replaced(self._job), left_of_replicas(self._job)
         records = [record for rank in victims if (record := self._job.ranks.get(rank)) is not None]
-        return [r.rank for r in records if never or r.irreplaceable or not r.home]
+        return [r.rank for r in records if never or r.irreplaceable or not r.home or r.rank in useless]
 
     def end_process(self, rank: int) -> None:
         """Whatever is left of the rank's process ends; it is not replaced now."""
@@ -94,7 +105,7 @@ class Resizing:
             return "the job is not elastic: launch it with --elastic MIN:MAX"
         if job.state is not State.RUNNING or job.recovery is not None:
             return f"the job is {job.state.value}, or has just recovered; ask again when it trains"
-        size = len(job.ranks)
+        size = job.replicas
         if job.newcomers and replicas == size:
             give_up_all(job, "somebody has commanded so")
             self._growing.commanded(replicas)
@@ -129,7 +140,8 @@ class Resizing:
 
     def dismiss(self, ranks: Collection[int]) -> None:
         """These ranks leave before the next step."""
-        self._wish = Wish(len(self._job.ranks) - len(ranks), -1, tuple(ranks))
+        replicas = {self._job.shape.replica(rank) for rank in ranks}
+        self._wish = Wish(self._job.replicas - len(replicas), -1, tuple(ranks))
         self._tell_to_pause()
 
     def _tell_to_pause(self) -> None:
@@ -191,19 +203,20 @@ class Resizing:
         """
         if self._job.config.elastic is None:
             return False
-        wish, size = self._wish, len(self._job.ranks)
+        wish, size = self._wish, self._job.replicas
         allowed = allowed_sizes(self._job)
         most = allowed.largest(size, size, uneven=True) or size
         ranks: list[int] | None = None
         if wish is not None and version >= wish.step:
             named = [rank for rank in wish.ranks if rank in self._job.ranks]
-            wanted = min(most, size - len(named) if wish.ranks else wish.replicas)
+            replicas = {self._job.shape.replica(rank) for rank in named}
+            wanted = min(most, size - len(replicas) if wish.ranks else wish.replicas)
             ranks = self._choose(allowed.largest(wanted, wanted, uneven=True) or most, version, named, on_disk=on_disk)
             self._tries += 1
             if ranks is None and self._tries >= _TRIES:
                 self._job.notice(
                     NoticeKind.NOT_RESIZED,
-                    f"the job is not resized to {wish.replicas} replicas: of what {size - wish.replicas} of its ranks "
+                    f"the job is not resized to {wish.replicas} replicas: of what {size - wish.replicas} of them "
                     "have alone, the others keep no copies; fewer at a time can leave",
                 )
             if ranks is not None or self._tries >= _TRIES:
@@ -220,11 +233,13 @@ class Resizing:
         return bool(ranks)
 
     def _choose(self, size: int, version: int, named: Sequence[int] = (), *, on_disk: bool = False) -> list[int] | None:
-        """The ranks that leave so that ``size`` go on, ``named`` ones first; None if so many cannot."""
-        count = len(self._job.ranks) - size
+        """The ranks that leave so that ``size`` replicas go on, those of ``named`` ranks first; None if so many
+        cannot."""
+        job = self._job
+        count = job.replicas - size
         if count <= 0:
             return []
-        return choose_leaving(self._job.ranks, self._job.departed, count, version, named, on_disk=on_disk)
+        return choose_leaving(job.ranks, job.departed, count, version, named, shape=job.shape, on_disk=on_disk)
 
     def come_at(self, decision: Decision) -> Decision:
         """The same for ranks that come: returns what is decided with those that do so now."""
@@ -248,8 +263,8 @@ class Resizing:
                 ev.JobResized(
                     generation=self._job.generation,
                     step=version,
-                    before=self._size,
-                    replicas=size,
+                    before=self._size // self._job.shape.each,
+                    replicas=self._job.replicas,
                     ranks=list(self._job.ranks),
                     left=left,
                     came=came,

@@ -235,13 +235,22 @@ def _sources(records: Iterable[RankRecord], version: int, lacking: Mapping[str, 
 
 def _lent(records: Iterable[RankRecord], versions: Iterable[int], *, alike: bool = False) -> list[Holding]:
     """A rank that has come into an elastic job has no capsule anywhere. What each rank has for itself there is as good
-    as equal (docs/elastic.md), so that anybody's serves. ``alike``: so it does for all ranks."""
+    as equal on all that stand at the same place in their replicas (docs/elastic.md), so that anybody's of these serves.
+    ``alike``: so it does for all ranks."""
     records = list(records)
-    new = [capsule_name(record.rank) for record in records if record.new or alike]
+    new = [record for record in records if record.new or alike]
     if not new:
         return []
-    own = [(record.rank, version) for version in versions for record in records if record.has_capsule(version)]
-    return [Holding(rank, name, version, Kind.LENT, 0) for name in new for rank, version in own]
+    own: dict[int, list[tuple[int, int]]] = {}
+    for version in versions:
+        for record in records:
+            if record.has_capsule(version):
+                own.setdefault(record.stand, []).append((record.rank, version))
+    return [
+        Holding(rank, capsule_name(record.rank), version, Kind.LENT, 0)
+        for record in new
+        for rank, version in own.get(record.stand, ())
+    ]
 
 
 def _any_cut(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashrecovery.controller.job_state import AGENT, JobState
-from flashrecovery.controller.losses import leaving_without, never_replaced
+from flashrecovery.controller.losses import leaving_without, never_replaced, worth_filling
 from flashrecovery.controller.newcomers import give_up_all
 from flashrecovery.controller.nodes import NodeRecord, NodeState, rooms
 from flashrecovery.controller.rank_table import RankTable
@@ -23,11 +23,14 @@ class Staffing:
 
     def settle(self, ranks: list[int], now: float, lost_domain: str = "", *, excluded: bool = False) -> bool:
         """Give ``ranks``, which have lost their node, a new one; False if there is no room for them. ``excluded``: also
-        one that is not to be used."""
+        one that is not to be used. Where an elastic job can go on without some, and there is no room for all, those get
+        one for which there is."""
         places = self._places(ranks, lost_domain, excluded)
         if places is None and self._job.newcomers and not never_replaced(self._job):
             give_up_all(self._job, "its room is needed for a rank that has lost its node")
             places = self._places(ranks, lost_domain, excluded)
+        if places is None:
+            places = self._places_of_some(ranks, lost_domain, excluded)
         if places is None and not leaving_without(self._job, ranks):
             places = self._places_of_last_resort(ranks, lost_domain, excluded)
         if places is None:
@@ -53,6 +56,14 @@ class Staffing:
         nodes, taken = self._job.nodes.values(), self._job.homes()
         free = [] if never_replaced(self._job) else rooms(nodes, taken, excluded=excluded)
         return place(ranks, free, lost_domain)
+
+    def _places_of_some(self, ranks: list[int], lost_domain: str, excluded: bool) -> dict[int, str] | None:
+        """For those of an elastic job that get what room there is; it goes on without the others."""
+        free = (
+            [] if never_replaced(self._job) else rooms(self._job.nodes.values(), self._job.homes(), excluded=excluded)
+        )
+        some = worth_filling(self._job, ranks, sum(max(room.free, 0) for room in free))
+        return place(some, free, lost_domain) if some else None
 
     def _places_of_last_resort(self, ranks: list[int], lost_domain: str, excluded: bool) -> dict[int, str] | None:
         """With nodes that are to leave: they have to stay then."""

@@ -36,7 +36,7 @@ from flashrecovery.groups.registry import (
     underway_ns,
     watch_outside,
 )
-from flashrecovery.groups.resizing import alone, refuse_partial, resize
+from flashrecovery.groups.resizing import described, numbers, refuse_partial, resize
 from flashrecovery.groups.setup_log import replay_setup_log, start_setup_log, take_setup_log
 from flashrecovery.groups.stores import Servers
 from flashrecovery.groups.torch_private import before_destruction, named_group
@@ -53,12 +53,12 @@ __all__ = [
     "Servers",
     "abandon",
     "abandonment_count",
-    "alone",
     "attach",
     "before_destruction",
     "build",
     "control_group",
     "create_control_group",
+    "described",
     "detach_all",
     "device_group",
     "drain",
@@ -69,6 +69,7 @@ __all__ = [
     "last_abandonment",
     "main_op",
     "named_group",
+    "numbers",
     "operation_count",
     "raised_count",
     "refuse_partial",

@@ -11,7 +11,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -70,12 +70,16 @@ class ManagedGroup:
     """One process group of this rank.
 
     Attributes:
-        alone: it was made for this rank alone, in a job of several: it stays so in a job of any size.
+        launched: the ranks for which it was made, as the job was launched.
+        among: all ranks that the job had then; None: those of its launch.
     """
 
     def __init__(self, request: GroupRequest, pg: Any) -> None:
-        self.request = request
-        self.alone = request.size == 1 and dist.is_initialized() and dist.get_world_size() > 1
+        self.among = STATE.members or None
+        self.launched = request.ranks
+        if self.among is not None:
+            self.launched = tuple(self.among[rank] for rank in request.ranks)
+        self.request = replace(request, ranks=self.launched)
         self._pg = weakref.ref(pg)
 
     def became(self, request: GroupRequest) -> None:

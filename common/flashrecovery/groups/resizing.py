@@ -1,8 +1,9 @@
-"""Other members for the groups that there are: a job that loses ranks for good, or gets some back, goes on in them.
+"""Other members for the groups that there are: a job that loses replicas for good, or gets some back, goes on in them.
 
 Handles stay valid, as over any recovery: the stock ``ProcessGroup`` and our backend in it are given another rank and
-size while they are detached, and what is connected afterwards is of that size. A group that each rank has for itself
-(of tensor parallelism where there is none, and the like) stays as it is; only this rank's global number is another one.
+size while they are detached, and what is connected afterwards is of that size. Of each group those members go on that
+the job still has, in the order of the launch. So a group within one replica stays as it is, and only the global numbers
+of its ranks are others; a group across the replicas has as many ranks less as replicas have left.
 """
 
 from __future__ import annotations
@@ -13,46 +14,64 @@ from dataclasses import replace
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.groups import native_build, torch_private
 from flashrecovery.groups.registry import ManagedGroup, groups
+from flashrecovery.groups.state import STATE
+from flashrecovery.plan.replicas import ReplicaShape
 
 
-def refuse_partial(world: int) -> None:
-    """Raises UnsupportedError, by name, if there is a group of some of the ``world`` ranks only. One of this rank alone
-    is allowed: the others have to have one, too (:func:`alone`)."""
-    partial = [group for group in groups() if group.size != world and not group.alone]
-    if partial:
-        raise UnsupportedError(
-            f"an elastic job with a process group of {partial[0].size} of its {world} ranks ({partial[0].name!r}): who "
-            "belongs to it in another size is not known; groups of all ranks are allowed, and of each rank alone"
-        )
+def refuse_partial(shape: ReplicaShape) -> None:
+    """Raises UnsupportedError, by name, if there is a group of which it is not known who belongs to it in another
+    size."""
+    for group in groups():
+        if not shape.follows(group.launched, group.among or range(shape.world)):
+            ranks = ", ".join(map(str, group.launched))
+            raise UnsupportedError(
+                f"an elastic job with a process group of {group.size} of its {shape.world} ranks ({group.name!r}: "
+                f"ranks {ranks}), which has {shape.text}: who belongs to it in another size is not known; groups of "
+                "all ranks are allowed, of ranks of one replica, and of the same places in every replica"
+            )
 
 
-def alone() -> int:
-    """How many groups this rank has for itself alone."""
-    return sum(group.alone for group in groups())
+def described(shape: ReplicaShape) -> list[str]:
+    """The groups of this rank in words that are the same on all ranks with the same place in a replica."""
+    found = []
+    for group in groups():
+        by_replica = shape.by_replica(group.launched)
+        stands = [shape.stand(rank) for rank in next(iter(by_replica.values()))]
+        found.append(f"{'in each replica' if len(by_replica) == 1 else 'over all replicas'}: places {stands}")
+    return found
 
 
 def resize(members: Sequence[int], me: int) -> None:
-    """Have every group consist of ``members`` (ranks as the job was launched, in order), among which ``me`` is this
-    process. To be called while the groups are detached, on all members, before they are attached again.
+    """Have the groups consist of those of ``members`` (ranks as the job was launched, in order) that belong to them;
+    ``me`` is this process. To be called while the groups are detached, on all members, before they are attached again.
 
-    Raises UnsupportedError if one of the groups was not of all ranks before.
+    Raises UnsupportedError if a group was made when the job was smaller than it is to be.
     """
-    living = groups()
-    refuse_partial(max((group.size for group in living), default=len(members)))
-    for group in living:
-        _resize(group, members, me)
+    number = {rank: place for place, rank in enumerate(members)}
+    for group in groups():
+        if group.among is not None and not set(members) <= set(group.among):
+            raise UnsupportedError(
+                f"an elastic job in which process group {group.name!r} was made when there were fewer replicas: those "
+                "that come do not have it; make groups before the first step"
+            )
+        _resize(group, number, me)
+    STATE.members = tuple(members)
 
 
-def _resize(group: ManagedGroup, members: Sequence[int], me: int) -> None:
+def numbers() -> dict[int, int]:
+    """The number that each rank of the job, as it was launched, has now; {}: it has not changed its size."""
+    return {rank: number for number, rank in enumerate(STATE.members)}
+
+
+def _resize(group: ManagedGroup, number: dict[int, int], me: int) -> None:
     pg, outer = group.process_group(), group.outer()
     if pg is None or outer is None:
         return
-    rank, size = members.index(me), len(members)
-    if group.alone:
-        torch_private.renumber_alone(pg, rank)
-        return
-    if group.size == 1:  # no stop has detached it, because nobody else was in it
-        native_build.native().exchange(outer, [], [])
-    native_build.native().renumber(pg, outer, rank, size)
-    torch_private.renumber(pg, size)
-    group.became(replace(group.request, ranks=tuple(members), rank=rank, size=size))
+    staying = tuple(rank for rank in group.launched if rank in number)
+    if staying != group.ranks:
+        rank, size = staying.index(me), len(staying)
+        if group.size == 1:  # no stop has detached it, because nobody else was in it
+            native_build.native().exchange(outer, [], [])
+        native_build.native().renumber(pg, outer, rank, size)
+        group.became(replace(group.request, ranks=staying, rank=rank, size=size))
+    torch_private.renumber(pg, [number[rank] for rank in staying])

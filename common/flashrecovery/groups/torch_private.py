@@ -195,14 +195,10 @@ def make_sparse_group(name: str, size: int, rank: int, ranks: Sequence[int], sto
     return pg
 
 
-def renumber(pg: Any, size: int) -> None:
-    """The ranks of a group that has been resized are counted anew: its numbers are global ones, too."""
-    c10d._world.pg_group_ranks[pg] = {rank: rank for rank in range(size)}
-
-
-def renumber_alone(pg: Any, rank: int) -> None:
-    """The only rank of a group has another global number."""
-    c10d._world.pg_group_ranks[pg] = {rank: 0}
+def renumber(pg: Any, ranks: Sequence[int]) -> None:
+    """The ranks of a job that has changed its size are counted anew: these are the global numbers of a group's, in its
+    order."""
+    c10d._world.pg_group_ranks[pg] = {rank: number for number, rank in enumerate(ranks)}
 
 
 def before_destruction(callback: Callable[[], None]) -> None:

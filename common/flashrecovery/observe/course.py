@@ -162,8 +162,9 @@ class Record:
     def _began(self, event: ev.JobStarted, at: float) -> None:
         """A launch, which may be another one in the same directory, with more ranks or fewer."""
         self.world_size = event.world_size or self.world_size
-        if not self._sizes or self._sizes[-1].replicas != self.world_size:
-            self._sizes.append(Size(at_s=at if self._sizes else 0.0, replicas=self.world_size))
+        replicas = event.replicas or self.world_size
+        if not self._sizes or self._sizes[-1].replicas != replicas:
+            self._sizes.append(Size(at_s=at if self._sizes else 0.0, replicas=replicas))
 
     def _resized(self, event: ev.JobResized, at: float) -> None:
         self.world_size = len(event.ranks)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from flashrecovery.plan.placement import Room, place
+from flashrecovery.plan.replicas import ReplicaShape, singles
 from flashrecovery.plan.resize import ReplicaRange, leaving
 from flashrecovery.plan.words import ranks_text
 
@@ -41,6 +42,7 @@ class Parting:
         rooms: of all nodes.
         cannot_move: why no process can take over a rank of this job while it trains; "": it can.
         sizes: None: the job is not elastic.
+        shape: which ranks make up its replicas; None: each is one.
         saves: the job takes checkpoints.
     """
 
@@ -51,6 +53,7 @@ class Parting:
     rooms: Sequence[Room]
     cannot_move: str = ""
     sizes: ReplicaRange | None = None
+    shape: ReplicaShape | None = None
     saves: bool = False
 
 
@@ -74,8 +77,12 @@ def hand_off(parting: Parting) -> HandOff:
         where = ", ".join(sorted(set(places.values())))
         return HandOff(HandOffWay.MOVE, places, f"{who} of node {parting.node} move to {where}, at a step boundary")
     why_not = parting.cannot_move or f"no other node has room for {who}"
-    if parting.sizes is not None and set(leaving(parting.members, parting.ranks, parting.sizes)) == set(parting.ranks):
-        size = len(parting.members) - len(parting.ranks)
+    shape = parting.shape or singles(parting.members)
+    by_replica = shape.by_replica(parting.members)
+    theirs = {shape.replica(rank) for rank in parting.ranks}
+    ranks = {rank for replica in theirs for rank in by_replica[replica]}
+    if parting.sizes is not None and set(leaving(parting.members, parting.ranks, parting.sizes, shape)) == ranks:
+        size = len(by_replica) - len(theirs)
         text = f"{why_not}; the job is elastic and goes on with {size} replicas, from a step boundary on"
         return HandOff(HandOffWay.SHRINK, {}, text)
     if parting.saves:

@@ -15,6 +15,7 @@ from enum import Enum
 
 from flashrecovery.errors import ConfigError
 from flashrecovery.plan.layouts import RankGrid
+from flashrecovery.plan.replicas import ReplicaShape, singles
 from flashrecovery.plan.words import ranks_text
 
 
@@ -156,13 +157,39 @@ def resolve(loss: Loss) -> Resolve:
     return Resolve(Remedy.SHRINK, tuple(filled), leaving, replace(grid, dp=size), text)
 
 
-def leaving(members: Sequence[int], lost: Collection[int], sizes: ReplicaRange) -> tuple[int, ...]:
-    """The ranks that leave a job of replicas of one rank each when ``lost`` ones of its ``members`` cannot be replaced;
-    none if too few would be left."""
-    places = frozenset(place for place, rank in enumerate(members) if rank in lost)
-    loss = Loss(RankGrid(dp=len(members)), places, sizes=sizes, micro_batches=len(members))
-    found = resolve(loss)
-    return tuple(members[place] for place in found.leaving) if found.remedy is Remedy.SHRINK else ()
+def leaving(
+    members: Collection[int], lost: Collection[int], sizes: ReplicaRange, shape: ReplicaShape | None = None
+) -> tuple[int, ...]:
+    """The ranks that leave a job when ``lost`` ones of its ``members`` (as it was launched) cannot be replaced: all of
+    their replicas (``shape`` None: each rank is one), and what there is of replicas that have lost ranks before. None
+    if too few replicas would be left."""
+    shape = shape or singles(members)
+    found = _resolved(members, lost, 0, sizes, shape)[1]
+    if found.remedy not in (Remedy.SHRINK, Remedy.FILL):
+        return ()
+    replicas = shape.whole(members)
+    staying = {replica for number, replica in enumerate(replicas) if number not in found.leaving}
+    return tuple(rank for rank in sorted(members) if shape.replica(rank) not in staying)
+
+
+def filling(
+    members: Collection[int], lost: Collection[int], room: int, sizes: ReplicaRange, shape: ReplicaShape
+) -> list[int]:
+    """Where there is no room for all of the ``lost`` members: those for which there is, so that as many replicas as
+    possible go on. None if the job could not go on without the others."""
+    whole, found = _resolved(members, lost, room, sizes, shape)
+    return [whole[place] for place in found.filled] if found.remedy is Remedy.SHRINK else []
+
+
+def _resolved(
+    members: Collection[int], lost: Collection[int], room: int, sizes: ReplicaRange, shape: ReplicaShape
+) -> tuple[list[int], Resolve]:
+    """The members whose replicas are whole, in order, and what is done about a loss; their places are its ranks."""
+    replicas = shape.whole(members)
+    whole = [rank for rank in sorted(members) if shape.replica(rank) in replicas]
+    places = frozenset(place for place, rank in enumerate(whole) if rank in lost)
+    grid = shape.grid(len(replicas))
+    return whole, resolve(Loss(grid, places, room, sizes, micro_batches=len(replicas)))
 
 
 @dataclass(frozen=True)

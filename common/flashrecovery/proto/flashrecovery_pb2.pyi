@@ -1340,6 +1340,9 @@ class Joined(_message.Message):
     SIZES_FIELD_NUMBER: _builtins.int
     BATCHES_FIELD_NUMBER: _builtins.int
     OUTLINE_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    EACH_FIELD_NUMBER: _builtins.int
+    INNER_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     generation: _builtins.int
     steps: _builtins.int
@@ -1358,6 +1361,12 @@ class Joined(_message.Message):
     """of an elastic job: what its batches are made of, JSON, the same on all ranks"""
     outline: _builtins.str
     """of an elastic job: a digest of what is divided among the ranks, the same on all"""
+    replicas: _builtins.int
+    """Of an elastic job: how many replicas it was launched with, of how many ranks each, and how many of these follow on
+    each other by number (plan/replicas.py). 0: each rank is a replica.
+    """
+    each: _builtins.int
+    inner: _builtins.int
     @_builtins.property
     def needs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardNeed]: ...
     @_builtins.property
@@ -1389,10 +1398,13 @@ class Joined(_message.Message):
         sizes: _abc.Iterable[_builtins.int] | None = ...,
         batches: _builtins.str = ...,
         outline: _builtins.str = ...,
+        replicas: _builtins.int = ...,
+        each: _builtins.int = ...,
+        inner: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parity", b"parity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "generation", b"generation", "hang_floor_s", b"hang_floor_s", "held", b"held", "in_snapshots", b"in_snapshots", "needs", b"needs", "outline", b"outline", "parity", b"parity", "rank", b"rank", "sizes", b"sizes", "start", b"start", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "each", b"each", "generation", b"generation", "hang_floor_s", b"hang_floor_s", "held", b"held", "in_snapshots", b"in_snapshots", "inner", b"inner", "needs", b"needs", "outline", b"outline", "parity", b"parity", "rank", b"rank", "replicas", b"replicas", "sizes", b"sizes", "start", b"start", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

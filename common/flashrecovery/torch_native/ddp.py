@@ -12,7 +12,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from flashrecovery.adapter import ParamRecord, TorchAdapter, constant, replicated, unsynchronised, world_size
+from flashrecovery.adapter import (
+    ParamRecord,
+    TorchAdapter,
+    constant,
+    group_of,
+    replicated,
+    unsynchronised,
+    world_size,
+)
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.torch_native import ddp_reducer
 
@@ -51,6 +59,9 @@ class DDPAdapter(TorchAdapter):
             name, holders = unsynchronised(fqn) if ignored else replicated(fqn, ranks)
             records.append(ParamRecord(fqn, name, holders, constant(parameter)))
         return tuple(records)
+
+    def replicas(self) -> dist.ProcessGroup | None:
+        return group_of(self.ddp)
 
     def sync_spans_world(self) -> bool:
         return dist.get_world_size(self.ddp.process_group) == world_size()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -15,6 +16,7 @@ from flashrecovery.adapter import (
     Divided,
     Division,
     FSDP2Division,
+    FSDP2Replicas,
     ParamRecord,
     ParamShard,
     StepHooks,
@@ -22,8 +24,10 @@ from flashrecovery.adapter import (
     constant,
     faults,
     fsdp2_state,
+    group_of,
     mesh_spans_world,
     placed_on_mesh,
+    replicates,
     unsynchronised,
 )
 from flashrecovery.errors import UnsupportedError
@@ -45,9 +49,17 @@ class FSDP2Adapter(TorchAdapter):
         fsdp2_state.check(model)
         fsdp2_state.initialise(model)
         self._division: FSDP2Division | None = None
+        self._replicas: FSDP2Replicas | None = None
         super().__init__(model, optimizers)
 
+    def replicas(self) -> dist.ProcessGroup | None:
+        return group_of(self.root)
+
     def division(self) -> Division | None:
+        if replicates(self.fsdp):  # every replica has all of it
+            if self._replicas is None:
+                self._replicas = FSDP2Replicas(self.fsdp)
+            return None
         if self._division is None:
             shards = {shard.name: shard for shard in self.shards() if isinstance(shard, ParamShard)}
             of_fqn = {record.fqn: shards[record.name] for record in self._records}
@@ -55,6 +67,10 @@ class FSDP2Adapter(TorchAdapter):
             divided = [Divided(fqn, entry, of_fqn[fqn]) for fqn, entry in sharded]
             self._division = FSDP2Division(self.fsdp, self.optimizers, divided, self._look_again)
         return self._division
+
+    def resized(self) -> None:
+        if self._replicas is not None:
+            self._replicas.resize()
 
     def _look_again(self) -> None:
         """The tensors of the shards are others."""

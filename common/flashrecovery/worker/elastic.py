@@ -24,6 +24,7 @@ from torch.utils.data import default_collate
 
 from flashrecovery.errors import ConfigError, RegistrationError
 from flashrecovery.plan.sample_order import BatchDivision, SampleOrder, exact_sizes, stream_seed
+from flashrecovery.worker.data_parallel import data_parallel_group
 
 BETWEEN = -1
 """The number, as of a micro-batch, of the random stream of a step outside of its micro-batches."""
@@ -48,6 +49,7 @@ class FrameworkBatch:
         sizes: the numbers of replicas that its configuration allows besides; None: all.
         counted: its schedule takes as many micro-batches as it was told to, and does not ask whether there are more.
         seed: seeds the random streams that the framework tracks by itself; None: there are none.
+        replicas: gives the data-parallel group (:meth:`Adapter.replicas`); None: the models say what it is.
     """
 
     global_batch: int | None
@@ -55,6 +57,7 @@ class FrameworkBatch:
     sizes: frozenset[int] | None = None
     counted: bool = False
     seed: Callable[[int], None] | None = None
+    replicas: Callable[[], dist.ProcessGroup | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,8 @@ class ElasticBatches:
         self._averaged = averaged
         self._collate = collate
         self._models = models
+        self._replicas = None if own is None else own.replicas
+        self._group: dist.ProcessGroup | None = None
         self._shape = {"global_batch": global_batch, "micro_batch": micro_batch, "seed": seed, "shuffle": shuffle}
         self.before_fetch: Callable[[], None] = lambda: None
         self._through: int | None = None  # the step whose micro-batches have been handed out, all of them
@@ -164,7 +169,7 @@ class ElasticBatches:
             micro_batches = BatchDivision(global_batch, micro_batch, 1).micro_batches
         except ValueError as e:
             raise ConfigError(f"elastic_batches(): {e}") from e
-        replicas = _place()[1]
+        replicas = self._place()[1]
         if own is not None and not averaged:
             raise ConfigError("elastic_batches(): averaged=False: the framework averages gradients over the replicas")
         if own is not None and micro_batches % replicas:
@@ -175,7 +180,8 @@ class ElasticBatches:
         if replicas > micro_batches:
             raise ConfigError(
                 f"elastic_batches(): global_batch = {global_batch}, micro_batch = {micro_batch}: a step has "
-                f"{micro_batches} micro-batches, and there are {replicas} replicas; at least one for each is needed"
+                f"{micro_batches} micro-batches, and there are {replicas} replicas; at least one for each is needed "
+                "(where a replica has several ranks, register the model first)"
             )
 
     def of(self, step: int) -> MicroBatches:
@@ -190,7 +196,7 @@ class ElasticBatches:
         if self._framework is None:
             return ()
         global_batch, micro_batch = self._shape["global_batch"], self._shape["micro_batch"]
-        found = exact_sizes(global_batch, micro_batch, _place()[1], uneven=False)
+        found = exact_sizes(global_batch, micro_batch, self._place()[1], uneven=False)
         return [size for size in found if self._sizes is None or size in self._sizes]
 
     def check_framework(self) -> None:
@@ -223,19 +229,25 @@ class ElasticBatches:
 
     def division(self) -> BatchDivision:
         """Of a step, on the replicas that there are now."""
-        return BatchDivision(self._shape["global_batch"], self._shape["micro_batch"], _place()[1])
+        return BatchDivision(self._shape["global_batch"], self._shape["micro_batch"], self._place()[1])
+
+    def _place(self) -> tuple[int, int]:
+        """The number of this rank's replica, and how many there are. All ranks of a replica compute the same."""
+        if self._group is None:  # once it is known it stays: models of FSDP2 show it only between steps
+            self._group = data_parallel_group(self._models()) if self._replicas is None else self._replicas()
+        return _place(self._group)
 
     def _weight(self) -> float:
         division = self.division()
         if self._framework is None:
             return float(division.weight(averaged=self._averaged))
-        return float(division.correction(_place()[0]))  # 1: every replica has as many
+        return float(division.correction(self._place()[0]))  # 1: every replica has as many
 
     def schedule(self, step: int) -> list[Turn]:
         """This replica's micro-batches of a step. Where all replicas must compute equally many, those that have fewer
         begin with one of their own, as often as it takes: with weight 0, to which it adds nothing."""
         division = self.division()
-        own = [Turn(*turn) for turn in division.schedule(self._first_step + step, _place()[0])]
+        own = [Turn(*turn) for turn in division.schedule(self._first_step + step, self._place()[0])]
         if own and any(_communicates(model) for model in self._models()):
             again = replace(own[0], repeated=True)
             own = [again] * (division.accumulation - len(own)) + own
@@ -312,10 +324,10 @@ def _one_of(name: str, said: int | None, configured: int | None) -> int:
     return found
 
 
-def _place() -> tuple[int, int]:
-    """This replica's number, and how many there are."""
+def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This rank's number in the data-parallel group (None: of all ranks), and how many it has."""
     if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
+        return dist.get_rank(group), dist.get_world_size(group)
     return 0, 1
 
 

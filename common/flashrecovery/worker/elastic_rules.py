@@ -12,7 +12,7 @@ import torch
 
 from flashrecovery import groups
 from flashrecovery.config import Settings
-from flashrecovery.errors import UnsupportedError
+from flashrecovery.errors import ConfigError, UnsupportedError
 from flashrecovery.worker import agreement
 from flashrecovery.worker.registry import Registry
 
@@ -58,22 +58,56 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
             f"an elastic job with fallback checkpoints (checkpoint.dir) in the format of {form.name}: they are of one "
             "number of ranks; without checkpoint.dir it is allowed, and the script may save checkpoints itself"
         )
-    groups.refuse_partial(registry.world_size)
-    agreement.check_equal("the numbers of process groups of one rank alone", {"groups": groups.alone()})
+    _check_replicas(registry, settings)
     _refuse_collectives_of_micro_batches(registry)
     _refuse_unequal([*registry.habits.own, *own])
     divided = registry.divided()
     if divided:
         _check_divided(settings)
     for shard in registry.tensor_shards():
-        if len(shard.holders) != registry.world_size and shard.name not in divided:
+        if shard.name not in divided and not registry.shape.everywhere(shard.holders, range(registry.world_size)):
+            where = (
+                f"not on all {registry.world_size} ranks"
+                if registry.shape.each == 1
+                else f"not at the same places of all replicas (of {registry.shape.text}), but on ranks "
+                f"{', '.join(map(str, shard.holders))}"
+            )
             raise UnsupportedError(
-                f"an elastic job in which {shard.name!r} is not on all {registry.world_size} ranks (tensor "
+                f"an elastic job in which {shard.name!r} is {where} (tensor "
                 "parallelism, experts, parameters that nothing keeps equal): it is not known how that is divided in "
                 "another size; replicated modules (DistributedDataParallel), FSDP2, ZeRO-1 to 3 and Megatron's "
                 "distributed optimizer are allowed"
             )
     agreement.check_equal("the arguments of elastic_batches()", registry.batches.settings)
+
+
+def _check_replicas(registry: Registry, settings: Settings) -> None:
+    """Which ranks make up replicas is known, the same on all ranks, and the job was launched for as many replicas;
+    and all groups follow from that."""
+    registry.find_replicas()
+    shape, elastic = registry.shape, settings.elastic
+    agreement.check_equal(
+        "which ranks make up the replicas of an elastic job", {"replicas": shape.replicas, "inner": shape.inner}
+    )
+    assert elastic is not None
+    if elastic.max != shape.replicas:
+        raise ConfigError(
+            f"elastic.max = {elastic.max}: {shape.replicas} is allowed here, the replicas of the launch "
+            f"({registry.world_size} ranks: {shape.text}); a job does not grow beyond them"
+        )
+    groups.refuse_partial(shape)
+    stand = shape.stand(registry.rank)
+    agreement.check_equal(
+        "the process groups of ranks at the same place in their replicas",
+        {"groups": groups.described(shape)},
+        among="" if shape.each == 1 else f"place {stand}",
+    )
+    if shape.each > 1 and registry.divided():
+        raise UnsupportedError(
+            f"an elastic job of {shape.text} whose state is divided among the replicas: that has not been tried yet; "
+            "replicas of one rank each are allowed, or state that every replica has as a whole (HSDP, "
+            "DistributedDataParallel over the data-parallel group)"
+        )
 
 
 def _refuse_tied(registry: Registry) -> None:

@@ -114,6 +114,9 @@ class Recoverer:
             sizes=() if worker.registry.batches is None else worker.registry.batches.sizes,
             batches="" if worker.registry.batches is None else json.dumps(worker.registry.batches.settings),
             outline="" if worker.settings.elastic is None else worker.registry.outline(),
+            replicas=0 if worker.settings.elastic is None else worker.registry.shape.replicas,
+            each=0 if worker.settings.elastic is None else worker.registry.shape.each,
+            inner=0 if worker.settings.elastic is None else worker.registry.shape.inner,
         )
         if not worker.connection.detached:
             worker.gate.live = 0
@@ -253,7 +256,7 @@ class Recoverer:
         position, size = members.index(worker.rank), len(members)
         groups.resize(members, worker.rank)
         worker.members = members
-        worker.registry.resize(position, size)
+        worker.registry.resize(members, worker.rank)
         for adapter in worker.registry.adapters:
             adapter.resized()
         self._loop.copies.resize(worker.members)

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 import xxhash
+from torch import distributed as dist
 from torch.optim import Optimizer
 
 from flashrecovery.contract import Adapter
 from flashrecovery.errors import DivergedError, RegistrationError, UnsupportedError
+from flashrecovery.plan.replicas import ReplicaShape, shape_of
 from flashrecovery.plan.rules import TensorRule
 from flashrecovery.runtime.page import CAPSULE_LIMIT
 from flashrecovery.state import codec, witness
@@ -67,6 +69,9 @@ class Registry:
         self.batches: Batches | None = None
         self.common = ObjectShard(COMMON, tuple(range(world_size)))
         self.capsule = ObjectShard(f"capsule@{rank}", (rank,))
+        self.shape = ReplicaShape(world_size)
+        self.members = tuple(range(world_size))
+        self._launched: dict[str, tuple[int, ...]] = {}  # holders of the shards, as the job was launched
         self._known: list[tuple[str, object]] = []
         self._digests: dict[int, dict[str, str]] = {}  # of the shared objects, by version
         self._start = b""
@@ -145,16 +150,49 @@ class Registry:
                 self.shards[shard.name] = shard
         for objects in (self.common, self.capsule):
             self.shards[objects.name] = objects
+        self._launched = {name: tuple(shard.holders) for name, shard in self.shards.items()}
 
-    def resize(self, rank: int, world_size: int) -> None:
-        """This process has another number now, in a world of another size, all of which holds every shard; but those
-        that
-        are divided among the ranks: :meth:`divided_otherwise` says when these are."""
-        self.rank, self.world_size = rank, world_size
+    def replicas(self) -> dist.ProcessGroup | None:
+        """The data-parallel group, as the adapters say; None: each rank is a replica.
+
+        Raises UnsupportedError if they do not say the same."""
+        found = {adapter.name: group for adapter in self.adapters if (group := adapter.replicas()) is not None}
+        ranks = {name: dist.get_process_group_ranks(group) for name, group in found.items()}
+        if len({tuple(some) for some in ranks.values()}) > 1:
+            raise UnsupportedError(
+                f"models that are replicated over different ranks ({ranks}): in an elastic job all models have the "
+                "same replicas"
+            )
+        return next(iter(found.values()), None)
+
+    def find_replicas(self) -> None:
+        """Learn which ranks make up replicas, in the launch's size.
+
+        Raises UnsupportedError if that cannot be told from this rank's data-parallel group."""
+        group = self.replicas()
+        if group is None:
+            return
+        peers = dist.get_process_group_ranks(group)
+        shape = shape_of(peers, self.world_size)
+        if shape is None:
+            raise UnsupportedError(
+                f"an elastic job of {self.world_size} ranks in which ranks {peers} are data-parallel peers: replicas "
+                "are known where the numbers of such ranks are equally far apart, in a job that divides into as many "
+                "replicas, as in a device mesh that counts the ranks in their order"
+            )
+        self.shape = shape
+
+    def resize(self, members: Sequence[int], rank: int) -> None:
+        """The job consists of these ranks now, as it was launched, of which this process is ``rank``: it has another
+        number, in a world of another size. Of those that hold a shard, the members go on to do so; but of what is
+        divided among the ranks :meth:`divided_otherwise` says who holds it."""
+        number = {member: place for place, member in enumerate(members)}
+        self.members, self.rank, self.world_size = tuple(members), number[rank], len(members)
         divided = self.divided()
         for shard in self.shards.values():
             if shard.name not in divided:
-                shard.holders = (rank,) if shard is self.capsule else tuple(range(world_size))
+                launched = self._launched.get(shard.name, self.members)
+                shard.holders = tuple(number[holder] for holder in launched if holder in number)
 
     def divided(self) -> set[str]:
         """Names of this rank's shards that belong to an adapter's division."""
@@ -192,7 +230,7 @@ class Registry:
         self.shards = {shard.name: shard for adapter in self.adapters for shard in adapter.shards()}
         for objects in (self.common, self.capsule):
             self.shards[objects.name] = objects
-        self.resize(self.rank, self.world_size)
+        self.resize(self.members, self.members[self.rank])
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:

@@ -1,0 +1,120 @@
+"""Which ranks of a job make up a replica: all that share a data-parallel coordinate. Pure.
+
+As the job was launched, ranks are numbered along axes: some within a replica (tensor parallelism, HSDP's shards), then
+the data-parallel one, then perhaps others (pipeline stages). So three numbers say who belongs to whom, and they are the
+same on all ranks. A rank's *stand* is where in its replica it is: ranks with the same stand have the same state, apart
+from what is divided among them. Replicas leave and come as a whole, so stands never change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from flashrecovery.plan.layouts import RankGrid
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaShape:
+    """How the ranks of a launch make up replicas.
+
+    Attributes:
+        replicas: at the launch.
+        inner: ranks of one replica whose numbers follow on each other; the next rank is the next replica's.
+        outer: how many such runs a replica has.
+    """
+
+    replicas: int
+    inner: int = 1
+    outer: int = 1
+
+    @property
+    def each(self) -> int:
+        """Ranks of a replica."""
+        return self.inner * self.outer
+
+    @property
+    def world(self) -> int:
+        """Ranks of the launch."""
+        return self.replicas * self.each
+
+    def replica(self, rank: int) -> int:
+        """The number of the replica to which a rank, as launched, belongs."""
+        return rank // self.inner % self.replicas
+
+    def stand(self, rank: int) -> int:
+        """Where in its replica it is."""
+        return rank // (self.inner * self.replicas) * self.inner + rank % self.inner
+
+    def rank(self, replica: int, stand: int) -> int:
+        """Which rank stands there."""
+        run, at = divmod(stand, self.inner)
+        return (run * self.replicas + replica) * self.inner + at
+
+    def ranks(self, replica: int) -> list[int]:
+        """Of a replica, in order."""
+        return [self.rank(replica, stand) for stand in range(self.each)]
+
+    def grid(self, replicas: int) -> RankGrid:
+        """The job with so many of its replicas, counted anew: its data-parallel axis is ``dp``."""
+        return RankGrid(tp=self.inner, dp=replicas, pp=self.outer)
+
+    def by_replica(self, members: Iterable[int]) -> dict[int, list[int]]:
+        """The members of each replica that has any, in order."""
+        found: dict[int, list[int]] = {}
+        for rank in sorted(members):
+            found.setdefault(self.replica(rank), []).append(rank)
+        return dict(sorted(found.items()))
+
+    def whole(self, members: Iterable[int]) -> list[int]:
+        """The replicas all of whose ranks are among ``members``."""
+        return [replica for replica, ranks in self.by_replica(members).items() if len(ranks) == self.each]
+
+    def missing(self, members: Iterable[int]) -> list[int]:
+        """The replicas of the launch none of whose ranks is among ``members``."""
+        there = {self.replica(rank) for rank in members}
+        return [replica for replica in range(self.replicas) if replica not in there]
+
+    def follows(self, ranks: Collection[int], members: Collection[int]) -> bool:
+        """Whether it is known who of these ranks (a process group's, made when the job consisted of ``members``) there
+        are in any size: all are of one replica, or they stand at the same places in every replica."""
+        return len(self.by_replica(ranks)) == 1 or self.everywhere(ranks, members)
+
+    def everywhere(self, ranks: Collection[int], members: Collection[int]) -> bool:
+        """Whether these ranks stand at the same places in every replica that ``members`` make up."""
+        by_replica = self.by_replica(ranks)
+        stands = {tuple(sorted(map(self.stand, some))) for some in by_replica.values()}
+        return len(stands) == 1 and by_replica.keys() == self.by_replica(members).keys()
+
+    def place(self, members: Sequence[int], rank: int) -> tuple[int, int]:
+        """The number of the rank's replica among those that there are, and how many there are."""
+        there = list(self.by_replica(members))
+        return there.index(self.replica(rank)), len(there)
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        if self.each == 1:
+            return f"{self.replicas} replicas of one rank each"
+        return f"{self.replicas} replicas of {self.each} ranks each"
+
+
+def singles(ranks: Iterable[int]) -> ReplicaShape:
+    """Each of these ranks, as the job was launched, is a replica."""
+    return ReplicaShape(max(ranks, default=0) + 1)
+
+
+def shape_of(peers: Sequence[int], world: int) -> ReplicaShape | None:
+    """The shape of a job in which these ``peers``, in the order of the replicas, have one stand. None if the ranks of
+    the others cannot be told from that: the distance between two of them has to be the same everywhere."""
+    replicas = len(peers)
+    if not replicas or world % replicas:
+        return None
+    if replicas == 1:
+        return ReplicaShape(1, world)
+    inner = peers[1] - peers[0]
+    if inner < 1 or world % (inner * replicas):
+        return None
+    shape = ReplicaShape(replicas, inner, world // (inner * replicas))
+    stand = shape.stand(peers[0])
+    return shape if [shape.rank(replica, stand) for replica in range(replicas)] == list(peers) else None

@@ -52,7 +52,7 @@ def _add(group: Any) -> None:
     group.add_argument(
         "--flash-recovery-elastic",
         metavar="MIN:MAX",
-        help="go on with fewer data-parallel replicas where nobody has room for a lost one; as the launcher's --elastic",
+        help="go on with fewer data-parallel replicas when one is lost for good; as the launcher's --elastic",
     )
     group.add_argument(
         "--flash-recovery-checkpoint-dir", metavar="DIR", help="where fallback checkpoints are kept; default: none"

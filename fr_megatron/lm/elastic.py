@@ -74,15 +74,12 @@ class ElasticLoop:
     """Of one process. ``args``: Megatron's, as the loop uses them."""
 
     def __init__(self, args: Any, recovery: Recovery) -> None:
-        from megatron.core import parallel_state
-
         self._args = args
         self._recovery = recovery
         self._batches = CallBatches(
             global_batch=args.global_batch_size,
             micro_batch=args.micro_batch_size,
             seed=args.seed,
-            purpose=lambda: _stage(parallel_state.get_pipeline_model_parallel_rank()),
             place=_place,
             seed_framework=seed_tracked,
         )
@@ -174,7 +171,3 @@ def _place() -> tuple[int, int]:
     from megatron.core import parallel_state
 
     return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-
-
-def _stage(number: int) -> str:
-    return f"stage {number}" if number else ""

@@ -16,6 +16,7 @@ from tests.support.elastic_megatron_lm import (
     Resized,
     Training,
     check_ends_as_resized,
+    evaluations,
     resized_once,
 )
 from tests.support.jobs import check_clean, check_fired
@@ -45,6 +46,17 @@ OTHERS = (
     Training("recompute", ("--recompute-granularity=full", "--recompute-method=uniform", "--recompute-num-layers=1")),
     Training("validated", ("--rerun-mode=validate_results",)),
 )
+
+
+TP2, PP2 = ("--tensor-model-parallel-size=2",), ("--pipeline-model-parallel-size=2",)
+REPLICAS = (
+    Training("tp2", TP2, each=2),
+    Training("tp2-sp-bf16", (*TP2, "--sequence-parallel", "--bf16"), each=2),
+    Training("pp2", PP2, each=2),
+    Training("pp2-fp16", (*PP2, "--fp16", "--initial-loss-scale=65536"), each=2),
+)
+"""Replicas of several ranks, which leave as a whole. Two of them: a job that is started with one is no elastic one."""
+THREE = (Training("tp2-three", TP2, launched=6, each=2), Training("pp2-three", PP2, launched=6, each=2))
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +97,36 @@ def test_other_trainings(training: Training, tmp_path: Path, resized: Resized) -
     job = training.start(tmp_path / "run", inject=[f"rank=0,fault=sigkill,at=optimizer,step={AT}"]).wait(TIMEOUT_S)
     check_fired(job)
     check_ends_as_resized(job, AT, [0], training, resized)
+
+
+def _others(victim: int, training: Training) -> list[int]:
+    """The ranks of a replica of two, as Megatron numbers them."""
+    if "tp2" in training.name:
+        return sorted([victim, victim ^ 1])
+    replicas = training.launched // 2
+    return [victim % replicas, victim % replicas + replicas]
+
+
+@pytest.mark.parametrize("victim", range(4))
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer", "commit"])
+@pytest.mark.parametrize("training", REPLICAS, ids=str)
+def test_a_rank_takes_its_replica_with_it(
+    training: Training, phase: str, victim: int, tmp_path: Path, resized: Resized
+) -> None:
+    job = training.start(tmp_path / "run", inject=[f"rank={victim},fault=sigkill,at={phase},step={AT}"]).wait(TIMEOUT_S)
+    check_fired(job)
+    check_ends_as_resized(job, AT, _others(victim, training), training, resized)
+
+
+@pytest.mark.parametrize("victim", (0, 3, 5))
+@pytest.mark.parametrize("training", THREE, ids=str)
+def test_one_of_three_replicas(training: Training, victim: int, tmp_path: Path, resized: Resized) -> None:
+    """The others go on as a job that was started with two, from that iteration's state."""
+    job = training.start(tmp_path / "run", inject=[f"rank={victim},fault=sigkill,at=backward,step={AT}"]).wait(
+        TIMEOUT_S
+    )
+    check_fired(job)
+    check_ends_as_resized(job, AT, _others(victim, training), training, resized)
 
 
 @pytest.mark.parametrize("training", MAIN, ids=str)

@@ -23,6 +23,7 @@ import fr_megatron  # first: it brings the stand-ins of FR_MEGATRON_CPU=1
 # isort: split
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.training import get_args, training
 from megatron_whole_state import State
 
@@ -61,9 +62,11 @@ def printing_train_step(*args: Any, **kwargs: Any) -> Any:
     assert state is not None
     settings, rank, size = get_args(), dist.get_rank(), dist.get_world_size()
     time.sleep(own.step_time / 1e3)
-    number, loss = settings.curr_iteration, returned[0]["lm loss"]
-    assert (settings.rank, settings.world_size, settings.data_parallel_size) == (rank, size, size)
-    print(f"step={number} rank={rank} size={size} loss_hex={float(loss).hex()}", flush=True)
+    number, loss = settings.curr_iteration, returned[0].get("lm loss")  # of the last stage
+    replicas = parallel_state.get_data_parallel_world_size()
+    assert (settings.rank, settings.world_size, settings.data_parallel_size) == (rank, size, replicas)
+    shown = "none" if loss is None else float(loss).hex()
+    print(f"step={number} rank={rank} size={size} loss_hex={shown}", flush=True)
     print(f"state={number + 1} size={size} {state.digest()}", flush=True)
     if own.save_to:
         state.save(number + 1, f"{own.save_to}/{number + 1}.pt")

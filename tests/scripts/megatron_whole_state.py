@@ -17,6 +17,7 @@ from fr_megatron.optimizers import inner_optimizers, pairs
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Whole = dict[str, dict[str, Tensor]]
+_LISTS = sorted(name for name in vars(parallel_state) if "_RANKS" in name and name.isupper())
 
 
 class State:
@@ -25,8 +26,17 @@ class State:
     def __init__(self, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
         self.chunks, self.optimizer, self.scheduler = chunks, optimizer, scheduler
         (self.inner,) = inner_optimizers(optimizer)
-        self.names = {id(p): name for chunk in chunks for name, p in chunk.named_parameters()}
-        self.weights = {name: p for chunk in chunks for name, p in chunk.named_parameters()}
+        # Ranks of one replica have other weights by the same names.
+        tensor = parallel_state.get_tensor_model_parallel_rank()
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        whole = (
+            parallel_state.get_tensor_model_parallel_world_size()
+            * parallel_state.get_pipeline_model_parallel_world_size()
+        )
+        self.prefix = f"stage {stage} slice {tensor} " if whole > 1 else ""
+        named = [(self.prefix + name, p) for chunk in chunks for name, p in chunk.named_parameters()]
+        self.names = {id(p): name for name, p in named}
+        self.weights = dict(named)
 
     def _parts(self) -> Iterator[tuple[str, int, Tensor]]:
         """(weight, where in it a part begins, the part) of what this rank steps on."""
@@ -35,24 +45,27 @@ class State:
             yield self.names[id(model)], of(model)["param"].start if of else 0, main
 
     def whole(self) -> Whole:
-        """A collective."""
+        """A collective. All replicas have equal weights."""
         mine: list[tuple[str, str, int, Tensor]] = []
         for name, start, main in self._parts():
             mine.append((name, "main", start, main.detach().reshape(-1).clone()))
             state = self.inner.optimizer.state.get(main, {})
             mine += [(name, key, start, state[key].reshape(-1).clone()) for key in MOMENTS if key in state]
-        everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, mine)
-        found: Whole = {name: {"weight": w.detach().clone()} for name, w in self.weights.items()}
+        found: Whole = {}
+        for weights in _gathered({name: w.detach().clone() for name, w in self.weights.items()}):
+            for name, weight in weights.items():
+                known = found.setdefault(name, {"weight": weight})["weight"]
+                assert torch.equal(known.contiguous().view(torch.uint8), weight.contiguous().view(torch.uint8)), name
         seen: dict[tuple[str, str], int] = {}
-        for name, key, start, part in (item for items in everybody for item in items):
-            flat = found[name].setdefault(key, torch.full(self.weights[name].shape, torch.nan)).view(-1)
+        for name, key, start, part in (item for items in _gathered(mine) for item in items):
+            shape = found[name]["weight"].shape
+            flat = found[name].setdefault(key, torch.full(shape, torch.nan)).view(-1)
             flat[start : start + part.numel()] = part
             seen[name, key] = seen.get((name, key), 0) + part.numel()
         distributed = self.chunks[0].ddp_config.use_distributed_optimizer
-        replicas = 1 if distributed else dist.get_world_size()
+        replicas = 1 if distributed else parallel_state.get_data_parallel_world_size()
         for (name, _), number in seen.items():
-            assert number == self.weights[name].numel() * replicas, (name, number)
+            assert number == found[name]["weight"].numel() * replicas, (name, number)
         return found
 
     def plain(self) -> dict[str, Any]:
@@ -60,8 +73,6 @@ class State:
         numbers = (int, float, bool)
         scaler = getattr(self.inner, "grad_scaler", None)
         steps = {float(s["step"]) for s in self.inner.optimizer.state.values() if "step" in s}
-        everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, steps)
         return {
             "groups": [
                 {k: v for k, v in group.items() if isinstance(v, numbers)}
@@ -69,36 +80,47 @@ class State:
             ],
             "scheduler": self.scheduler.num_steps,
             "scaler": {} if scaler is None else {k: float(v) for k, v in scaler.state_dict().items()},
-            "steps": sorted({step for steps in everybody for step in steps}),
+            "steps": sorted({step for steps in _gathered(steps) for step in steps}),
         }
 
     def sizes(self) -> list[Any]:
-        """What has to be as in a job that was started in this size."""
-        names = sorted(name for name in vars(parallel_state) if "_RANKS" in name and name.isupper())
+        """What has to be as in a job that was started in this size, of all ranks."""
         buffers = [buffer for chunk in self.chunks for buffer in chunk.buffers]
-        self._check_place(dist.get_rank(), dist.get_world_size())
-        return [
+        self._check_place()
+        mine = [
             parallel_state.get_data_parallel_world_size(),
-            [(name, value) for name in names if (value := getattr(parallel_state, name)) and "DATA" in name],
+            [(name, value) for name in _LISTS if (value := getattr(parallel_state, name))],
             [(b.data_parallel_world_size, b.numel, [k.gradient_scaling_factor for k in b.buckets]) for b in buffers],
             calculator.get() if (calculator := _calculator()) else 0,
         ]
+        return _gathered(mine)
 
-    def _check_place(self, rank: int, size: int) -> None:
-        """What is of this rank alone."""
-        alone = [name for name in vars(parallel_state) if name.endswith("_RANKS") and "DATA" not in name]
-        values = {name: value for name in alone if (value := getattr(parallel_state, name))}
-        assert values and all(value == [rank] for value in values.values()), values
-        for group in (parallel_state.get_tensor_model_parallel_group(), parallel_state.get_model_parallel_group()):
-            assert dist.get_process_group_ranks(group) == [rank] and group.size() == 1
-        assert dist.get_process_group_ranks(parallel_state.get_data_parallel_group()) == list(range(size))
-        assert parallel_state.get_data_parallel_rank() == rank
-        assert parallel_state.get_tensor_model_parallel_src_rank() == rank
+    def _check_place(self) -> None:
+        """What is noted of groups is as the groups themselves are, and these are as the numbers of ranks say."""
+        state, rank = parallel_state, dist.get_rank()
+        tensor, stages = state.get_tensor_model_parallel_world_size(), state.get_pipeline_model_parallel_world_size()
+        replicas = state.get_data_parallel_world_size()
+        assert tensor * replicas * stages == dist.get_world_size()
+        groups = {
+            "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": state.get_tensor_model_parallel_group(),
+            "_PIPELINE_GLOBAL_RANKS": state.get_pipeline_model_parallel_group(),
+            "_MODEL_PARALLEL_GLOBAL_RANKS": state.get_model_parallel_group(),
+            "_DATA_PARALLEL_GLOBAL_RANKS": state.get_data_parallel_group(),
+        }
+        for name, group in groups.items():
+            ranks = dist.get_process_group_ranks(group)
+            assert getattr(state, name) == ranks and group.size() == len(ranks), (name, getattr(state, name), ranks)
+            assert ranks[group.rank()] == rank
+        place = rank // tensor % replicas
+        peers = [rank + (other - place) * tensor for other in range(replicas)]
+        assert dist.get_process_group_ranks(state.get_data_parallel_group()) == peers
+        assert state.get_data_parallel_rank() == place
+        assert state.get_tensor_model_parallel_src_rank() == rank // tensor * tensor
         if self.chunks[0].ddp_config.use_distributed_optimizer:
             sets = [self.chunks[0].bucket_groups, *self.inner.per_model_bucket_groups.values()]
             for group in (group for groups in sets for group in groups):
-                assert group.intra_distributed_optimizer_instance_rank == rank
-                assert group.intra_distributed_optimizer_instance_size == size
+                assert group.intra_distributed_optimizer_instance_rank == place
+                assert group.intra_distributed_optimizer_instance_size == replicas
                 assert group.intra_distributed_optimizer_instance_group is self.inner.data_parallel_group
 
     def digest(self) -> str:
@@ -143,6 +165,13 @@ class State:
                 }
             )
         return int(saved["version"])
+
+
+def _gathered(mine: Any) -> list[Any]:
+    """Of all ranks, in their order."""
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    return everybody
 
 
 def _calculator() -> Any:

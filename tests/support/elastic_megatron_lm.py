@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support import elastic
-from tests.support.elastic import check_steps_alike, command, never
+from tests.support.elastic import check_steps_alike, command
 from tests.support.jobs import ROOT, Job, RunningJob, check_clean
 from tests.support.megatron_lm import CHECKOUT, MODEL, environment
 
@@ -30,12 +30,19 @@ DISTRIBUTED = ("--use-distributed-optimizer",)
 
 @dataclass(frozen=True)
 class Training:
-    """One configuration. ``launched``: ranks. ``evaluates``, ``saves``: after so many iterations each time; 0: never."""
+    """One configuration.
+
+    Attributes:
+        launched: ranks.
+        each: ranks of a replica.
+        evaluates, saves: after so many iterations each time; 0: never.
+    """
 
     name: str
     flags: tuple[str, ...] = ()
     batch: int = 24
     launched: int = 4
+    each: int = 1
     iterations: int = ITERATIONS
     evaluates: int = 0
     saves: int = 0
@@ -72,10 +79,10 @@ class Training:
         self, folder: Path, *flags: str, config: Any = None, inject: Sequence[str] = (), nproc: int = 0
     ) -> RunningJob:
         """Start one job, of as many ranks as it is launched with, or ``nproc``."""
-        given = never() if config is None else config
+        never = {"elastic": {"min": 1, "max": self.launched // self.each, "replace": "never"}}
         return elastic.start(
             folder,
-            given,
+            never if config is None else config,
             *(*MODEL, *SMALL, f"--global-batch-size={self.batch}", "--flash-recovery", *self.flags),
             *(f"--steps={self.iterations}", *self._evaluation(), *flags),
             nproc=nproc or self.launched,
@@ -88,9 +95,9 @@ class Training:
         return ["--eval-iters=2", f"--eval-interval={self.evaluates}"] if self.evaluates else []
 
 
-def check_goes_on_alike(job: Job, other: Job, call: int, size: int, training: Training) -> None:
+def check_goes_on_alike(job: Job, other: Job, call: int, replicas: int, training: Training) -> None:
     """From ``call`` on both have the same bits in each iteration on every rank."""
-    check_steps_alike(job, other, training.iteration(call), training.iterations, size)
+    check_steps_alike(job, other, training.iteration(call), training.iterations, replicas * training.each)
 
 
 _EVALUATED = re.compile(r"evaluated=(\d+) size=(\d+) (.*)")
@@ -109,33 +116,36 @@ Resized = Callable[[Training, int, int], Job]
 
 
 def resized_once(factory: pytest.TempPathFactory) -> Resized:
-    """The jobs that are resized by command, undisturbed: from a call on to a size. Each is made once, and is itself
-    compared with a job that was started in the new size from that iteration's state."""
+    """The jobs that are resized by command, undisturbed: from a call on to so many replicas. Each is made once, and is
+    itself compared with a job that was started in the new size from that iteration's state (an elastic one, which has
+    two replicas at least)."""
 
     @cache
-    def job(training: Training, call: int, size: int) -> Job:
-        folder = factory.mktemp(f"{training.name}-resized-{call}-{size}")
-        return _commanded(folder, training, call, size)
+    def job(training: Training, call: int, replicas: int) -> Job:
+        folder = factory.mktemp(f"{training.name}-resized-{call}-{replicas}")
+        return _commanded(folder, training, call, replicas)
 
     return job
 
 
-def _commanded(folder: Path, training: Training, call: int, size: int) -> Job:
-    config = {"elastic": {"min": 1, "max": training.launched}}
+def _commanded(folder: Path, training: Training, call: int, replicas: int) -> Job:
+    config = {"elastic": {"min": 1, "max": training.launched // training.each}}
     running = training.start(folder / "run", "--step-time=300", f"--save-to={folder}", config=config)
     running.wait_for("job_started", TIMEOUT_S)
-    refused = command(running, size, call)
+    refused = command(running, replicas, call)
     assert not refused, refused
     job = running.wait(TIMEOUT_S)
     assert job.code == 0 and not job.of("failure_detected"), job.explain()
     (event,) = job.of("job_resized")
-    assert (event["step"], event["replicas"]) == (call, size), job.explain()
+    assert (event["step"], event["replicas"]) == (call, replicas), job.explain()
     check_clean(job)
+    if replicas == 1:
+        return job
     begin = f"--start-from={folder}/{training.iteration(call)}.pt"
-    config = {"elastic": {"min": 1, "max": size}}
-    new = training.start(folder / "new", begin, config=config, nproc=size).wait(TIMEOUT_S)
+    config = {"elastic": {"min": 1, "max": replicas}}
+    new = training.start(folder / "new", begin, config=config, nproc=replicas * training.each).wait(TIMEOUT_S)
     assert new.code == 0, new.explain()
-    check_goes_on_alike(job, new, call, size, training)
+    check_goes_on_alike(job, new, call, replicas, training)
     check_clean(new)
     return job
 
@@ -146,8 +156,8 @@ def check_ends_as_resized(job: Job, at: int, left: Sequence[int], training: Trai
     assert job.code == 0, job.explain()
     events = job.of("job_resized")
     assert sorted(rank for event in events for rank in event["left"]) == sorted(left), job.explain()
-    call, size = events[-1]["step"], training.launched - len(left)
-    assert events[-1]["replicas"] == size, job.explain()
+    call, replicas = events[-1]["step"], (training.launched - len(left)) // training.each
+    assert events[-1]["replicas"] == replicas, job.explain()
     assert call in ((at - 1, at, at + 1) if training.divided else (at, at + 1)), job.explain()
-    check_goes_on_alike(job, resized(training, call, size), call, size, training)
+    check_goes_on_alike(job, resized(training, call, replicas), call, replicas, training)
     check_clean(job)

@@ -25,9 +25,9 @@ class CallBatches:
     Args:
         global_batch, micro_batch: samples of a step, and those that are computed at once.
         seed: of the random streams of all micro-batches.
-        purpose: tells apart ranks of one replica that have to draw other numbers, such as pipeline stages.
         place: see :data:`Place`.
-        seed_framework: seeds the streams that the framework tracks itself.
+        seed_framework: seeds the streams that the framework tracks itself, and those in which ranks of one replica draw
+            other numbers.
 
     Raises ConfigError: the replicas that there are do not divide the batch.
     """
@@ -40,12 +40,11 @@ class CallBatches:
         global_batch: int,
         micro_batch: int,
         seed: int,
-        purpose: Callable[[], str],
         place: Place,
         seed_framework: Callable[[int], None],
     ) -> None:
         self._global_batch, self._micro_batch = global_batch, micro_batch
-        self._seed, self._purpose = seed, purpose
+        self._seed = seed
         self._place = place
         self._seed_framework = seed_framework
         self.before_fetch: Callable[[], None] = lambda: None
@@ -113,6 +112,6 @@ class CallBatches:
             )
 
     def _seed_all(self, step: int, number: int) -> None:
-        seed = stream_seed(self._seed, step, number, self._purpose())
+        seed = stream_seed(self._seed, step, number)
         seed_streams(seed)
         self._seed_framework(seed)

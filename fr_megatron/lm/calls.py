@@ -15,7 +15,7 @@ from fr_megatron.digest import state_digest
 from fr_megatron.elastic import membership
 from fr_megatron.lm.arguments import common, given, settings
 from fr_megatron.lm.data import streamed
-from fr_megatron.lm.elastic import ElasticLoop, check_flag
+from fr_megatron.lm.elastic_loop import ElasticLoop, check_flag
 from fr_megatron.lm.state import NOTHING, LMLoop, LMLoopAdapter
 from fr_megatron.support import check_inside
 

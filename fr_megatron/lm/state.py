@@ -14,7 +14,7 @@ import torch
 
 from flashrecovery.adapter import LoopAdapter
 from fr_megatron import trackers
-from fr_megatron.lm.elastic import ElasticLoop
+from fr_megatron.lm.elastic_loop import ElasticLoop
 
 _RERUN = (
     "current_iteration",

@@ -90,6 +90,8 @@ def train_step(args: argparse.Namespace, state: State, turns: Any) -> Tensor:
     updated, _, _ = state.optimizer.step()
     if updated:
         state.scheduler.step(increment=1)
+    if not results:  # not the last stage
+        return torch.tensor(torch.nan)
     return torch.stack([result["loss"] for result in results]).sum()
 
 

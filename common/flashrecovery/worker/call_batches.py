@@ -15,9 +15,6 @@ from flashrecovery.errors import ConfigError, RegistrationError
 from flashrecovery.plan.sample_order import exact_sizes, stream_seed
 from flashrecovery.worker.elastic import BETWEEN, seed_streams
 
-Place = Callable[[], tuple[int, int]]
-"""Gives this replica's number, and how many there are now."""
-
 
 class CallBatches:
     """Of one process.
@@ -25,7 +22,7 @@ class CallBatches:
     Args:
         global_batch, micro_batch: samples of a step, and those that are computed at once.
         seed: of the random streams of all micro-batches.
-        place: see :data:`Place`.
+        place: gives the number of this rank's replica, and how many there are now.
         seed_framework: seeds the streams that the framework tracks itself, and those in which ranks of one replica draw
             other numbers.
 
@@ -40,7 +37,7 @@ class CallBatches:
         global_batch: int,
         micro_batch: int,
         seed: int,
-        place: Place,
+        place: Callable[[], tuple[int, int]],
         seed_framework: Callable[[int], None],
     ) -> None:
         self._global_batch, self._micro_batch = global_batch, micro_batch

@@ -91,7 +91,7 @@ class MicroBatch:
     repeated: bool = False
 
 
-class Batches(Protocol):
+class GlobalBatches(Protocol):
     """What the core asks of the batches of an elastic job: :class:`ElasticBatches`, or those of a framework whose steps
     are its own calls (:class:`flashrecovery.worker.call_batches.CallBatches`)."""
 

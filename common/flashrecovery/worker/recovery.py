@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 from flashrecovery.errors import ConfigError, RegistrationError, UnsupportedError
 from flashrecovery.worker.accelerated import readable, unwrapped
 from flashrecovery.worker.data import DataStream
-from flashrecovery.worker.elastic import Batches, Dataset, ElasticBatches, FrameworkBatch
+from flashrecovery.worker.elastic import Dataset, ElasticBatches, FrameworkBatch, GlobalBatches
 from flashrecovery.worker.step import Step
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Recovery:
         """For frameworks that have the batch in their own configuration: ``batch`` says what it is now."""
         self._framework_batches.append(batch)
 
-    def take_batches(self, batches: Batches) -> None:
+    def take_batches(self, batches: GlobalBatches) -> None:
         """For frameworks that read one global order of samples themselves, in an elastic job.
 
         Raises:

@@ -70,17 +70,32 @@ def check_flag(args: Any, recovery: Recovery) -> None:
         )
 
 
-class ElasticLoop:
-    """Of one process. ``args``: Megatron's, as the loop uses them."""
+def data_parallel_place() -> tuple[int, int]:
+    """The number of this rank's replica, and how many there are."""
+    from megatron.core import parallel_state
 
-    def __init__(self, args: Any, recovery: Recovery) -> None:
+    return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+
+
+class ElasticLoop:
+    """Of one process.
+
+    Args:
+        args: Megatron's, as the loop uses them.
+        place: gives the number of this rank's replica, and how many there are.
+    """
+
+    def __init__(
+        self, args: Any, recovery: Recovery, place: Callable[[], tuple[int, int]] = data_parallel_place
+    ) -> None:
+        self._place = place
         self._args = args
         self._recovery = recovery
         self._batches = CallBatches(
             global_batch=args.global_batch_size,
             micro_batch=args.micro_batch_size,
             seed=args.seed,
-            place=_place,
+            place=place,
             seed_framework=seed_tracked,
         )
         recovery.take_batches(self._batches)
@@ -105,7 +120,7 @@ class ElasticLoop:
         """The process groups have other members."""
         args = self._args
         args.rank, args.world_size = dist.get_rank(), dist.get_world_size()
-        args.data_parallel_size = _place()[1]
+        args.data_parallel_size = self._place()[1]
         resize_calculator()
 
     # -- micro-batches ----------------------------------------------------------------------------
@@ -132,7 +147,7 @@ class ElasticLoop:
             return None
         if isinstance(loaders, (list, tuple)):
             return type(loaders)(self.followed(loader) for loader in loaders)
-        made = FollowingLoader(loaders, self._args.seed, _place, lambda: self._batches.before_fetch())
+        made = FollowingLoader(loaders, self._args.seed, self._place, lambda: self._batches.before_fetch())
         self.streams.append(made)
         return made
 
@@ -165,9 +180,3 @@ class ElasticLoop:
         self._batches.end()
         self.evaluated()
         return returned
-
-
-def _place() -> tuple[int, int]:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()

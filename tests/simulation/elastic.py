@@ -16,13 +16,13 @@ MORE_MOMENTS = (*MOMENTS, "hears pause", "hears leave", "job_resized", "newcomer
 """What a fault may follow here."""
 
 
-def draw_elastic(seed: int) -> History:
-    """The history of this seed."""
+def draw_elastic(seed: int, *, several: bool = False) -> History:
+    """The history of this seed. ``several``: the replicas have two ranks each."""
     rng, like = random.Random(seed * 6_700_417 + 5), draw(seed)
-    shape = _shape(rng)
+    shape = _shape_of_several(rng) if several else _shape(rng)
     script = Script(
         steps=rng.choice((16, 30, 60)),
-        micro_batches=shape.world + rng.choice((0, 1, 3)),
+        micro_batches=shape.replicas.replicas + rng.choice((0, 1, 3)),
         below=rng.random() < 0.3,
         in_place=rng.random() < 0.2,
         forward_s=rng.choice((0.02, 0.05)),
@@ -47,6 +47,17 @@ def _shape(rng: random.Random) -> Shape:
     return Shape(nodes, nproc, spares=spares, external=rng.random() < 0.4, elastic=least, replace=never)
 
 
+def _shape_of_several(rng: random.Random) -> Shape:
+    """Replicas of two ranks, which are neighbours or not, on one node or on two."""
+    never, inner = "never" if rng.random() < 0.2 else "auto", rng.choice((1, 2))
+    if rng.random() < 0.3:
+        return Shape(1, rng.choice((4, 6)), elastic=1, replace=never, each=2, inner=inner)
+    nodes, nproc = rng.choice(((4, 1), (6, 1), (2, 2), (3, 2)))
+    least = rng.choice((1, nodes * nproc // 2 - 1))
+    spares, external = rng.choice((0, 0, 1)), rng.random() < 0.4
+    return Shape(nodes, nproc, spares, external, elastic=least, replace=never, each=2, inner=inner)
+
+
 def _one(rng: random.Random, shape: Shape, script: Script) -> Iterator[Fault]:
     """Something that happens, and perhaps what follows from it."""
     span = max(script.steps * (script.forward_s + script.backward_s + script.optimizer_s), 1.0)
@@ -60,9 +71,10 @@ def _one(rng: random.Random, shape: Shape, script: Script) -> Iterator[Fault]:
     if kind in ("kill", "mute"):
         yield Fault(at, kind, (rng.randrange(shape.world),))
     elif kind == "resize":
-        yield Fault(at, kind, (rng.randint(shape.elastic, shape.world), rng.choice((-1, -1, 2, 5))))
+        most = shape.replicas.replicas
+        yield Fault(at, kind, (rng.randint(shape.elastic, most), rng.choice((-1, -1, 2, 5))))
         if rng.random() < 0.6:
-            yield Fault(at + rng.random() * span / 2, kind, (shape.world, rng.choice((-1, 2, 5))))
+            yield Fault(at + rng.random() * span / 2, kind, (most, rng.choice((-1, 2, 5))))
     elif kind == "power":
         yield Fault(at, kind, (name, rng.choice((0.5, 1.0, 3.0))))
     elif kind == "drain":

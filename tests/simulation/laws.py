@@ -19,7 +19,7 @@ from tests.simulation.loop import Life
 from tests.simulation.network import Firewall, Host
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from flashrecovery.controller.service import ControllerService
     from flashrecovery.plan.electors import Elector
@@ -168,8 +168,14 @@ class Laws:
         self._check_content(worker, worker.gate.version, "commit")
         self._alone(worker)
 
-    def divided(self, worker: ModelWorker, computed: Sequence[tuple[int, int]]) -> list[int]:
-        """Each micro-batch of a step is computed once. Returns their gradients, in order."""
+    def divided(self, worker: ModelWorker, of_all: Mapping[int, Sequence[tuple[int, int]]]) -> list[int]:
+        """Each micro-batch of a step is computed once, by all ranks of one replica. Returns their gradients, in
+        order."""
+        computed: list[tuple[int, int]] = []
+        for replica, ranks in worker.shape.by_replica(of_all).items():
+            computed += of_all[ranks[0]]
+            if any(of_all[rank] != of_all[ranks[0]] for rank in ranks):
+                self.broken("division", f"the ranks of replica {replica} do not compute the same: {of_all}")
         numbers = sorted(number for number, _ in computed)
         if numbers != list(range(self.world.script.micro_batches)):
             self.broken("division", f"rank {worker.rank}, of {worker.members}: micro-batches {numbers}")
@@ -201,6 +207,8 @@ class Laws:
             self.broken(
                 "sizes", f"rank {worker.rank} goes on with {worker.members}, others with {size} ({generation=})"
             )
+        if worker.script.micro_batches and len(worker.shape.whole(size)) * worker.shape.each != len(size):
+            self.broken("replicas", f"rank {worker.rank} goes on with {size}, in which replicas are not whole")
         pid = int(self.world.pid_of(worker.process))
         before = self.pid_generation.get(pid, -1)
         if generation < before:
@@ -469,6 +477,8 @@ class Laws:
             nodes = self.failed_by.machine.job.nodes.values() if self.failed_by is not None else ()
             if world.shape.replace == "never":
                 return True
+            if world.shape.each > 1:
+                return self._lack_room(sum(node.slots for node in nodes if node.alive))
             return sum(node.slots for node in nodes if node.alive) < (world.shape.elastic or world.size)
         if "cannot be recovered" in reason or "holds any state" in reason:
             if self._one_is_lost():
@@ -483,6 +493,14 @@ class Laws:
                 world.note(f"(version {found} is held whole)")
             return found < 0
         return False
+
+    def _lack_room(self, slots: int) -> bool:
+        """Whether no ``elastic`` replicas can be whole with so many slots, some of which living ranks have."""
+        world, shape = self.world, self.world.shape.replicas
+        living = {p.place for p in world.workers.values() if not p.process.dead and not p.agent.dead} & world.members
+        there = shape.by_replica(living)
+        lacking = sorted(shape.each - len(there.get(replica, ())) for replica in range(shape.replicas))
+        return sum(lacking[: world.shape.elastic]) > slots - len(living)
 
     def _struck(self, kind: str) -> int:
         return sum(fault.kind == kind for fault in self.faults)
@@ -523,6 +541,9 @@ class Laws:
         if any(f.kind not in (*_SEEN_AT_ONCE, "controller") for f in self.faults) or len(since) != 1:
             return False
         (fault,) = since
+        shape = self.world.shape.replicas
+        if shape.each > 1 and (fault.kind != "kill" or len(shape.by_replica(self.world.members)) == 1):
+            return False  # what a rank has, no other one has, or they are on one node
         one = len(fault.what) == 1 if fault.kind == "kill" else self.world.shape.nodes > 1
         return one and self.late_known
 
@@ -532,7 +553,9 @@ class Laws:
         models = [w.model for w in world.workers.values() if w.model is not None and not w.process.dead]
         late = {v for model in models for v, was in model.sealing.late.items() if was}
         names: dict[str, set[int]] = {f"capsule@{r}": set() for r in world.members}
-        names |= {"param": set(), "common": set()}
+        shape = world.shape.replicas
+        params = ["param"] if shape.each == 1 else [f"param#{stand}" for stand in range(shape.each)]
+        names |= {"common": set(), **{name: set() for name in params}}
         if world.script.unique:
             names |= {f"zero@{r}": set() for r in world.members}
         for process in world.workers.values():
@@ -541,7 +564,7 @@ class Laws:
                 continue
             if model is not None and process.process.life is Life.RUNS and not (model.mute or model.spoilt):
                 if model.gate.live >= 0:
-                    for name in ("param", *([f"zero@{model.rank}"] if world.script.unique else ())):
+                    for name in (model.param, *([f"zero@{model.rank}"] if world.script.unique else ())):
                         names[name].add(model.gate.live)
                 for held in model._held():
                     if not held.early or held.version not in late:

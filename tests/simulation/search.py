@@ -31,6 +31,7 @@ def main() -> int:
         "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: every core)"
     )
     parser.add_argument("--elastic", action="store_true", help="histories of elastic jobs")
+    parser.add_argument("--replicas", action="store_true", help="of elastic jobs whose replicas have several ranks")
     args = parser.parse_args()
     if args.seed is not None:
         args.first, args.seeds, args.jobs = args.seed, 1, 1
@@ -97,7 +98,7 @@ def look(args: argparse.Namespace, seeds: range) -> Found:
     tolerated, found = frozenset(args.tolerate), Found(seeds)
     with hist.quiet(), hist.simulated(), rare_collections(), REMOVED[args.without]() if args.without else nullcontext():
         for seed in seeds:
-            history = draw_elastic(seed) if args.elastic else hist.draw(seed)
+            history = draw_elastic(seed, several=args.replicas) if args.elastic or args.replicas else hist.draw(seed)
             outcome = hist.run(history, tolerated=tolerated)
             found.handled += outcome.handled
             found.recoveries += outcome.recoveries

@@ -208,6 +208,8 @@ class ModelWorker:
         self.gate.lock = NoWaiting()  # type: ignore[assignment]
         self.gate.generation = assign.generation
         self.members: tuple[int, ...] = tuple(range(world.size))
+        self.shape = world.shape.replicas
+        self.param = "param" if self.shape.each == 1 else f"param#{self.shape.stand(self.rank)}"
         self.now: Content = content.start(self.script, self._like)
         self.plain = 0
         self.common, self.capsule = Kept(), Kept()
@@ -373,6 +375,9 @@ class ModelWorker:
             checkpoints=self.world.disk is not None,
             checkpoint_interval_s=self.world.shape.checkpoint_s,
             batches="global" if self.script.micro_batches else "",
+            replicas=self.shape.replicas if self.script.micro_batches else 0,
+            each=self.shape.each if self.script.micro_batches else 0,
+            inner=self.shape.inner if self.script.micro_batches else 0,
         )
         if not self.detached:
             self.gate.live = 0
@@ -537,14 +542,14 @@ class ModelWorker:
 
     async def _gradients(self, seen: int) -> list[int]:
         """Of all ranks, or of all micro-batches of an elastic job's step."""
-        script, place, size = self.script, self.members.index(self.rank), len(self.members)
+        script, (place, size) = self.script, self.shape.place(self.members, self.rank)
         if not script.micro_batches:
             mine = content.gradient(script, self.rank, self.now, seen)
             return list(await self._waiting(self.port.gather("sync", mine)))
         numbers = content.division(script, place, size)
         computed = {n: content.micro_gradient(script, self.now, seen, n) for n in numbers}
         of_all = await self._waiting(self.port.gather("sync", tuple(computed.items())))
-        return self.world.laws.divided(self, [item for items in of_all for item in items])
+        return self.world.laws.divided(self, dict(zip(self.members, of_all, strict=True)))
 
     def _fetch(self, position: int) -> bytes:
         """The next batch; after a void attempt, the one that was handed out then."""
@@ -642,11 +647,11 @@ class ModelWorker:
         self.common.keep(version, json.dumps(said).encode())
 
     def tensor_names(self) -> list[str]:
-        return ["param", f"zero@{self.rank}"] if self.script.unique else ["param"]
+        return [self.param, f"zero@{self.rank}"] if self.script.unique else [self.param]
 
     def _needs(self, *, digests: bool) -> list[pb.ShardNeed]:
         needs = [
-            pb.ShardNeed(name="param", nbytes=100, digest=f"{self.now.weights:x}" if digests else ""),
+            pb.ShardNeed(name=self.param, nbytes=100, digest=f"{self.now.weights:x}" if digests else ""),
             pb.ShardNeed(name="common", nbytes=10),
             pb.ShardNeed(name=f"capsule@{self.rank}", nbytes=10),
         ]
@@ -780,7 +785,7 @@ class ModelWorker:
             elif name != "common":
                 self.gate.torn()
                 copy = self.copies.undo[version]
-                now = self._with(now, name, copy.weights if name == "param" else copy.unique)
+                now = self._with(now, name, copy.weights if name == self.param else copy.unique)
         for item in restore.transfers:
             if item.source == self.rank:
                 value = self._source(item, version)
@@ -802,7 +807,7 @@ class ModelWorker:
         self._plain_state(version)
 
     def _with(self, now: Content, shard: str, value: int) -> Content:
-        return replace(now, weights=value) if shard == "param" else replace(now, unique=value)
+        return replace(now, weights=value) if shard == self.param else replace(now, unique=value)
 
     def _source(self, item: pb.TransferItem, version: int) -> Any:
         if item.shard == "common":
@@ -813,7 +818,7 @@ class ModelWorker:
             capsule, unique, _, _ = self.copies.kept[version]
             return capsule if item.shard.startswith("capsule@") else unique
         now = self.copies.undo[version] if item.kind == "undo" and version in self.copies.undo else self.now
-        return now.weights if item.shard == "param" else now.unique
+        return now.weights if item.shard == self.param else now.unique
 
     def _plain_state(self, version: int) -> None:
         common, capsule = self.common.at.get(version), self.capsule.at.get(version)

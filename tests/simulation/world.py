@@ -18,6 +18,7 @@ from flashrecovery.agent.agent import Agent
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.service import ControllerService
 from flashrecovery.job import Rendezvous, run_controller, run_job
+from flashrecovery.plan.replicas import ReplicaShape
 from tests.simulation.content import TOKEN, Reference, Script
 from tests.simulation.fabric import Fabric
 from tests.simulation.laws import Laws, Violation
@@ -47,7 +48,8 @@ _LIMITS = ("max_failures_per_step", "max_kills_per_step", "max_restarts")
 class Shape:
     """The job: how many nodes and ranks, where the controller is. ``checkpoint_s``: from one fallback checkpoint to the
     next (0: none). ``limits``: a crash loop ends it, as it would in earnest. ``elastic``: the least number of ranks (0:
-    it has all of them, always); ``replace``: of such a job."""
+    it has all of them, always); ``replace``: of such a job; ``each``: ranks of one of its replicas, of which
+    ``elastic`` is the least number then, and of which ``inner`` follow on each other."""
 
     nodes: int
     nproc: int
@@ -59,10 +61,16 @@ class Shape:
     limits: bool = False
     elastic: int = 0
     replace: str = "auto"
+    each: int = 1
+    inner: int = 1
 
     @property
     def world(self) -> int:
         return self.nodes * self.nproc
+
+    @property
+    def replicas(self) -> ReplicaShape:
+        return ReplicaShape(self.world // self.each, self.inner, self.each // self.inner)
 
 
 class Disk:
@@ -160,7 +168,13 @@ class World:
                 if self.shape.checkpoint_s
                 else {},
                 **(
-                    {"elastic": {"min": self.shape.elastic, "max": self.shape.world, "replace": self.shape.replace}}
+                    {
+                        "elastic": {
+                            "min": self.shape.elastic,
+                            "max": self.shape.replicas.replicas,
+                            "replace": self.shape.replace,
+                        }
+                    }
                     if self.shape.elastic
                     else {}
                 ),

@@ -17,11 +17,10 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
 def divided(records: Collection[RankRecord]) -> bool:
-    """Whether ranks have shards that no other rank has, besides what each of them has for itself."""
+    """Whether ranks have shards that others do not have, besides what each of them has for itself. (So it is in
+    replicas of several ranks, too.)"""
     names = [record.needs.keys() - {capsule_name(record.rank)} for record in records]
-    if all(other == names[0] for other in names[1:]):
-        return False
-    return 1 in Counter(name for some in names for name in some).values()
+    return any(other != names[0] for other in names[1:])
 
 
 def left_behind(departed: Mapping[int, Mapping[str, int]], records: Collection[RankRecord]) -> list[Need]:

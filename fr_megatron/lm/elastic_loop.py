@@ -111,6 +111,8 @@ class ElasticLoop:
         for name, why in _NAMES.items():
             if getattr(args, name, None):
                 yield f"--{name.replace('_', '-')} ({why})"
+        if getattr(args, "gtp_weight_remat_size", 1) > 1:  # core 0.20
+            yield f"--gtp-weight-remat-size {args.gtp_weight_remat_size} (a parallelism that has not been tried)"
         if args.dataloader_type != "single":
             yield (
                 f"--dataloader-type {args.dataloader_type} (its order depends on the number of ranks; allowed: single)"

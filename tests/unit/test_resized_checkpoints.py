@@ -19,11 +19,14 @@ from flashrecovery.plan.boxes import Box
 from flashrecovery.plan.rules import TensorRule
 from flashrecovery.redundancy import blocks, resized
 from flashrecovery.redundancy import checkpoint as fallback
-from flashrecovery.redundancy.checkpoint import CheckpointFallback, load, newest
+from flashrecovery.redundancy.checkpoint import CheckpointFallback
 from flashrecovery.redundancy.contents import contents
 from flashrecovery.redundancy.convert import LooseShard, convert
 from flashrecovery.redundancy.dcp import read_whole
+from flashrecovery.redundancy.keys import tensor_prefix
+from flashrecovery.redundancy.loading import load
 from flashrecovery.redundancy.manifest import Manifest, manifests_of
+from flashrecovery.redundancy.published import newest
 from flashrecovery.state import codec
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.state.spec import ShardSpec, TensorSpec, decode_spec
@@ -360,7 +363,7 @@ def everything(path: Path) -> dict[str, Any]:
         found[f"{rank}"] = (manifest.version, manifest.ranks, manifest.common, manifest.form, manifest.rules)
         for name, entry in manifest.entries.items():
             found[f"{rank}/{name}"] = (entry.shared, entry.spec, entry.digest, dict(entry.blocks))
-            prefix = resized.tensor_prefix(name, entry.shared, rank)
+            prefix = tensor_prefix(name, entry.shared, rank)
             keys = [f"{prefix}{key}" for key in decode_spec(entry.spec).tensors]
             tensors = read_whole(keys, path)
             found |= {key: (t.dtype, t.shape, t.view(-1).view(torch.uint8).tolist()) for key, t in tensors.items()}

@@ -49,8 +49,8 @@ from flashrecovery.contract import (
 )
 from flashrecovery.groups import named_group
 from flashrecovery.plan import boxes, layouts, rules
-from flashrecovery.redundancy.checkpoint import writer_of
 from flashrecovery.redundancy.dcp import read_into, write_part
+from flashrecovery.redundancy.keys import writer_of
 from flashrecovery.runtime.channel import CHANNEL_ENV
 from flashrecovery.runtime.durable import write_durably
 from flashrecovery.state import codec

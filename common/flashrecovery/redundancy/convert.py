@@ -12,8 +12,11 @@ from pathlib import Path
 import torch
 
 from flashrecovery.errors import ConfigError, RestoreError
-from flashrecovery.redundancy.checkpoint import CheckpointFallback, load, newest, writer_of
+from flashrecovery.redundancy.checkpoint import CheckpointFallback
+from flashrecovery.redundancy.keys import writer_of
+from flashrecovery.redundancy.loading import load
 from flashrecovery.redundancy.manifest import Manifest, manifests_of
+from flashrecovery.redundancy.published import newest
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec
 

@@ -20,6 +20,7 @@ from flashrecovery.plan.reshard import Portion, plan_reshard
 from flashrecovery.plan.rules import TensorRule, by_shard
 from flashrecovery.plan.timetable import timetable
 from flashrecovery.redundancy.blocks import StoredTensors, runs
+from flashrecovery.redundancy.keys import tensor_prefix
 from flashrecovery.redundancy.manifest import Manifest, ShardEntry, manifests_of
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec, TensorSpec, decode_spec, encode_spec
@@ -34,11 +35,6 @@ class Taken:
 
     writer: int
     entry: ShardEntry
-
-
-def tensor_prefix(name: str, shared: bool, rank: int) -> str:
-    """With which the DCP keys of a shard's tensors begin. ``rank``: who has written it."""
-    return f"shared/{name}/" if shared else f"rank{rank}/{name}/"
 
 
 def read_divided(

@@ -24,9 +24,10 @@ from flashrecovery.plan.decoding import DecodeOrder, ParityHeld
 from flashrecovery.plan.parity_groups import Groups
 from flashrecovery.plan.placement import ring_of
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.redundancy import checkpoint
+from flashrecovery.redundancy import checkpoint, loading
 from flashrecovery.redundancy.exchange import PeerCopies
 from flashrecovery.redundancy.flat import Beside, Outliving
+from flashrecovery.redundancy.keys import writer_of
 from flashrecovery.redundancy.neighbor import NeighbourCopies
 from flashrecovery.redundancy.parity_copies import ParityCopies
 from flashrecovery.redundancy.undo import ChangeCounter, UndoCopy, write_back
@@ -462,10 +463,10 @@ class Copies:
         another one: then this rank's own state is that of the script's start. Raises RestoreError if it is damaged or
         of another job."""
         registry, form = self._registry, self._registry.checkpoint_format()
-        other = "" if form is None else checkpoint.other_layout(Path(path), form)
+        other = "" if form is None else loading.other_layout(Path(path), form)
         if other:
             registry.begin_anew()
-        plain = checkpoint.load(
+        plain = loading.load(
             Path(path),
             registry.tensor_shards(),
             rank=registry.rank,
@@ -592,7 +593,7 @@ def _part_of_snapshot(registry: Registry) -> list[Shard]:
     stride, nodes = placement()
     part: list[Shard] = []
     for shard in registry.tensor_shards():
-        first = checkpoint.writer_of(shard)
+        first = writer_of(shard)
         keepers = {first}
         if nodes > 1:
             keepers.add(min(shard.holders, key=lambda rank: (rank - first - stride) % registry.world_size))

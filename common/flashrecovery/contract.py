@@ -21,7 +21,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from flashrecovery.division import DividedTensor, Division, DivisionPlace, LocalBox, Prepared, ReadyTensors
+from flashrecovery.division import (
+    DividedTensor,
+    Division,
+    DivisionPlace,
+    LocalBox,
+    Prepared,
+    ReadyTensors,
+    RuledDivision,
+)
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec, TensorSpec
@@ -35,6 +43,7 @@ __all__ = [
     "LocalBox",
     "Prepared",
     "ReadyTensors",
+    "RuledDivision",
     "Shard",
     "ShardSpec",
     "StepHooks",

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from flashrecovery.cli.checkpoint import checkpoint as command
 from flashrecovery.errors import ConfigError, DamagedCheckpointError, RestoreError
 from flashrecovery.plan.boxes import Box
+from flashrecovery.plan.patterns import Rows, Whole
 from flashrecovery.plan.rules import TensorRule
 from flashrecovery.redundancy import blocks, resized
 from flashrecovery.redundancy import checkpoint as fallback
@@ -32,18 +33,18 @@ from flashrecovery.state.shard import ShardSource
 from flashrecovery.state.spec import ShardSpec, TensorSpec, decode_spec
 
 COMMON, VERSION = b"common state", 7
-Whole = dict[str, tuple[torch.Tensor, bool]]
+Model = dict[str, tuple[torch.Tensor, bool]]
 """By shard and key (``weight/param``): a tensor without any division, and whether its rows are divided."""
 
 
-def model(seed: int = 0, big: int = 0) -> Whole:
+def model(seed: int = 0, big: int = 0) -> Model:
     """Rows that divide by nothing, fewer rows than ranks, numbers; ``big``: rows of one that has several blocks."""
     generator = torch.Generator().manual_seed(seed)
 
     def values(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    found: Whole = {}
+    found: Model = {}
     for name, shape in {"up": (13, 3, 2), "one": (1, 5), "bias": (7,), "big": (big, 1000)}.items():
         if shape[0]:
             found[f"{name}/param"] = values(*shape), True
@@ -52,11 +53,13 @@ def model(seed: int = 0, big: int = 0) -> Whole:
     return found
 
 
-def rules_of(whole: Whole) -> tuple[TensorRule, ...]:
+def rules_of(whole: Model) -> tuple[TensorRule, ...]:
     found = []
     for name, (tensor, rows) in whole.items():
         shard, _, key = name.partition("/")
-        found.append(TensorRule(name, tuple(tensor.shape), tensor.itemsize, rows, f"{shard}#shard=", key))
+        found.append(
+            TensorRule(name, tuple(tensor.shape), tensor.itemsize, Rows() if rows else Whole(), f"{shard}#shard=", key)
+        )
     return tuple(found)
 
 
@@ -66,7 +69,7 @@ def shards_of(rules: Sequence[TensorRule], rank: int, world: int, everywhere: bo
     return [*(LooseShard(name, (rank,)) for name in names), *plain]
 
 
-def part(whole: Whole, rule: TensorRule, rank: int, world: int) -> torch.Tensor:
+def part(whole: Model, rule: TensorRule, rank: int, world: int) -> torch.Tensor:
     """By numpy's own counting, and not by that of the product."""
     tensor, rows = whole[rule.name]
     chunk = -(-tensor.shape[0] // world) if rows else 0
@@ -77,7 +80,7 @@ def mask() -> torch.Tensor:
     return torch.arange(40) % 3
 
 
-def filled(whole: Whole, rank: int, world: int, *, transposed: bool = False) -> list[LooseShard]:
+def filled(whole: Model, rank: int, world: int, *, transposed: bool = False) -> list[LooseShard]:
     """All that a rank has."""
     found = rules_of(whole)
     mine = shards_of(found, rank, world)
@@ -94,7 +97,7 @@ def filled(whole: Whole, rank: int, world: int, *, transposed: bool = False) -> 
 
 
 def save(
-    folder: Path, whole: Whole, world: int, *, rules: bool = True, transposed: bool = False, capsule: bytes = b"own"
+    folder: Path, whole: Model, world: int, *, rules: bool = True, transposed: bool = False, capsule: bytes = b"own"
 ) -> Path:
     """Written by each of the ranks in turn."""
     for rank in range(world):
@@ -108,7 +111,7 @@ def save(
     return last[1]
 
 
-def check(path: Path, whole: Whole, world: int, **options: Any) -> None:
+def check(path: Path, whole: Model, world: int, **options: Any) -> None:
     """Each of ``world`` ranks reads its part of it."""
     rules = rules_of(whole)
     for rank in range(world):
@@ -207,7 +210,7 @@ def test_runs_are_where_the_elements_lie() -> None:
         assert found == numbers[box.within(outer)].reshape(-1).tolist(), (box, outer)
 
 
-def read_by(path: Path, whole: Whole, rank: int, world: int) -> int:
+def read_by(path: Path, whole: Model, rank: int, world: int) -> int:
     """What this rank reads of tensors, in bytes."""
     rules = rules_of(whole)
     mine = shards_of(rules, rank, world, everywhere=False)

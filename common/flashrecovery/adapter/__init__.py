@@ -42,13 +42,14 @@ from flashrecovery.contract import (
     LocalBox,
     Prepared,
     ReadyTensors,
+    RuledDivision,
     Shard,
     ShardSpec,
     StepHooks,
     TensorSpec,
 )
 from flashrecovery.groups import named_group
-from flashrecovery.plan import boxes, layouts, rules
+from flashrecovery.plan import boxes, layouts, patterns, rules
 from flashrecovery.redundancy.dcp import read_into, write_part
 from flashrecovery.redundancy.keys import writer_of
 from flashrecovery.runtime.channel import CHANNEL_ENV
@@ -83,6 +84,7 @@ __all__ = [
     "ReadyTensors",
     "Recovery",
     "RngState",
+    "RuledDivision",
     "Setters",
     "Shard",
     "ShardSpec",
@@ -106,6 +108,7 @@ __all__ = [
     "named_group",
     "new_state_tensor",
     "owners_of",
+    "patterns",
     "placed_on_mesh",
     "plain",
     "plain_fields",

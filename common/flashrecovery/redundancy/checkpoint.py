@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 from flashrecovery.errors import ConfigError, FlashRecoveryError
-from flashrecovery.plan.rules import TensorRule
+from flashrecovery.plan.rules import TensorRule, shards_at
 from flashrecovery.redundancy import blocks
 from flashrecovery.redundancy.background import Background
 from flashrecovery.redundancy.dcp import join_parts, write_part
@@ -266,7 +266,7 @@ class CheckpointFallback:
         k0_s: float,
     ) -> None:
         rules = of.rules if write is None else None  # a framework's format is divided in its own way
-        divided = {rule.shard_at(of.rank, of.world) for rule in rules or ()}
+        divided = shards_at(rules or (), of.rank, of.world)
         entries = {}
         for name, shared, spec in owned:
             prefix = tensor_prefix(name, shared, of.rank)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import xxhash
 
 from flashrecovery.state.shard import Shard
 
 
+def writer_among(name: str, holders: Sequence[int]) -> int:
+    """The rank that writes the shard of this name."""
+    return holders[xxhash.xxh32_intdigest(name.encode()) % len(holders)]
+
+
 def writer_of(shard: Shard) -> int:
     """The rank that writes a shard: one of its holders, the same one on all of them."""
-    return shard.holders[xxhash.xxh32_intdigest(shard.name.encode()) % len(shard.holders)]
+    return writer_among(shard.name, shard.holders)
 
 
 def tensor_key(shard: Shard, key: str) -> str:

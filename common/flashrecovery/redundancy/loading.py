@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from flashrecovery.errors import DamagedCheckpointError, RestoreError
+from flashrecovery.plan.rules import shards_at
 from flashrecovery.redundancy.dcp import read_into, unreadable
 from flashrecovery.redundancy.keys import tensor_prefix, writer_of
 from flashrecovery.redundancy.manifest import UNREADABLE, Manifest, manifests_of
@@ -81,13 +82,13 @@ def _load_resized(path: Path, shards: Sequence[Shard], first: Manifest, rank: in
     """The part of this rank of what another number of ranks has written: boxes of what was divided among them, and of
     all else one of the copies."""
     rules = first.rules or ()
-    divided = {rule.shard_at(rank, world) for rule in rules}
+    divided = {*shards_at(rules, rank, world)}
     _check_names(path, divided, {s.name: None for s in shards}, rank, "this job has no")
     parts = [s for s in shards if s.name in divided]
     others = [s for s in shards if s.name not in divided]
     if others:
         manifests = manifests_of(path, range(first.ranks))
-        known = {rule.shard_at(place, first.ranks) for rule in rules for place in range(first.ranks)}
+        known = {name for place in range(first.ranks) for name in shards_at(rules, place, first.ranks)}
         entries = {
             name: Taken(writer, entry)
             for writer, manifest in manifests.items()

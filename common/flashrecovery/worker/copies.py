@@ -89,6 +89,8 @@ class Copies:
         self._on_kept = on_kept
         self._next: NeighbourCopies | None = None  # of a division that has been made ready
         self._elastic = settings.elastic is not None
+        # A framework's format is of one number of ranks; the core's can be read by any.
+        self._form = None if self._elastic else registry.checkpoint_format()
         self._chosen = ""
         self._undo: UndoCopy | None = None
         self._undo_allowed = settings.undo != "never"
@@ -124,7 +126,7 @@ class Copies:
                 rank=registry.rank,
                 world=registry.world_size,
                 keep=settings.checkpoint.keep,
-                form=registry.checkpoint_format(),
+                form=self._form,
                 on_published=on_published,
                 on_error=on_error,
             )
@@ -462,7 +464,7 @@ class Copies:
         """Load everything of this rank from a checkpoint. Returns the layout of the ranks that wrote it if that is
         another one: then this rank's own state is that of the script's start. Raises RestoreError if it is damaged or
         of another job."""
-        registry, form = self._registry, self._registry.checkpoint_format()
+        registry, form = self._registry, self._form
         other = "" if form is None else loading.other_layout(Path(path), form)
         if other:
             registry.begin_anew()

@@ -52,12 +52,6 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
         raise UnsupportedError(
             "an elastic job whose process groups use NCCL: that has not been tried yet; gloo is allowed"
         )
-    form = registry.checkpoint_format()
-    if form is not None and settings.checkpoint.dir is not None:
-        raise UnsupportedError(
-            f"an elastic job with fallback checkpoints (checkpoint.dir) in the format of {form.name}: they are of one "
-            "number of ranks; without checkpoint.dir it is allowed, and the script may save checkpoints itself"
-        )
     groups.refuse_partial(registry.world_size)
     agreement.check_equal("the numbers of process groups of one rank alone", {"groups": groups.alone()})
     _refuse_collectives_of_micro_batches(registry)

@@ -104,6 +104,20 @@ def test_too_many_are_lost_at_once(victims: tuple[int, ...], tmp_path: Path, res
     check_clean(job)
 
 
+@pytest.mark.grid
+@pytest.mark.parametrize("left", [3, 0])
+def test_one_is_left(left: int, tmp_path: Path, resized: Resized) -> None:
+    """In size 1 nothing is divided any more."""
+    config = {"elastic": {"min": 1, "max": 4, "replace": "never"}, **saving(tmp_path / "checkpoints")}
+    running = start(tmp_path / "run", "--step-time", "300", config=config)
+    running.wait_for("checkpoint_saved")
+    running.kill(*(rank for rank in range(4) if rank != left))
+    job = running.wait()
+    version = fell_back(job, 4, 1, STEPS)
+    check_goes_on_alike(job, resized(version, 1), version, 1)
+    check_clean(job)
+
+
 @pytest.fixture(scope="module")
 def of_five(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Job]:
     """The job of two ranks that is started from what one of five, undisturbed, has had at a step."""

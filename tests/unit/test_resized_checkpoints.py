@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 from click.testing import CliRunner
 
 from flashrecovery.cli.checkpoint import checkpoint as command
@@ -318,6 +319,19 @@ def test_the_format_before_is_read(tmp_path: Path) -> None:
         Manifest.decode(codec.dumps((3, VERSION)), path)
     with pytest.raises(ValueError, match="unpack"):
         Manifest.decode(codec.dumps((4, *codec.loads(manifest.encode())[1:])), path)  # a bit of the number
+
+
+def test_rules_of_rows_as_they_were_written_before_are_read(tmp_path: Path) -> None:
+    whole = model()
+    path = save(tmp_path / "c", whole, 4)
+    for manifest in manifests_of(path, range(4)).values():
+        entries = {n: (e.shared, e.spec, e.digest, dict(e.blocks)) for n, e in manifest.entries.items()}
+        rules = [
+            (r.name, r.shape, r.itemsize, isinstance(r.pattern, Rows), r.shard, r.key) for r in manifest.rules or ()
+        ]
+        content = codec.dumps((VERSION, 4, entries, b"own", COMMON, "", "", rules))
+        old = codec.dumps((5, xxhash.xxh3_128_digest(content), content))
+        assert rules and Manifest.decode(old, path) == manifest
 
 
 def test_files_that_are_cut_short_or_missing_are_named(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ state that an undisturbed one has had."""
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,9 @@ def test_converted_it_is_the_same(kind: Kind, tmp_path: Path) -> None:
         checkpoint_command, ["convert", str(path), "--to-ranks", "3", "--out", str(tmp_path / "new" / "checkpoints")]
     )
     assert done.exit_code == 0, done.output
-    shown = CliRunner().invoke(checkpoint_command, ["show", str(tmp_path / "new" / "checkpoints")])
-    assert f"version {version}, of 3 ranks" in shown.output, shown.output
+    shown = CliRunner().invoke(checkpoint_command, ["show", "--json", str(tmp_path / "new" / "checkpoints")])
+    facts = json.loads(shown.output)
+    assert (facts["version"], facts["ranks"], facts["any_size"], facts["own_state"]) == (version, 3, True, False)
     other = launched(tmp_path / "new", "converted", 3, begin=kind.start)
     check_launched(kind, other, job, version, 3)
 

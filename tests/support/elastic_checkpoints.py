@@ -87,7 +87,8 @@ def started(folder: Path, before: int, step: int, size: int, *flags: str, begin:
 
 
 def up_to(size: int) -> dict[str, Any]:
-    return {"elastic": {"min": 1, "max": size}}
+    """An elastic job of so many ranks; of one rank, a job that is not elastic."""
+    return {"elastic": {"min": 1, "max": size}} if size > 1 else {}
 
 
 def spoil(path: Path, how: str) -> str:

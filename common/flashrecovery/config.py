@@ -87,7 +87,12 @@ class Timeouts(_Model):
     node_wait_s: float = Field(
         1800.0, gt=0, description="ranks of a lost node wait this long for a node with room; schedulers take minutes"
     )
-    rendezvous_s: float = Field(900.0, gt=0, description="an agent tries to reach the controller at the start")
+    rendezvous_s: float = Field(
+        900.0,
+        gt=0,
+        description="an agent tries to reach the controller at the start; and after the first node, all have to come "
+        "within this time",
+    )
     takeover_s: float = Field(
         10.0,
         gt=0,

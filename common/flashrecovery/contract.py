@@ -23,7 +23,15 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from flashrecovery.division import DividedTensor, Division, DivisionPlace, LocalBox, Prepared, ReadyTensors
+from flashrecovery.division import (
+    DividedTensor,
+    Division,
+    DivisionPlace,
+    LocalBox,
+    Prepared,
+    ReadyTensors,
+    RuledDivision,
+)
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec, TensorSpec
@@ -37,6 +45,7 @@ __all__ = [
     "LocalBox",
     "Prepared",
     "ReadyTensors",
+    "RuledDivision",
     "Shard",
     "ShardSpec",
     "StepHooks",

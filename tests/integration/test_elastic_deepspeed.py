@@ -269,10 +269,6 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
         ("--zero", "2", "--set", "zero_optimization.round_robin_gradients=true"),
         "zero_optimization.round_robin_gradients",
     ),
-    "checkpoints": (
-        ("--set", 'flash_recovery.checkpoint={"dir": "/tmp/never-made"}'),
-        "fallback checkpoints (checkpoint.dir) in the format of deepspeed",
-    ),
     "sum": (("--set", 'gradient_allreduce_op="sum"'), "gradient_allreduce_op"),
 }
 

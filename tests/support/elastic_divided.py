@@ -50,12 +50,12 @@ Resized = Callable[[Kind, Sequence[tuple[int, int]]], Job]
 FSDP2 = Kind("fsdp2", elastic_fsdp2.SCRIPT, (), elastic_fsdp2.check_steps_alike, elastic_fsdp2.check_goes_on_alike)
 
 
-def zero(stage: int) -> Kind:
+def zero(stage: int, *flags: str) -> Kind:
     """DeepSpeed, with twelve micro-batches in a step, so that every size divides them."""
     return Kind(
-        f"zero{stage}",
+        "-".join([f"zero{stage}", *(flag.lstrip("-").rpartition("=")[2] for flag in flags)]),
         ROOT / "tests" / "scripts" / "elastic_deepspeed.py",
-        ("--zero", str(stage)),
+        ("--zero", str(stage), *flags),
         elastic.check_steps_alike,
         elastic.check_goes_on_alike,
     )

@@ -11,8 +11,9 @@ import torch
 
 from flashrecovery.adapter.shards import ParamRecord, ParamShard, constant
 from flashrecovery.errors import UnsupportedError
+from flashrecovery.plan.patterns import Slices
 from fr_deepspeed.division import partition_name
-from fr_deepspeed.slices import SliceDivision, frozen_name, pieces, slice_length, slice_name
+from fr_deepspeed.slices import SliceDivision, frozen_name, slice_beginning
 
 GROUPS = ((97, 3, 16), (5,))
 FROZEN = {"lin.bias": 7}
@@ -93,14 +94,19 @@ def held(division: SliceDivision, name: str, place: int) -> torch.Tensor:
 @pytest.mark.parametrize("size", range(1, 9))
 @pytest.mark.parametrize("numels", [(1,), (3, 1), (97, 3, 16), (8, 8)])
 def test_pieces_begin_where_slices_do(numels: tuple[int, ...], size: int) -> None:
+    cut, shape = Slices(numels), (sum(numels),)
     for place in range(size):
         starts, at = set(), 0
         for numel in numels:
             starts.add(at)
-            at += slice_length(numel, size)
-        assert {piece.at for piece in pieces(numels, place, size)} <= starts
+            at += math.ceil(numel / size)
+        assert {part.at for part in cut.parts(shape, place, size)} <= starts
+        assert cut.stored(shape, place, size) == (at,)
     covered = [
-        i for place in range(size) for piece in pieces(numels, place, size) for i in range(piece.start, piece.stop)
+        i
+        for place in range(size)
+        for part in cut.parts(shape, place, size)
+        for i in range(part.box.low[0], part.box.high[0])
     ]
     assert sorted(covered) == list(range(sum(numels)))
 
@@ -110,7 +116,7 @@ def test_names_say_which_division_they_are_of() -> None:
     tensors = {tensor.name: tensor for tensor in old.tensors(old.describe(), 3)}
     assert list(tensors["1/state/exp_avg"].shards) == [partition_name(1, place, 3) for place in range(3)]
     frozen = tensors[frozen_name("lin.bias")]
-    assert list(frozen.shards) == [slice_name("lin.bias", place, 3) for place in range(3)]
+    assert list(frozen.shards) == [f"{slice_beginning('lin.bias')}{place}/3" for place in range(3)]
     assert frozen.dtype is torch.bfloat16 and frozen.shape == (7,)
     assert all(len(tensors["0/state/step"].boxes(place)) == 1 for place in range(3))
 

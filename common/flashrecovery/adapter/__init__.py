@@ -43,15 +43,16 @@ from flashrecovery.contract import (
     LocalBox,
     Prepared,
     ReadyTensors,
+    RuledDivision,
     Shard,
     ShardSpec,
     StepHooks,
     TensorSpec,
 )
 from flashrecovery.groups import named_group
-from flashrecovery.plan import boxes, layouts, rules
-from flashrecovery.redundancy.checkpoint import writer_of
+from flashrecovery.plan import boxes, layouts, patterns, rules
 from flashrecovery.redundancy.dcp import read_into, write_part
+from flashrecovery.redundancy.keys import writer_of
 from flashrecovery.runtime.channel import CHANNEL_ENV
 from flashrecovery.runtime.durable import write_durably
 from flashrecovery.state import codec
@@ -88,6 +89,7 @@ __all__ = [
     "ReadyTensors",
     "Recovery",
     "RngState",
+    "RuledDivision",
     "Setters",
     "Shard",
     "ShardSpec",
@@ -112,6 +114,7 @@ __all__ = [
     "named_group",
     "new_state_tensor",
     "owners_of",
+    "patterns",
     "placed_on_mesh",
     "plain",
     "plain_fields",

@@ -43,6 +43,7 @@ class JobState:
         launched: this controller has started the ranks, or has taken them over.
         restarts: starts from the script's first line, without the first one.
         start_version: the version at which the job has begun here.
+        recovered_before: a controller before this one has begun a recovery, so that it may have trained for long.
         started_at: of the start that is under way.
         unprotected: the time for the first protected step is over, and no rank has come to one.
         first_command: of the first node that has come, its name and what it runs.
@@ -87,6 +88,7 @@ class JobState:
     launched: bool = False
     restarts: int = 0
     start_version: int = 0
+    recovered_before: bool = False
     started_at: float = 0.0
     unprotected: bool = False
     first_command: tuple[str, list[str]] | None = None

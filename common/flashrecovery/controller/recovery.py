@@ -453,10 +453,16 @@ class RecoverySteps:
             self._job.fail(why)  # a script that does so on all ranks will do so again
         elif self._job.start_version > 0:
             self._job.fail(f"{why}; without --resume the job begins anew")
-        elif self._job.whole and max(r.committed for r in self._job.ranks.values()) <= 1:
+        elif self._only_first_step_is_lost:
             self._starting.start_again(f"{why}; only the first step is lost", now)
         else:
             self._job.fail(why)
+
+    @property
+    def _only_first_step_is_lost(self) -> bool:
+        """Whether the job can begin anew without anybody's missing what it had."""
+        newest = max(record.committed for record in self._job.ranks.values())
+        return self._job.whole and newest <= 1 and not self._job.recovered_before
 
     def _raised_first(self) -> str:
         """The script's own exception, if this recovery has begun with one; else ""."""

@@ -165,6 +165,9 @@ class TakeOver:
             return
         self._job.last_failure = self._job.last_failure or f"{said}, not all of them in their loop"
         trained = any(r.place in (Place.RUNNING, Place.DONE, Place.STOPPING) or r.committed > 0 for r in records)
+        # There was a recovery. Who says that it has taken no step may have come in it, and who had the state is lost.
+        self._job.recovered_before = self._job.generation > self._job.restarts
+        trained |= self._job.recovered_before
         if not trained and len(missing) < len(records):
             self._settle_found(now)
             self._starting.start_again(f"{said}, before the first step", now)

@@ -3615,21 +3615,25 @@ class ProbeReply(_message.Message):
     VOUCHED_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     CONTROLLER_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     vouched: _builtins.bool
     """the controller has been told, and counts the asking node as heard"""
     term: _builtins.int
     controller: _builtins.str
     """which one it follows, and where that listens (HOST:PORT)"""
+    generation: _builtins.int
+    """the newest one that a controller has named there"""
     def __init__(
         self,
         *,
         vouched: _builtins.bool = ...,
         term: _builtins.int = ...,
         controller: _builtins.str = ...,
+        generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["controller", b"controller", "term", b"term", "vouched", b"vouched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["controller", b"controller", "generation", b"generation", "term", b"term", "vouched", b"vouched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -48,12 +48,6 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
     _refuse_tied(registry)
     if registry.batches is None:
         raise UnsupportedError(f"an elastic job whose script has not said where its batches come from: {_TAKE}")
-    form = registry.checkpoint_format()
-    if form is not None and settings.checkpoint.dir is not None:
-        raise UnsupportedError(
-            f"an elastic job with fallback checkpoints (checkpoint.dir) in the format of {form.name}: they are of one "
-            "number of ranks; without checkpoint.dir it is allowed, and the script may save checkpoints itself"
-        )
     _check_replicas(registry, settings)
     _refuse_collectives_of_micro_batches(registry)
     _refuse_unequal([*registry.habits.own, *own])

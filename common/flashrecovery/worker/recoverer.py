@@ -20,7 +20,7 @@ from flashrecovery.kinds import NoticeKind
 from flashrecovery.parity_messages import decode_order, parity_message
 from flashrecovery.plan import Kind
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.redundancy.checkpoint import published
+from flashrecovery.redundancy.published import published
 from flashrecovery.state.digest import shard_digests
 from flashrecovery.state.object_shard import ObjectShard
 from flashrecovery.state.shard import ShardSource

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from flashrecovery import Recovery, init
 from flashrecovery.adapter import check_equal, union
-from fr_megatron.elastic import batch_of
+from fr_megatron.replicas import batch_of
 from fr_megatron.support import check_inside
 
 

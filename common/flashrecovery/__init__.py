@@ -21,9 +21,10 @@ from flashrecovery._version import __version__
 
 if TYPE_CHECKING:
     from flashrecovery.entry import init
+    from flashrecovery.parallel_layout import Layout, layout
     from flashrecovery.worker.recovery import Recovery
 
-__all__ = ["Recovery", "__version__", "init"]
+__all__ = ["Layout", "Recovery", "__version__", "init", "layout"]
 
 
 def __getattr__(name: str) -> Any:
@@ -32,4 +33,8 @@ def __getattr__(name: str) -> Any:
         from flashrecovery import entry
 
         return getattr(entry, name)
+    if name in ("layout", "Layout"):
+        from flashrecovery.parallel_layout import Layout, layout
+
+        return {"layout": layout, "Layout": Layout}[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

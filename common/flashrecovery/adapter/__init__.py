@@ -40,6 +40,7 @@ from flashrecovery.contract import (
     Division,
     DivisionPlace,
     LocalBox,
+    LogicalState,
     Prepared,
     ReadyTensors,
     Shard,
@@ -48,9 +49,10 @@ from flashrecovery.contract import (
     TensorSpec,
 )
 from flashrecovery.groups import named_group
-from flashrecovery.plan import boxes, layouts, rules
+from flashrecovery.plan import boxes, layouts, logical, rules
 from flashrecovery.redundancy.checkpoint import writer_of
 from flashrecovery.redundancy.dcp import read_into, write_part
+from flashrecovery.redundancy.stash import Stash, Wanted, forms
 from flashrecovery.runtime.channel import CHANNEL_ENV
 from flashrecovery.runtime.durable import write_durably
 from flashrecovery.state import codec
@@ -75,6 +77,7 @@ __all__ = [
     "FrameworkBatch",
     "GradientWatch",
     "LocalBox",
+    "LogicalState",
     "LoopAdapter",
     "Method",
     "ParamRecord",
@@ -86,14 +89,17 @@ __all__ = [
     "Setters",
     "Shard",
     "ShardSpec",
+    "Stash",
     "StepHooks",
     "TensorSpec",
     "TorchAdapter",
+    "Wanted",
     "boxes",
     "check_equal",
     "codec",
     "constant",
     "faults",
+    "forms",
     "fsdp2_state",
     "give_up_state",
     "global_rank",
@@ -102,6 +108,7 @@ __all__ = [
     "layout_of",
     "layouts",
     "local_tensor",
+    "logical",
     "mesh_spans_world",
     "named_group",
     "new_state_tensor",

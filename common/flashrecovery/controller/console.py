@@ -16,7 +16,7 @@ _OF_THE_SCRIPT = (
 """What every rank of a script finds out for itself, in the same words."""
 
 
-_DONE = {str(FailureKind.RESIZE): "resized", str(FailureKind.HANDOFF): "handed over"}
+_DONE = {str(FailureKind.RESIZE): "resized", str(FailureKind.REPLAN): "laid out anew", str(FailureKind.HANDOFF): "handed over"}
 
 
 class Console:

@@ -48,6 +48,7 @@ class FrameworkBatch:
         sizes: the numbers of replicas that its configuration allows besides; None: all.
         counted: its schedule takes as many micro-batches as it was told to, and does not ask whether there are more.
         seed: seeds the random streams that the framework tracks by itself; None: there are none.
+        place: this rank's replica, and how many there are; None: each rank is one.
     """
 
     global_batch: int | None
@@ -55,6 +56,7 @@ class FrameworkBatch:
     sizes: frozenset[int] | None = None
     counted: bool = False
     seed: Callable[[int], None] | None = None
+    place: Callable[[], tuple[int, int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ class ElasticBatches:
         own = None if framework is None else framework()
         self._framework, self._sizes = framework, None if own is None else own.sizes
         self._counted, self._seed_framework = (False, None) if own is None else (own.counted, own.seed)
+        self._place = _place if own is None or own.place is None else own.place
         global_batch = _one_of("global_batch", global_batch, None if own is None else own.global_batch)
         micro_batch = _one_of("micro_batch", micro_batch, None if own is None else own.micro_batch)
         self._dataset = dataset
@@ -138,7 +141,7 @@ class ElasticBatches:
             micro_batches = BatchDivision(global_batch, micro_batch, 1).micro_batches
         except ValueError as e:
             raise ConfigError(f"elastic_batches(): {e}") from e
-        replicas = _place()[1]
+        replicas = self._place()[1]
         if own is not None and not averaged:
             raise ConfigError("elastic_batches(): averaged=False: the framework averages gradients over the replicas")
         if own is not None and micro_batches % replicas:
@@ -164,7 +167,7 @@ class ElasticBatches:
         if self._framework is None:
             return ()
         global_batch, micro_batch = self._shape["global_batch"], self._shape["micro_batch"]
-        found = exact_sizes(global_batch, micro_batch, _place()[1], uneven=False)
+        found = exact_sizes(global_batch, micro_batch, self._place()[1], uneven=False)
         return [size for size in found if self._sizes is None or size in self._sizes]
 
     def check_framework(self) -> None:
@@ -197,19 +200,19 @@ class ElasticBatches:
 
     def division(self) -> BatchDivision:
         """Of a step, on the replicas that there are now."""
-        return BatchDivision(self._shape["global_batch"], self._shape["micro_batch"], _place()[1])
+        return BatchDivision(self._shape["global_batch"], self._shape["micro_batch"], self._place()[1])
 
     def _weight(self) -> float:
         division = self.division()
         if self._framework is None:
             return float(division.weight(averaged=self._averaged))
-        return float(division.correction(_place()[0]))  # 1: every replica has as many
+        return float(division.correction(self._place()[0]))  # 1: every replica has as many
 
     def schedule(self, step: int) -> list[Turn]:
         """This replica's micro-batches of a step. Where all replicas must compute equally many, those that have fewer
         begin with one of their own, as often as it takes: with weight 0, to which it adds nothing."""
         division = self.division()
-        own = [Turn(*turn) for turn in division.schedule(self._first_step + step, _place()[0])]
+        own = [Turn(*turn) for turn in division.schedule(self._first_step + step, self._place()[0])]
         if own and any(_communicates(model) for model in self._models()):
             again = replace(own[0], repeated=True)
             own = [again] * (division.accumulation - len(own)) + own

@@ -48,10 +48,7 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
     _refuse_tied(registry)
     if registry.batches is None:
         raise UnsupportedError(f"an elastic job whose script has not said where its batches come from: {_TAKE}")
-    if any(group.request.kind == "nccl" for group in groups.groups()):
-        raise UnsupportedError(
-            "an elastic job whose process groups use NCCL: that has not been tried yet; gloo is allowed"
-        )
+    refuse_nccl("an elastic job")
     form = registry.checkpoint_format()
     if form is not None and settings.checkpoint.dir is not None:
         raise UnsupportedError(
@@ -61,7 +58,7 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
     groups.refuse_partial(registry.world_size)
     agreement.check_equal("the numbers of process groups of one rank alone", {"groups": groups.alone()})
     _refuse_collectives_of_micro_batches(registry)
-    _refuse_unequal([*registry.habits.own, *own])
+    refuse_unequal([*registry.habits.own, *own])
     divided = registry.divided()
     if divided:
         _check_divided(settings)
@@ -74,6 +71,12 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
                 "distributed optimizer are allowed"
             )
     agreement.check_equal("the arguments of elastic_batches()", registry.batches.settings)
+
+
+def refuse_nccl(job: str) -> None:
+    """Raises UnsupportedError if process groups use NCCL. ``job``: what it is, for the message."""
+    if any(group.request.kind == "nccl" for group in groups.groups()):
+        raise UnsupportedError(f"{job} whose process groups use NCCL: that has not been tried yet; gloo is allowed")
 
 
 def _refuse_tied(registry: Registry) -> None:
@@ -106,7 +109,7 @@ def _refuse_collectives_of_micro_batches(registry: Registry) -> None:
         )
 
 
-def _refuse_unequal(names: Sequence[str]) -> None:
+def refuse_unequal(names: Sequence[str]) -> None:
     if names:
         raise UnsupportedError(
             f"an elastic job in which {sorted({*names})} differ between the ranks, or are random generators: who gets "
@@ -140,11 +143,16 @@ class ElasticRules:
             self._described = True
             for division in [d for adapter in registry.adapters if (d := adapter.division()) is not None]:
                 division.describe()
-        _refuse_unequal(registry.habits.own)
-        buffers = sorted(f"buffer {name!r}" for adapter in registry.adapters for name in adapter.moved_buffers())
-        if buffers:
-            raise UnsupportedError(
-                f"an elastic job in which steps change {', '.join(buffers[:5])}: each rank has values of its own "
-                "(running statistics of BatchNorm), which depend on the number of ranks; use layers without them "
-                "(LayerNorm, GroupNorm), or track_running_stats=False"
-            )
+        refuse_unequal(registry.habits.own)
+        refuse_tied_buffers(registry)
+
+
+def refuse_tied_buffers(registry: Registry) -> None:
+    """Raises UnsupportedError if steps change buffers, which are each rank's own."""
+    buffers = sorted(f"buffer {name!r}" for adapter in registry.adapters for name in adapter.moved_buffers())
+    if buffers:
+        raise UnsupportedError(
+            f"an elastic job in which steps change {', '.join(buffers[:5])}: each rank has values of its own "
+            "(running statistics of BatchNorm), which depend on the number of ranks; use layers without them "
+            "(LayerNorm, GroupNorm), or track_running_stats=False"
+        )

@@ -26,6 +26,7 @@ from flashrecovery.worker.ahead_of_script import imported_so_far
 from flashrecovery.worker.collectives import CollectiveWatch
 from flashrecovery.worker.copies import Copies
 from flashrecovery.worker.elastic_rules import ElasticRules
+from flashrecovery.worker.stashing import ReplanRules
 from flashrecovery.worker.error_watch import ErrorWatch
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.habits import IN_ALL_STEPS, UNTIL_RESEALED
@@ -75,7 +76,11 @@ class Loop:
             worker, copies, self.sealing, self._touches, self._collectives, self._proving, self._stops
         )
         self._recoverer = Recoverer(worker, self)
-        self._elastic = None if worker.settings.elastic is None else ElasticRules(worker.registry)
+        self._elastic: ElasticRules | ReplanRules | None = None
+        if worker.settings.elastic is not None:
+            self._elastic = ElasticRules(worker.registry)
+        elif worker.settings.replan is not None:
+            self._elastic = ReplanRules(worker.registry)
         self._published = False  # the version that is handed out; its own pre-step copy, too, where touched
         self._unsettled = False  # a version has come about and is not complete yet
         self._committed = False  # ... by a step

@@ -7,8 +7,8 @@ lies where its parameter does, but that the distributed optimizer has a range of
 =====================  ===============================================================================================
 shard                  its logical tensors
 =====================  ===============================================================================================
-``param/...``          ``<parameter>`` where it is stepped on itself, else ``optimizer.state.fp32_param.<parameter>`` or,
-                       with the distributed optimizer, ``optimizer.state.param.<parameter>``; and
+``param/...``          ``<parameter>`` where it is stepped on itself, else ``optimizer.state.fp32_param.<parameter>``
+                       or, with the distributed optimizer, ``optimizer.state.param.<parameter>``; and
                        ``optimizer.state.exp_avg.<parameter>``, ... ; ``optimizer.state.step`` for all together
 ``weights/...``        ``<parameter>`` of each that is in the flat buffer
 =====================  ===============================================================================================
@@ -41,7 +41,7 @@ from flashrecovery.errors import UnsupportedError
 from fr_megatron import stand_ins
 from fr_megatron.capabilities import CHECKPOINTS
 from fr_megatron.checkpoint import METADATA
-from fr_megatron.optimizers import Names, inner_optimizers, is_distributed, pairs, weights_name
+from fr_megatron.optimizers import Names, inner_optimizers, is_distributed, weights_name
 from fr_megatron.pieces import STATE, Stepped, cut, described, find_stepped
 
 _STATE = STATE + ".{}."
@@ -148,8 +148,8 @@ class MegatronLogical(LogicalState):
         if leaf is None:
             names = {id(p): name for chunk in self._chunks for name, p in chunk.named_parameters()}
             raise UnsupportedError(
-                f"another layout with parameter {names.get(id(parameter), '?')!r}: the model's sharded_state_dict() does "
-                "not say where it lies"
+                f"another layout with parameter {names.get(id(parameter), '?')!r}: the model's sharded_state_dict() "
+                "does not say where it lies"
             )
         return leaf
 

@@ -511,7 +511,9 @@ def _check_replan(config: RunConfig) -> None:
             "memory of one node; one node without spare ones is allowed"
         )
     if replan.min > config.world_size:
-        raise ConfigError(f"replan.min = {replan.min}: at most the ranks of the launch ({config.world_size}) is allowed")
+        raise ConfigError(
+            f"replan.min = {replan.min}: at most the ranks of the launch ({config.world_size}) is allowed"
+        )
     if config.redundancy == "parity":
         raise ConfigError("redundancy: 'parity' with replan: 'auto', 'neighbor', 'replica', 'none' are allowed")
     if config.snapshots.keep == "always":

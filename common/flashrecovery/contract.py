@@ -34,6 +34,7 @@ __all__ = [
     "Division",
     "DivisionPlace",
     "LocalBox",
+    "LogicalState",
     "Prepared",
     "ReadyTensors",
     "Shard",

@@ -78,12 +78,13 @@ def digest(chunks: list[Any], optimizer: Any, scheduler: Any) -> str:
 
 
 def begin_with(chunks: list[Any], optimizer: Any, scheduler: Any, path: Path) -> int:
-    """Megatron's own load. Torch's Adam has a number of steps for each parameter, which Megatron forgets."""
+    """Megatron's own load. Torch's Adam has a number of steps for each parameter; Megatron gives all of them one
+    tensor, which each of them then counts on."""
     megatron_values.load(chunks, optimizer, scheduler, path)
     version = int(path.name)
     for inner in inner_optimizers(optimizer):
         for state in inner.optimizer.state.values():
-            state["step"].fill_(version)
+            state["step"] = torch.tensor(float(version))
     return version
 
 

@@ -74,14 +74,14 @@ class Agent:
         self._checkpoint: pb.CheckpointSaved | None = None
         self.finished: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._tasks = Tasks(self._task_failed)
-        network_env = identity.network_env if peers is not None else dict
+        network_env: Callable[[], Mapping[str, str]] = identity.network_env if peers is not None else dict
         self._stash: StashMemory | None = None
         self._layout = ""
         if config.replan is not None:
             if places is not None:
                 raise ConfigError(
-                    "replan where a launcher has started the ranks (adopt, Ray): ranks that this launcher starts itself "
-                    "(flashrecovery run) are allowed"
+                    "replan where a launcher has started the ranks (adopt, Ray): ranks that `flashrecovery run` starts "
+                    "itself are allowed"
                 )
             self._stash = StashMemory()
             network_env = self._stash.env  # of one node
@@ -367,7 +367,8 @@ class Agent:
         self._ended_by = reason
         self._health.close()
         await self._processes.end(self._config.timeouts.shutdown_grace_s)
-        self._drop_stash()
+        if self._stash is not None:
+            self._stash.close()
         self._store.close()
         self._tasks.cancel()
         if not self.finished.done():  # by the failure that this is the end of

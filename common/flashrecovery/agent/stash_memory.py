@@ -30,6 +30,10 @@ class StashMemory:
             pid, _, started = left.name.removeprefix(f"{_PREFIX}-{os.getuid()}-").partition("-")
             if pid.isdecimal() and _started(int(pid)) != started:
                 shutil.rmtree(left, ignore_errors=True)
+        try:
+            self.path.mkdir(mode=0o700)
+        except OSError as e:
+            raise ConfigError(f"replan: {self.path} cannot be made: {e.strerror}") from e
 
     def env(self) -> Mapping[str, str]:
         """For the workers."""
@@ -37,6 +41,11 @@ class StashMemory:
 
     def drop(self) -> None:
         """What is there is of no use any more."""
+        for old in self.path.glob("*"):
+            shutil.rmtree(old, ignore_errors=True)
+
+    def close(self) -> None:
+        """The agent ends."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 

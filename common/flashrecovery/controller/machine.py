@@ -109,8 +109,8 @@ class Machine:
         had_ranks = bool(message.workers or message.pages)
         if message.layout and had_ranks and not self.job.launched:
             self.job.fail(
-                f"the job has changed its parallel layout to {message.layout}: another controller cannot take it over yet; "
-                "launch it again, from its newest checkpoint"
+                f"the job has changed its parallel layout to {message.layout}: another controller cannot take it over "
+                "yet; launch it again, from its newest checkpoint"
             )
             return
         if had_ranks and not self.job.launched:

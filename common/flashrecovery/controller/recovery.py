@@ -478,7 +478,7 @@ class RecoverySteps:
             why = f"{raised}\n{why}"
         if raised and len({f.rank for f in self._job.failures if f.last_words.exception}) == len(self._job.ranks):
             self._job.fail(why)  # a script that does so on all ranks will do so again
-        elif self._job.start_version > 0:
+        elif self._job.start_version > 0 and not self._job.replans:
             self._job.fail(f"{why}; without --resume the job begins anew")
         elif self._job.whole and max(r.committed for r in self._job.ranks.values()) <= 1:
             self._starting.start_again(f"{why}; only the first step is lost", now)

@@ -283,6 +283,11 @@ class Replanning:
                 why=list(wanted.why),
             )
         )
+        if kept.checkpoint:
+            why = "nobody has the state that ranks have needed which are lost"
+            job.emit(
+                ev.FallbackStarted(generation=job.generation, version=kept.version, path=kept.checkpoint, reason=why)
+            )
         for record in job.in_order:
             self._staffing.fill(record, now, detached=False)
 
@@ -306,8 +311,9 @@ class Replanning:
 def assigned(
     records: Mapping[int, RankRecord], departed: Mapping[int, Mapping[str, int]], version: int
 ) -> dict[int, list[pb.StashItem]]:
-    """Who writes which shard at ``version``, and from what it has of it: of those who have it, whoever writes the least
-    so far. All shards that the ranks need, and that those have needed who have left; no rank's own plain state.
+    """Who writes which shard at ``version``, and from what it has of it: of those who have it for themselves, or else
+    keep copies of it, whoever writes the least so far. All shards that the ranks need, and that those have needed who
+    have left; no rank's own plain state.
 
     Raises JobFailedError if somebody has said that it has a shard, and nobody has.
     """
@@ -326,7 +332,7 @@ def assigned(
     for name in sorted(names, key=lambda name: (-sizes[name], name)):
         if not holders[name]:
             raise JobFailedError(f"nobody has shard {name!r} at version {version}")
-        rank = min(holders[name], key=lambda rank: (load[rank], rank))
+        rank = min(holders[name], key=lambda rank: (holders[name][rank] is Kind.COPY, load[rank], rank))
         load[rank] += sizes[name]
         orders.setdefault(rank, []).append(pb.StashItem(shard=name, kind=holders[name][rank].value))
     return orders

@@ -8,9 +8,8 @@ The workers say what there is to divide (:class:`JobFacts`); candidates, their c
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 
 from flashrecovery.errors import ConfigError
 from flashrecovery.plan.footprint import Sharding
@@ -25,6 +24,7 @@ from flashrecovery.plan.strategy import (
     candidates,
     decide,
 )
+from flashrecovery.plan.words import shortened
 
 _NAMES = ("tp", "pp", "dp")
 _PLENTY = 2.0**60
@@ -55,7 +55,6 @@ class JobFacts:
     micro_batch: int
     sharded: bool = False
     memory_bytes: int = 0
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def now(self) -> Strategy:
@@ -159,4 +158,26 @@ def best(facts: JobFacts, ranks: int, least: int, step_s: float = 0.0) -> Strate
     prices = Prices()
     if step_s > 0:
         prices = fit(work, Machines(facts.now.ranks, facts.now.ranks, _PLENTY), [MeasuredStep(facts.now, step_s)])
-    return decide(work, machines, [estimate(work, machines, one, prices) for one in found], excluded, facts.now)
+    choice = decide(work, machines, [estimate(work, machines, one, prices) for one in found], excluded, facts.now)
+    return replace(choice, lines=tuple(_words(facts, choice, ranks, excluded)))
+
+
+def _words(facts: JobFacts, choice: StrategyChoice, ranks: int, excluded: Excluded) -> Iterator[str]:
+    taken, fastest = choice.best, choice.fastest
+    memory = f", {taken.memory_bytes / 2**30:.0f} GiB on a device" if facts.memory_bytes else ""
+    yield (
+        f"{layout_text(taken.strategy)}: {taken.strategy.ranks:,} of {ranks:,} ranks, {taken.step_s:.2f} s a step "
+        f"(estimated){memory}."
+    )
+    yield (
+        f"The global batch stays {facts.global_batch} samples: every replica computes "
+        f"{facts.micro_batches // taken.strategy.dp} micro-batches."
+    )
+    if fastest is not taken:
+        yield (
+            f"{layout_text(fastest.strategy)} would be {1 - fastest.step_s / taken.step_s:.0%} faster, which is not "
+            "worth another model parallelism."
+        )
+    yield "Workers are started anew; nodes, agents and the controller stay, and the state goes from memory to memory."
+    others = [line for line in excluded.lines() if "micro-batch does not divide" not in line]
+    yield f"{len(choice.ranked):,} layouts fit." + (f" Others do not: {shortened(others, 3)}." if others else "")

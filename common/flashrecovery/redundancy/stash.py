@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,8 +91,14 @@ class Index:
         if xxhash.xxh3_128_digest(content) != digest:
             raise ProtocolError("the index does not have the digest it was written with")
         rank, version, tensors, specs, common = codec.loads(content)
-        found = tuple(StoredTensor(*rest, tuple(Part.of(part) for part in parts)) for *rest, parts in tensors)
+        found = tuple(_stored(*some) for some in tensors)
         return Index(rank, version, found, specs, common)
+
+
+def _stored(
+    shard: str, key: str, dtype: str, start: int, nbytes: int, digest: bytes, parts: Sequence[Sequence[Any]]
+) -> StoredTensor:
+    return StoredTensor(shard, key, dtype, start, nbytes, digest, tuple(Part.of(part) for part in parts))
 
 
 def write(
@@ -136,8 +143,7 @@ def write(
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True)
@@ -250,8 +256,8 @@ class Stash:
             data = self._mapped[rank][stored.start : stored.start + stored.nbytes]
             if len(data) != stored.nbytes or xxhash.xxh3_128_digest(data.data) != stored.digest:
                 raise RestoreError(
-                    f"{stored.key!r} of shard {stored.shard!r}, which rank {rank} has written, does not have the digest "
-                    "it was written with"
+                    f"{stored.key!r} of shard {stored.shard!r}, which rank {rank} has written, does not have the "
+                    "digest it was written with"
                 )
             self._checked[key] = torch.from_numpy(np.asarray(data)).view(getattr(torch, stored.dtype))
         return self._checked[key]

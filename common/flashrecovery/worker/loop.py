@@ -26,7 +26,6 @@ from flashrecovery.worker.ahead_of_script import imported_so_far
 from flashrecovery.worker.collectives import CollectiveWatch
 from flashrecovery.worker.copies import Copies
 from flashrecovery.worker.elastic_rules import ElasticRules
-from flashrecovery.worker.stashing import ReplanRules
 from flashrecovery.worker.error_watch import ErrorWatch
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.habits import IN_ALL_STEPS, UNTIL_RESEALED
@@ -38,6 +37,7 @@ from flashrecovery.worker.recoverer import Recoverer
 from flashrecovery.worker.registry import Drawn, Registry
 from flashrecovery.worker.script_frames import check_loop
 from flashrecovery.worker.sealing import Sealing
+from flashrecovery.worker.stashing import ReplanRules
 from flashrecovery.worker.stops import Stops
 from flashrecovery.worker.touches import Touches
 from flashrecovery.worker.transaction import Transaction

@@ -18,8 +18,8 @@ from flashrecovery.worker.elastic import ElasticBatches
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.loop import Loop
 from flashrecovery.worker.registry import AdapterFactory, ModuleAdapterFactory, Registry
-from flashrecovery.worker.stashing import Stashing
 from flashrecovery.worker.start_checks import check_world, find_own_objects
+from flashrecovery.worker.stashing import Stashing
 from flashrecovery.worker.worker import Connection, Worker
 
 

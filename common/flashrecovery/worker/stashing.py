@@ -42,8 +42,8 @@ class Stashing:
             raise UnsupportedError("another parallel layout without `flashrecovery run --replan`")
         if single_calls:
             raise UnsupportedError(
-                "another parallel layout of a job whose steps are a framework's own calls: megatron-core in a loop over "
-                "recovery.steps() is allowed"
+                "another parallel layout of a job whose steps are a framework's own calls: megatron-core in a loop "
+                "over recovery.steps() is allowed"
             )
         states = [adapter.logical() for adapter in registry.adapters]
         if len(states) != 1 or states[0] is None:

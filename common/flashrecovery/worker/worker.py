@@ -15,9 +15,9 @@ from flashrecovery.worker.device import DeviceClock
 from flashrecovery.worker.environment_watch import EnvironmentWatch
 from flashrecovery.worker.faults import Faults
 from flashrecovery.worker.gate import Gate
-from flashrecovery.worker.stashing import Stashing
 from flashrecovery.worker.registry import AdapterFactory, ModuleAdapterFactory, Registry
 from flashrecovery.worker.start_profile import StartProfile
+from flashrecovery.worker.stashing import Stashing
 
 
 class Connection:

@@ -420,11 +420,13 @@ class RecoverySteps:
         recovery = self._job.recovery
         if recovery is not None and self._all_have_gone_on(recovery.resume_step):
             recovery.finish(now)
+            anew = self._replanning.restored_from() is not None
             self._recovered()
             self._job.history.append(recovery)
             self._job.recovery = None
             slowest = slowest_start(self._job.ranks[rank] for rank in recovery.victims if rank in self._job.ranks)
-            self._job.emit(recovery.finished_event(self._job.generation, self._job.ranks, slowest))
+            staying = () if anew else self._job.ranks  # in another layout nobody takes the place of anybody
+            self._job.emit(recovery.finished_event(self._job.generation, staying, slowest))
         if self._job.places[Place.DONE] and self._job.all_in(*THROUGH):
             for r in self._job.ranks.values():
                 if r.place is Place.DONE:

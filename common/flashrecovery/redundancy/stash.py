@@ -65,7 +65,7 @@ class Index:
         version: of the state.
         tensors: in the file's order.
         specs: of the shards, encoded, by name.
-        common: the state that all ranks have alike.
+        common: the state that all ranks have alike; empty where this one does not have it at the version.
     """
 
     rank: int
@@ -180,8 +180,11 @@ class Stash:
 
     @property
     def common(self) -> bytes:
-        """The state that all ranks have alike."""
-        return next(iter(self.indexes.values())).common
+        """The state that all ranks have alike. Raises RestoreError if nobody has written it."""
+        found = next((index.common for index in self.indexes.values() if index.common), b"")
+        if not found:
+            raise RestoreError(f"{self._directory}: nobody has written the state that is no tensor")
+        return found
 
     def names(self) -> frozenset[str]:
         """Of all logical tensors that are there."""

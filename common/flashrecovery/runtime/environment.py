@@ -71,9 +71,8 @@ def rank_env(config: RunConfig, rank: int, generation: int, replace: pb.Replace)
     if replace.domains:
         several[DOMAINS_ENV] = json.dumps(list(replace.domains))
     if replace.layout:
-        size = str(replace.world_size)  # of one node
         several |= {LAYOUT_ENV: replace.layout}
-        several |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), size)
+        several |= dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), str(replace.world_size))
     return {
         **several,
         "RANK": str(rank),

@@ -172,7 +172,7 @@ class MegatronLogical(LogicalState):
         for number, chunk in enumerate(self._chunks):
             for kind, buffers in (("dense", chunk.buffers), ("expert", chunk.expert_parallel_buffers)):
                 for index, buffer in enumerate(buffers):
-                    parts: list[words.Part] = []
+                    parts: list[words.LogicalPart] = []
                     for parameter, (start, _, _) in buffer.param_index_map.items():
                         leaf = self._leaf(parameter, leaves)
                         parts += _parts(leaf, parameter.detach().reshape(-1), 0, start)
@@ -194,13 +194,13 @@ def _device_bytes() -> int:
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
-def _parts(leaf: Any, tensor: torch.Tensor, start: int, begin: int) -> Iterator[words.Part]:
+def _parts(leaf: Any, tensor: torch.Tensor, start: int, begin: int) -> Iterator[words.LogicalPart]:
     """Of ``tensor``, which lies in the local tensor ``leaf`` from its element ``start`` on, and in the shard's tensor
     from ``begin`` on."""
     for piece in cut(leaf, "", tensor, start):
         high = tuple(o + s for o, s in zip(piece.offset, piece.shape, strict=True))
         box = boxes.Box(piece.offset, high)
-        yield words.Part(piece.key, piece.whole, box, begin + piece.begin, piece.flexible)
+        yield words.LogicalPart(piece.key, piece.whole, box, begin + piece.begin, piece.flexible)
 
 
 def _spec(shard: Shard, kinds: Mapping[str, tuple[str, str, bool]], places: dict[str, int]) -> ShardSpec:

@@ -30,7 +30,7 @@ class LogicalState(ABC):
     @abstractmethod
     def facts(self) -> Mapping[str, Any]:
         """The layout that this job has, and what the model allows: the fields of
-        :class:`~flashrecovery.plan.replan.JobFacts`, but for the batch. The same on all ranks."""
+        :class:`~flashrecovery.plan.replan.LayoutFacts`, but for the batch. The same on all ranks."""
 
     @abstractmethod
     def read(self, stash: Stash) -> int:

@@ -10,7 +10,7 @@ from flashrecovery.runtime.environment import LAYOUT_ENV
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """Sizes of tensor, pipeline and data parallelism. ``changed``: it is not what the script has asked for."""
 
     tp: int
@@ -19,7 +19,7 @@ class Layout:
     changed: bool = False
 
 
-def layout(*, tp: int = 1, pp: int = 1, cp: int = 1) -> Layout:
+def layout(*, tp: int = 1, pp: int = 1, cp: int = 1) -> ParallelLayout:
     """The layout that the job has now: call it before ``initialize_model_parallel``, and use what it returns in place
     of what it is given, the layout at the launch::
 
@@ -35,7 +35,7 @@ def layout(*, tp: int = 1, pp: int = 1, cp: int = 1) -> Layout:
     changed = os.environ.get(LAYOUT_ENV, "")
     if changed:
         sizes = {name: int(size) for name, _, size in (part.partition("=") for part in changed.split(","))}
-        return Layout(sizes["tp"], sizes["pp"], sizes["dp"], changed=True)
+        return ParallelLayout(sizes["tp"], sizes["pp"], sizes["dp"], changed=True)
     if min(tp, pp, cp) < 1 or ranks % (tp * pp * cp):
         raise ConfigError(f"layout(tp={tp}, pp={pp}, cp={cp}): sizes that divide the {ranks} ranks are allowed")
-    return Layout(tp, pp, ranks // (tp * pp * cp))
+    return ParallelLayout(tp, pp, ranks // (tp * pp * cp))

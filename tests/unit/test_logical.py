@@ -11,7 +11,7 @@ import torch
 
 from flashrecovery.errors import RestoreError
 from flashrecovery.plan.boxes import Box, flat_boxes
-from flashrecovery.plan.logical import DATA, PARAM, Part, ShardParts, fitted
+from flashrecovery.plan.logical import DATA, PARAM, LogicalPart, ShardParts, fitted
 from flashrecovery.redundancy.stash import Index, Stash, Wanted, forms, write
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.state.spec import ShardSpec, TensorSpec
@@ -44,7 +44,7 @@ def shard(
     """A rank's parameter, its moment, and its number of steps, as flat tensors."""
     parts, at = [], 0
     for box in boxes_of(name, rank, ranks, dim):
-        parts.append(Part(name, SHAPES[name], box, at))
+        parts.append(LogicalPart(name, SHAPES[name], box, at))
         at += box.size
 
     def flat(prefix: str) -> torch.Tensor:
@@ -100,7 +100,7 @@ def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
     values = whole()
     stash = written(tmp_path, 2, dict.fromkeys(SHAPES, 0), values)
     into = torch.zeros(3, 4)
-    nbytes = stash.fill([Wanted(into, (Part("rows", (12, 4), Box((5, 0), (8, 4)), 0),))])
+    nbytes = stash.fill([Wanted(into, (LogicalPart("rows", (12, 4), Box((5, 0), (8, 4)), 0),))])
     assert torch.equal(into, values["rows"][5:8]) and nbytes == into.nbytes
 
 
@@ -113,19 +113,19 @@ def test_a_part_that_nobody_has_is_named(tmp_path: Path) -> None:
     stash = written(tmp_path, 2, dict.fromkeys(SHAPES, 0), whole())
     alone = Stash(tmp_path, [0], 3)
     with pytest.raises(RestoreError, match=r"nobody alive holds \[6:12, 0:4\] of tensor 'rows'"):
-        alone.fill([Wanted(torch.zeros(12, 4), (Part("rows", (12, 4), Box.whole((12, 4)), 0),))])
+        alone.fill([Wanted(torch.zeros(12, 4), (LogicalPart("rows", (12, 4), Box.whole((12, 4)), 0),))])
     with pytest.raises(RestoreError, match="nobody has written logical tensor 'other'"):
-        stash.fill([Wanted(torch.zeros(2), (Part("other", (2,), Box.whole((2,)), 0),))])
+        stash.fill([Wanted(torch.zeros(2), (LogicalPart("other", (2,), Box.whole((2,)), 0),))])
 
 
 def test_another_kind_or_shape_is_refused(tmp_path: Path) -> None:
     stash = written(tmp_path, 2, dict.fromkeys(SHAPES, 0), whole())
     with pytest.raises(RestoreError, match=r"is float32 in the state, and torch\.bfloat16 here"):
-        stash.fill([Wanted(torch.zeros(8, dtype=torch.bfloat16), (Part("norm", (8,), Box.whole((8,)), 0),))])
+        stash.fill([Wanted(torch.zeros(8, dtype=torch.bfloat16), (LogicalPart("norm", (8,), Box.whole((8,)), 0),))])
     with pytest.raises(RestoreError, match=r"shape \(9,\) here and \(8,\) there"):
-        stash.fill([Wanted(torch.zeros(9), (Part("norm", (9,), Box.whole((9,)), 0),))])
+        stash.fill([Wanted(torch.zeros(9), (LogicalPart("norm", (9,), Box.whole((9,)), 0),))])
     with pytest.raises(RestoreError, match="not contiguous"):
-        stash.fill([Wanted(torch.zeros(4, 12).t(), (Part("rows", (12, 4), Box.whole((12, 4)), 0),))])
+        stash.fill([Wanted(torch.zeros(4, 12).t(), (LogicalPart("rows", (12, 4), Box.whole((12, 4)), 0),))])
 
 
 def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
@@ -139,9 +139,9 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
             stash = Stash(folder, range(2), 3)
             for name, shape in SHAPES.items():
                 for prefix in ("", "optimizer.state.exp_avg."):
-                    part = Part(prefix + name, shape, Box.whole(shape), 0)
+                    part = LogicalPart(prefix + name, shape, Box.whole(shape), 0)
                     stash.fill([Wanted(torch.zeros(shape), (part,))])
-            number = Part("optimizer.state.step", (), Box((), ()), 0)
+            number = LogicalPart("optimizer.state.step", (), Box((), ()), 0)
             stash.fill([Wanted(torch.zeros(()), (number,))])
 
 
@@ -153,22 +153,24 @@ def test_half_of_it_or_another_version_is_noticed(tmp_path: Path) -> None:
         Stash(tmp_path, range(3), 3)
     (tmp_path / "rank1.data").write_bytes(b"")
     with pytest.raises(RestoreError):
-        Stash(tmp_path, range(2), 3).fill([Wanted(torch.zeros(12, 4), (Part("rows", (12, 4), Box.whole((12, 4)), 0),))])
+        Stash(tmp_path, range(2), 3).fill(
+            [Wanted(torch.zeros(12, 4), (LogicalPart("rows", (12, 4), Box.whole((12, 4)), 0),))]
+        )
 
 
 def test_padding_may_be_another_one(tmp_path: Path) -> None:
     """A vocabulary of 6 rows, padded to 8 by the one and to 7 or 10 by the other."""
     table = torch.arange(16.0).view(8, 2)
-    parts = ShardParts("", STATE, (Part("words", (8, 2), Box.whole((8, 2)), 0, padded=True),))
+    parts = ShardParts("", STATE, (LogicalPart("words", (8, 2), Box.whole((8, 2)), 0, padded=True),))
     source = ShardSource("weights", ShardSpec({DATA: TensorSpec((16,), torch.float32)}), [table.reshape(-1)])
     write(tmp_path, 0, 1, [source], {"weights": parts}, b"")
     stash = Stash(tmp_path, [0], 1)
     for rows in (7, 8, 10):
         into = torch.full((rows, 2), torch.nan)
-        stash.fill([Wanted(into, (Part("words", (rows, 2), Box.whole((rows, 2)), 0, padded=True),))])
+        stash.fill([Wanted(into, (LogicalPart("words", (rows, 2), Box.whole((rows, 2)), 0, padded=True),))])
         assert torch.equal(into[: min(rows, 8)], table[:rows]) and bool((into[8:] == 0).all())
     lower = torch.full((5, 2), torch.nan)
-    stash.fill([Wanted(lower, (Part("words", (10, 2), Box((5, 0), (10, 2)), 0, padded=True),))])
+    stash.fill([Wanted(lower, (LogicalPart("words", (10, 2), Box((5, 0), (10, 2)), 0, padded=True),))])
     assert torch.equal(lower[:3], table[5:]) and bool((lower[3:] == 0).all())
 
 
@@ -194,5 +196,5 @@ def test_descriptions_travel_as_json() -> None:
 
 
 def test_what_lies_beyond_the_padding_is_nothing() -> None:
-    part = Part("words", (10, 2), Box((8, 0), (10, 2)), 0, padded=True)
+    part = LogicalPart("words", (10, 2), Box((8, 0), (10, 2)), 0, padded=True)
     assert fitted(part, (8, 2)) is None and fitted(part, (10, 2)) is part

@@ -15,20 +15,20 @@ from flashrecovery.controller.outbox import Emit, Send
 from flashrecovery.controller.records import RankRecord
 from flashrecovery.controller.replanning import assigned
 from flashrecovery.errors import ConfigError, JobFailedError
-from flashrecovery.plan.replan import JobFacts, best, fixed, layout_text, parse_layout, why_not
+from flashrecovery.plan.replan import LayoutFacts, best, fixed, layout_text, parse_layout, why_not
 from flashrecovery.plan.strategy import NothingFitsError, Strategy
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.environment import LAYOUT_ENV
 
-FACTS = JobFacts({"tp": 2, "pp": 2, "cp": 1, "ep": 1, "dp": 1}, 4, 64, 4, 4, 256, 512, 32, 12, 1)
+FACTS = LayoutFacts({"tp": 2, "pp": 2, "cp": 1, "ep": 1, "dp": 1}, 4, 64, 4, 4, 256, 512, 32, 12, 1)
 
 
 # -- which layout -----------------------------------------------------------------------------------
 
 
 def test_facts_travel_as_text() -> None:
-    assert JobFacts.parse(FACTS.text()) == FACTS and FACTS.now == Strategy(2, 2, dp=1, micro_batch=1)
+    assert LayoutFacts.parse(FACTS.text()) == FACTS and FACTS.now == Strategy(2, 2, dp=1, micro_batch=1)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ class World:
         self.sent = [c for c in self.sent if c.WhichOneof("body") != body]
         return [(rank, c) for c in found for rank in (list(c.ranks) or [c.rank])]
 
-    def start(self, facts: JobFacts, steps: int = 100) -> list[int]:
+    def start(self, facts: LayoutFacts, steps: int = 100) -> list[int]:
         """All that are to be filled come to their first step."""
         orders = self.of("replace")
         for rank, command in orders:

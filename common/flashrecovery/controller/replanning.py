@@ -22,7 +22,7 @@ from flashrecovery.controller.staffing import Staffing
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan import Kind
-from flashrecovery.plan.replan import JobFacts, best, fixed, layout_text, parse_layout, why_not
+from flashrecovery.plan.replan import LayoutFacts, best, fixed, layout_text, parse_layout, why_not
 from flashrecovery.plan.strategy import Strategy
 from flashrecovery.plan.transitions import State
 from flashrecovery.plan.words import ranks_text
@@ -94,7 +94,7 @@ class Replanning:
             job.command(record.rank, pb.Command(pause=self._pause(self._next)))
         return "", strategy, why
 
-    def _chosen(self, text: str, facts: JobFacts) -> tuple[Strategy, tuple[str, ...]]:
+    def _chosen(self, text: str, facts: LayoutFacts) -> tuple[Strategy, tuple[str, ...]]:
         """Raises ConfigError or UnsupportedError."""
         config = self._job.config
         assert config.replan is not None
@@ -108,13 +108,13 @@ class Replanning:
         choice = best(facts, config.world_size, config.replan.min, self._job.step_s)
         return choice.best.strategy, choice.lines
 
-    def _facts(self) -> JobFacts | str:
+    def _facts(self) -> LayoutFacts | str:
         """What there is to lay out; or why it cannot be laid out otherwise."""
         if self._job.config.replan is None:
             return "the job's layout is fixed: launch it with --replan MIN"
         if not self._job.facts:
             return "the job's workers have not come to their first step yet"
-        facts = JobFacts.parse(self._job.facts)
+        facts = LayoutFacts.parse(self._job.facts)
         return fixed(facts) or facts
 
     def lose(self, lost: Collection[int]) -> bool:
@@ -255,7 +255,7 @@ class Replanning:
 
     def _start(self, wanted: NextLayout, kept: Kept, now: float) -> None:
         job = self._job
-        before = JobFacts.parse(job.facts).now
+        before = LayoutFacts.parse(job.facts).now
         self._kept, self._next = kept, None
         places = [(record.home, record.local_rank) for record in job.in_order]
         size = wanted.strategy.ranks

@@ -32,7 +32,7 @@ PARAM, DATA, STATE = "param", "data", "state"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LogicalPart:
     """A box of a logical tensor, in a shard's tensor.
 
     Attributes:
@@ -54,9 +54,9 @@ class Part:
         return [self.name, list(self.whole), list(self.box.low), list(self.box.high), self.begin, self.padded]
 
     @staticmethod
-    def of(plain: Sequence[Any]) -> Part:
+    def of(plain: Sequence[Any]) -> LogicalPart:
         name, whole, low, high, begin, padded = plain
-        return Part(str(name), tuple(whole), Box(tuple(low), tuple(high)), int(begin), bool(padded))
+        return LogicalPart(str(name), tuple(whole), Box(tuple(low), tuple(high)), int(begin), bool(padded))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ class ShardParts:
 
     param: str
     state: str
-    parts: tuple[Part, ...]
+    parts: tuple[LogicalPart, ...]
 
-    def of(self, key: str, shape: Sequence[int], like: Sequence[int]) -> list[Part]:
+    def of(self, key: str, shape: Sequence[int], like: Sequence[int]) -> list[LogicalPart]:
         """The parts of the shard's tensor ``key``, which has this ``shape``, with the full names of their logical
         tensors. ``like``: the shape of the parameter. Raises RestoreError for state of a shape of its own."""
         if key in (PARAM, DATA):
@@ -82,7 +82,7 @@ class ShardParts:
         if not kind.startswith(STATE) or not name:
             raise RestoreError(f"tensor {key!r} of a shard is neither a parameter nor optimizer state")
         if math.prod(shape) == 1 and tuple(shape) != tuple(like):
-            return [Part(self.state.format(name).rstrip("."), tuple(shape), Box.whole(shape), 0)]
+            return [LogicalPart(self.state.format(name).rstrip("."), tuple(shape), Box.whole(shape), 0)]
         if tuple(shape) != tuple(like):
             raise RestoreError(
                 f"optimizer state {name!r} of the shape {tuple(shape)}, where the parameter has {tuple(like)}: how it "
@@ -91,8 +91,8 @@ class ShardParts:
         return [self._named(self.state.format(name) + part.name, part) for part in self.parts]
 
     @staticmethod
-    def _named(name: str, part: Part) -> Part:
-        return Part(name, part.whole, part.box, part.begin, part.padded)
+    def _named(name: str, part: LogicalPart) -> LogicalPart:
+        return LogicalPart(name, part.whole, part.box, part.begin, part.padded)
 
     def plain(self) -> list[Any]:
         return [self.param, self.state, [part.plain() for part in self.parts]]
@@ -100,14 +100,14 @@ class ShardParts:
     @staticmethod
     def from_plain(plain: Sequence[Any]) -> ShardParts:
         param, state, parts = plain
-        return ShardParts(str(param), str(state), tuple(Part.of(part) for part in parts))
+        return ShardParts(str(param), str(state), tuple(LogicalPart.of(part) for part in parts))
 
 
 Description = Mapping[str, ShardParts]
 """Of all shards, by name."""
 
 
-def spaces(parts: Mapping[str, Sequence[tuple[Part, int]]]) -> Iterator[Space]:
+def spaces(parts: Mapping[str, Sequence[tuple[LogicalPart, int]]]) -> Iterator[Space]:
     """The logical tensors by name. ``parts``: (part, bytes of an element) of each of them.
 
     Raises RestoreError where two parts say different things of their tensor.
@@ -121,7 +121,7 @@ def spaces(parts: Mapping[str, Sequence[tuple[Part, int]]]) -> Iterator[Space]:
         yield Space(name, shape, itemsize)
 
 
-def fitted(part: Part, whole: tuple[int, ...]) -> Part | None:
+def fitted(part: LogicalPart, whole: tuple[int, ...]) -> LogicalPart | None:
     """``part`` of a tensor that may be padded otherwise, as one of the tensor of the shape ``whole``: what is in both;
     None: nothing is. Raises RestoreError if the shapes differ, and it is not padded."""
     if part.whole == whole:
@@ -129,4 +129,4 @@ def fitted(part: Part, whole: tuple[int, ...]) -> Part | None:
     if not part.padded or len(part.whole) != len(whole):
         raise RestoreError(f"logical tensor {part.name!r} has the shape {part.whole} here and {whole} there")
     common = part.box & Box.whole(whole)
-    return None if common is None else Part(part.name, whole, common, part.begin, True)
+    return None if common is None else LogicalPart(part.name, whole, common, part.begin, True)

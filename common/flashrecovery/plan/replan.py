@@ -1,7 +1,7 @@
 """Which layout a running job goes on with, when it is laid out in another way: by command, or because ranks are lost.
 Pure.
 
-The workers say what there is to divide (:class:`JobFacts`); candidates, their costs, and the choice are
+The workers say what there is to divide (:class:`LayoutFacts`); candidates, their costs, and the choice are
 :mod:`.strategy`'s. The global batch stays, and the micro-batch: a schedule's micro-batches are of one size.
 """
 
@@ -32,7 +32,7 @@ _PLENTY = 2.0**60
 
 
 @dataclass(frozen=True)
-class JobFacts:
+class LayoutFacts:
     """A running job, as its workers say.
 
     Attributes:
@@ -70,8 +70,8 @@ class JobFacts:
         return json.dumps(asdict(self), sort_keys=True)
 
     @staticmethod
-    def parse(text: str) -> JobFacts:
-        return JobFacts(**json.loads(text))
+    def parse(text: str) -> LayoutFacts:
+        return LayoutFacts(**json.loads(text))
 
     def work(self) -> Workload:
         """Parameters are counted as a GPT's: they serve to compare layouts of one model."""
@@ -89,7 +89,7 @@ def layout_text(strategy: Strategy) -> str:
     return ",".join(f"{name}={getattr(strategy, name)}" for name in _NAMES)
 
 
-def parse_layout(text: str, facts: JobFacts, ranks: int) -> Strategy:
+def parse_layout(text: str, facts: LayoutFacts, ranks: int) -> Strategy:
     """``tp=2,pp=1,dp=1``; what is left out is 1, and ``dp`` as many as there is room for and the batch allows.
     ``ranks``: how many there are. Raises ConfigError, which says what is allowed."""
     sizes: dict[str, int] = {}
@@ -110,11 +110,11 @@ def parse_layout(text: str, facts: JobFacts, ranks: int) -> Strategy:
     return found
 
 
-def _most_replicas(facts: JobFacts, room: int) -> int:
+def _most_replicas(facts: LayoutFacts, room: int) -> int:
     return next((n for n in range(min(room, facts.micro_batches), 0, -1) if facts.micro_batches % n == 0), 0)
 
 
-def why_not(facts: JobFacts, strategy: Strategy, ranks: int) -> str:
+def why_not(facts: LayoutFacts, strategy: Strategy, ranks: int) -> str:
     """Why a job cannot have this layout on so many ranks; "" if it can."""
     s = strategy
     if s.ranks > ranks:
@@ -133,13 +133,13 @@ def why_not(facts: JobFacts, strategy: Strategy, ranks: int) -> str:
     return ""
 
 
-def fixed(facts: JobFacts) -> str:
+def fixed(facts: LayoutFacts) -> str:
     """What of a job's layout cannot be changed yet, in words; "" if nothing."""
     odd = [f"{name} = {facts.layout[name]}" for name in ("cp", "ep") if facts.layout.get(name, 1) > 1]
     return f"a job with {' and '.join(odd)}: only tensor, pipeline and data parallelism can be changed" if odd else ""
 
 
-def best(facts: JobFacts, ranks: int, least: int, step_s: float = 0.0) -> StrategyChoice:
+def best(facts: LayoutFacts, ranks: int, least: int, step_s: float = 0.0) -> StrategyChoice:
     """The layout to go on with on at most ``ranks`` ranks, and at least ``least``. ``step_s``: what a step takes now.
 
     Raises NothingFitsError, with the reasons.
@@ -162,7 +162,7 @@ def best(facts: JobFacts, ranks: int, least: int, step_s: float = 0.0) -> Strate
     return replace(choice, lines=tuple(_words(facts, choice, ranks, excluded)))
 
 
-def _words(facts: JobFacts, choice: StrategyChoice, ranks: int, excluded: Excluded) -> Iterator[str]:
+def _words(facts: LayoutFacts, choice: StrategyChoice, ranks: int, excluded: Excluded) -> Iterator[str]:
     taken, fastest = choice.best, choice.fastest
     memory = f", {taken.memory_bytes / 2**30:.0f} GiB on a device" if facts.memory_bytes else ""
     yield (

@@ -1364,7 +1364,7 @@ class Joined(_message.Message):
     outline: _builtins.str
     """of an elastic job: a digest of what is divided among the ranks, the same on all"""
     facts: _builtins.str
-    """of a job that may change its layout: plan/replan.py, JobFacts, as JSON; the same on all"""
+    """of a job that may change its layout: plan/replan.py, LayoutFacts, as JSON; the same on all"""
     @_builtins.property
     def needs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardNeed]: ...
     @_builtins.property

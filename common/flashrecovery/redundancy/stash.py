@@ -23,7 +23,7 @@ import xxhash
 from flashrecovery.errors import ProtocolError, RestoreError
 from flashrecovery.plan.boxes import Box, NobodyHoldsError, Space
 from flashrecovery.plan.layouts import Share
-from flashrecovery.plan.logical import DATA, PARAM, Description, Part, fitted, spaces
+from flashrecovery.plan.logical import DATA, PARAM, Description, LogicalPart, fitted, spaces
 from flashrecovery.plan.reshard import plan_reshard
 from flashrecovery.plan.timetable import timetable
 from flashrecovery.state import codec
@@ -53,7 +53,7 @@ class StoredTensor:
     start: int
     nbytes: int
     digest: bytes
-    parts: tuple[Part, ...]
+    parts: tuple[LogicalPart, ...]
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Index:
 def _stored(
     shard: str, key: str, dtype: str, start: int, nbytes: int, digest: bytes, parts: Sequence[Sequence[Any]]
 ) -> StoredTensor:
-    return StoredTensor(shard, key, dtype, start, nbytes, digest, tuple(Part.of(part) for part in parts))
+    return StoredTensor(shard, key, dtype, start, nbytes, digest, tuple(LogicalPart.of(part) for part in parts))
 
 
 def write(
@@ -151,7 +151,7 @@ class Wanted:
     """What is to be filled: ``tensor`` (live, contiguous, on whatever device) consists of these parts."""
 
     tensor: torch.Tensor
-    parts: tuple[Part, ...]
+    parts: tuple[LogicalPart, ...]
 
 
 class Stash:
@@ -172,7 +172,7 @@ class Stash:
             self.indexes[rank] = index
         self._mapped: dict[int, np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
         self._checked: dict[tuple[int, int], torch.Tensor] = {}
-        self._of: dict[str, list[tuple[int, StoredTensor, Part]]] = defaultdict(list)
+        self._of: dict[str, list[tuple[int, StoredTensor, LogicalPart]]] = defaultdict(list)
         for rank, index in self.indexes.items():
             for tensor in index.tensors:
                 for part in tensor.parts:
@@ -200,7 +200,7 @@ class Stash:
 
         Raises RestoreError if something is not there, is damaged, or is of another kind.
         """
-        into: dict[str, list[tuple[Part, torch.Tensor]]] = defaultdict(list)
+        into: dict[str, list[tuple[LogicalPart, torch.Tensor]]] = defaultdict(list)
         for one in wanted:
             if any(part.padded for part in one.parts):
                 one.tensor.zero_()
@@ -223,7 +223,7 @@ class Stash:
         if str(tensor.dtype).removeprefix("torch.") != dtype:
             raise RestoreError(f"logical tensor {name!r} is {dtype} in the state, and {tensor.dtype} here")
 
-    def _fill_one(self, name: str, part: Part, tensor: torch.Tensor, limit: int) -> int:
+    def _fill_one(self, name: str, part: LogicalPart, tensor: torch.Tensor, limit: int) -> int:
         there = self._of[name]
         (space,) = spaces({name: [(p, _itemsize(t)) for _, t, p in there]})
         needed = fitted(part, space.shape)

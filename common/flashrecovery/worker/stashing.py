@@ -16,7 +16,7 @@ from flashrecovery.config import Settings
 from flashrecovery.errors import RestoreError, UnsupportedError
 from flashrecovery.logical import LogicalState
 from flashrecovery.plan.logical import Description, ShardParts
-from flashrecovery.plan.replan import JobFacts, fixed
+from flashrecovery.plan.replan import LayoutFacts, fixed
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.stash import Stash, write
 from flashrecovery.runtime.environment import STASH_ENV
@@ -61,12 +61,12 @@ class Stashing:
         self.facts = self._gather_facts()
         self._described = self._gather()
 
-    def _gather_facts(self) -> JobFacts:
+    def _gather_facts(self) -> LayoutFacts:
         batches = self._registry.batches
         assert batches is not None
         agreement.check_equal("the arguments of elastic_batches()", batches.settings)
         sizes = {name: batches.settings[name] for name in ("global_batch", "micro_batch")}
-        facts = JobFacts(**self._state.facts(), **sizes)
+        facts = LayoutFacts(**self._state.facts(), **sizes)
         agreement.check_equal("layout and model, as Megatron says them,", {"facts": facts.text()})
         why = fixed(facts)
         if why:

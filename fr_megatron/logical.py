@@ -159,7 +159,12 @@ class MegatronLogical(LogicalState):
             prefix = ""
         else:
             prefix = f"{STATE}.param." if is_distributed(own.inner) else f"{STATE}.fp32_param."
-        return words.ShardParts(prefix, _STATE, tuple(_parts(leaf, own.main.detach(), own.start, 0)))
+        parts = tuple(_parts(leaf, own.main.detach(), own.start, 0))
+        if sum(part.box.size for part in parts) != own.main.numel():
+            raise UnsupportedError(
+                f"another layout with {leaf.key!r}: Megatron does not say of all of it where it lies"
+            )
+        return words.ShardParts(prefix, _STATE, parts)
 
     def _of_frozen(self, shard: Shard, leaves: Mapping[int, Any]) -> words.ShardParts:
         (live,) = shard.tensors().values()

@@ -20,6 +20,7 @@ from flashrecovery.plan.replan import LayoutFacts, fixed
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.stash import Stash, write
 from flashrecovery.runtime.environment import STASH_ENV
+from flashrecovery.state import codec
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.worker import agreement
 from flashrecovery.worker.elastic_rules import refuse_nccl, refuse_tied_buffers, refuse_unequal
@@ -116,13 +117,15 @@ class ReplanRules:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
+        self._told = self._modes()
 
     def check_step(self, step: int) -> None:
         """``step`` is about to be committed.
 
         Raises:
             RegistrationError: it has not gone through its micro-batches.
-            UnsupportedError: it has changed state that is each rank's own.
+            UnsupportedError: it has changed state that is each rank's own, or the model in a way that its script would
+                not make it again (evaluation mode, frozen parameters, numbers among its attributes).
             ConfigError: the framework has another batch now.
         """
         registry = self._registry
@@ -131,3 +134,14 @@ class ReplanRules:
         registry.batches.check_framework()
         refuse_unequal(registry.habits.own)
         refuse_tied_buffers(registry)
+        if self._modes() != self._told:
+            raise UnsupportedError(
+                "another parallel layout of a job whose script has changed its model since the start (train() or "
+                "eval(), requires_grad_(), numbers among the attributes of its modules): of which module of another "
+                "layout that is, is not known; what the script sets before its first step is allowed"
+            )
+
+    def _modes(self) -> bytes:
+        """What the modules of this rank have been told since their start."""
+        own = [adapter.capture_rank() for adapter in self._registry.adapters]
+        return codec.dumps([{key: state.get(key) for key in ("modes", "attributes")} for state in own])

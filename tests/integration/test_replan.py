@@ -120,7 +120,7 @@ def check_changed_around(job: Job, training: Training, saved: Saved, ranks: int)
 
 
 @pytest.mark.parametrize("state", ["quiescing", "stashing"])
-@pytest.mark.parametrize("training", [STAGES, PARTS], ids=str)
+@pytest.mark.parametrize("training", [STAGES, TIED], ids=str)
 def test_a_second_death_before_the_change(training: Training, state: str, tmp_path: Path, saved: Saved) -> None:
     """Of two whose copies neither of them keeps."""
     faults = [f"rank=0,fault=sigkill,at=backward,step={AT}", f"rank=2,fault=sigkill,at=recovery:{state}"]

@@ -142,7 +142,7 @@ def test_a_second_death_in_the_new_layout(state: str, tmp_path: Path, saved: Sav
     changes = replanned(job)
     assert len(changes) == 2 and changes[1][1].ranks <= 2, job.explain()
     assert changes[0][0] == changes[1][0], job.explain()
-    check_goes_on(job, PARTS, saved, changes[1:])
+    check_goes_on(job, PARTS, saved, changes)
 
 
 def test_a_rank_that_is_replaced_while_the_layout_changes(tmp_path: Path, saved: Saved) -> None:

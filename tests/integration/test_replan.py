@@ -165,6 +165,20 @@ def test_two_at_once_with_each_others_copies_end_the_job(tmp_path: Path) -> None
     assert "cannot be recovered" in failed["reason"], job.explain()
 
 
+def test_two_at_once_go_back_to_a_checkpoint_in_another_layout(tmp_path: Path, saved: Saved) -> None:
+    """What nobody has is read from the fallback checkpoint, which Megatron's format lets any layout read."""
+    options = ["--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-interval", "0.2"]
+    running = start(tmp_path / "run", STAGES, *SLOWLY, options=options)
+    running.wait_for("checkpoint_saved", TIMEOUT_S)
+    running.kill(1, 2)
+    job = running.wait(TIMEOUT_S)
+    assert job.code == 0, job.explain()
+    (fallback,) = job.of("fallback_started")
+    (change,) = replanned(job)
+    assert change[0] == fallback["version"] > 0 and change[1].ranks <= 2, job.explain()
+    check_goes_on(job, STAGES, saved, [change])
+
+
 def test_no_layout_fits(tmp_path: Path) -> None:
     faults = [f"rank=1,fault=sigkill,at=backward,step={AT}"]
     job = start(tmp_path / "run", STAGES, inject=faults, config=never(4)).wait(TIMEOUT_S)

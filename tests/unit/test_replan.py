@@ -299,6 +299,7 @@ def test_who_has_not_got_the_state_gets_it_from_the_memory_once_more() -> None:
     world.collect()
     assert not world.of("stash")
     assert [(event.ranks, event.step) for event in world.replanned()] == [(3, 7), (2, 7)]
+    assert world.job.state is State.STARTING
     world.start(replace(FACTS, layout={"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp": 2}))
     assert {tuple(c.restore.stash.ranks) for _, c in world.of("restore")} == {(0, 2, 3)}
 

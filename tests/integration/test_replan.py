@@ -156,6 +156,20 @@ def test_a_rank_that_is_replaced_while_the_layout_changes(tmp_path: Path, saved:
     check_goes_on(job, STAGES, saved, [(AT, Sizes(1, 2, 1))])
 
 
+def test_a_rank_is_replaced_in_the_new_layout(tmp_path: Path, saved: Saved) -> None:
+    """As in any job: the others keep their processes, and the same bits follow."""
+    running = start(tmp_path / "run", PARTS, *SLOWLY, config=AUTO)
+    running.wait_for("job_started", TIMEOUT_S)
+    assert command(running, Sizes(1, 2, 1), 3) == ""
+    running.wait_for("recovery_finished", TIMEOUT_S)
+    elastic.inject(running, rank=1, at="backward", step=6)
+    job = running.wait(TIMEOUT_S)
+    check_fired(job)
+    assert [event["left"] for event in job.of("recovery_finished")] == [[], []], job.explain()
+    assert job.of("recovery_finished")[1]["victims"] == [1], job.explain()
+    check_goes_on(job, PARTS, saved, [(3, Sizes(1, 2, 1))])
+
+
 def test_two_at_once_with_each_others_copies_end_the_job(tmp_path: Path) -> None:
     """Nobody has the state, and there is no checkpoint: loudly."""
     faults = [f"rank={rank},fault=sigkill,at=backward,step={AT}" for rank in (1, 2)]

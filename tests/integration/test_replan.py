@@ -11,7 +11,7 @@ import pytest
 
 from flashrecovery.config import PHASES
 from tests.support import elastic
-from tests.support.jobs import Job, check_fired
+from tests.support.jobs import Job, RunningJob, check_fired
 from tests.support.replan import (
     AT,
     TIMEOUT_S,
@@ -171,10 +171,19 @@ def test_a_rank_is_replaced_in_the_new_layout(tmp_path: Path, saved: Saved) -> N
     check_goes_on(job, PARTS, saved, [(3, Sizes(1, 2, 1))])
 
 
+def wait_for_version(running: RunningJob, version: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not any(f"state={version} " in log.read_text() for log in running.logs()):
+        assert time.monotonic() < deadline, running.wait(1).explain()
+        time.sleep(0.05)
+
+
 def test_two_at_once_with_each_others_copies_end_the_job(tmp_path: Path) -> None:
     """Nobody has the state, and there is no checkpoint: loudly."""
-    faults = [f"rank={rank},fault=sigkill,at=backward,step={AT}" for rank in (1, 2)]
-    job = start(tmp_path / "run", STAGES, inject=faults).wait(TIMEOUT_S)
+    running = start(tmp_path / "run", STAGES, *SLOWLY)
+    wait_for_version(running, 2)
+    running.kill(1, 2)
+    job = running.wait(TIMEOUT_S)
     assert job.code != 0, job.explain()
     (failed,) = job.of("job_failed")
     assert "cannot be recovered" in failed["reason"], job.explain()
@@ -208,10 +217,7 @@ def test_what_is_refused(tmp_path: Path, saved: Saved) -> None:
     assert "does not divide 2 heads" in command(running, Sizes(4, 1, 1))
     assert "8 ranks are needed" in command(running, Sizes(2, 2, 2))
     assert "has the layout" in command(running, STAGES.sizes)
-    deadline = time.monotonic() + TIMEOUT_S
-    while not any("state=2 " in log.read_text() for log in running.logs()):
-        assert time.monotonic() < deadline, running.wait(1).explain()
-        time.sleep(0.05)
+    wait_for_version(running, 2)
     assert "has begun already" in command(running, Sizes(1, 2, 1), 1)
     job = running.wait(TIMEOUT_S)
     assert job.code == 0 and not job.of("job_replanned"), job.explain()

@@ -166,7 +166,7 @@ def _words(facts: LayoutFacts, choice: StrategyChoice, ranks: int, excluded: Exc
     taken, fastest = choice.best, choice.fastest
     memory = f", {taken.memory_bytes / 2**30:.0f} GiB on a device" if facts.memory_bytes else ""
     yield (
-        f"{layout_text(taken.strategy)}: {taken.strategy.ranks:,} of {ranks:,} ranks, {taken.step_s:.2f} s a step "
+        f"{layout_text(taken.strategy)}: {taken.strategy.ranks:,} of {ranks:,} ranks, {taken.step_s:.2g} s a step "
         f"(estimated){memory}."
     )
     yield (

@@ -128,6 +128,16 @@ def test_another_kind_or_shape_is_refused(tmp_path: Path) -> None:
         stash.fill([Wanted(torch.zeros(4, 12).t(), (LogicalPart("rows", (12, 4), Box.whole((12, 4)), 0),))])
 
 
+def test_numbers_that_differ_are_refused(tmp_path: Path) -> None:
+    """A parameter that has not been stepped on as often as the others."""
+    made = [shard(name, 0, 1, 0, whole()) for name in ("rows", "norm")]
+    made[1][0].tensors[2].fill_(6.0)
+    write(tmp_path, 0, 1, [source for source, _ in made], {source.name: parts for source, parts in made}, b"c")
+    number = LogicalPart("optimizer.state.step", (), Box((), ()), 0)
+    with pytest.raises(RestoreError, match=r"'optimizer\.state\.step' is not the same of all parameters"):
+        Stash(tmp_path, [0], 1).fill([Wanted(torch.zeros(()), (number,))])
+
+
 def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
     for what in ("rank1.data", "rank0.index"):
         folder = tmp_path / what

@@ -226,6 +226,8 @@ class Stash:
     def _fill_one(self, name: str, part: LogicalPart, tensor: torch.Tensor, limit: int) -> int:
         there = self._of[name]
         (space,) = spaces({name: [(p, _itemsize(t)) for _, t, p in there]})
+        if not space.shape and len({stored.digest for _, stored, _ in there}) > 1:
+            raise RestoreError(f"{name!r} is not the same of all parameters, and another layout has one for all")
         needed = fitted(part, space.shape)
         assert needed is not None
         target = tensor.detach().reshape(-1)[part.begin : part.begin + part.box.size].view(part.box.shape)

@@ -41,6 +41,7 @@ from flashrecovery.contract import (
     Division,
     DivisionPlace,
     LocalBox,
+    LogicalState,
     Prepared,
     ReadyTensors,
     RuledDivision,
@@ -50,9 +51,10 @@ from flashrecovery.contract import (
     TensorSpec,
 )
 from flashrecovery.groups import named_group
-from flashrecovery.plan import boxes, layouts, patterns, rules
+from flashrecovery.plan import boxes, layouts, logical, patterns, rules
 from flashrecovery.redundancy.dcp import read_into, write_part
 from flashrecovery.redundancy.keys import writer_of
+from flashrecovery.redundancy.stash import Stash, Wanted, forms
 from flashrecovery.runtime.channel import CHANNEL_ENV
 from flashrecovery.runtime.durable import write_durably
 from flashrecovery.state import codec
@@ -81,6 +83,7 @@ __all__ = [
     "FrameworkBatch",
     "GradientWatch",
     "LocalBox",
+    "LogicalState",
     "LoopAdapter",
     "Method",
     "ParamRecord",
@@ -93,14 +96,17 @@ __all__ = [
     "Setters",
     "Shard",
     "ShardSpec",
+    "Stash",
     "StepHooks",
     "TensorSpec",
     "TorchAdapter",
+    "Wanted",
     "boxes",
     "check_equal",
     "codec",
     "constant",
     "faults",
+    "forms",
     "fsdp2_state",
     "give_up_state",
     "global_rank",
@@ -110,6 +116,7 @@ __all__ = [
     "layout_of",
     "layouts",
     "local_tensor",
+    "logical",
     "mesh_spans_world",
     "named_group",
     "new_state_tensor",

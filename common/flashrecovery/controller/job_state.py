@@ -66,6 +66,10 @@ class JobState:
         layout: the ranks among which state that is divided among ranks is divided, as all of them have it or can have
             it at once.
         departed: ranks of the layout that have left the job, and what they needed.
+        world: ranks of a job that has changed its parallel layout; 0: those of the launch.
+        plan: that parallel layout, as tp=1,pp=2,dp=1; "": that of the launch.
+        replans: how often it has changed.
+        facts: what the job's workers say of what there is to lay out, as JSON; "": it cannot be laid out otherwise.
         tokens_per_step: that all ranks take in together, as the script has said; 0: it has not.
     """
 
@@ -112,6 +116,10 @@ class JobState:
     tokens_per_step: int = 0
     layout: tuple[int, ...] = ()
     departed: dict[int, dict[str, int]] = field(default_factory=dict)
+    world: int = 0
+    plan: str = ""
+    replans: int = 0
+    facts: str = ""
 
     in_order: list[RankRecord] = field(default_factory=list)
     crashes: Crashes = field(default_factory=Crashes)
@@ -183,8 +191,25 @@ class JobState:
 
     @property
     def whole(self) -> bool:
-        """No rank has left since the launch."""
-        return len(self.ranks) == self.config.world_size
+        """No rank has left since the launch, or the last change of the parallel layout."""
+        return len(self.ranks) == self.world_size
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the launch, or of the last change of the parallel layout."""
+        return self.world or self.config.world_size
+
+    def lay_out(self, plan: str, records: Iterable[RankRecord]) -> None:
+        """The job consists of these ranks, which have no processes yet, in another parallel layout."""
+        self.places.clear()
+        self.ranks.clear()
+        for record in records:
+            record.enlist(self.places)
+            self.ranks[record.rank] = record
+        self.in_order = list(self.ranks.values())
+        self.plan, self.world, self.replans = plan, len(self.ranks), self.replans + 1
+        self.layout, self.departed = tuple(self.ranks), {}
+        self._homes, self._ranks_of, self.confirmed = [], {}, 0
 
     @property
     def shape(self) -> ReplicaShape:

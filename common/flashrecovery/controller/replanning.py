@@ -1,0 +1,338 @@
+"""A running job is laid out in another parallel layout: which one, when, and how its state gets there.
+
+There are two reasons: a command, for which all ranks pause before a step, and ranks that cannot be replaced. All that
+live are stopped, and the version to go on from is decided as in any recovery, with what the lost ranks have needed.
+Then each shard is written into the node's memory by one of those who have it (:class:`Stash`), all processes end, and
+those of the new layout are started from the script's first line, and read what they need from there. What is in the
+memory stays until all of them have taken a step: whoever dies until then, the job begins once more from it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from flashrecovery import events as ev
+from flashrecovery.controller.custody import left_behind
+from flashrecovery.controller.job_state import AGENT, JobState
+from flashrecovery.controller.records import RankRecord, capsule_name
+from flashrecovery.controller.restore import Decision, RestoreRound
+from flashrecovery.controller.staffing import Staffing
+from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
+from flashrecovery.kinds import NoticeKind, Ordered
+from flashrecovery.plan import Kind
+from flashrecovery.plan.replan import LayoutFacts, best, fixed, layout_text, parse_layout, why_not
+from flashrecovery.plan.strategy import Strategy
+from flashrecovery.plan.transitions import State
+from flashrecovery.plan.words import ranks_text
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+COMMON = "common"
+"""The shard that every rank has, of state that is no tensor; each index has it besides."""
+_PREFERRED = (Kind.LIVE, Kind.UNDO, Kind.COPY)
+
+
+@dataclass(frozen=True)
+class NextLayout:
+    """What the job is to change to. ``step``: from this one on; -1: the next one. ``lost``: it has to, because ranks
+    cannot be replaced."""
+
+    strategy: Strategy
+    why: tuple[str, ...]
+    step: int = -1
+    lost: bool = False
+
+
+@dataclass(frozen=True)
+class Kept:
+    """State that is to be read by the ranks of the next layout: in the node's memory, or (``checkpoint``) on disk.
+    ``written``: bytes."""
+
+    version: int
+    place: pb.StashPlace
+    checkpoint: str = ""
+    written: int = 0
+
+
+class Replanning:
+    """Changes of the parallel layout of one job."""
+
+    def __init__(self, job: JobState, staffing: Staffing) -> None:
+        self._job = job
+        self._staffing = staffing
+        self._next: NextLayout | None = None
+        self._writing: Kept | None = None  # is being written
+        self._kept: Kept | None = None  # is there, and may be needed once more
+        self._rounds = 0
+
+    # -- which layout -----------------------------------------------------------------------------
+
+    def ask(self, text: str, step: int) -> tuple[str, Strategy | None, tuple[str, ...]]:
+        """Have the layout changed from ``step`` on (-1: the next one). ``text``: the sizes; "": the best ones. Returns
+        (why not, "" if it will be done; the layout; why this one)."""
+        job = self._job
+        facts = self._facts()
+        if isinstance(facts, str):
+            return facts, None, ()
+        if job.state is not State.RUNNING or job.recovery is not None:
+            return f"the job is {job.state.value}, or has just recovered; ask again when it trains", None, ()
+        newest = max(record.committed for record in job.in_order)
+        if 0 <= step <= newest:
+            return f"--at-step {step}: step {newest} has begun already; a later one is allowed", None, ()
+        steps = job.in_order[0].steps
+        if steps is not None and step >= steps:
+            return f"--at-step {step}: the job takes {steps} steps; an earlier one is allowed", None, ()
+        try:
+            strategy, why = self._chosen(text, facts)
+        except (ConfigError, UnsupportedError) as e:
+            return str(e), None, ()
+        if strategy == facts.now:
+            return f"the job has the layout {layout_text(strategy)} already", None, ()
+        self._next = NextLayout(strategy, why, step)
+        for record in job.in_order:
+            job.command(record.rank, pb.Command(pause=self._pause(self._next)))
+        return "", strategy, why
+
+    def _chosen(self, text: str, facts: LayoutFacts) -> tuple[Strategy, tuple[str, ...]]:
+        """Raises ConfigError or UnsupportedError."""
+        config = self._job.config
+        assert config.replan is not None
+        if text:
+            found = parse_layout(text, facts, config.world_size)
+            if found.ranks < config.replan.min:
+                raise ConfigError(
+                    f"--layout {text}: {found.ranks} ranks; {config.replan.min} (replan.min) or more are allowed"
+                )
+            return found, ("commanded",)
+        choice = best(facts, config.world_size, config.replan.min, self._job.step_s)
+        return choice.best.strategy, choice.lines
+
+    def _facts(self) -> LayoutFacts | str:
+        """What there is to lay out; or why it cannot be laid out otherwise."""
+        if self._job.config.replan is None:
+            return "the job's layout is fixed: launch it with --replan MIN"
+        if not self._job.facts:
+            return "the job's workers have not come to their first step yet"
+        facts = LayoutFacts.parse(self._job.facts)
+        return fixed(facts) or facts
+
+    def lose(self, lost: Collection[int]) -> bool:
+        """These ranks have no process, and get none: choose a layout for those that are left. Returns whether there is
+        one; they have left the job then.
+
+        Raises JobFailedError, which says why no layout fits.
+        """
+        facts = self._facts()
+        if isinstance(facts, str) or self._job.state is State.STARTING:
+            return False
+        assert self._job.config.replan is not None
+        left = len(self._job.ranks) - len(lost)
+        wanted = self._next
+        if wanted is not None and not why_not(facts, wanted.strategy, left) and wanted.strategy != facts.now:
+            chosen = replace(wanted, step=-1, lost=True)
+        else:
+            try:
+                choice = best(facts, left, self._job.config.replan.min, self._job.step_s)
+            except UnsupportedError as e:
+                raise JobFailedError(
+                    f"{ranks_text(sorted(lost))} cannot be replaced, and no parallel layout fits the {left} ranks that "
+                    f"are left: {e}"
+                ) from e
+            chosen = NextLayout(choice.best.strategy, choice.lines, lost=True)
+        self._next = chosen
+        for rank in lost:
+            record = self._job.depart(rank)
+            self._job.tell_to_leave(rank, record.home)
+        if all(record.home for record in self._job.in_order):
+            self._job.homeless_since = None
+        return True
+
+    def can_lose(self, count: int) -> bool:
+        """Whether there is a layout for so many ranks less."""
+        facts, settings = self._facts(), self._job.config.replan
+        if isinstance(facts, str) or settings is None:
+            return False
+        try:
+            best(facts, len(self._job.ranks) - count, settings.min)
+        except UnsupportedError:
+            return False
+        return True
+
+    # -- when -------------------------------------------------------------------------------------
+
+    @property
+    def under_way(self) -> bool:
+        """The layout is to change, and has not yet."""
+        return self._next is not None
+
+    def pause(self) -> pb.Pause | None:
+        """What ranks that go on after a recovery are told of a command that is still to be carried out."""
+        return None if self._next is None else self._pause(self._next)
+
+    @staticmethod
+    def _pause(wanted: NextLayout) -> pb.Pause:
+        return pb.Pause(step=max(wanted.step, 0), copies=False)
+
+    def why_paused(self, version: int) -> str:
+        """In words, for those who are stopped."""
+        assert self._next is not None
+        return f"the job goes on in the layout {layout_text(self._next.strategy)} from step {version} on"
+
+    # -- the state --------------------------------------------------------------------------------
+
+    def interrupted(self) -> None:
+        """Somebody has died: what was being written is of no use."""
+        if self._writing is not None:
+            self._writing = None
+            self._job.outbox.keep(lambda what, _: what is not Ordered.STASH)
+
+    def begin(self, decision: Decision | JobFailedError, now: float) -> bool:
+        """All that live are stopped, and this is decided. Returns whether the layout changes now, or has to begin once
+        more."""
+        kept, wanted = self._kept, self._next
+        found = decision if isinstance(decision, Decision) and not decision.checkpoint else None
+        if found is None and kept is not None:  # nobody had come so far as to have the state
+            self._start(wanted or self._same(), replace(kept, written=0), now)
+            return True
+        if wanted is None or isinstance(decision, JobFailedError):
+            return False
+        version = decision.round.version
+        if version < wanted.step:
+            return False
+        if found is None:
+            self._start(wanted, Kept(version, pb.StashPlace(), decision.checkpoint), now)
+            return True
+        self._write(version, now)
+        return True
+
+    def _same(self) -> NextLayout:
+        facts = self._facts()
+        assert not isinstance(facts, str)
+        return NextLayout(facts.now, ("the layout stays; not all of its ranks have had the state yet",))
+
+    def _write(self, version: int, now: float) -> None:
+        """Have each shard written by one of those who have it."""
+        orders = assigned(self._job.ranks, self._job.departed, version)
+        self._rounds += 1
+        directory = f"{self._rounds}-{version}"
+        self._writing = Kept(version, pb.StashPlace(directory=directory, ranks=sorted(orders)))
+        deadline = now + 1.5 * self._job.config.timeouts.restore_s
+        for rank, items in orders.items():
+            stash = pb.Stash(version=version, directory=directory, items=items)
+            self._job.command(rank, pb.Command(stash=stash), deadline, Ordered.STASH)
+
+    @property
+    def writing(self) -> bool:
+        """State is being written."""
+        return self._writing is not None
+
+    def wrote(self, nbytes: int) -> None:
+        """A rank has written its part."""
+        if self._writing is not None:
+            self._writing = replace(self._writing, written=self._writing.written + nbytes)
+
+    def could_not(self, rank: int, why: str) -> bool:
+        """A rank could not write. Returns whether the job can go on in its layout; a command is given up then."""
+        wanted, self._next = self._next, None
+        self.interrupted()
+        assert wanted is not None
+        text = f"the layout does not change to {layout_text(wanted.strategy)}: rank {rank}: {why}"
+        if wanted.lost:
+            self._job.fail(text)
+            return False
+        self._job.notice(NoticeKind.NOT_REPLANNED, text)
+        return True
+
+    def go_on(self, now: float) -> None:
+        """If all is written, start the new layout."""
+        if self._writing is not None and not self._job.outbox.waits_for(Ordered.STASH):
+            kept, self._writing = self._writing, None
+            assert self._next is not None
+            self._start(self._next, kept, now)
+
+    # -- the new layout ---------------------------------------------------------------------------
+
+    def _start(self, wanted: NextLayout, kept: Kept, now: float) -> None:
+        job = self._job
+        before = LayoutFacts.parse(job.facts).now
+        self._kept, self._next = kept, None
+        places = [(record.home, record.local_rank) for record in job.in_order]
+        size = wanted.strategy.ranks
+        if size > len(places):  # ranks come back: a node has room for those of the launch
+            (home,) = {home for home, _ in places}
+            taken = {local for _, local in places}
+            places += [(home, n) for n in range(job.config.world_size) if n not in taken]
+        for record in job.in_order[size:]:
+            job.tell_to_leave(record.rank, record.home)
+        records = [RankRecord(rank, home=home, local_rank=local) for rank, (home, local) in enumerate(places[:size])]
+        job.lay_out(layout_text(wanted.strategy), records)
+        job.to(State.STARTING, now)
+        job.generation += 1
+        job.retry_at, job.round, job.restore_from = None, None, ""
+        job.outbox.clear()
+        job.start_stores, job.needs_known, job.homeless_since = [], 0, None
+        job.emit(
+            ev.JobReplanned(
+                generation=job.generation,
+                step=kept.version,
+                before=layout_text(before),
+                layout=job.plan,
+                ranks=size,
+                bytes=kept.written,
+                why=list(wanted.why),
+            )
+        )
+        if kept.checkpoint:
+            why = "nobody has the state that ranks have needed which are lost"
+            job.emit(
+                ev.FallbackStarted(generation=job.generation, version=kept.version, path=kept.checkpoint, reason=why)
+            )
+        for record in job.in_order:
+            self._staffing.fill(record, now, detached=False)
+
+    def restored_from(self) -> Decision | None:
+        """All ranks of a new layout have come to their first step: what they go on from. None: there is no new
+        layout."""
+        kept = self._kept
+        if kept is None:
+            return None
+        found = RestoreRound.from_checkpoint(kept.version, self._job.ranks)
+        found.stash = None if kept.checkpoint else kept.place
+        return Decision(found, kept.checkpoint)
+
+    def confirmed(self) -> None:
+        """Every rank has taken a step: what the memory has is not needed any more."""
+        if self._kept is not None:
+            self._kept = None
+            self._job.command(AGENT, pb.Command(drop_stash=pb.DropStash()))
+
+
+def assigned(
+    records: Mapping[int, RankRecord], departed: Mapping[int, Mapping[str, int]], version: int
+) -> dict[int, list[pb.StashItem]]:
+    """Who writes which shard at ``version``, and from what it has of it: of those who have it for themselves, or else
+    keep copies of it, whoever writes the least so far. All shards that the ranks need, and that those have needed who
+    have left; no rank's own plain state.
+
+    Raises JobFailedError if somebody has said that it has a shard, and nobody has.
+    """
+    capsules = {capsule_name(rank) for rank in (*records, *departed)}
+    sizes = {name: nbytes for record in records.values() for name, nbytes in record.needs.items()}
+    sizes |= {need.shard: need.nbytes for need in left_behind(departed, records.values())}
+    names = {name for name in sizes if name not in capsules and name != COMMON}
+    holders: dict[str, dict[int, Kind]] = {name: {} for name in names}
+    for record in records.values():
+        found = [*record.live_at(version, names), *record.copies_at(version, names)]
+        for holding in sorted(found, key=lambda h: _PREFERRED.index(h.kind) if h.kind in _PREFERRED else 9):
+            if holding.kind in _PREFERRED:
+                holders[holding.shard].setdefault(record.rank, holding.kind)
+    load: Counter[int] = Counter()
+    orders: dict[int, list[pb.StashItem]] = {}
+    for name in sorted(names, key=lambda name: (-sizes[name], name)):
+        if not holders[name]:
+            raise JobFailedError(f"nobody has shard {name!r} at version {version}")
+        rank = min(holders[name], key=lambda rank: (holders[name][rank] is Kind.COPY, load[rank], rank))
+        load[rank] += sizes[name]
+        orders.setdefault(rank, []).append(pb.StashItem(shard=name, kind=holders[name][rank].value))
+    return orders

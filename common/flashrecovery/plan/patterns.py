@@ -83,7 +83,7 @@ class Rows(Pattern):
 class Whole(Pattern):
     """Everything on every place."""
 
-    divides: ClassVar[bool] = False
+    divides = False
 
     def parts(self, shape: Shape, place: int, size: int) -> Sequence[StoredBox]:
         box = Box.whole(shape)
@@ -198,7 +198,7 @@ class WithRange(Pattern):
 
     range: BufferRange
     length: int
-    divides: ClassVar[bool] = False
+    divides = False
 
     def parts(self, shape: Shape, place: int, size: int) -> Sequence[StoredBox]:
         low, high = self.range.range_at(self.length, place, size)
@@ -220,7 +220,7 @@ class InBuffer(Pattern):
     buffer: FlatBuffer
     bucket: int
     start: int
-    divides: ClassVar[bool] = False
+    divides = False
 
     def first(self, size: int) -> int:
         """The number of its first element in the buffer."""

@@ -1,6 +1,8 @@
-"""The data-parallel group of plain models: who stands at this rank's place in the other replicas.
+"""Who stands at this rank's place in the other replicas of a plain model, and among whom its batches are divided.
 
-It is the same with recovery and without it, so the models themselves are asked, and no adapter.
+These are two questions. What leaves and comes as a whole is what has the whole state together. In tensor parallelism
+the same ranks compute a micro-batch together; those of an HSDP replica have the state together, and each of them
+computes micro-batches of its own. Both are the same with recovery and without it, so the models themselves are asked.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def data_parallel_group(models: Sequence[torch.nn.Module]) -> dist.ProcessGroup | None:
-    """Of the first model that says it; None: each rank is a replica."""
-    return next((group for model in models if (group := group_of(model)) is not None), None)
+    """The ranks among which the micro-batches are divided; None: all."""
+    wrapped = (model for model in models if isinstance(model, DistributedDataParallel))
+    return next((group_of(model) for model in wrapped), None)
 
 
 def group_of(model: torch.nn.Module) -> dist.ProcessGroup | None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from flashrecovery.adapter import (
@@ -32,6 +33,7 @@ from flashrecovery.adapter import (
     Shard,
     StepHooks,
     TorchAdapter,
+    groups,
     owners_of,
     plain_fields,
 )
@@ -99,6 +101,7 @@ class MegatronAdapter(TorchAdapter):
         self._reports_synchronising = False
         super().__init__(nn.ModuleList(chunks), torch_optimizers(optimizer))
         self._membership = membership or {}
+        self._launched = elastic.lists_of_ranks()
         self._division: OptimizerDivision | None = None
 
     # -- shards -----------------------------------------------------------------------------------
@@ -140,14 +143,17 @@ class MegatronAdapter(TorchAdapter):
     # -- another number of replicas ---------------------------------------------------------------
 
     def tied_to_size(self) -> Sequence[str]:
-        found = tuple(elastic.tied_to_size(self._chunks, self._optimizer, own_loop=self._loop is not None))
+        found = tuple(elastic.tied_to_size(self._chunks, self._optimizer))
         division = None if found else self.division()
         if division is not None:
             division.check()
         return found
 
+    def replicas(self) -> dist.ProcessGroup | None:
+        return elastic.data_parallel_group()
+
     def resized(self) -> None:
-        elastic.resize(self._chunks)
+        elastic.resize(self._chunks, self._launched, groups.numbers())
 
     def division(self) -> Division | None:
         if self._division is None and self._membership:

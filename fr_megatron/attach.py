@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from flashrecovery import Recovery, init
-from flashrecovery.adapter import check_equal, union
-from fr_megatron.elastic import batch_of
+from flashrecovery.adapter import check_equal
+from fr_megatron.elastic import batch_of, membership
 from fr_megatron.support import check_inside
 
 
@@ -47,22 +47,9 @@ def attach(model: Any, optimizer: Any, scheduler: Any = None, **settings: Any) -
 
     check_inside(megatron.core.__version__)
     _check_equal(chunks, optimizer, settings)
-    membership = _membership(chunks, optimizer)
-    recovery.register_adapter(adapter_for(chunks, optimizer, scheduler, OwnLoop(chunks), membership))
+    groups = membership(chunks, optimizer)
+    recovery.register_adapter(adapter_for(chunks, optimizer, scheduler, OwnLoop(chunks), groups))
     return recovery
-
-
-def _membership(chunks: list[Any], optimizer: Any) -> dict[str, int]:
-    """Of all parameters that one distributed optimizer of one chunk trains the numbers of their groups; a collective,
-    because a rank knows only those of its own parts. Empty where nothing could be divided otherwise."""
-    inner = getattr(optimizer, "chained_optimizers", [optimizer])
-    if len(chunks) != 1 or len(inner) != 1 or not hasattr(inner[0], "model_param_group_index_map"):
-        return {}
-    if dist.get_world_size(chunks[0].intra_dp_cp_group) != dist.get_world_size():
-        return {}
-    names = {id(p): f"0.{name}" for name, p in chunks[0].named_parameters()}
-    mine = [f"{group} {names[id(p)]}" for p, (group, _) in inner[0].model_param_group_index_map.items()]
-    return {name: int(group) for group, _, name in (line.partition(" ") for line in union(mine))}
 
 
 def _check_equal(chunks: list[Any], optimizer: Any, settings: dict[str, Any]) -> None:

@@ -87,10 +87,10 @@ def differences(places: list[Path]) -> list[str]:
     trees: dict[str, ast.Module] = {}
 
     def parameters(hook: ReplacedFunction) -> tuple[str, ...] | None:
-        if hook.module not in trees:
-            source = _first(places, hook.module.replace(".", "/") + ".py")
-            trees[hook.module] = ast.parse("" if source is None else source.read_text())
-        return _parameters(hook, trees[hook.module])
+        if hook.source not in trees:
+            source = _first(places, hook.source.replace(".", "/") + ".py")
+            trees[hook.source] = ast.parse("" if source is None else source.read_text())
+        return _parameters(hook, trees[hook.source])
 
     return hooks.differences(parameters)
 

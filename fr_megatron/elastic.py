@@ -1,10 +1,10 @@
 """Megatron in a job that changes its number of replicas: what cannot follow, and how the rest does.
 
-Only data parallelism: a replica is one rank, every other group of Megatron's is of that rank alone. Process groups keep
-their handles, and Megatron asks them for size and rank at nearly all places. What it has noted instead:
+A replica is one rank, or all ranks of one data-parallel coordinate, with tensor and pipeline parallelism. Process
+groups keep their handles, and Megatron asks them for size and rank at nearly all places. What it has noted instead:
 
 ==========================  ====================================================================================
-``parallel_state``          lists of ranks, of the data-parallel groups and of those of one rank
+``parallel_state``          lists of ranks
 buffers and buckets         the data-parallel size, and the factor of the gradients that follows from it
 micro-batch calculator      micro-batches on a replica
 tracked random streams      seeded anew for each micro-batch, as torch's own are
@@ -16,37 +16,38 @@ follows the size of the launch, from 41 ranks on).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import xxhash
 
-from flashrecovery.adapter import FrameworkBatch
+from flashrecovery.adapter import FrameworkBatch, union
 from fr_megatron.capabilities import FOLLOWED, REFORM
 from fr_megatron.optimizers import inner_optimizers
 
 _LISTS = "_RANKS"
 """How the names of ``parallel_state``'s lists of ranks end."""
-_WHOLE = "DATA_PARALLEL"
-"""What is in the names of those that are of all ranks where there is only data parallelism."""
 _NOTED = ("_MPU_DATA_PARALLEL_WORLD_SIZE", "_MPU_DATA_PARALLEL_RANK")
 """Numbers in place of those of the groups, which a script may set."""
 
 
-def tied_to_size(chunks: Sequence[Any], optimizer: Any, *, own_loop: bool) -> Iterator[str]:
+def tied_to_size(chunks: Sequence[Any], optimizer: Any) -> Iterator[str]:
     """What of Megatron cannot change its number of replicas, by name, and what is allowed instead."""
     if FOLLOWED.way is None:
         yield f"this Megatron, which lacks {'; '.join(FOLLOWED.missing())}"
         return
-    if not own_loop:
-        yield "Megatron-LM's training loop (allowed: megatron-core in a loop over recovery.steps())"
     for chunk in chunks:
         if type(chunk).__name__ != "DistributedDataParallel":
             yield f"{type(chunk).__name__} (allowed: megatron-core's DistributedDataParallel)"
             return
     yield from dict.fromkeys(name for chunk in chunks for name in _of_chunk(chunk))
     distributed = any(chunk.ddp_config.use_distributed_optimizer for chunk in chunks)
+    if distributed and _ranks_of_replica() > 1:
+        yield "the distributed optimizer with tensor or pipeline parallelism (allowed: without it)"
+    if len(chunks) > 1:
+        yield "several model chunks (a virtual pipeline; allowed: one)"
     if distributed and (len(chunks) > 1 or len(inner_optimizers(optimizer)) > 1):
         yield "the distributed optimizer of several model chunks, or several ones (allowed: one)"
     yield from _of_layout()
@@ -70,23 +71,24 @@ def _of_layout() -> Iterator[str]:
     from megatron.core import parallel_state as state
 
     sizes = {
-        "tensor_model_parallel_size": state.get_tensor_model_parallel_world_size(),
-        "pipeline_model_parallel_size": state.get_pipeline_model_parallel_world_size(),
         "context_parallel_size": state.get_context_parallel_world_size(),
         "expert_model_parallel_size": state.get_expert_model_parallel_world_size(),
-        "expert_tensor_parallel_size": state.get_expert_tensor_parallel_world_size(),
     }
     for name, size in sizes.items():
         if size and size > 1:
             yield f"{name} = {size} (allowed: 1)"
-    if any(size and size > 1 for size in sizes.values()):
-        return
     for name in _NOTED:
         if getattr(state, name, None) is not None:
             yield f"parallel_state.{name}, set by the script"
-    for name, ranks in _lists():
-        if ranks != _ranks_of(name):
-            yield f"parallel_state.{name} = {ranks}, which is of some of the ranks"
+
+
+def _ranks_of_replica() -> int:
+    """How many ranks one replica has, of the kinds that are allowed."""
+    from megatron.core import parallel_state as state
+
+    tensor: int = state.get_tensor_model_parallel_world_size()
+    stages: int = state.get_pipeline_model_parallel_world_size()
+    return tensor * stages
 
 
 def _of_calculator() -> Iterator[str]:
@@ -103,31 +105,72 @@ def batch_of() -> FrameworkBatch:
     """The global batch and the micro-batch of the calculator, if the script has one. Schedules divide by the number of
     micro-batches on a replica, so all of them have as many."""
     calculator = _calculator()
+    common: dict[str, Any] = {"counted": True, "seed": seed_tracked, "replicas": data_parallel_group}
     if calculator is None or list(_of_calculator()):  # which is refused
-        return FrameworkBatch(None, None, counted=True, seed=seed_tracked)
-    return FrameworkBatch(
-        calculator.current_global_batch_size, calculator.micro_batch_size, counted=True, seed=seed_tracked
-    )
+        return FrameworkBatch(None, None, **common)
+    return FrameworkBatch(calculator.current_global_batch_size, calculator.micro_batch_size, **common)
+
+
+def data_parallel_group() -> dist.ProcessGroup:
+    """Of the ranks that stand at the same place in every replica."""
+    from megatron.core import parallel_state
+
+    group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
+    return group
 
 
 def seed_tracked(seed: int) -> None:
-    """Seed the streams that Megatron tracks, each in its own way."""
+    """Seed the streams that Megatron tracks, each in its own way. As with Megatron's own seeds, pipeline stages draw
+    other numbers, and tensor-parallel ranks in those streams that are for that."""
+    from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random as module
 
+    if stage := parallel_state.get_pipeline_model_parallel_rank():
+        seed = _mixed(f"stage {stage}", seed)
+        torch.manual_seed(seed)
+    part = parallel_state.get_tensor_model_parallel_rank()
     tracker = module.get_cuda_rng_tracker()
     names = list(tracker.get_states())
     tracker.reset()
     for name in names:
-        tracker.add(name, xxhash.xxh3_64_intdigest(f"{name} {seed}".encode()) >> 1)
+        apart = part and name != module.get_data_parallel_rng_tracker_name()
+        tracker.add(name, _mixed(f"{name} {part}" if apart else name, seed))
 
 
-def resize(chunks: Sequence[Any]) -> None:
+def _mixed(name: str, seed: int) -> int:
+    return xxhash.xxh3_64_intdigest(f"{name} {seed}".encode()) >> 1
+
+
+def membership(chunks: Sequence[Any], optimizer: Any) -> dict[str, int]:
+    """Of all parameters that one distributed optimizer of one chunk trains the numbers of their groups; a collective,
+    because a rank knows only those of its own parts. Empty where nothing could be divided otherwise."""
+    inner = getattr(optimizer, "chained_optimizers", [optimizer])
+    if len(chunks) != 1 or len(inner) != 1 or not hasattr(inner[0], "model_param_group_index_map"):
+        return {}
+    if dist.get_world_size(chunks[0].intra_dp_cp_group) != dist.get_world_size():
+        return {}
+    names = {id(p): f"0.{name}" for name, p in chunks[0].named_parameters()}
+    mine = [f"{group} {names[id(p)]}" for p, (group, _) in inner[0].model_param_group_index_map.items()]
+    return {name: int(group) for group, _, name in (line.partition(" ") for line in union(mine))}
+
+
+def lists_of_ranks() -> dict[str, list[int]]:
+    """Those of ``parallel_state``."""
+    return {name: list(ranks) for name, ranks in _lists()}
+
+
+def resize(chunks: Sequence[Any], launched: Mapping[str, Sequence[int]], numbers: Mapping[int, int]) -> None:
     """The groups have other members: bring what Megatron has noted of their size to what it would be in a job that was
-    started so. Without communication."""
+    started so. Without communication.
+
+    Args:
+        launched: :func:`lists_of_ranks` as the job was launched.
+        numbers: of the ranks as the job was launched, those that there are now.
+    """
     from megatron.core import parallel_state as state
 
-    for name, _ in _lists():
-        setattr(state, name, _ranks_of(name))
+    for name, ranks in launched.items():
+        setattr(state, name, [numbers[rank] for rank in ranks if rank in numbers])
     for chunk in chunks:
         if chunk.ddp_config.use_distributed_optimizer:
             continue  # its buffers are made anew with the state that is divided
@@ -167,9 +210,3 @@ def _lists() -> Iterator[tuple[str, Any]]:
     for name, value in list(vars(state).items()):
         if name.endswith((_LISTS, f"{_LISTS}_WITH_CP")) and value is not None:
             yield name, value
-
-
-def _ranks_of(name: str) -> list[int]:
-    """What a list of ``parallel_state`` has to be here and now."""
-    alone = _WHOLE not in name
-    return [dist.get_rank()] if alone else list(range(dist.get_world_size()))

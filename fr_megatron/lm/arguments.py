@@ -50,6 +50,11 @@ def _add(group: Any) -> None:
         help="no progress for so long (and ten usual steps) is a hang; default: the launcher's",
     )
     group.add_argument(
+        "--flash-recovery-elastic",
+        metavar="MIN:MAX",
+        help="go on with fewer data-parallel replicas when one is lost for good; as the launcher's --elastic",
+    )
+    group.add_argument(
         "--flash-recovery-checkpoint-dir", metavar="DIR", help="where fallback checkpoints are kept; default: none"
     )
     group.add_argument(

@@ -12,8 +12,10 @@ from flashrecovery.adapter import check_equal
 from flashrecovery.errors import ConfigError
 from fr_megatron.adapter import adapter_for
 from fr_megatron.digest import state_digest
+from fr_megatron.elastic import membership
 from fr_megatron.lm.arguments import common, given, settings
 from fr_megatron.lm.data import streamed
+from fr_megatron.lm.elastic_loop import ElasticLoop, check_flag
 from fr_megatron.lm.state import NOTHING, LMLoop, LMLoopAdapter
 from fr_megatron.support import check_inside
 
@@ -36,6 +38,8 @@ class ProtectedLoop:
         if not self._recovery.enabled:
             raise ConfigError("--flash-recovery: start the script with `flashrecovery run` in place of torchrun")
         check_inside(megatron.core.__version__)
+        check_flag(args, self._recovery)
+        self._elastic: ElasticLoop | None = None
         self._loop: LMLoop | None = None
         self._started = False
         self._objects: tuple[Any, Any, Any] | None = None
@@ -62,15 +66,20 @@ class ProtectedLoop:
         made = self._original["setup_model_and_optimizer"](*args, **kwargs)
         chunks, optimizer, scheduler = made
         if optimizer is not None:
-            adapter = adapter_for(chunks, optimizer, scheduler)
+            elastic = self._recovery.elastic is not None
+            self._elastic = ElasticLoop(self._args, self._recovery) if elastic else None
+            groups = membership(chunks, optimizer) if elastic else None
+            adapter = adapter_for(chunks, optimizer, scheduler, membership=groups)
             self._objects = (chunks, optimizer, scheduler)
-            self._loop = LMLoop(self._args, get_timers(), get_rerun_state_machine())
+            self._loop = LMLoop(self._args, get_timers(), get_rerun_state_machine(), self._elastic)
             self._recovery.register_adapter(adapter)
             self._recovery.register_adapter(LMLoopAdapter(self._loop))
         return made
 
     def build_train_valid_test_data_loaders(self, *args: Any, **kwargs: Any) -> Any:
         made = self._original["build_train_valid_test_data_loaders"](*args, **kwargs)
+        if self._elastic is not None:
+            return tuple(self._elastic.followed(loaders) for loaders in made)
         return made if self._loop is None else tuple(streamed(loaders, self._recovery) for loaders in made)
 
     # -- calls ------------------------------------------------------------------------------------
@@ -89,7 +98,14 @@ class ProtectedLoop:
             for iterator in data_iterator if isinstance(data_iterator, list) else [data_iterator]:
                 if hasattr(iterator, "advance"):
                     iterator.advance()  # what an interrupted step has put aside for a rerun
-            returned = self._original["train_step"](forward_step_func, data_iterator, *args, **kwargs)
+
+            def step(forward: Original) -> Any:
+                return self._original["train_step"](forward, data_iterator, *args, **kwargs)
+
+            elastic = self._elastic
+            returned = (
+                step(forward_step_func) if elastic is None else elastic.train_step(iteration, step, forward_step_func)
+            )
             loop.finished(iteration, returned)
             return returned
 
@@ -129,7 +145,14 @@ class ProtectedLoop:
         return self._call("log", made, lambda: report_memory) if communicates else body()
 
     def evaluate_and_print_results(self, *args: Any, **kwargs: Any) -> Any:
-        return self._whole("evaluate", "evaluate_and_print_results", args, kwargs)
+        elastic = self._elastic
+
+        def body() -> None:
+            self._original["evaluate_and_print_results"](*args, **kwargs)
+            if elastic is not None:
+                elastic.evaluated()
+
+        return self._call("evaluate", body, lambda: None)
 
     def save_checkpoint_and_time(self, *args: Any, **kwargs: Any) -> Any:
         return self._whole("save", "save_checkpoint_and_time", args, kwargs)
@@ -201,9 +224,25 @@ class ProtectedLoop:
             lambda: self._original["Timer.start"](timer),
         )
 
+    # -- micro-batches ----------------------------------------------------------------------------
+
+    def update_num_microbatches(
+        self, consumed_samples: int, consistency_check: bool = True, verbose: bool = False
+    ) -> None:
+        """As Megatron's own. In an elastic job, the loop compares what comes next with its iteration before."""
+        self._original["update_num_microbatches"](consumed_samples, consistency_check, verbose=verbose)
+        if self._elastic is not None:
+            self._elastic.updated(checks=consistency_check)
+
+    def get_num_microbatches(self) -> int:
+        number: int = self._original["get_num_microbatches"]()
+        return number if self._elastic is None else self._elastic.seen(number)
+
     # -- the end ----------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
+        if self._elastic is not None:
+            self._elastic.training(self._original["get_num_microbatches"]())
         returned = self._original["train"](*args, **kwargs)
         if given(self._args, "digest") and self._objects is not None:
             print(f"digest rank={self._args.rank} {state_digest(*self._objects)}", flush=True)

@@ -22,6 +22,7 @@ ARGUMENTS = "megatron.training.arguments"
 TRAINING = "megatron.training.training"
 TIMERS = "megatron.core.timers"
 PARALLEL = "megatron.core.parallel_state"
+CALCULATOR = "megatron.core.num_microbatches_calculator"
 CORE_0_16, CORE_0_20 = RELEASES = "0.16", "0.20"
 """Loops that differ in what is replaced, by the release of megatron-core in which they were first seen. Which one it
 is, the functions themselves say, not the version."""
@@ -38,12 +39,19 @@ class ReplacedFunction:
         module, name: where the loop finds it.
         parameters: its first parameters, by which a changed one is recognised.
         other: the same for the releases in which they are others.
+        defined: the module from which that one imports it; "": it is its own.
     """
 
     module: str
     name: str
     parameters: tuple[str, ...]
     other: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
+    defined: str = ""
+
+    @property
+    def source(self) -> str:
+        """The module in whose source it stands."""
+        return self.defined or self.module
 
     def known(self, release: str) -> tuple[str, ...]:
         """The first parameters in ``release``."""
@@ -87,6 +95,10 @@ LOOP = (
         {CORE_0_20: ("model_chunks", "optimizer", "param_sync")},
     ),
     ReplacedFunction(TRAINING, "print_datetime", ("string",)),
+    ReplacedFunction(
+        TRAINING, "update_num_microbatches", ("consumed_samples", "consistency_check"), defined=CALCULATOR
+    ),
+    ReplacedFunction(TRAINING, "get_num_microbatches", (), defined=CALCULATOR),
 )
 ALL = (PARSE_ARGS, TIMER_START, *LOOP)
 

@@ -6,7 +6,7 @@ A replacement's loop begins at its first iteration and goes round without comput
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from flashrecovery.adapter import LoopAdapter
 from fr_megatron import trackers
+from fr_megatron.lm.elastic_loop import ElasticLoop
 
 _RERUN = (
     "current_iteration",
@@ -52,9 +53,10 @@ NOTHING = TrainResult({}, False, (False, False, 0, None, None, 0))
 
 
 class LMLoop:
-    """A :class:`flashrecovery.worker.calls.LoopState`."""
+    """A :class:`flashrecovery.worker.calls.LoopState`. ``elastic``: of a job that changes its number of replicas."""
 
-    def __init__(self, args: Any, timers: Any, rerun: Any) -> None:
+    def __init__(self, args: Any, timers: Any, rerun: Any, elastic: ElasticLoop | None = None) -> None:
+        self.elastic = elastic
         self._args = args
         self._timers = timers
         self._rerun = rerun
@@ -94,6 +96,7 @@ class LMLoop:
             "rerun": {name: getattr(self._rerun, name) for name in _RERUN},
             "largest": {name: dict(getattr(self._rerun, name)) for name in _RERUN_LARGEST},
             "trackers": trackers.save(),
+            "positions": [] if self.elastic is None else self.elastic.positions(),
         }
 
     def load(self, saved: dict[str, Any]) -> None:
@@ -115,6 +118,8 @@ class LMLoop:
             setattr(self._rerun, name, dict(values))
         self._rerun.state = RerunState.NOT_RUNNING_YET
         trackers.load(saved["trackers"])
+        if self.elastic is not None:
+            self.elastic.set_positions(saved["positions"])
 
     def restored(self, saved: dict[str, Any]) -> None:
         self._restored = saved
@@ -137,6 +142,14 @@ class LMLoopAdapter(LoopAdapter):
 
     def capsule_mark(self) -> int:
         return self._state.changes
+
+    def tied_to_size(self) -> Sequence[str]:
+        elastic = self._state.elastic
+        return () if elastic is None else tuple(elastic.tied_to_size())
+
+    def resized(self) -> None:
+        if self._state.elastic is not None:
+            self._state.elastic.resized()
 
 
 def _plain(value: Any) -> Any:

@@ -22,7 +22,7 @@ def tree(root: Path, release: str, version: str | None = None) -> Path:
     lines: dict[str, list[str]] = {}
     for hook in hooks.ALL:
         *classes, function = hook.name.split(".")
-        source = lines.setdefault(hook.module, [])
+        source = lines.setdefault(hook.source, [])
         source += [f"class {name}:" for name in classes]
         source.append(f"{'    ' * len(classes)}def {function}({', '.join(hook.known(release))}): ...")
     for module, source in lines.items():

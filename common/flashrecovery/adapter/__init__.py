@@ -56,6 +56,7 @@ from flashrecovery.runtime.channel import CHANNEL_ENV
 from flashrecovery.runtime.durable import write_durably
 from flashrecovery.state import codec
 from flashrecovery.worker.agreement import check_equal, union
+from flashrecovery.worker.call_batches import CallBatches
 from flashrecovery.worker.calls import LoopAdapter
 from flashrecovery.worker.data import DataStream
 from flashrecovery.worker.data_parallel import group_of
@@ -66,6 +67,7 @@ from flashrecovery.worker.rng import RngState, restore_rng
 __all__ = [
     "CHANNEL_ENV",
     "Adapter",
+    "CallBatches",
     "CheckpointFormat",
     "DataStream",
     "Divided",

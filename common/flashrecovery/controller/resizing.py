@@ -125,7 +125,7 @@ class Resizing:
         if 0 <= step <= newest:
             return f"--at-step {step}: step {newest} has begun already; a later one is allowed"
         steps = job.in_order[0].steps
-        if steps is not None and step >= steps:
+        if steps is not None and 0 <= steps <= step:  # -1: the script's end is the end of the steps
             return f"--at-step {step}: the job takes {steps} steps; an earlier one is allowed"
         if replicas > size:
             why_not = self._growing.ask(replicas, step, now)

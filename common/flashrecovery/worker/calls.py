@@ -161,6 +161,10 @@ class Calls:
                 self._loop.recover()
                 again = True
                 continue
+            if gate.paused:
+                self._loop.pause()
+                again = True
+                continue
             call = self._call(gate.version)
             self._set_rng(call.rng)
             if again and call.loop is not None:
@@ -183,6 +187,8 @@ class Calls:
 
     def _finish(self) -> None:
         """The script has come to its end."""
+        if self._loop.left:
+            return
         total = len(self._kinds)
         while not self._finished:
             self._finished = self._loop.finished(total)

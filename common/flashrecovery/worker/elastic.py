@@ -15,7 +15,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeGuard
+from typing import Any, ClassVar, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from flashrecovery.errors import ConfigError, RegistrationError
 from flashrecovery.plan.sample_order import BatchDivision, SampleOrder, exact_sizes, stream_seed
 from flashrecovery.worker.data_parallel import data_parallel_group
 
-_BETWEEN = -1
+BETWEEN = -1
 """The number, as of a micro-batch, of the random stream of a step outside of its micro-batches."""
 
 
@@ -91,6 +91,30 @@ class MicroBatch:
     repeated: bool = False
 
 
+class GlobalBatches(Protocol):
+    """What the core asks of the batches of an elastic job: :class:`ElasticBatches`, or those of a framework whose steps
+    are its own calls (:class:`flashrecovery.worker.call_batches.CallBatches`)."""
+
+    of_calls: ClassVar[bool]
+    """Steps are a framework's own calls."""
+    before_fetch: Callable[[], None]
+    """Called whenever samples are about to be read."""
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The numbers of replicas, up to that of now, with which the batch can be divided; none: all."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What all ranks must have alike."""
+
+    def check_framework(self) -> None:
+        """Raises ConfigError if the framework's batch is not the one that it was."""
+
+    def refuse_unread(self, step: int) -> None:
+        """Raises RegistrationError unless ``step``, which is about to be committed, has taken its whole batch here."""
+
+
 class Switchable(Protocol):
     """A model of FSDP2, which communicates in each micro-batch, and reduces gradients in those that it is told to."""
 
@@ -107,6 +131,8 @@ class ElasticBatches:
 
     Raises ConfigError: a size is not possible, or some replicas would have nothing to do.
     """
+
+    of_calls: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -190,7 +216,7 @@ class ElasticBatches:
     def begin(self, step: int) -> None:
         """A step is handed out: what it draws outside of its micro-batches is the same on all replicas, too."""
         self._through = None
-        self._seed_all(stream_seed(self._seed, self._first_step + step, _BETWEEN))
+        self._seed_all(stream_seed(self._seed, self._first_step + step, BETWEEN))
 
     def refuse_unread(self, step: int) -> None:
         """Raises RegistrationError unless all micro-batches of ``step``, which is about to be committed, have been
@@ -251,7 +277,7 @@ class ElasticBatches:
         self._through = step
 
     def _seed_all(self, seed: int) -> None:
-        _seed_all(seed)
+        seed_streams(seed)
         if self._seed_framework is not None:
             self._seed_framework(seed)
 
@@ -305,7 +331,7 @@ def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return 0, 1
 
 
-def _seed_all(seed: int) -> None:
+def seed_streams(seed: int) -> None:
     """The global random streams: torch's of all devices, Python's, and numpy's if it is used."""
     torch.manual_seed(seed)
     random.seed(seed)

@@ -38,12 +38,12 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
         UnsupportedError: not, and why.
         ConfigError: the ranks' batches differ.
     """
-    if single_calls:
+    if single_calls and (registry.batches is None or not registry.batches.of_calls):
         names = ", ".join(adapter.name for adapter in registry.adapters)
         raise UnsupportedError(
             f"an elastic job of {names} whose steps are a framework's own calls: they take batches of each rank's own; "
             "loops over recovery.steps() with DistributedDataParallel, plain replicated modules, a DeepSpeed engine or "
-            "megatron-core are allowed"
+            "megatron-core are allowed, and Megatron-LM's loop"
         )
     _refuse_tied(registry)
     if registry.batches is None:
@@ -122,8 +122,8 @@ def _refuse_tied(registry: Registry) -> None:
     if tied:
         raise UnsupportedError(
             f"an elastic job with {'; '.join(tied)}: depends on the number of ranks; loops over recovery.steps() with "
-            "DistributedDataParallel, plain replicated modules, a DeepSpeed engine or megatron-core are allowed "
-            "(docs/elastic.md)"
+            "DistributedDataParallel, plain replicated modules, a DeepSpeed engine or megatron-core, and "
+            "Megatron-LM's loop, are allowed (docs/elastic.md)"
         )
 
 

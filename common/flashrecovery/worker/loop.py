@@ -85,6 +85,8 @@ class Loop:
         self._told_modules = False
         self._failing = False
         self._entered = False
+        self.left = False
+        """The rank has left the job."""
 
     @property
     def gate(self) -> Gate:
@@ -299,7 +301,7 @@ class Loop:
 
         Raises SystemExit.
         """
-        self._failing = True  # nobody waits for this rank's last step
+        self.left = self._failing = True  # nobody waits for this rank's last step
         self._close()
         print("flashrecovery: this rank leaves the job, which goes on with fewer", file=sys.stderr, flush=True)
         sys.exit(0)
@@ -323,6 +325,10 @@ class Loop:
     def recover(self) -> None:
         """Carry out the controller's commands, outside a step, until the next resume."""
         self._recoverer.run()
+
+    def pause(self) -> None:
+        """No step begins before the controller's commands have been carried out."""
+        self._recoverer.pause()
 
     def let_go(self) -> None:
         """Free what the attempt that was cut short has left in memory; nothing can touch it any more."""

@@ -16,10 +16,11 @@ from torch.utils.data import default_collate
 from flashrecovery.errors import ConfigError, RegistrationError, UnsupportedError
 from flashrecovery.worker.accelerated import readable, unwrapped
 from flashrecovery.worker.data import DataStream
-from flashrecovery.worker.elastic import Dataset, ElasticBatches, FrameworkBatch
+from flashrecovery.worker.elastic import Dataset, ElasticBatches, FrameworkBatch, GlobalBatches
 from flashrecovery.worker.step import Step
 
 if TYPE_CHECKING:
+    from flashrecovery.config import ElasticSettings
     from flashrecovery.contract import Adapter
     from flashrecovery.worker.calls import Calls, LoopState
     from flashrecovery.worker.session import Session
@@ -63,6 +64,11 @@ class Recovery:
     def version(self) -> int:
         """The number of the step that comes next; -1 before the first one is asked for, and without recovery."""
         return self._session.gate.version if self._session is not None and self._session.begun else -1
+
+    @property
+    def elastic(self) -> ElasticSettings | None:
+        """How many replicas the job may have; None: always all of them."""
+        return self._session.settings.elastic if self._session is not None else None
 
     def check_settings(self, wanted: Mapping[str, Any]) -> None:
         """Raises ConfigError if this object was made with other values than ``wanted``."""
@@ -116,6 +122,15 @@ class Recovery:
     def take_framework_batch(self, batch: Callable[[], FrameworkBatch]) -> None:
         """For frameworks that have the batch in their own configuration: ``batch`` says what it is now."""
         self._framework_batches.append(batch)
+
+    def take_batches(self, batches: GlobalBatches) -> None:
+        """For frameworks that read one global order of samples themselves, in an elastic job.
+
+        Raises:
+            RegistrationError: after the first step.
+        """
+        if self._session is not None:
+            self._session.take_batches(batches)
 
     def register_adapter(self, adapter: Adapter, **objects: Any) -> None:
         """Protect what ``adapter`` describes; for frameworks that bring an adapter."""

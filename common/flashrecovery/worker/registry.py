@@ -27,7 +27,7 @@ from flashrecovery.state.checkpoint_format import CheckpointFormat
 from flashrecovery.state.object_shard import COMMON, ObjectShard
 from flashrecovery.state.shard import Shard
 from flashrecovery.worker.data import DataPosition, DataStream
-from flashrecovery.worker.elastic import ElasticBatches
+from flashrecovery.worker.elastic import GlobalBatches
 from flashrecovery.worker.generators import Stateful, as_stateful
 from flashrecovery.worker.habits import Habits
 from flashrecovery.worker.rng import RngState, restore_rng
@@ -66,7 +66,7 @@ class Registry:
         self.shards: dict[str, Shard] = {}
         self.divided_shards: frozenset[str] = frozenset()  # as :meth:`divided` has found last
         self.habits = Habits()
-        self.batches: ElasticBatches | None = None
+        self.batches: GlobalBatches | None = None
         self.common = ObjectShard(COMMON, tuple(range(world_size)))
         self.capsule = ObjectShard(f"capsule@{rank}", (rank,))
         self.shape = ReplicaShape(world_size)

@@ -14,7 +14,7 @@ from flashrecovery.redundancy import checkpoint
 from flashrecovery.worker import elastic_rules
 from flashrecovery.worker.copies import Copies
 from flashrecovery.worker.data import DataStream
-from flashrecovery.worker.elastic import ElasticBatches
+from flashrecovery.worker.elastic import GlobalBatches
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.loop import Loop
 from flashrecovery.worker.registry import AdapterFactory, ModuleAdapterFactory, Registry
@@ -69,7 +69,7 @@ class Session:
         """Raises UnsupportedError in an elastic job, in which no rank has batches of its own."""
         elastic_rules.refuse_streams(self.settings)
 
-    def take_batches(self, batches: ElasticBatches) -> None:
+    def take_batches(self, batches: GlobalBatches) -> None:
         """Raises RegistrationError after the first step."""
         if self._loop is not None:
             raise RegistrationError("recovery.elastic_batches() after the first step; call it before")

@@ -1,0 +1,114 @@
+"""The batches of an elastic job whose steps are a framework's own calls, and whose loader reads one global order.
+
+The framework reads the samples itself, each replica its part of them. What is left to the core: to know that a step has
+taken all of its global batch, with which numbers of replicas it can be divided, and to seed the random streams for each
+micro-batch, so that a sample is treated alike wherever it is computed. Micro-batches are numbered in the step across
+the replicas: the first ones of all replicas, then the second ones, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from flashrecovery.errors import ConfigError, RegistrationError
+from flashrecovery.plan.sample_order import exact_sizes, stream_seed
+from flashrecovery.worker.elastic import BETWEEN, seed_streams
+
+
+class CallBatches:
+    """Of one process.
+
+    Args:
+        global_batch, micro_batch: samples of a step, and those that are computed at once.
+        seed: of the random streams of all micro-batches.
+        place: gives the number of this rank's replica, and how many there are now.
+        seed_framework: seeds the streams that the framework tracks itself, and those in which ranks of one replica draw
+            other numbers.
+
+    Raises ConfigError: the replicas that there are do not divide the batch.
+    """
+
+    of_calls: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        seed: int,
+        place: Callable[[], tuple[int, int]],
+        seed_framework: Callable[[int], None],
+    ) -> None:
+        self._global_batch, self._micro_batch = global_batch, micro_batch
+        self._seed = seed
+        self._place = place
+        self._seed_framework = seed_framework
+        self.before_fetch: Callable[[], None] = lambda: None
+        self._step = 0
+        self._computed = 0
+        self._open = False  # a step that computes has begun, and has not been committed
+        replicas = place()[1]
+        if global_batch % (micro_batch * replicas):
+            raise ConfigError(
+                f"an elastic job with a global batch of {global_batch} in micro-batches of {micro_batch} on {replicas} "
+                "replicas: each of them needs as many"
+            )
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The numbers of replicas, up to that of now, that divide the batch."""
+        return exact_sizes(self._global_batch, self._micro_batch, self._place()[1], uneven=False)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What all ranks must have alike."""
+        return {"global_batch": self._global_batch, "micro_batch": self._micro_batch, "seed": self._seed}
+
+    @property
+    def samples_at_once(self) -> int:
+        """Of all replicas together."""
+        return self._micro_batch * self._place()[1]
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a step on each replica."""
+        return self._global_batch // self.samples_at_once
+
+    def check_framework(self) -> None:
+        """The framework's batch is fixed."""
+
+    # -- a step -----------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> None:
+        """The call of a step begins, once more perhaps; ``step`` is the framework's own number of it."""
+        self._step, self._computed, self._open = step, 0, True
+        self._seed_all(step, BETWEEN)
+
+    def micro_batch(self) -> None:
+        """This replica's next micro-batch is about to be computed. (After the last one a framework may compute all of
+        them again, to see whether they come out alike.)"""
+        replica, replicas = self._place()
+        number = self._computed % self.accumulation * replicas + replica
+        self._computed += 1
+        self._seed_all(self._step, number)
+
+    def end(self) -> None:
+        """All has been computed; what is drawn until the next step is the same on all replicas."""
+        self._seed_all(self._step + 1, BETWEEN)
+
+    def refuse_unread(self, step: int) -> None:
+        """Raises RegistrationError if the call that is about to be committed as ``step`` has left some of its
+        micro-batches."""
+        computed, self._computed = self._computed, 0
+        was_open, self._open = self._open, False
+        if was_open and (not computed or computed % self.accumulation):
+            raise RegistrationError(
+                f"call {step} has computed {computed} micro-batches, and {self.accumulation} are this replica's share "
+                "of the global batch; in an elastic job a step computes all of them"
+            )
+
+    def _seed_all(self, step: int, number: int) -> None:
+        seed = stream_seed(self._seed, step, number)
+        seed_streams(seed)
+        self._seed_framework(seed)

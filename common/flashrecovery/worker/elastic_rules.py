@@ -52,6 +52,12 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
         raise UnsupportedError(
             "an elastic job whose process groups use NCCL: that has not been tried yet; gloo is allowed"
         )
+    if registry.batches.of_calls and settings.checkpoint.dir is not None:
+        raise UnsupportedError(
+            "an elastic job with fallback checkpoints (checkpoint.dir) whose steps are a framework's own calls: those "
+            "that lie far back would be made again with other samples; without checkpoint.dir it is allowed, and the "
+            "script may save checkpoints itself"
+        )
     form = registry.checkpoint_format()
     if form is not None and settings.checkpoint.dir is not None:
         raise UnsupportedError(

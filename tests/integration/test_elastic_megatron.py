@@ -205,8 +205,15 @@ def test_in_the_very_first_step(training: Training, victim: int, tmp_path: Path)
 
 
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
-    "tensor": (("--tensor-model-parallel-size", "2"), "tensor_model_parallel_size = 2"),
-    "pipeline": (("--pipeline-model-parallel-size", "2", "--layers", "2"), "pipeline_model_parallel_size = 2"),
+    "tensor": (("--tensor-model-parallel-size", "2"), "elastic.max = 4: 2 is allowed here, the replicas of the launch"),
+    "tensor-distributed": (
+        ("--tensor-model-parallel-size", "2", "--use-distributed-optimizer"),
+        "the distributed optimizer with tensor or pipeline parallelism (allowed: without it)",
+    ),
+    "virtual": (
+        ("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2", "--layers", "4"),
+        "several model chunks (a virtual pipeline; allowed: one)",
+    ),
     "context": (("--context-parallel-size", "2"), "context_parallel_size = 2"),
     "experts": (("--num-experts", "4", "--expert-model-parallel-size", "2"), "expert_model_parallel_size = 2"),
     "experts-alone": (("--num-experts", "4"), "MoE layers"),
@@ -223,7 +230,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "ramp-up": (("--mode", "ramp-up"), "rampup_batch_size"),
     "decreased": (("--mode", "decreased"), "decrease_batch_size_if_needed"),
     "some": (("--mode", "some"), "a process group of 2 of its 4 ranks"),
-    "first": (("--mode", "first"), "the process groups of ranks at the same place in their replicas"),
+    "first": (("--mode", "first"), "process groups of ranks at the same place in their replicas"),
     "loader": (("--mode", "loader"), "recovery.data() in an elastic job"),
     "left-over": (("--mode", "left-over"), "step 0 has not gone through its micro-batches"),
 }

@@ -145,7 +145,7 @@ class Adapter(ABC):
         group where the numbers of any two of its ranks that follow on each other are equally far apart: then replicas
         are counted like the dimension of a mesh (:mod:`flashrecovery.plan.replicas`). Other numberings are refused by
         name, and so are ranks that do not say the same. Asked when the script asks for its first step, in the size of
-        the launch; and, for the batches, in every step. The group itself is resized by the core."""
+        the launch. The group itself is resized by the core."""
         return None
 
     def division(self) -> Division | None:

@@ -14,6 +14,7 @@ import pytest
 from flashrecovery.controller import custody
 from flashrecovery.controller.crashes import Crashes
 from flashrecovery.controller.machine import Machine
+from flashrecovery.controller.resizing import Resizing
 from tests.simulation import content
 from tests.simulation.content import Script
 from tests.simulation.elastic import draw_elastic
@@ -269,3 +270,33 @@ def test_survivors_wait_as_long_as_no_controller_could_stop_them() -> None:
     with REMOVED["the clock stands without a controller"]():
         violation = of(history).violation
     assert violation is not None and violation.law == "unjustified"
+
+
+def of_replicas(*faults: Fault, inner: int) -> History:
+    shape = Shape(1, 6, elastic=1, replace="never", each=2, inner=inner)
+    return History(1, shape, Script(steps=60, micro_batches=5), Weather(), faults)
+
+
+@pytest.mark.parametrize("inner", [1, 2])
+def test_a_replica_leaves_and_comes_as_a_whole(inner: int) -> None:
+    faults = (Fault(0.4, "kill", (3,)), Fault(0.9, "resize", (3, -1)), Fault(1.8, "kill", (0,)))
+    with quiet(), simulated():
+        outcome = run(of_replicas(*faults, inner=inner))
+    assert outcome.violation is None and outcome.state == "finished"
+    sizes = [line.split("replicas=")[1].split()[0] for line in outcome.trace if " job_resized " in line]
+    assert sizes == ["2", "3", "2"], outcome.trace
+
+
+def test_a_replica_that_leaves_in_part_is_noticed() -> None:
+    with quiet(), simulated(), patch.object(Resizing, "dissolve_replicas", lambda self: None):
+        violation = run(of_replicas(Fault(0.4, "kill", (3,)), inner=2)).violation
+    assert violation is not None and violation.law == "replicas"
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(1800)
+def test_no_history_of_replicas_breaks_a_law() -> None:
+    """``python -m tests.simulation --replicas --seed N --shrink`` shows what has happened in one."""
+    with quiet(), simulated():
+        outcomes = [(seed, run(draw_elastic(seed, several=True)).violation) for seed in range(300)]
+    assert not [f"seed {seed}: {violation}" for seed, violation in outcomes if violation is not None]

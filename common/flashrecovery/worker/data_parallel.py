@@ -1,8 +1,8 @@
-"""Over which ranks a step's micro-batches are divided, as plain models say it.
+"""Who stands at this rank's place in the other replicas of a plain model, and among whom its batches are divided.
 
-It is the same with recovery and without it, so the models themselves are asked, and no adapter. It need not be the
-group of those that stand at the same place in the replicas: what HSDP shards within a replica it shards over ranks that
-take samples of their own, too.
+These are two questions. What leaves and comes as a whole is what has the whole state together. In tensor parallelism
+the same ranks compute a micro-batch together; those of an HSDP replica have the state together, and each of them
+computes micro-batches of its own. Both are the same with recovery and without it, so the models themselves are asked.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ class FrameworkBatch:
         sizes: the numbers of replicas that its configuration allows besides; None: all.
         counted: its schedule takes as many micro-batches as it was told to, and does not ask whether there are more.
         seed: seeds the random streams that the framework tracks by itself; None: there are none.
-        replicas: gives the data-parallel group (:meth:`Adapter.replicas`); None: the models say what it is.
+        replicas: gives the group of ranks among which the micro-batches are divided, mostly that of
+            :meth:`Adapter.replicas`; None: the models say what it is.
     """
 
     global_batch: int | None
@@ -230,9 +231,8 @@ class ElasticBatches:
         return BatchDivision(self._shape["global_batch"], self._shape["micro_batch"], self._place()[1])
 
     def _place(self) -> tuple[int, int]:
-        """The number of this rank among those that take samples of their own, and how many these are. With
-        DistributedDataParallel over a part of the ranks, and in frameworks, they are the replicas: all ranks of one
-        compute the same."""
+        """This rank's number among those among whom the micro-batches are divided, and how many there are. The others
+        compute the same as one of these (tensor parallelism)."""
         if not self._looked:
             self._group = data_parallel_group(self._models()) if self._replicas is None else self._replicas()
         return _place(self._group)

@@ -276,3 +276,35 @@ def test_a_capsule_is_lent_by_one_at_the_same_place() -> None:
 def test_events_count_replicas() -> None:
     (started,) = world_of(NEIGHBOURS).of(ev.JobStarted)
     assert isinstance(started, ev.JobStarted) and (started.world_size, started.replicas) == (6, 3)
+
+
+def lose_node_of(world: ReplicaWorld, rank: int) -> None:
+    world.inbox = [(other, command) for other, command in world.inbox if other != rank]
+    world.machine.on_node_lost(world.machine.job.ranks[rank].home, "test", 0.0, world.now)
+    world.collect()
+
+
+def test_who_alone_has_what_another_replica_lacks_does_not_leave() -> None:
+    """Rank 2 is being filled again when rank 1 loses its node, for which there is no other one: rank 0 alone has what
+    rank 2 needs, and would leave with rank 1. So a node is waited for."""
+    world = world_of(ReplicaShape(2, 2), replace="auto", nproc=1, nnodes=4, controller="h:1")
+    world.kill(2)
+    lose_node_of(world, 1)
+    while world.inbox:
+        assert world.step()
+    job = world.machine.job
+    assert job.state is not State.FAILED, job.failure_reason
+    assert list(job.ranks) == [0, 1, 2, 3] and not job.ranks[1].home and not world.resized()
+    world.join("node9")
+    world.go_on()
+    assert list(job.ranks) == [0, 1, 2, 3] and not world.resized() and job.ranks[1].home == "node9"
+    assert world.run() is State.FINISHED
+
+
+def test_it_leaves_where_the_other_replica_has_all() -> None:
+    world = world_of(ReplicaShape(2, 2), replace="auto", nproc=1, nnodes=4, controller="h:1")
+    world.kill(0)  # also being filled again, for the replica that leaves
+    lose_node_of(world, 1)
+    world.inbox = [(rank, command) for rank, command in world.inbox if rank != 0]
+    world.go_on()
+    assert world.resized() == [(2, 1, [0, 1], [])]

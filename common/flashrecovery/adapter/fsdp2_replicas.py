@@ -41,7 +41,7 @@ class FSDP2Replicas:
             info.replicate_mesh_rank = info.mesh.get_local_rank(info.replicate_mesh_dim)
         for entry in fsdp2_state.sharded_parameters(self._root).values():
             mesh = entry.mesh_info.mesh
-            part = getattr(entry, "_shard_mesh", mesh)
+            part = entry.shard_mesh
             if part is not mesh:
                 meshes.renumber_part(part, mesh)
             spec = entry.sharded_param._spec  # a new one, because it keeps a hash of the mesh as it was

@@ -31,7 +31,7 @@ def renumber(mesh: DeviceMesh, ranks: torch.Tensor, me: int) -> None:
 def renumber_part(part: DeviceMesh, of: DeviceMesh) -> None:
     """The same for the last dimension of ``of``, which has been renumbered, in its other dimensions only."""
     part._rank_map, part._flatten_rank_map, part._rank = of._rank_map, of._flatten_rank_map, of._rank
-    part._coordinate_on_dim, part._hash = part._compute_coordinate_on_dim(), None
+    part._coordinate_on_dim, part._hash = tuple((part.mesh == part._rank).nonzero()[0].tolist()), None
 
 
 def with_members(launched: torch.Tensor, number: Mapping[int, int]) -> torch.Tensor:

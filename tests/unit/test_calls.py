@@ -14,7 +14,9 @@ class FakeSession:
     """And its loop. Commits each step. An exception goes back to version ``back_to``, or to that of the step."""
 
     def __init__(self, version: int = 0) -> None:
-        self.gate = SimpleNamespace(version=version, stopped=False)
+        self.gate = SimpleNamespace(version=version, stopped=False, paused=False)
+        self.left = False
+        self.pauses: list[int] = []
         self.overhead = Overhead()
         self.back_to: int | None = None
 
@@ -24,6 +26,10 @@ class FakeSession:
         return self
 
     def settle(self) -> None: ...
+
+    def pause(self) -> None:
+        self.pauses.append(self.gate.version)
+        self.gate.paused = False
 
     def entered(self, frame: FrameType) -> None: ...
 
@@ -126,3 +132,25 @@ def test_without_a_loop_state_nothing_else_changes() -> None:
         return 5
 
     assert calls.run("train", body, lambda: 0) == 5 and session.gate.version == 1
+
+
+def test_a_call_waits_where_the_job_pauses() -> None:
+    session = FakeSession()
+    calls, total, made = Calls(session), Total(), []  # type: ignore[arg-type]
+
+    def body() -> int:
+        made.append(total.value)
+        return 1
+
+    calls.run("train", body, lambda: 0, total)
+    session.gate.paused = True
+    calls.run("train", body, lambda: 0, total)
+    assert session.pauses == [1] and len(made) == 2 and session.gate.version == 2
+
+
+def test_a_rank_that_has_left_does_not_wait_for_the_end() -> None:
+    session = FakeSession()
+    calls = Calls(session)  # type: ignore[arg-type]
+    calls.run("train", lambda: 1, lambda: 0)
+    session.left = True
+    calls._finish()

@@ -41,6 +41,7 @@ _NAMES: dict[str, str] = {
     "inprocess_restart": "it restarts ranks itself",
     "enable_ft_package": "it restarts ranks itself",
     "async_save": "not tried",
+    "ckpt_assume_constant_structure": "it keeps who writes which part of a checkpoint as it was at the first one",
     "dataloader_save": "the loader's state is of one number of ranks",
     "mtp_num_layers": "its losses are reduced over groups that are noted",
     "tensorboard_dir": "the last rank of the launch writes",
@@ -113,6 +114,8 @@ class ElasticLoop:
                 yield f"--{name.replace('_', '-')} ({why})"
         if getattr(args, "gtp_weight_remat_size", 1) > 1:  # core 0.20
             yield f"--gtp-weight-remat-size {args.gtp_weight_remat_size} (a parallelism that has not been tried)"
+        if getattr(args, "non_persistent_ckpt_type", None) == "local":
+            yield "--non-persistent-ckpt-type local (its files are of the launch's ranks; allowed: global)"
         if args.dataloader_type != "single":
             yield (
                 f"--dataloader-type {args.dataloader_type} (its order depends on the number of ranks; allowed: single)"
@@ -158,6 +161,8 @@ class ElasticLoop:
         return [stream.position for stream in self.streams]
 
     def set_positions(self, positions: list[int]) -> None:
+        """Go back to the beginning of a call."""
+        self._batches.give_up()
         for stream, position in zip(self.streams, positions, strict=True):
             stream.go_to(position)
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from flashrecovery.adapter import CallBatches
-from flashrecovery.config import ElasticSettings
+from flashrecovery.config import ElasticSettings, Settings
 from flashrecovery.errors import ConfigError, RegistrationError, UnsupportedError
+from flashrecovery.worker import elastic_rules
 from fr_megatron.lm.elastic_data import FollowingLoader
 from fr_megatron.lm.elastic_loop import ElasticLoop, check_flag
 
@@ -135,6 +136,42 @@ def test_it_does_not_begin_anew_where_it_need_not() -> None:
     assert begun == [0] and replica.fetched == 3 * 6
 
 
+def test_a_sample_that_could_not_be_read_is_read_again() -> None:
+    """Whatever the source has skipped meanwhile."""
+    replica = Replica(0, 2)
+    source = replica.loader._begin(0, 0, 2)
+
+    def failing() -> Iterator[Any]:
+        next(source)
+        raise OSError("the file system is slow")
+        yield
+
+    begin, sources = replica.loader._begin, [failing()]
+    replica.loader._begin = lambda *at: sources.pop() if sources else begin(*at)  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="slow"):
+        replica.take(1)
+    assert replica.take(2) == [0, 1, 4, 5]
+
+
+def test_a_sample_in_the_middle_is_read_again() -> None:
+    """The source that goes on is one that has been told to go on at another place."""
+    replica = Replica(0, 2)
+    replica.take(1)
+    assert replica.loader._source is not None
+    source = replica.loader._source
+
+    class Failing:
+        def __next__(self) -> Any:
+            next(source)
+            raise OSError("the file system is slow")
+
+    replica.loader._source = Failing()  # type: ignore[assignment]
+    with pytest.raises(OSError, match="slow"):
+        replica.take(1)
+    replica.loader._source = source
+    assert replica.take(1) == [4, 5]
+
+
 def test_another_sampler_is_refused() -> None:
     loader = torch.utils.data.DataLoader(range(4), batch_size=2)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="batch sampler is a BatchSampler"):
@@ -201,6 +238,37 @@ def test_a_step_that_leaves_micro_batches_is_refused(computed: int) -> None:
     made.refuse_unread(2)
 
 
+def test_a_step_that_is_given_up_is_not_missed_by_the_call_before_it() -> None:
+    """The job goes back from the middle of a step to a log that some had not committed."""
+    made = batches((0, 4))
+    made.begin(1)
+    made.micro_batch()
+    made.give_up()
+    made.refuse_unread(3)
+    made.begin(1)
+    with pytest.raises(RegistrationError):
+        made.refuse_unread(4)
+
+
+def test_going_back_gives_the_step_up() -> None:
+    made = loop()
+    made._batches._seed_framework = lambda seed: None
+    made._batches.begin(1)
+    made._batches.micro_batch()
+    made.set_positions([])
+    made._batches.refuse_unread(3)
+
+
+def test_fallback_checkpoints_are_refused() -> None:
+    """Calls that lie far back are made again by the newest call of their kind, which stands at its own samples."""
+    registry: Any = SimpleNamespace(adapters=[], batches=batches((0, 4)))
+    settings = Settings.model_validate({"elastic": {"min": 1, "max": 4}, "checkpoint": {"dir": "/somewhere"}})
+    with pytest.raises(
+        UnsupportedError, match=r"fallback checkpoints \(checkpoint.dir\) whose steps are a framework's own"
+    ):
+        elastic_rules.check_start(registry, settings, [], single_calls=True)
+
+
 def test_sizes() -> None:
     assert batches((0, 4)).sizes == [4, 3, 2, 1]
     with pytest.raises(ConfigError, match="on 5 replicas: each of them needs as many"):
@@ -222,6 +290,11 @@ def test_what_is_refused_of_the_flags() -> None:
     assert text == "--tensorboard-dir (the last rank of the launch writes)"
     (text,) = loop(dataloader_type="cyclic").tied_to_size()
     assert "--dataloader-type cyclic" in text and "allowed: single" in text
+    (text,) = loop(ckpt_assume_constant_structure=True).tied_to_size()
+    assert text.startswith("--ckpt-assume-constant-structure (it keeps who writes which part")
+    (text,) = loop(non_persistent_ckpt_type="local").tied_to_size()
+    assert text.startswith("--non-persistent-ckpt-type local")
+    assert not list(loop(non_persistent_ckpt_type="global").tied_to_size())
     assert len(list(loop(log_straggler=True, iterations_to_skip=[3], sft=True).tied_to_size())) == 3
 
 

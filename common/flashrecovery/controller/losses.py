@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from flashrecovery.controller.job_state import JobState
+from flashrecovery.controller.records import BUILT_UP
 from flashrecovery.plan.resize import ReplicaRange, filling, leaving
 from flashrecovery.plan.transitions import State
 
@@ -17,13 +18,25 @@ def never_replaced(job: JobState) -> bool:
 
 def leaving_without(job: JobState, lost: Collection[int]) -> tuple[int, ...]:
     """Those of the ``lost`` ranks, which cannot be replaced, that leave the job: all or none. None if it is not
-    elastic, has not begun yet, or too few replicas would be left. (Where as many as are left are not allowed, more
-    leave when all are stopped, and so do the other ranks of their replicas:
+    elastic, has not begun yet, or too few replicas, or not all of the state, would be left. (Where as many as are left
+    are not allowed, more leave when all are stopped, and so do the other ranks of their replicas:
     :meth:`~flashrecovery.controller.resizing.Resizing.leave_at`.)"""
     if job.config.elastic is None or not lost or job.state is State.STARTING:
         return ()
     found = leaving(job.ranks.keys(), lost, allowed_sizes(job), job.shape)
+    if found and not _others_have_all(job, lost):
+        return ()
     return tuple(rank for rank in found if rank in lost)
+
+
+def _others_have_all(job: JobState, lost: Collection[int]) -> bool:
+    """Whether those that stay have what there is: with a lost rank the others of its replica leave, too, and one of
+    them may alone have what a rank needs that is just being filled again."""
+    shape, leaving_anyway = job.shape, left_of_replicas(job)
+    going = {shape.replica(rank) for rank in lost}
+    living = [r for r in job.in_order if r.place not in BUILT_UP and r.rank not in leaving_anyway]
+    left = {record.stand for record in living if shape.replica(record.rank) not in going}
+    return left.issuperset(record.stand for record in living)
 
 
 def worth_filling(job: JobState, lost: Collection[int], room: int) -> list[int]:

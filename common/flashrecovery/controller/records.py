@@ -30,6 +30,8 @@ class Place(str, Enum):
     FINISHED = "finished"
 
 
+BUILT_UP = frozenset({Place.EMPTY, Place.STARTING, Place.JOINED})
+"""Places of a rank whose process has not been in its loop, so that it has no state yet."""
 THROUGH = frozenset({Place.DONE, Place.RELEASED, Place.FINISHED})
 """Places of a process that has taken its last step."""
 

@@ -14,6 +14,7 @@ from flashrecovery.controller.evacuate import Evacuation
 from flashrecovery.controller.history import HistoryEntry, start_lines
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.records import (
+    BUILT_UP,
     THROUGH,
     Place,
     RankRecord,
@@ -226,7 +227,7 @@ class RecoverySteps:
 
     def survivors(self) -> list[RankRecord]:
         """The ranks whose processes were in their loop."""
-        return [r for r in self._job.ranks.values() if r.place not in (Place.EMPTY, Place.STARTING, Place.JOINED)]
+        return [r for r in self._job.ranks.values() if r.place not in BUILT_UP]
 
     def advance(self, now: float) -> None:
         """Move on from the current recovery state if all that it waits for is there."""

@@ -21,7 +21,7 @@ from flashrecovery.controller.growing import Growing
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.losses import allowed_sizes, leaving_without, left_of_replicas, never_replaced
 from flashrecovery.controller.newcomers import give_up_all
-from flashrecovery.controller.records import Place
+from flashrecovery.controller.records import BUILT_UP
 from flashrecovery.controller.restore import Decision
 from flashrecovery.errors import JobFailedError
 from flashrecovery.kinds import NoticeKind
@@ -75,7 +75,7 @@ class Resizing:
             self._depart(rank, grace_s=0.0)
         if ranks:
             for rank in left_of_replicas(self._job):
-                if self._job.ranks[rank].place in (Place.EMPTY, Place.STARTING, Place.JOINED):
+                if self._job.ranks[rank].place in BUILT_UP:
                     self._depart(rank, grace_s=0.0)  # on its way for a replica that leaves
         return bool(ranks)
 

@@ -24,7 +24,6 @@ from flashrecovery.adapter import (
     constant,
     faults,
     fsdp2_state,
-    group_of,
     mesh_spans_world,
     placed_on_mesh,
     replicates,
@@ -53,7 +52,13 @@ class FSDP2Adapter(TorchAdapter):
         super().__init__(model, optimizers)
 
     def replicas(self) -> dist.ProcessGroup | None:
-        return group_of(self.root)
+        """Those that have the same rows, in HSDP; asked of what FSDP2 keeps, as parameters may be put together now."""
+        if not replicates(self.fsdp):
+            return None
+        entry = next(iter(fsdp2_state.sharded_parameters(self.fsdp).values()))
+        mesh, dimension = entry.mesh_info.mesh, entry.mesh_info.replicate_mesh_dim
+        group: dist.ProcessGroup = mesh.get_group(dimension)
+        return group
 
     def division(self) -> Division | None:
         if replicates(self.fsdp):  # every replica has all of it

@@ -93,6 +93,10 @@ class CallBatches:
         self._computed += 1
         self._seed_all(self._step, number)
 
+    def give_up(self) -> None:
+        """The step that has begun is not committed: it is done again, or a call before it is."""
+        self._computed, self._open = 0, False
+
     def end(self) -> None:
         """All has been computed; what is drawn until the next step is the same on all replicas."""
         self._seed_all(self._step + 1, BETWEEN)

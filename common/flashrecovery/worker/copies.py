@@ -106,6 +106,12 @@ class Copies:
         if registry.world_size > 1 and settings.redundancy != "none":
             losses = settings.parity if settings.redundancy == "parity" else 1
             copied_somewhere = anywhere(bool(copied_shards(registry, losses)))
+            if copied_somewhere and self._elastic and registry.shape.each > 1:
+                raise UnsupportedError(
+                    f"an elastic job of {registry.shape.text} in which one node has all that there is of some state: "
+                    "copies of it are not kept in such a job; have each replica on nodes of its own, as a mesh of "
+                    "(replicate, shard) has it"
+                )
             nothing: tuple[CopyChoice, Groups] = CopyChoice(False, True, ""), ()
             chosen, parity_groups = choice(registry, settings) if copied_somewhere else nothing
             self._chosen = chosen.reason if chosen.fits else ""
@@ -138,12 +144,6 @@ class Copies:
         _, nodes = placement()
         if not shards and nodes == 1:
             return
-        if shards and self._elastic and registry.shape.each > 1:
-            raise UnsupportedError(
-                f"an elastic job of {registry.shape.text} in which one node has all that there is of some state: "
-                "copies of it are not kept in such a job; have each replica on nodes of its own, as a mesh of "
-                "(replicate, shard) has it"
-            )
         world = registry.world_size
         group = self._ring_group = groups.create_control_group(NEIGHBOUR_GROUP)
         assert group is not None

@@ -8,30 +8,56 @@ computes micro-batches of its own. Both are the same with recovery and without i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from flashrecovery.errors import UnsupportedError
+
+
+class Switchable(Protocol):
+    """A model of FSDP2, which communicates in each micro-batch, and reduces gradients in those that it is told to."""
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None: ...
+
 
 def data_parallel_group(models: Sequence[torch.nn.Module]) -> dist.ProcessGroup | None:
-    """The ranks among which the micro-batches are divided; None: all."""
-    wrapped = (model for model in models if isinstance(model, DistributedDataParallel))
-    return next((group_of(model) for model in wrapped), None)
+    """The ranks that take samples of their own; the others in a replica take the same as one of them. None: all ranks
+    of the job do.
+
+    Raises UnsupportedError if a model of FSDP2 is divided otherwise, too, or over some of the ranks only."""
+    for model in models:
+        _refuse_other_dimensions(model)
+    return next((group for model in models if (group := group_of(model)) is not None), None)
 
 
 def group_of(model: torch.nn.Module) -> dist.ProcessGroup | None:
-    """Over which a model is replicated: DistributedDataParallel's group, or that of the dimension of a mesh in which
-    FSDP2 (HSDP) replicates. None: it does not say so, or FSDP2 shards it over all ranks."""
-    if isinstance(model, DistributedDataParallel):
-        group: dist.ProcessGroup = model.process_group
-        return group
-    if not callable(getattr(model, "set_requires_gradient_sync", None)):
-        return None  # not of FSDP2, which need not be imported to tell
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1:
-            for dimension, placement in enumerate(parameter.placements):
-                if placement.is_replicate():
-                    return parameter.device_mesh.get_group(dimension)
-    return None
+    """Over which DistributedDataParallel replicates a model. None: it is none."""
+    group: dist.ProcessGroup | None = model.process_group if isinstance(model, DistributedDataParallel) else None
+    return group
+
+
+def communicates(model: torch.nn.Module) -> TypeGuard[Switchable]:
+    """Whether a model communicates in each micro-batch. FSDP2 need not be imported to tell."""
+    return callable(getattr(model, "set_requires_gradient_sync", None))
+
+
+def _refuse_other_dimensions(model: torch.nn.Module) -> None:
+    """All ranks of FSDP2's mesh take samples of their own: there is no dimension in which the layers are divided."""
+    parameters = model.named_parameters()
+    if not communicates(model):
+        return
+    for name, parameter in parameters:
+        if not isinstance(parameter, DTensor):
+            continue  # put together at the moment, or left alone
+        mesh, placements = parameter.device_mesh, parameter.placements
+        hybrid = len(placements) == 2 and placements[0].is_replicate() and not placements[1].is_replicate()
+        if mesh.size() != dist.get_world_size() or not (len(placements) == 1 or hybrid):
+            raise UnsupportedError(
+                f"elastic_batches() with parameter {name!r} on {mesh} as {placements}: which ranks take samples of "
+                "their own is known of FSDP2 on a mesh of one dimension, or of (replicate, shard), of all ranks; not "
+                "with tensor parallelism beside it"
+            )

@@ -15,7 +15,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, TypeGuard
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch.utils.data import default_collate
 
 from flashrecovery.errors import ConfigError, RegistrationError
 from flashrecovery.plan.sample_order import BatchDivision, SampleOrder, exact_sizes, stream_seed
-from flashrecovery.worker.data_parallel import data_parallel_group
+from flashrecovery.worker.data_parallel import communicates, data_parallel_group
 
 BETWEEN = -1
 """The number, as of a micro-batch, of the random stream of a step outside of its micro-batches."""
@@ -116,12 +116,6 @@ class GlobalBatches(Protocol):
         """Raises RegistrationError unless ``step``, which is about to be committed, has taken its whole batch here."""
 
 
-class Switchable(Protocol):
-    """A model of FSDP2, which communicates in each micro-batch, and reduces gradients in those that it is told to."""
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None: ...
-
-
 class ElasticBatches:
     """The global batches of a data set; see :meth:`flashrecovery.worker.recovery.Recovery.elastic_batches`.
 
@@ -162,6 +156,7 @@ class ElasticBatches:
         self._models = models
         self._replicas = None if own is None else own.replicas
         self._group: dist.ProcessGroup | None = None
+        self._looked = False  # for that group, for the last time
         self._shape = {"global_batch": global_batch, "micro_batch": micro_batch, "seed": seed, "shuffle": shuffle}
         self.before_fetch: Callable[[], None] = lambda: None
         self._through: int | None = None  # the step whose micro-batches have been handed out, all of them
@@ -217,6 +212,9 @@ class ElasticBatches:
     def begin(self, step: int) -> None:
         """A step is handed out: what it draws outside of its micro-batches is the same on all replicas, too."""
         self._through = None
+        if not self._looked:  # all models are known now
+            self._place()
+            self._looked = True
         self._seed_all(stream_seed(self._seed, self._first_step + step, BETWEEN))
 
     def refuse_unread(self, step: int) -> None:
@@ -235,7 +233,7 @@ class ElasticBatches:
     def _place(self) -> tuple[int, int]:
         """This rank's number among those among whom the micro-batches are divided, and how many there are. The others
         compute the same as one of these (tensor parallelism)."""
-        if self._group is None:
+        if not self._looked:
             self._group = data_parallel_group(self._models()) if self._replicas is None else self._replicas()
         return _place(self._group)
 
@@ -250,7 +248,7 @@ class ElasticBatches:
         begin with one of their own, as often as it takes: with weight 0, to which it adds nothing."""
         division = self.division()
         own = [Turn(*turn) for turn in division.schedule(self._first_step + step, self._place()[0])]
-        if own and any(_communicates(model) for model in self._models()):
+        if own and any(communicates(model) for model in self._models()):
             again = replace(own[0], repeated=True)
             own = [again] * (division.accumulation - len(own)) + own
         return own
@@ -261,7 +259,7 @@ class ElasticBatches:
         for model in self._models():
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = last
-            elif _communicates(model):
+            elif communicates(model):
                 model.set_requires_gradient_sync(last)
         number, positions = turn.number, turn.positions
         self._seed_all(stream_seed(self._seed, self._first_step + step, number))
@@ -304,11 +302,6 @@ class MicroBatches(Iterator[MicroBatch]):
 
     def __len__(self) -> int:
         return len(self._left)
-
-
-def _communicates(model: torch.nn.Module) -> TypeGuard[Switchable]:
-    """Whether a model communicates in each micro-batch. FSDP2 need not be imported to tell."""
-    return callable(getattr(model, "set_requires_gradient_sync", None))
 
 
 def _one_of(name: str, said: int | None, configured: int | None) -> int:

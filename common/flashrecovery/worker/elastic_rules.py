@@ -48,6 +48,12 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
     _refuse_tied(registry)
     if registry.batches is None:
         raise UnsupportedError(f"an elastic job whose script has not said where its batches come from: {_TAKE}")
+    if registry.batches.of_calls and settings.checkpoint.dir is not None:
+        raise UnsupportedError(
+            "an elastic job with fallback checkpoints (checkpoint.dir) whose steps are a framework's own calls: those "
+            "that lie far back would be made again with other samples; without checkpoint.dir it is allowed, and the "
+            "script may save checkpoints itself"
+        )
     _check_replicas(registry, settings)
     _refuse_collectives_of_micro_batches(registry)
     refuse_unequal([*registry.habits.own, *own])

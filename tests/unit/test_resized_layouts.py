@@ -16,9 +16,11 @@ from click.testing import CliRunner
 
 from flashrecovery.cli.checkpoint import checkpoint as command
 from flashrecovery.errors import DamagedCheckpointError, RestoreError
+from flashrecovery.plan.boxes import Box
 from flashrecovery.plan.patterns import BufferRange, EqualRanges, FlatBuffer, InBuffer, Pattern, Slices, WithRange
 from flashrecovery.plan.patterns import Whole as Everywhere
 from flashrecovery.plan.rules import Naming, TensorRule, from_plain, shards_at, to_plain
+from flashrecovery.redundancy import blocks
 from flashrecovery.redundancy.checkpoint import CheckpointFallback
 from flashrecovery.redundancy.contents import contents
 from flashrecovery.redundancy.convert import LooseShard, convert
@@ -340,6 +342,31 @@ def test_a_tensor_that_only_one_of_them_has_is_named(name: str, tmp_path: Path) 
         load(path, shards, rank=0, world=3, elastic=True, rules=[*rules, replace(gone, name="new")])
 
 
+def test_many_small_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of their slices is a piece: it is found at once, and its block is not read for it alone."""
+    monkeypatch.setitem(globals(), "NUMELS", tuple(100 + number % 7 for number in range(800)))
+    path = save(tmp_path / "c", "zero3", 4)
+    compared, read = 0, 0
+    meet, original = Box.__and__, blocks.StoredTensors._read
+
+    def counted(one: Box, other: Box) -> Box | None:
+        nonlocal compared
+        compared += 1
+        return meet(one, other)
+
+    def noted(self: Any, key: str, start: int, stop: int, total: int, known: bytes) -> bytearray:
+        nonlocal read
+        read += 1
+        return original(self, key, start, stop, total, known)
+
+    monkeypatch.setattr(Box, "__and__", counted)
+    monkeypatch.setattr(blocks.StoredTensors, "_read", noted)
+    for rank in range(3):
+        load(path, shards_of(zero3_rules(), rank, 3), rank=rank, world=3, elastic=True)
+    assert read < 3 * 4 * 4 * 2, "tensors, of each of which at most four ranks have a block"
+    assert compared < 3 * 2 * 1200 * 4, compared
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_rules_come_back_from_plain_values(name: str) -> None:
     rules = tuple(LAYOUTS[name][1]())
@@ -369,6 +396,7 @@ def test_each_element_is_at_one_place(seed: int) -> None:
                 parts, stored = pattern.parts((length,), place, size), pattern.stored((length,), place, size)
                 assert stored is not None or not parts
                 taken = [i for part in parts for i in range(part.at, part.at + part.box.size)]
+                assert [part.box.low for part in parts] == sorted(part.box.low for part in parts)
                 assert len({*taken}) == len(taken) and all(0 <= i < math.prod(stored or ()) for i in taken)
                 seen += [i for part in parts for i in range(part.box.low[0], part.box.high[0])]
                 assert pattern.placement((length,), size) is not None

@@ -8,10 +8,12 @@ is as long as they are, and all of the rest: 16-bit weights, numbers such as a s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import xxhash
 from torch.optim import Optimizer
 
 from flashrecovery.adapter import (
@@ -97,12 +99,14 @@ class PartitionDivision(RuledDivision):
     def _describe(self, number: int, shard: ParamShard) -> dict[str, Any]:
         return {
             "length": length_of(self._zero, number),
+            "content": content_of(self._zero, self._zero.bit16_groups[number]),
             "weights": name_of(self._zero.bit16_groups_flat[number].dtype),
             **describe_state(shard),
         }
 
     def outline(self, description: Mapping[str, Any]) -> list[Any]:
-        return [[group["length"], group["weights"], group["flat"][PARAM]] for group in description["groups"]]
+        named = ("length", "content", "weights")
+        return [[*(group[name] for name in named), group["flat"][PARAM]] for group in description["groups"]]
 
     def ruled(self, description: Mapping[str, Any]) -> Sequence[tuple[rules.TensorRule, torch.dtype]]:
         found = []
@@ -118,6 +122,7 @@ class PartitionDivision(RuledDivision):
                 shard=weights_beginning(number),
                 key=DATA,
                 naming=rules.Naming.SIZE,
+                content=group["content"],
             )
             found.append((whole, dtype))
         return found
@@ -203,9 +208,18 @@ def partition_rules(
             pattern if flat else patterns.Whole(),
             shard=partition_beginning(number),
             key=key,
+            content=group["content"] if flat else "",
         )
         found.append((rule, dtype))
     return found
+
+
+def content_of(zero: Any, parameters: Sequence[Any]) -> str:
+    """A digest of the names and shapes of a group's parameters, in their order, which alone says what is where in its
+    flat tensor."""
+    shapes = [p.ds_shape if hasattr(p, "ds_shape") else p.shape for p in parameters]
+    found = [[zero.param_names.get(p, ""), *shape] for p, shape in zip(parameters, shapes, strict=True)]
+    return xxhash.xxh3_128_hexdigest(json.dumps(found).encode())
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -30,6 +30,7 @@ from fr_deepspeed.division import (
     DATA,
     PARAM,
     check_state,
+    content_of,
     describe_state,
     dtype_of,
     name_of,
@@ -82,7 +83,11 @@ class SliceDivision(RuledDivision):
         """Raises UnsupportedError if there is optimizer state that is neither a number nor as long as the partition:
         how it would be divided is not known."""
         groups = [
-            {"numels": [int(p.ds_numel) for p in group], **describe_state(shard)}
+            {
+                "numels": [int(p.ds_numel) for p in group],
+                "content": content_of(self._zero, group),
+                **describe_state(shard),
+            }
             for group, shard in zip(self._zero.fp16_groups, self._shards(), strict=True)
         ]
         frozen = [[fqn, int(p.ds_numel), name_of(p.ds_tensor.dtype)] for fqn, p in self._frozen().items()]
@@ -90,7 +95,7 @@ class SliceDivision(RuledDivision):
         return {"groups": groups, "frozen": frozen, "weights": weights}
 
     def outline(self, description: Mapping[str, Any]) -> list[Any]:
-        groups = [[group["numels"], group["flat"][PARAM]] for group in description["groups"]]
+        groups = [[group["numels"], group["content"], group["flat"][PARAM]] for group in description["groups"]]
         return [groups, description["frozen"], description["weights"]]
 
     def ruled(self, description: Mapping[str, Any]) -> Sequence[tuple[rules.TensorRule, torch.dtype]]:

@@ -134,6 +134,46 @@ def test_one_more_dies_while_they_go_back(kind: Kind, state: str, tmp_path: Path
     check_clean(job)
 
 
+@pytest.mark.parametrize("state", ["regrouping", "restoring", "verifying", "resuming"])
+@pytest.mark.parametrize("kind", kinds(ZERO[2], ZERO[3], MEGATRON[1]))
+def test_the_last_one_goes_back_once_more(
+    kind: Kind, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two go back to a checkpoint of four, and one of them dies on the way: the other one has state that is divided
+    among two, half of it read, and goes on alone."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as a job of several ranks has it
+    config = {"elastic": {"min": 1, "max": 4, "replace": "never"}, **saving(tmp_path / "checkpoints")}
+    fault = f"rank=3,fault=sigkill,at=recovery:{state}"
+    running = kind.start(tmp_path / "run", "--step-time", "300", config=config, inject=[fault])
+    running.wait_for("checkpoint_saved", 120)
+    running.kill(1, 2)
+    job = running.wait(240)
+    check_fired(job)
+    version = fell_back(job, 4, 1, END)
+    kind.goes_on_alike(job, started(tmp_path, 4, version, 1, begin=kind.start), version, 1, END)
+    check_clean(job)
+
+
+@pytest.mark.parametrize("kind", kinds(*ZERO[1:]))
+def test_all_of_it_is_read(kind: Kind, tmp_path: Path) -> None:
+    """Frozen parameters, too: the script begins with other weights, and has evaluated with them."""
+    version, _ = dead_job(tmp_path, begin=kind.start)[-1]
+    job = launched(tmp_path, "smaller", 3, begin=kind.start)
+    other = launched(tmp_path, "other", 3, "--seed", "6", "--evaluate", begin=kind.start)
+    check_launched(kind, other, job, version, 3)
+
+
+@pytest.mark.parametrize("size", [4, 3])
+@pytest.mark.parametrize("kind", kinds(*ZERO[1:]))
+def test_another_order_of_parameters_is_refused(kind: Kind, size: int, tmp_path: Path) -> None:
+    """It would be as long, and lie alike."""
+    dead_job(tmp_path, begin=kind.start)
+    job = launched(tmp_path, "again", size, "--reverse", begin=kind.start)
+    assert job.code != 0 and not job.of("recovery_finished"), job.explain()
+    assert "of another model, or of one whose state is divided otherwise" in job.of("job_failed")[0]["reason"]
+    check_clean(job)
+
+
 @pytest.mark.parametrize("kind", kinds(*DIVIDED, ZERO[0], MEGATRON[0]))
 def test_all_die_in_a_smaller_size_before_it_has_a_checkpoint(kind: Kind, tmp_path: Path) -> None:
     """All are replaced, and go back to a checkpoint of more ranks than they are."""

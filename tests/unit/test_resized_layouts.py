@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from click.testing import CliRunner
 
 from flashrecovery.cli.checkpoint import checkpoint as command
 from flashrecovery.errors import DamagedCheckpointError, RestoreError
+from flashrecovery.plan.boxes import Box
 from flashrecovery.plan.patterns import BufferRange, EqualRanges, FlatBuffer, InBuffer, Pattern, Slices, WithRange
 from flashrecovery.plan.patterns import Whole as Everywhere
 from flashrecovery.plan.rules import Naming, TensorRule, from_plain, shards_at, to_plain
+from flashrecovery.redundancy import blocks
 from flashrecovery.redundancy.checkpoint import CheckpointFallback
 from flashrecovery.redundancy.contents import contents
 from flashrecovery.redundancy.convert import LooseShard, convert
@@ -64,8 +67,8 @@ def zero2_rules() -> list[TensorRule]:
     for group, length in enumerate(LENGTHS):
         cut, beginning = EqualRanges(2), f"partition/{group}#dp="
         found += [
-            TensorRule(f"{group}/param", (length,), 4, cut, beginning, "param"),
-            TensorRule(f"{group}/{MOMENT}", (length,), 4, cut, beginning, MOMENT),
+            TensorRule(f"{group}/param", (length,), 4, cut, beginning, "param", content=f"names {group}"),
+            TensorRule(f"{group}/{MOMENT}", (length,), 4, cut, beginning, MOMENT, content=f"names {group}"),
             TensorRule(f"{group}/step", (), 4, Everywhere(), beginning, "state/step"),
             TensorRule(f"{group}/w", (length,), 2, Everywhere(), f"weights/{group}#dp=", "data", Naming.SIZE),
         ]
@@ -195,7 +198,7 @@ def check(path: Path, name: str, size: int) -> None:
     held, rules = LAYOUTS[name][0], LAYOUTS[name][1]()
     for rank in range(size):
         mine = [Dirty(shard.name, shard.holders) for shard in shards_of(rules, rank, size)]
-        plain = load(path, mine, rank=rank, world=size, elastic=True)
+        plain = load(path, mine, rank=rank, world=size, elastic=True, rules=rules)
         assert plain.common == b"common"
         expected = held(rank, size)
         assert {shard.name for shard in mine} == expected.keys()
@@ -279,6 +282,91 @@ def test_another_model_is_refused(name: str, tmp_path: Path) -> None:
         load(path, more, rank=0, world=3, elastic=True)
 
 
+def of_numels(*numels: int) -> list[TensorRule]:
+    return [
+        rule if rule.pattern != Slices(NUMELS) else replace(rule, shape=(sum(numels),), pattern=Slices(numels))
+        for rule in zero3_rules()
+    ]
+
+
+def moved(name: str, start: int) -> list[TensorRule]:
+    """One parameter lies elsewhere in its bucket."""
+    found = []
+    for rule in megatron_rules():
+        cut = rule.pattern.range if isinstance(rule.pattern, WithRange) else rule.pattern
+        if rule.name.startswith(f"{name}/"):
+            assert isinstance(cut, BufferRange | InBuffer)
+            other = replace(cut, start=start)
+            whole = isinstance(other, InBuffer) or cut is rule.pattern
+            rule = replace(rule, pattern=other if whole else WithRange(other, rule.pattern.length))  # type: ignore
+        found.append(rule)
+    return found
+
+
+LIE_ALIKE = {
+    "one element more": ("zero3", of_numels(14, 1, 8, 5)),
+    "another order": ("zero3", of_numels(1, 13, 8, 5)),
+    "other names": ("zero2", [replace(rule, content=rule.content and "other") for rule in zero2_rules()]),
+    "elsewhere": ("megatron", moved("d", 325)),
+}
+"""Models whose shards have the same names and shapes in every size in which they are read."""
+
+
+@pytest.mark.parametrize("case", LIE_ALIKE)
+@pytest.mark.parametrize("size", [4, 3])
+def test_another_model_that_lies_alike_is_refused(case: str, size: int, tmp_path: Path) -> None:
+    name, rules = LIE_ALIKE[case]
+    path = save(tmp_path / "c", name, 4)
+    for rank in range(size):
+        own, others = (
+            {rule.name: (rule.shard_at(rank, size), rule.stored(rank, size)) for rule in some}
+            for some in (rules, LAYOUTS[name][1]())
+        )
+        assert own == others, "its shards tell that it is another one"
+        shards = shards_of(rules, rank, size)
+        with pytest.raises(RestoreError, match="of another model, or of one whose state is divided otherwise"):
+            load(path, shards, rank=rank, world=size, elastic=True, rules=rules)
+        fresh = [rule for rule in LAYOUTS[name][1]() if not rule.of_optimizer]
+        load(path, shards, rank=rank, world=size, elastic=True, rules=fresh)  # it has taken no step yet
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_tensor_that_only_one_of_them_has_is_named(name: str, tmp_path: Path) -> None:
+    """Unless it is optimizer state: one of them has taken no step."""
+    path, rules = save(tmp_path / "c", name, 4), LAYOUTS[name][1]()
+    gone = next(rule for rule in rules if rule.key == "param")
+    shards = shards_of(rules, 0, 3)
+    with pytest.raises(RestoreError, match=f"tensors '{gone.name}' differ"):
+        load(path, shards, rank=0, world=3, elastic=True, rules=[rule for rule in rules if rule is not gone])
+    with pytest.raises(RestoreError, match="tensors 'new' differ"):
+        load(path, shards, rank=0, world=3, elastic=True, rules=[*rules, replace(gone, name="new")])
+
+
+def test_many_small_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of their slices is a piece: it is found at once, and its block is not read for it alone."""
+    monkeypatch.setitem(globals(), "NUMELS", tuple(100 + number % 7 for number in range(800)))
+    path = save(tmp_path / "c", "zero3", 4)
+    compared, read = 0, 0
+    meet, original = Box.__and__, blocks.StoredTensors._read
+
+    def counted(one: Box, other: Box) -> Box | None:
+        nonlocal compared
+        compared += 1
+        return meet(one, other)
+
+    def noted(self: Any, key: str, start: int, stop: int, total: int, known: bytes) -> bytearray:
+        nonlocal read
+        read += 1
+        return original(self, key, start, stop, total, known)
+
+    monkeypatch.setattr(Box, "__and__", counted)
+    monkeypatch.setattr(blocks.StoredTensors, "_read", noted)
+    for rank in range(3):
+        load(path, shards_of(zero3_rules(), rank, 3), rank=rank, world=3, elastic=True)
+    assert read < 3 * 4 * 4 * 2, "tensors, of each of which at most four ranks have a block"
+    assert compared < 3 * 2 * 1200 * 4, compared
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_rules_come_back_from_plain_values(name: str) -> None:
     rules = tuple(LAYOUTS[name][1]())
@@ -286,6 +374,8 @@ def test_rules_come_back_from_plain_values(name: str) -> None:
     assert from_plain(table, rows) == rules
     with pytest.raises(KeyError):
         from_plain([("unknown", 3)], [])
+    with pytest.raises(KeyError):
+        from_plain(table[:-1], rows)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -306,6 +396,7 @@ def test_each_element_is_at_one_place(seed: int) -> None:
                 parts, stored = pattern.parts((length,), place, size), pattern.stored((length,), place, size)
                 assert stored is not None or not parts
                 taken = [i for part in parts for i in range(part.at, part.at + part.box.size)]
+                assert [part.box.low for part in parts] == sorted(part.box.low for part in parts)
                 assert len({*taken}) == len(taken) and all(0 <= i < math.prod(stored or ()) for i in taken)
                 seen += [i for part in parts for i in range(part.box.low[0], part.box.high[0])]
                 assert pattern.placement((length,), size) is not None

@@ -51,7 +51,7 @@ class Pattern(ABC):
 
     @abstractmethod
     def parts(self, shape: Shape, place: int, size: int) -> Sequence[StoredBox]:
-        """What a place has; none of them is empty."""
+        """What a place has, in the order of the first elements; none of them is empty."""
 
     @abstractmethod
     def stored(self, shape: Shape, place: int, size: int) -> Shape | None:

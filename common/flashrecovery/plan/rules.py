@@ -43,6 +43,8 @@ class TensorRule:
         naming: how the names of the shards go on.
         turn: where the optimizer has state of this shard: it numbers those that a place has in the order of this
             number. -1: their numbers are the same at all places.
+        content: a digest of what lies in the tensor, one after another, where its name does not say it (several
+            parameters, end to end). A tensor of another content is another tensor, however alike they lie.
     """
 
     name: str
@@ -53,6 +55,7 @@ class TensorRule:
     key: str
     naming: Naming = Naming.PLACE
     turn: int = -1
+    content: str = ""
 
     @property
     def space(self) -> Space:
@@ -62,6 +65,11 @@ class TensorRule:
     def shared(self) -> bool:
         """All places have one shard."""
         return self.naming is Naming.SIZE
+
+    @property
+    def of_optimizer(self) -> bool:
+        """It is optimizer state, which is not there before the first step."""
+        return self.key.startswith("state")
 
     def shard_at(self, place: int, size: int) -> str:
         """The name of the shard; "" if the place has none."""
@@ -105,6 +113,14 @@ def shards_at(rules: Iterable[TensorRule], place: int, size: int) -> dict[str, b
     return {name: shared for name, shared in names if name}
 
 
+def unlike(ours: Sequence[TensorRule], theirs: Sequence[TensorRule]) -> list[str]:
+    """The names of the tensors that are not the same by both, optimizer state that only one of them has left out."""
+    own, other = ({rule.name: rule for rule in rules} for rules in (ours, theirs))
+    alone = [name for one, two in ((own, other), (other, own)) for name in one.keys() - two.keys()]
+    names = {name for name in alone if not (own.get(name) or other[name]).of_optimizer}
+    return sorted(names | {name for name in own.keys() & other.keys() if own[name] != other[name]})
+
+
 # -- as plain values --------------------------------------------------------------------------------
 
 _KINDS: Mapping[str, Any] = {**KINDS, "flat_buffer": FlatBuffer}
@@ -126,18 +142,21 @@ def to_plain(rules: Sequence[TensorRule]) -> tuple[list[Any], list[Any]]:
             table.append((_NAME_OF[type(thing)], *plain))
         return known[thing]
 
-    rows = [(r.name, r.shape, r.itemsize, number_of(r.pattern), r.shard, r.key, str(r.naming), r.turn) for r in rules]
+    rows = [
+        (r.name, r.shape, r.itemsize, number_of(r.pattern), r.shard, r.key, str(r.naming), r.turn, r.content)
+        for r in rules
+    ]
     return table, rows
 
 
 def from_plain(table: Sequence[Any], rows: Sequence[Any]) -> tuple[TensorRule, ...]:
     """Raises ValueError, KeyError or TypeError if that is not what :func:`to_plain` gives."""
-    things: list[Any] = []
+    things: dict[int, Any] = {}
     for kind, *plain in table:
         names = [field.name for field in fields(_KINDS[kind])]
         values = [things[v] if name in _REFERENCES else v for name, v in zip(names, plain, strict=True)]
-        things.append(_KINDS[kind](*values))
+        things[len(things)] = _KINDS[kind](*values)
     return tuple(
-        TensorRule(name, shape, itemsize, things[pattern], shard, key, Naming(naming), turn)
-        for name, shape, itemsize, pattern, shard, key, naming, turn in rows
+        TensorRule(name, shape, itemsize, things[pattern], shard, key, Naming(naming), turn, content)
+        for name, shape, itemsize, pattern, shard, key, naming, turn, content in rows
     )

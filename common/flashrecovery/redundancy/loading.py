@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from flashrecovery.errors import DamagedCheckpointError, RestoreError
-from flashrecovery.plan.rules import shards_at
+from flashrecovery.plan.rules import TensorRule, shards_at, unlike
 from flashrecovery.redundancy.dcp import read_into, unreadable
 from flashrecovery.redundancy.keys import tensor_prefix, writer_of
 from flashrecovery.redundancy.manifest import UNREADABLE, Manifest, manifests_of
@@ -40,9 +40,11 @@ def load(
     world: int,
     form: CheckpointFormat | None = None,
     elastic: bool = False,
+    rules: Sequence[TensorRule] | None = None,
 ) -> PlainState:
     """Write a checkpoint into the live shards of this rank. Each rank reads for itself, without a collective unless
     ``form`` has some. ``elastic``: another number of ranks may have written it, if they were an elastic job, too.
+    ``rules``: how this job's state is divided; None: that is not known.
 
     Raises DamagedCheckpointError if the checkpoint is not whole or does not have its digests, RestoreError if it was
     written by another world, by another model (the shards that differ are named) or in another format.
@@ -52,6 +54,7 @@ def load(
     path = Path(path)
     (first,) = manifests_of(path, [0]).values()
     _check_format(path, first, form)
+    _check_rules(path, rules, first.rules)
     if form is not None and _other_layout(first, form):
         form.load(path.parent, path.name)
         return PlainState(None, first.common)
@@ -162,7 +165,18 @@ def _load_as(form: CheckpointFormat, path: Path, shards: Sequence[Shard]) -> _Li
 def _check_format(path: Path, manifest: Manifest, form: CheckpointFormat | None) -> None:
     if manifest.form != ("" if form is None else form.name):
         raise RestoreError(
-            f"checkpoint {path} has the format {manifest.form or 'of the core'!r}, which this job does not use"
+            f"checkpoint {path} has the format {manifest.form or 'of the core'!r}, which this job does not use: "
+            "elastic jobs read and write the core's, and all others that of their framework, if it has one"
+        )
+
+
+def _check_rules(path: Path, mine: Sequence[TensorRule] | None, found: Sequence[TensorRule] | None) -> None:
+    """What lies alike, and has the same name, need not be the same."""
+    other = [] if mine is None or found is None else unlike(mine, found)
+    if other:
+        raise RestoreError(
+            f"checkpoint {path} is of another model, or of one whose state is divided otherwise (parameters of other "
+            f"names, shapes or order, other buckets): {_some(other, 'tensors')} differ"
         )
 
 
@@ -176,6 +190,6 @@ def _check_names(
         raise RestoreError(f"checkpoint {path} is of another model: {lacks} {_some(missing)} of rank {rank}{also}")
 
 
-def _some(names: Sequence[str]) -> str:
+def _some(names: Sequence[str], kind: str = "shards") -> str:
     shown = ", ".join(repr(n) for n in names[:3])
-    return f"shards {shown}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"{kind} {shown}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")

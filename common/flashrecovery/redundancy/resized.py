@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from flashrecovery.errors import RestoreError
-from flashrecovery.plan.boxes import Box, chunks
+from flashrecovery.plan.boxes import Box, chunks, part_with
 from flashrecovery.plan.layouts import Placement, Share
 from flashrecovery.plan.patterns import StoredBox
 from flashrecovery.plan.reshard import Portion, plan_reshard
@@ -63,12 +63,16 @@ def read_divided(
     by_name = {rule.name: rule for rule in rules}
     mine = {rule.name: rule.parts(rank, world) for rule in rules}
     stored, filled = StoredTensors(path), dict.fromkeys(by_name, 0)
+    written: dict[tuple[str, int], _Written] = {}
     for portion in portions:
         rule = by_name[portion.tensor]
         part = _part_with(mine[rule.name], portion.box)
         target = _view(into[rule.shard][rule.key], part)[portion.box.within(part.box)]
+        whose = rule.name, portion.source
+        if whose not in written:
+            written[whose] = _Written.by(rule, portion.source, manifests[portion.source], first.ranks)
         with torch.no_grad():
-            target.copy_(_read(stored, rule, portion, manifests, first.ranks).view(target.dtype).view(target.shape))
+            target.copy_(_read(stored, written[whose], portion).view(target.dtype).view(target.shape))
         filled[rule.name] += portion.box.size
     wrong = [name for name, parts in mine.items() if filled[name] != sum(part.box.size for part in parts)]
     if wrong:
@@ -191,10 +195,10 @@ def _at(place: int, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _part_with(parts: Sequence[StoredBox], box: Box) -> StoredBox:
     """The part that has ``box``. Raises RestoreError if none has all of it."""
-    for part in parts:
-        if part.box & box == box:
-            return part
-    raise RestoreError(f"box {box} is in none of {len(parts)} parts")
+    part = part_with(parts, box)
+    if part is None:
+        raise RestoreError(f"box {box} is in none of {len(parts)} parts")
+    return part
 
 
 def _view(tensor: torch.Tensor, part: StoredBox) -> torch.Tensor:
@@ -204,19 +208,35 @@ def _view(tensor: torch.Tensor, part: StoredBox) -> torch.Tensor:
     return tensor.view(-1)[part.at : part.at + part.box.size].view(part.box.shape)
 
 
-def _read(
-    stored: StoredTensors, rule: TensorRule, portion: Portion, manifests: Mapping[int, Manifest], ranks: int
-) -> torch.Tensor:
+@dataclass(frozen=True)
+class _Written:
+    """What a rank has written of a tensor: its parts, and of that in which they lie the key, the bytes and the digests
+    of its blocks."""
+
+    parts: Sequence[StoredBox]
+    itemsize: int
+    key: str
+    total: int
+    known: bytes
+
+    @staticmethod
+    def by(rule: TensorRule, writer: int, manifest: Manifest, ranks: int) -> _Written:
+        name = rule.shard_at(writer, ranks)
+        entry = manifest.entries[name]
+        return _Written(
+            rule.parts(writer, ranks),
+            rule.itemsize,
+            f"{tensor_prefix(name, entry.shared, writer)}{rule.key}",
+            math.prod(rule.stored(writer, ranks) or ()) * rule.itemsize,
+            entry.blocks.get(rule.key, b""),
+        )
+
+
+def _read(stored: StoredTensors, of: _Written, portion: Portion) -> torch.Tensor:
     """The bytes of a portion."""
-    writer = portion.source
-    part = _part_with(rule.parts(writer, ranks), portion.box)
-    name = rule.shard_at(writer, ranks)
-    entry = manifests[writer].entries[name]
-    key = f"{tensor_prefix(name, entry.shared, writer)}{rule.key}"
-    total = math.prod(rule.stored(writer, ranks) or ()) * rule.itemsize
-    known = entry.blocks.get(rule.key, b"")
+    part = _part_with(of.parts, portion.box)
     found = [
-        stored.read(key, (part.at + start) * rule.itemsize, (part.at + stop) * rule.itemsize, total, known)
+        stored.read(of.key, (part.at + start) * of.itemsize, (part.at + stop) * of.itemsize, of.total, of.known)
         for start, stop in runs(portion.box, part.box)
     ]
     data = found[0] if len(found) == 1 else bytearray().join(found)

@@ -481,6 +481,7 @@ class Copies:
             world=registry.world_size,
             form=form,
             elastic=self._elastic,
+            rules=registry.rules() if self._elastic else None,
         )
         capsule = registry.capture_capsule(registry.drawn()) if plain.capsule is None else plain.capsule
         registry.capsule.keep(version, capsule)

@@ -50,7 +50,7 @@ def tied_to_size(chunks: Sequence[Any], optimizer: Any, *, own_loop: bool) -> It
     if distributed and (len(chunks) > 1 or len(inner_optimizers(optimizer)) > 1):
         yield "the distributed optimizer of several model chunks, or several ones (allowed: one)"
     yield from _of_layout()
-    yield from _of_calculator()
+    yield from of_calculator()
 
 
 def _of_chunk(chunk: Any) -> Iterator[str]:
@@ -89,7 +89,8 @@ def _of_layout() -> Iterator[str]:
             yield f"parallel_state.{name} = {ranks}, which is of some of the ranks"
 
 
-def _of_calculator() -> Iterator[str]:
+def of_calculator() -> Iterator[str]:
+    """What of the script's calculator of micro-batches has not one global batch."""
     calculator = _calculator()
     if calculator is None:
         return
@@ -103,7 +104,7 @@ def batch_of() -> FrameworkBatch:
     """The global batch and the micro-batch of the calculator, if the script has one. Schedules divide by the number of
     micro-batches on a replica, so all of them have as many."""
     calculator = _calculator()
-    if calculator is None or list(_of_calculator()):  # which is refused
+    if calculator is None or list(of_calculator()):  # which is refused
         return FrameworkBatch(None, None, counted=True, seed=seed_tracked)
     return FrameworkBatch(
         calculator.current_global_batch_size, calculator.micro_batch_size, counted=True, seed=seed_tracked

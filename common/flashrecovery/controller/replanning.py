@@ -9,20 +9,19 @@ memory stays until all of them have taken a step: whoever dies until then, the j
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from flashrecovery import events as ev
-from flashrecovery.controller.custody import kept_for, left_behind
+from flashrecovery.controller.custody import kept_for
 from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.job_state import AGENT, JobState
-from flashrecovery.controller.records import RankRecord, capsule_name
+from flashrecovery.controller.records import RankRecord
 from flashrecovery.controller.restore import Decision, RestoreRound
 from flashrecovery.controller.staffing import Staffing
+from flashrecovery.controller.writers import assigned
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from flashrecovery.kinds import NoticeKind, Ordered
-from flashrecovery.plan import Kind
 from flashrecovery.plan.replan import (
     JobFacts,
     LayoutFacts,
@@ -38,9 +37,6 @@ from flashrecovery.plan.transitions import State
 from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
-COMMON = "common"
-"""The shard that every rank has, of state that is no tensor; each index has it besides."""
-_PREFERRED = (Kind.LIVE, Kind.UNDO, Kind.COPY)
 _TRIES = 3
 """Layouts in which a script is started before it is given up, where it cannot begin in them."""
 
@@ -415,34 +411,3 @@ class Replanning:
         if self._kept is not None:
             self._kept, self._change, self._before, self._tried = None, None, None, []
             self._drop()
-
-
-def assigned(
-    records: Mapping[int, RankRecord], departed: Mapping[int, Mapping[str, int]], version: int
-) -> dict[int, list[pb.StashItem]]:
-    """Who writes which shard at ``version``, and from what it has of it: of those who have it for themselves, or else
-    keep copies of it, whoever writes the least so far. All shards that the ranks need, and that those have needed who
-    have left; no rank's own plain state.
-
-    Raises JobFailedError if somebody has said that it has a shard, and nobody has.
-    """
-    capsules = {capsule_name(rank) for rank in (*records, *departed)}
-    sizes = {name: nbytes for record in records.values() for name, nbytes in record.needs.items()}
-    sizes |= {need.shard: need.nbytes for need in left_behind(departed, records.values())}
-    names = {name for name in sizes if name not in capsules and name != COMMON}
-    holders: dict[str, dict[int, Kind]] = {name: {} for name in names}
-    for record in records.values():
-        found = [*record.live_at(version, names), *record.copies_at(version, names)]
-        for holding in sorted(found, key=lambda h: _PREFERRED.index(h.kind) if h.kind in _PREFERRED else 9):
-            if holding.kind in _PREFERRED:
-                holders[holding.shard].setdefault(record.rank, holding.kind)
-    load: Counter[int] = Counter()
-    # Who has anything writes, if only what all should have alike: so it is compared.
-    orders: dict[int, list[pb.StashItem]] = {rank: [] for rank, record in records.items() if record.newest >= 0}
-    for name in sorted(names, key=lambda name: (-sizes[name], name)):
-        if not holders[name]:
-            raise JobFailedError(f"nobody has shard {name!r} at version {version}")
-        rank = min(holders[name], key=lambda rank: (holders[name][rank] is Kind.COPY, load[rank], rank))
-        load[rank] += sizes[name]
-        orders.setdefault(rank, []).append(pb.StashItem(shard=name, kind=holders[name][rank].value))
-    return orders

@@ -139,15 +139,11 @@ def main() -> None:
     )
     layout = f"tp={sizes.tp},pp={sizes.pp},dp={sizes.dp}"
     assert sizes.dp == parallel_state.get_data_parallel_world_size()
-    rank, begun = dist.get_rank(), False
+    rank = dist.get_rank()
     for step in recovery.steps(args.steps - first):
         number = first + step.index
         with step:
-            if not begun:
-                print(f"begin={number} layout={layout} {digest(chunks, optimizer, scheduler)}", flush=True)
-                if args.mode == "save-begin" and args.save_to and sizes.changed:
-                    megatron_values.save(chunks, optimizer, scheduler, args.save_to / f"begin-{number}")
-            begun = True
+            print(f"begin={number} layout={layout} {digest(chunks, optimizer, scheduler)}", flush=True)
             loss = train_step(args, chunks, optimizer, scheduler, batches.of(step))
             time.sleep(args.step_time / 1e3)
             print(f"step={number} rank={rank} layout={layout} loss_hex={loss.hex()}", flush=True)

@@ -373,6 +373,16 @@ def test_memory_that_cannot_be_written_for_a_command() -> None:
     assert world.job.state is State.REGROUPING  # on in the old layout
 
 
+def test_a_job_whose_retries_run_out_fails_once() -> None:
+    world = World()
+    world.kill(1)
+    world.job.retries, world.job.retry_at = 3, 4.0
+    for now in (5.0, 6.0):
+        world.machine.on_tick(now)
+    world.collect()
+    assert len([event for event in world.events if isinstance(event, ev.JobFailed)]) == 1
+
+
 def test_another_controller_does_not_take_over() -> None:
     machine = Machine(validate(RunConfig, {"nproc_per_node": 4, "replan": {"min": 1}}, "test"))
     worker = pb.WorkerState(rank=0, pid=5, resumed=True)

@@ -468,6 +468,7 @@ class RecoverySteps:
         return True
 
     def retry(self, now: float) -> None:
+        self._job.retry_at = None
         self._job.retries += 1
         if self._job.retries > _MAX_RETRIES:
             count = self._job.retries

@@ -41,6 +41,7 @@ from flashrecovery.errors import UnsupportedError
 from fr_megatron import stand_ins
 from fr_megatron.capabilities import CHECKPOINTS
 from fr_megatron.checkpoint import METADATA
+from fr_megatron.elastic import of_calculator
 from fr_megatron.optimizers import Names, inner_optimizers, is_distributed, weights_name
 from fr_megatron.pieces import STATE, Stepped, cut, described, find_stepped
 
@@ -119,6 +120,10 @@ class MegatronLogical(LogicalState):
         """Raises UnsupportedError: what cannot be laid out otherwise, by name."""
         if CHECKPOINTS.way is None:
             raise UnsupportedError(f"another layout with this Megatron, which lacks {'; '.join(CHECKPOINTS.missing())}")
+        if len(self._chunks) > 1:
+            raise UnsupportedError("another layout with virtual pipeline stages: one model chunk on a rank is allowed")
+        for name in of_calculator():
+            raise UnsupportedError(f"another layout with {name}")
         for chunk in self._chunks:
             if type(chunk).__name__ != "DistributedDataParallel":
                 raise UnsupportedError(

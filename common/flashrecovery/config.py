@@ -519,8 +519,16 @@ def _check_replan(config: RunConfig) -> None:
         raise ConfigError(
             f"replan.min = {replan.min}: at most the ranks of the launch ({config.world_size}) is allowed"
         )
-    if config.redundancy == "parity":
-        raise ConfigError("redundancy: 'parity' with replan: 'auto', 'neighbor', 'replica', 'none' are allowed")
+    if config.redundancy in ("parity", "replica"):
+        raise ConfigError(
+            f"redundancy: {config.redundancy!r} with replan: not every layout has it; 'auto', 'neighbor', 'none' are "
+            "allowed"
+        )
+    if config.redundancy == "neighbor" and replan.min < 2:
+        raise ConfigError(
+            "redundancy: 'neighbor' with replan.min = 1: a world of one rank has nobody to hold a copy; 2 or more, or "
+            "redundancy: 'auto' is allowed"
+        )
     if config.snapshots.keep == "always":
         raise ConfigError(
             "snapshots.keep: 'always' with replan: snapshots are of one layout; 'auto' and 'never' are allowed"

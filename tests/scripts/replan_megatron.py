@@ -8,6 +8,7 @@ that.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import sys
@@ -111,6 +112,7 @@ def main() -> None:
     parser = megatron_model.parser(__doc__)
     parser.add_argument("--global-batch", type=int, default=24)
     parser.add_argument("--mode", default="")
+    parser.add_argument("--gated", action="store_true", help="a gated MLP, and grouped queries")
     parser.add_argument("--save-to", type=Path, help="a directory for the values of each version")
     parser.add_argument("--start-from", type=Path, help="such values; the name is the version")
     small = {"steps": 12, "layers": 2, "heads": 2, "width": 16, "context": 8, "batch_size": 2, "lr": 1e-2}
@@ -120,7 +122,12 @@ def main() -> None:
     sizes = flashrecovery.layout(tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size)
     args.tensor_model_parallel_size, args.pipeline_model_parallel_size = sizes.tp, sizes.pp
     megatron_model.start_groups(args)
+    if args.mode == "needs-tp" and sizes.tp == 1:
+        raise ValueError("sequence parallelism without tensor parallelism")
     config = megatron_model.model_config(args)
+    if args.gated:
+        activation = torch.nn.functional.silu
+        config = dataclasses.replace(config, gated_linear_unit=True, activation_func=activation, num_query_groups=2)
     chunks = megatron_model.build_chunks(args, config)
     optimizer, scheduler = megatron_model.build_optimizer(args, config, chunks)
     first = begin_with(chunks, optimizer, scheduler, args.start_from) if args.start_from else 0

@@ -132,10 +132,11 @@ def test_numbers_that_differ_are_refused(tmp_path: Path) -> None:
     """A parameter that has not been stepped on as often as the others."""
     made = [shard(name, 0, 1, 0, whole()) for name in ("rows", "norm")]
     made[1][0].tensors[2].fill_(6.0)
-    write(tmp_path, 0, 1, [source for source, _ in made], {source.name: parts for source, parts in made}, b"c")
+    for rank, (source, parts) in enumerate(made):
+        write(tmp_path, rank, 1, [source], {source.name: parts}, b"c")
     number = LogicalPart("optimizer.state.step", (), Box((), ()), 0)
     with pytest.raises(RestoreError, match=r"'optimizer\.state\.step' is not the same of all parameters"):
-        Stash(tmp_path, [0], 1).fill([Wanted(torch.zeros(()), (number,))])
+        Stash(tmp_path, [0, 1], 1).fill([Wanted(torch.zeros(()), (number,))])
 
 
 def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from flashrecovery.config import RunConfig, run_config, validate
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.outbox import Emit, Send
 from flashrecovery.controller.records import RankRecord
-from flashrecovery.controller.replanning import assigned
+from flashrecovery.controller.writers import assigned
 from flashrecovery.errors import ConfigError, JobFailedError
 from flashrecovery.plan.replan import LayoutFacts, best, fixed, layout_text, parse_layout, why_not
 from flashrecovery.plan.strategy import NothingFitsError, Strategy

@@ -38,7 +38,7 @@ def left_behind(departed: Mapping[int, Mapping[str, int]], records: Collection[R
     staying = set[str]().union(*(record.needs for record in records))
     found: dict[str, Need] = {}
     for rank, needs in departed.items():
-        known = needs or _kept_for(rank, records)
+        known = needs or kept_for(rank, records)
         if not known and divided(records):
             found[capsule_name(rank)] = Need(rank, capsule_name(rank), 0)
         for shard, nbytes in known.items():
@@ -47,7 +47,7 @@ def left_behind(departed: Mapping[int, Mapping[str, int]], records: Collection[R
     return list(found.values())
 
 
-def _kept_for(rank: int, records: Collection[RankRecord]) -> dict[str, int]:
+def kept_for(rank: int, records: Collection[RankRecord]) -> dict[str, int]:
     """What somebody keeps copies of for a rank that had died before this controller came: who keeps its capsule, keeps
     all that it had."""
     for record in records:

@@ -224,6 +224,12 @@ class Machine:
         known, steps, batches, shape = dict(record.needs), record.steps, record.batches, record.shape
         divided, outline = record.divided, record.outline
         record.joined(message)
+        another = self._replanning.another_job(message)
+        if another:
+            why = f"rank {record.rank}: {another}"
+            if self.job.state is State.STARTING and not self._replanning.begin_otherwise(why, now):
+                self.job.fail(why)
+            return
         self.job.facts = message.facts or self.job.facts
         self.job.outbox.forget(Ordered.REPLACE, record.rank)
         if known and self.job.layout != tuple(range(self.job.world_size)):
@@ -333,6 +339,10 @@ class Machine:
         if message.error_type:
             self._refused(self.job.ranks[ranks[0]], what, message, now)
             return
+        odd = self._replanning.wrote(ranks[0], message) if what is Ordered.STASH else ""
+        if odd:
+            self._command_failed(self.job.ranks[ranks[0]], what, odd, now)
+            return
         self._carried_out([self.job.ranks[rank] for rank in ranks], what, message)
         self._steps.advance(now)
 
@@ -374,8 +384,6 @@ class Machine:
                 record.take_inventory(message.live_version, message.held, message.parity)
                 record.late = frozenset(message.late)
                 record.capsules = ()  # as its page was when it started; the process knows what is in it now
-        elif what is Ordered.STASH:
-            self._replanning.wrote(message.stashed_bytes * len(records))
         elif what is Ordered.RESTORE and self.job.round is not None:
             for record in records:
                 self.job.round.report(record.rank, message)
@@ -409,6 +417,9 @@ class Machine:
             self.job.last_failure = self._replanning.why_paused(version)
             self._steps.recover([], FailureKind.REPLAN, now, 0.0, now)
             return
+        if self.job.config.replan is not None:
+            text = "the layout does not change: what a controller before this one was commanded is not known any more"
+            self.job.notice(NoticeKind.NOT_REPLANNED, text)
         self.job.last_failure = self._resizing.why_paused(version)
         self._steps.recover([], self._coming.cause, self._resizing.paused_since(now), 0.0, now)
 
@@ -431,7 +442,9 @@ class Machine:
         if record is None or record.pid != message.pid or self.job.state in (State.FAILED, State.FINISHED):
             return
         finished = record.place in (Place.RELEASED, Place.DONE) or (
-            self.job.state is State.STARTING and record.place in (Place.STARTING, Place.FINISHED)
+            self.job.state is State.STARTING
+            and record.place in (Place.STARTING, Place.FINISHED)
+            and self._replanning.restored_from() is None  # else it has been training before
         )
         if not finished:
             evidence = "the process ended with code 0 in the middle of the training"
@@ -542,7 +555,11 @@ class Machine:
             return
         if empty:
             self.job.fail(f"{ranks_text(empty)} could not be filled again within the deadline")
-        elif self.job.state is State.STARTING and not self.job.places[Place.JOINED]:
+        elif (
+            self.job.state is State.STARTING
+            and not self.job.places[Place.JOINED]
+            and self._replanning.restored_from() is None  # else it has come to one before
+        ):
             self._starting.let_run_unprotected()
         elif survivors and survivors <= late.keys() and not self.job.asked_again:
             self.job.asked_again = True
@@ -594,9 +611,9 @@ class Machine:
         """A failure before the first step: nothing is lost yet, so everything starts again, unless it is the script."""
         if message.kind == FailureKind.EXCEPTION:
             words = message.last_words
-            self.job.fail(
-                f"rank {failed.rank} raised {words.exception} before its first step: {words.message}\n{words.traceback}"
-            )
+            why = f"rank {failed.rank} raised {words.exception} before its first step: {words.message}"
+            if not self._replanning.begin_otherwise(why, now):
+                self.job.fail(f"{why}\n{words.traceback}")
         else:
             self._starting.start_again(f"{self.job.last_failure}, before the first step", now)
 

@@ -89,8 +89,10 @@ class RecoverySteps:
                     start=start_lines(slowest_start(self._job.ranks.values())),
                 )
             )
-        elif self._job.recovery is not None:
-            self._job.recovery.resume_step = again.round.version
+        else:
+            self._job.recovery = self._job.recovery or self._replanning.change
+            if self._job.recovery is not None:
+                self._job.recovery.resume_step = again.round.version
         if found is None:
             self._job.to(State.RUNNING)
             self.send_resume(0, now)

@@ -9,28 +9,36 @@ memory stays until all of them have taken a step: whoever dies until then, the j
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from flashrecovery import events as ev
-from flashrecovery.controller.custody import left_behind
+from flashrecovery.controller.custody import kept_for
+from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.job_state import AGENT, JobState
-from flashrecovery.controller.records import RankRecord, capsule_name
+from flashrecovery.controller.records import RankRecord
 from flashrecovery.controller.restore import Decision, RestoreRound
 from flashrecovery.controller.staffing import Staffing
+from flashrecovery.controller.writers import assigned
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from flashrecovery.kinds import NoticeKind, Ordered
-from flashrecovery.plan import Kind
-from flashrecovery.plan.replan import LayoutFacts, best, fixed, layout_text, parse_layout, why_not
+from flashrecovery.plan.replan import (
+    JobFacts,
+    LayoutFacts,
+    best,
+    fixed,
+    layout_text,
+    parse_layout,
+    why_another_job,
+    why_not,
+)
 from flashrecovery.plan.strategy import Strategy
 from flashrecovery.plan.transitions import State
 from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
-COMMON = "common"
-"""The shard that every rank has, of state that is no tensor; each index has it besides."""
-_PREFERRED = (Kind.LIVE, Kind.UNDO, Kind.COPY)
+_TRIES = 3
+"""Layouts in which a script is started before it is given up, where it cannot begin in them."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,12 @@ class Replanning:
         self._writing: Kept | None = None  # is being written
         self._kept: Kept | None = None  # is there, and may be needed once more
         self._rounds = 0
+        self._said: dict[str, tuple[str, int]] = {}  # digests of what writers have alike, and whose they are
+        self._litter = False  # there is state in memory that nobody will need
+        self._job_is: JobFacts | None = None  # what the job was before its layout changed, and has to stay
+        self._change: HistoryEntry | None = None  # the recovery in which it changes
+        self._before: tuple[Strategy, int] | None = None  # what it changes from, and how many ranks there can be
+        self._tried: list[str] = []  # layouts in which the script could not begin
 
     # -- which layout -----------------------------------------------------------------------------
 
@@ -191,12 +205,25 @@ class Replanning:
         """All that live are stopped, and this is decided. Returns whether the layout changes now, or has to begin once
         more."""
         kept, wanted = self._kept, self._next
+        if self._litter and kept is None:  # it has not been written to its end
+            self._drop()
         found = decision if isinstance(decision, Decision) and not decision.checkpoint else None
         if found is None and kept is not None:  # nobody had come so far as to have the state
-            self._start(wanted or self._same(), replace(kept, written=0), now)
+            again = self._once_more(kept, decision)
+            if again is None:
+                self._job.fail(str(decision))
+            else:
+                self._start(wanted or self._same(), again, now)
             return True
         if wanted is None or isinstance(decision, JobFailedError):
             return False
+        unknown = self._unknown()
+        if unknown and found is not None:
+            if self._job.checkpoint is None:
+                self._job.fail(f"{unknown}; and there is no checkpoint")
+                return True
+            decision = Decision.from_checkpoint(self._job.checkpoint, self._job.ranks, unknown)
+            found = None
         version = decision.round.version
         if version < wanted.step:
             return False
@@ -206,6 +233,28 @@ class Replanning:
         self._write(version, now)
         return True
 
+    def _once_more(self, kept: Kept, decision: Decision | JobFailedError) -> Kept | None:
+        """What a layout begins with that has to begin once more; None: there is nothing. What could not be read,
+        although nobody has died of it, is not read again where there is something else."""
+        if isinstance(decision, Decision) and (kept.checkpoint or self._job.retries):
+            return Kept(decision.round.version, pb.StashPlace(), decision.checkpoint)
+        return None if kept.checkpoint else replace(kept, written=0)
+
+    def _unknown(self) -> str:
+        """Why it cannot be said that those who are left have the whole state, in words; "" if it can. A controller that
+        was started again has not heard what the ranks needed that had died before."""
+        facts = self._facts()
+        if isinstance(facts, str) or not (facts.sharded or facts.now.ranks > facts.now.dp):
+            return ""  # every rank has all of it
+        records = self._job.ranks.values()
+        nobody = [rank for rank, needs in self._job.departed.items() if not needs and not kept_for(rank, records)]
+        if not nobody:
+            return ""
+        return (
+            f"what {ranks_text(sorted(nobody))} had, this controller, which was started again, does not know, and "
+            "nobody keeps copies of it"
+        )
+
     def _same(self) -> NextLayout:
         facts = self._facts()
         assert not isinstance(facts, str)
@@ -214,6 +263,7 @@ class Replanning:
     def _write(self, version: int, now: float) -> None:
         """Have each shard written by one of those who have it."""
         orders = assigned(self._job.ranks, self._job.departed, version)
+        self._said, self._litter = {}, True
         self._rounds += 1
         directory = f"{self._rounds}-{version}"
         self._writing = Kept(version, pb.StashPlace(directory=directory, ranks=sorted(orders)))
@@ -227,10 +277,21 @@ class Replanning:
         """State is being written."""
         return self._writing is not None
 
-    def wrote(self, nbytes: int) -> None:
-        """A rank has written its part."""
+    def wrote(self, rank: int, reply: pb.Reply) -> str:
+        """A rank has written its part. Returns in words what it has otherwise than another one, though one state of it
+        will be everybody's; "" if nothing."""
         if self._writing is not None:
-            self._writing = replace(self._writing, written=self._writing.written + nbytes)
+            self._writing = replace(self._writing, written=self._writing.written + reply.stashed_bytes)
+        for what, digest in sorted(reply.sent_digests.items()):
+            first, whose = self._said.setdefault(what, (digest, rank))
+            if first != digest:
+                return f"{what} is not what it is on rank {whose}, and only one of them can be everybody's"
+        return ""
+
+    def _drop(self) -> None:
+        """What there is in memory is of no use."""
+        self._litter = False
+        self._job.command(AGENT, pb.Command(drop_stash=pb.DropStash()))
 
     def could_not(self, rank: int, why: str) -> bool:
         """A rank could not write. Returns whether the job can go on in its layout; a command is given up then."""
@@ -255,17 +316,26 @@ class Replanning:
 
     def _start(self, wanted: NextLayout, kept: Kept, now: float) -> None:
         job = self._job
-        before = LayoutFacts.parse(job.facts).now
+        facts = LayoutFacts.parse(job.facts)
+        before, first = facts.now, job.in_order[0]
+        self._job_is = self._job_is or JobFacts(facts, first.batches, first.steps)
+        if self._before is None:
+            self._before = before, len(job.in_order) if wanted.lost else job.config.world_size
         self._kept, self._next = kept, None
+        self._change = job.recovery or self._change
         places = [(record.home, record.local_rank) for record in job.in_order]
         size = wanted.strategy.ranks
         if size > len(places):  # ranks come back: a node has room for those of the launch
             (home,) = {home for home, _ in places}
             taken = {local for _, local in places}
             places += [(home, n) for n in range(job.config.world_size) if n not in taken]
-        for record in job.in_order[size:]:
-            job.tell_to_leave(record.rank, record.home)
-        records = [RankRecord(rank, home=home, local_rank=local) for rank, (home, local) in enumerate(places[:size])]
+        for record in job.in_order:
+            if record.rank >= size:  # nobody is filled under its number, which would end its process
+                job.tell_to_leave(record.rank, record.home)
+        records = [
+            RankRecord(rank, home=home, local_rank=local, committed=kept.version)
+            for rank, (home, local) in enumerate(places[:size])
+        ]
         job.lay_out(layout_text(wanted.strategy), records)
         job.to(State.STARTING, now)
         job.generation += 1
@@ -291,6 +361,41 @@ class Replanning:
         for record in job.in_order:
             self._staffing.fill(record, now, detached=False)
 
+    def begin_otherwise(self, why: str, now: float) -> bool:
+        """The script cannot begin in the layout that the job has changed to: it begins in the one before, if there are
+        ranks enough, or the next best. Returns whether it does."""
+        job, kept = self._job, self._kept
+        if kept is None or self._before is None or self._job_is is None or job.config.replan is None:
+            return False
+        before, room = self._before
+        self._tried.append(job.plan)
+        try:
+            ranked = best(self._job_is.facts, room, job.config.replan.min, job.step_s).ranked
+        except UnsupportedError:
+            ranked = ()
+        options = [before] if before.ranks <= room else []
+        options += [estimate.strategy for estimate in ranked]
+        found = next((one for one in options if layout_text(one) not in self._tried), None)
+        if found is None or len(self._tried) >= _TRIES:
+            return False
+        text = f"the script cannot begin in the layout {job.plan}, and begins in {layout_text(found)}: {why}"
+        job.notice(NoticeKind.NOT_REPLANNED, text)
+        self._start(NextLayout(found, (f"the script cannot begin in {' or in '.join(self._tried)}",)), kept, now)
+        return True
+
+    def another_job(self, message: pb.Joined) -> str:
+        """Why what a rank's script has made is not this job in the layout that it has changed to, in words; "" if it
+        is."""
+        if self._job_is is None or not message.facts:
+            return ""
+        now = JobFacts(LayoutFacts.parse(message.facts), message.batches, message.steps)
+        return why_another_job(self._job_is, now, self._job.plan)
+
+    @property
+    def change(self) -> HistoryEntry | None:
+        """The recovery in which the layout changes, also where all have had to begin once more."""
+        return self._change
+
     def restored_from(self) -> Decision | None:
         """All ranks of a new layout have come to their first step: what they go on from. None: there is no new
         layout."""
@@ -304,35 +409,5 @@ class Replanning:
     def confirmed(self) -> None:
         """Every rank has taken a step: what the memory has is not needed any more."""
         if self._kept is not None:
-            self._kept = None
-            self._job.command(AGENT, pb.Command(drop_stash=pb.DropStash()))
-
-
-def assigned(
-    records: Mapping[int, RankRecord], departed: Mapping[int, Mapping[str, int]], version: int
-) -> dict[int, list[pb.StashItem]]:
-    """Who writes which shard at ``version``, and from what it has of it: of those who have it for themselves, or else
-    keep copies of it, whoever writes the least so far. All shards that the ranks need, and that those have needed who
-    have left; no rank's own plain state.
-
-    Raises JobFailedError if somebody has said that it has a shard, and nobody has.
-    """
-    capsules = {capsule_name(rank) for rank in (*records, *departed)}
-    sizes = {name: nbytes for record in records.values() for name, nbytes in record.needs.items()}
-    sizes |= {need.shard: need.nbytes for need in left_behind(departed, records.values())}
-    names = {name for name in sizes if name not in capsules and name != COMMON}
-    holders: dict[str, dict[int, Kind]] = {name: {} for name in names}
-    for record in records.values():
-        found = [*record.live_at(version, names), *record.copies_at(version, names)]
-        for holding in sorted(found, key=lambda h: _PREFERRED.index(h.kind) if h.kind in _PREFERRED else 9):
-            if holding.kind in _PREFERRED:
-                holders[holding.shard].setdefault(record.rank, holding.kind)
-    load: Counter[int] = Counter()
-    orders: dict[int, list[pb.StashItem]] = {}
-    for name in sorted(names, key=lambda name: (-sizes[name], name)):
-        if not holders[name]:
-            raise JobFailedError(f"nobody has shard {name!r} at version {version}")
-        rank = min(holders[name], key=lambda rank: (holders[name][rank] is Kind.COPY, load[rank], rank))
-        load[rank] += sizes[name]
-        orders.setdefault(rank, []).append(pb.StashItem(shard=name, kind=holders[name][rank].value))
-    return orders
+            self._kept, self._change, self._before, self._tried = None, None, None, []
+            self._drop()

@@ -114,6 +114,7 @@ class TakeOver:
         record.place = Place.STARTING
         if worker.HasField("joined"):
             record.joined(worker.joined)
+            self._job.facts = worker.joined.facts or self._job.facts
         if worker.released:
             record.place = Place.FINISHED if worker.exited else Place.RELEASED
         elif worker.HasField("done"):
@@ -136,6 +137,8 @@ class TakeOver:
         self._job.launched = True
         if self._job.checkpoint is not None:
             self._job.command(AGENT, self._job.saved())
+        if self._job.config.replan is not None:  # what a controller before this one had written there, nobody will read
+            self._job.command(AGENT, pb.Command(drop_stash=pb.DropStash()))
         homes = {r.home for r in self._job.ranks.values()}
         for node in self._job.nodes.values():
             if node.alive:

@@ -84,6 +84,43 @@ class LayoutFacts:
         return Workload(model, self.sequence, self.global_batch, sharding, uneven=False)
 
 
+@dataclass(frozen=True)
+class JobFacts:
+    """What stays of a job whatever its layout is. ``batches``: what its batches are made of, JSON. ``steps``: that its
+    script takes; None: not known."""
+
+    facts: LayoutFacts
+    batches: str
+    steps: int | None
+
+
+_FREE = frozenset({"layout", "vocab", "memory_bytes"})
+"""Facts that may be others in another layout; a vocabulary may be padded otherwise."""
+
+
+def why_another_job(before: JobFacts, now: JobFacts, plan: str) -> str:
+    """Why ``now`` is not the job that was there ``before``, laid out as ``plan`` says; "" if it is."""
+    if layout_text(now.facts.now) != plan:
+        return (
+            f"the script has made the layout {layout_text(now.facts.now)} of it, and the job goes on in {plan}: it has "
+            "to take its sizes from what flashrecovery.layout() returns"
+        )
+    then, here = asdict(before.facts), asdict(now.facts)
+    if before.batches:
+        then, here = {**json.loads(before.batches), **then}, {**json.loads(now.batches or "{}"), **here}
+    then["steps"], here["steps"] = before.steps, now.steps
+    names = [name for name in {**then, **here} if name not in _FREE]
+    odd = [
+        f"{name} is {here.get(name)}, and was {then.get(name)}" for name in names if here.get(name) != then.get(name)
+    ]
+    if not odd:
+        return ""
+    return (
+        f"the script has made another job of it in the layout {plan}: {'; '.join(odd)}. All of that has to be the same "
+        "in every layout"
+    )
+
+
 def layout_text(strategy: Strategy) -> str:
     """``tp=2,pp=1,dp=2``."""
     return ",".join(f"{name}={getattr(strategy, name)}" for name in _NAMES)

@@ -101,18 +101,28 @@ def _stored(
     return StoredTensor(shard, key, dtype, start, nbytes, digest, tuple(LogicalPart.of(part) for part in parts))
 
 
+@dataclass(frozen=True)
+class Written:
+    """``nbytes``: of tensors. ``numbers``: digests of the logical tensors without dimensions, each of which many shards
+    have."""
+
+    nbytes: int
+    numbers: Mapping[str, str]
+
+
 def write(
     directory: Path, rank: int, version: int, sources: Iterable[ShardSource], described: Description, common: bytes
-) -> int:
-    """Write these shards of ``version``. Returns how many bytes of tensors.
+) -> Written:
+    """Write these shards of ``version``.
 
     Raises:
-        RestoreError: what a shard is of is not known.
+        RestoreError: what a shard is of is not known; or shards have different numbers where there is one for all.
         OSError: there is no room.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     tensors: list[StoredTensor] = []
     specs: dict[str, bytes] = {}
+    numbers: dict[str, str] = {}
     at = 0
     with (directory / f"rank{rank}.data").open("wb") as file:
         for source in sources:
@@ -131,6 +141,12 @@ def write(
                 file.write(data)
                 named = tuple(parts.of(key, shapes[key], like))
                 digest = xxhash.xxh3_128_digest(data)
+                for part in named if key not in (PARAM, DATA) and shapes[key] != like else ():
+                    if numbers.setdefault(part.name, digest.hex()) != digest.hex():
+                        raise RestoreError(
+                            f"shard {source.name!r} has another {key!r} than others, and in another layout there is "
+                            "one for all parameters"
+                        )
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 tensors.append(StoredTensor(source.name, key, dtype, at, len(data), digest, named))
                 at += len(data)
@@ -139,7 +155,7 @@ def write(
     partial = directory / f".rank{rank}.index"
     partial.write_bytes(index.encode())
     os.replace(partial, directory / f"rank{rank}.index")  # last: who reads finds whole files only
-    return sum(tensor.nbytes for tensor in tensors)
+    return Written(sum(tensor.nbytes for tensor in tensors), numbers)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -244,9 +244,10 @@ class Recoverer:
         worker.faults.hit("recovery:stashing", worker.gate.version)
         if worker.stashing is None:
             raise RestoreError("this rank's job cannot be laid out in another way")
-        reply.stashed_bytes = worker.stashing.write(
+        reply.stashed_bytes, alike = worker.stashing.write(
             stash, lambda item, version: self._source(item.kind, item.shard, version)
         )
+        reply.sent_digests.update(alike)
 
     def _regroup(self, command: pb.Command) -> None:
         worker = self._worker

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from flashrecovery.config import Settings
@@ -83,8 +83,11 @@ class Stashing:
                 raise UnsupportedError(f"another parallel layout: ranks say different things of shard {name!r}")
         return found
 
-    def write(self, stash: pb.Stash, source: Callable[[pb.StashItem, int], ShardSource]) -> int:
-        """Write what this rank was told to. ``source``: gives a shard's content. Returns how many bytes of tensors.
+    def write(
+        self, stash: pb.Stash, source: Callable[[pb.StashItem, int], ShardSource]
+    ) -> tuple[int, Mapping[str, str]]:
+        """Write what this rank was told to. ``source``: gives a shard's content. Returns how many bytes of tensors, and
+        digests of what all ranks should have alike: those of the new layout get one rank's.
 
         Raises RestoreError.
         """
@@ -92,9 +95,13 @@ class Stashing:
         sources = (source(item, stash.version) for item in stash.items)
         directory = self._directory(stash.directory)
         try:
-            return write(directory, self._registry.rank, stash.version, sources, self._described, common)
+            written = write(directory, self._registry.rank, stash.version, sources, self._described, common)
         except OSError as e:
             raise RestoreError(f"the state cannot be written to {directory}: {e.strerror}") from e
+        objects = codec.loads(common)["digests"] if common else {}
+        alike = {f"the registered object {name!r}": digest for name, digest in objects.items()}
+        alike |= {f"{name!r}, of which there is one for all parameters,": d for name, d in written.numbers.items()}
+        return written.nbytes, alike
 
     def read(self, place: pb.StashPlace, version: int) -> int:
         """Bring this rank to ``version``, as ranks of another layout have written it. Its own state is that of the

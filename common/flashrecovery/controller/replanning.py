@@ -23,8 +23,8 @@ from flashrecovery.controller.writers import assigned
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan.replan import (
-    JobFacts,
     LayoutFacts,
+    StayingFacts,
     best,
     fixed,
     layout_text,
@@ -75,7 +75,7 @@ class Replanning:
         self._rounds = 0
         self._said: dict[str, tuple[str, int]] = {}  # digests of what writers have alike, and whose they are
         self._litter = False  # there is state in memory that nobody will need
-        self._job_is: JobFacts | None = None  # what the job was before its layout changed, and has to stay
+        self._job_is: StayingFacts | None = None  # what the job was before its layout changed, and has to stay
         self._change: HistoryEntry | None = None  # the recovery in which it changes
         self._before: tuple[Strategy, int] | None = None  # what it changes from, and how many ranks there can be
         self._tried: list[str] = []  # layouts in which the script could not begin
@@ -318,7 +318,7 @@ class Replanning:
         job = self._job
         facts = LayoutFacts.parse(job.facts)
         before, first = facts.now, job.in_order[0]
-        self._job_is = self._job_is or JobFacts(facts, first.batches, first.steps)
+        self._job_is = self._job_is or StayingFacts(facts, first.batches, first.steps)
         if self._before is None:
             self._before = before, len(job.in_order) if wanted.lost else job.config.world_size
         self._kept, self._next = kept, None
@@ -388,7 +388,7 @@ class Replanning:
         is."""
         if self._job_is is None or not message.facts:
             return ""
-        now = JobFacts(LayoutFacts.parse(message.facts), message.batches, message.steps)
+        now = StayingFacts(LayoutFacts.parse(message.facts), message.batches, message.steps)
         return why_another_job(self._job_is, now, self._job.plan)
 
     @property

@@ -85,7 +85,7 @@ class LayoutFacts:
 
 
 @dataclass(frozen=True)
-class JobFacts:
+class StayingFacts:
     """What stays of a job whatever its layout is. ``batches``: what its batches are made of, JSON. ``steps``: that its
     script takes; None: not known."""
 
@@ -98,7 +98,7 @@ _FREE = frozenset({"layout", "vocab", "memory_bytes"})
 """Facts that may be others in another layout; a vocabulary may be padded otherwise."""
 
 
-def why_another_job(before: JobFacts, now: JobFacts, plan: str) -> str:
+def why_another_job(before: StayingFacts, now: StayingFacts, plan: str) -> str:
     """Why ``now`` is not the job that was there ``before``, laid out as ``plan`` says; "" if it is."""
     if layout_text(now.facts.now) != plan:
         return (

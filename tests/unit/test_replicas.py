@@ -238,6 +238,7 @@ def test_one_of_each_replica() -> None:
     world.now += 6.0
     world.machine.on_tick(world.now)
     assert world.machine.job.state is State.FAILED
+    world.machine.on_tick(world.now + 0.1)  # fails once
 
 
 def test_a_process_that_waits_for_a_replica_that_leaves_ends() -> None:
@@ -316,3 +317,40 @@ def test_it_leaves_where_the_other_replica_has_all() -> None:
     world.inbox = [(rank, command) for rank, command in world.inbox if rank != 0]
     world.go_on()
     assert world.resized() == [(2, 1, [0, 1], [])]
+
+
+def test_ranks_that_pause_before_all_have_said_that_they_go_on() -> None:
+    """A command that could not be carried out yet: all pause again at once, some while others still resume."""
+    world = world_of(NEIGHBOURS)
+    job = world.machine.job
+    at = world.version[0] + 4
+    assert world.resize(2, at) == ""
+    world.kill(0)
+    while job.state is not State.VERIFYING:
+        assert world.step()
+    for rank in (2, 3, 4):
+        world.machine.on_paused(pb.Paused(rank=rank, generation=job.generation, version=at), world.now)
+    while world.inbox:
+        assert world.step()
+    assert job.state is State.RUNNING
+    generation = job.generation
+    world.machine.on_paused(pb.Paused(rank=5, generation=generation, version=at), world.now)
+    assert job.generation == generation + 1, "all have paused"
+
+
+def test_the_last_of_them_too() -> None:
+    world = world_of(NEIGHBOURS)
+    job = world.machine.job
+    at = world.version[0] + 4
+    assert world.resize(2, at) == ""
+    world.kill(0)
+    while job.state is not State.VERIFYING:
+        assert world.step()
+    generation = job.generation
+    for rank in (2, 3, 4, 5):
+        world.machine.on_paused(pb.Paused(rank=rank, generation=generation, version=at), world.now)
+    assert job.generation == generation
+    while job.state is State.VERIFYING:
+        assert world.step()
+    world.machine.on_tick(world.now)
+    assert job.generation == generation + 1

@@ -11,7 +11,9 @@ import pytest
 
 from flashrecovery import events as ev
 from flashrecovery.config import Settings
-from flashrecovery.controller.records import Place
+from flashrecovery.controller import restore
+from flashrecovery.controller.custody import have
+from flashrecovery.controller.records import Place, RankRecord
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.plan.replicas import ReplicaShape, shape_of
 from flashrecovery.plan.resize import ReplicaRange, filling, leaving
@@ -236,6 +238,7 @@ def test_one_of_each_replica() -> None:
     world.now += 6.0
     world.machine.on_tick(world.now)
     assert world.machine.job.state is State.FAILED
+    world.machine.on_tick(world.now + 0.1)  # fails once
 
 
 def test_a_process_that_waits_for_a_replica_that_leaves_ends() -> None:
@@ -255,22 +258,28 @@ def test_a_process_that_waits_for_a_replica_that_leaves_ends() -> None:
     assert world.resized() == [(3, 2, [4, 5], [])] and 4 in world.left_behind()
 
 
-def test_a_capsule_is_lent_by_one_at_the_same_place() -> None:
-    world = world_of(NEIGHBOURS)
-    world.kill(0)
-    world.go_on()
-    assert world.resize(3) == ""
-    lent: dict[int, set[int]] = {}
-    for _ in range(200):
-        for rank, command in world.inbox:
-            for item in command.restore.transfers:
-                if item.shard.startswith("capsule@") and item.dest == rank:
-                    lent.setdefault(rank, set()).add(item.source)
-        if len(world.resized()) > 1 and not world.inbox:
-            break
-        assert world.step()
-    assert set(lent) == {0, 1}, lent
-    assert all(source % 2 == rank % 2 for rank, sources in lent.items() for source in sources), lent
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_capsule_is_lent_by_all_at_the_same_place_and_nobody_else(shape: ReplicaShape) -> None:
+    """What each rank has for itself is alike only there: a loader's position, a tensor-parallel rank's streams."""
+    came = set(shape.ranks(1))
+    records = [
+        RankRecord(rank, new=rank in came, shape=shape, live=-1 if rank in came else 7) for rank in range(shape.world)
+    ]
+    lent: dict[str, set[int]] = {}
+    for holding in restore._lent(records, [7]):
+        lent.setdefault(holding.shard, set()).add(holding.rank)
+    assert lent == {f"capsule@{rank}": {shape.rank(replica, shape.stand(rank)) for replica in (0, 2)} for rank in came}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_who_stays_has_all_only_if_each_place_has_a_capsule(shape: ReplicaShape) -> None:
+    """For a rank that has just been filled again."""
+    records = [RankRecord(rank, shape=shape, live=7, needs={f"capsule@{rank}": 5}) for rank in range(shape.world)]
+    records[0].live = -1
+    assert have(records, 7)
+    for record in records:
+        record.live = -1 if shape.stand(record.rank) == shape.stand(0) else 7
+    assert not have(records, 7)
 
 
 def test_events_count_replicas() -> None:
@@ -308,3 +317,40 @@ def test_it_leaves_where_the_other_replica_has_all() -> None:
     world.inbox = [(rank, command) for rank, command in world.inbox if rank != 0]
     world.go_on()
     assert world.resized() == [(2, 1, [0, 1], [])]
+
+
+def test_ranks_that_pause_before_all_have_said_that_they_go_on() -> None:
+    """A command that could not be carried out yet: all pause again at once, some while others still resume."""
+    world = world_of(NEIGHBOURS)
+    job = world.machine.job
+    at = world.version[0] + 4
+    assert world.resize(2, at) == ""
+    world.kill(0)
+    while job.state is not State.VERIFYING:
+        assert world.step()
+    for rank in (2, 3, 4):
+        world.machine.on_paused(pb.Paused(rank=rank, generation=job.generation, version=at), world.now)
+    while world.inbox:
+        assert world.step()
+    assert job.state is State.RUNNING
+    generation = job.generation
+    world.machine.on_paused(pb.Paused(rank=5, generation=generation, version=at), world.now)
+    assert job.generation == generation + 1, "all have paused"
+
+
+def test_the_last_of_them_too() -> None:
+    world = world_of(NEIGHBOURS)
+    job = world.machine.job
+    at = world.version[0] + 4
+    assert world.resize(2, at) == ""
+    world.kill(0)
+    while job.state is not State.VERIFYING:
+        assert world.step()
+    generation = job.generation
+    for rank in (2, 3, 4, 5):
+        world.machine.on_paused(pb.Paused(rank=rank, generation=generation, version=at), world.now)
+    assert job.generation == generation
+    while job.state is State.VERIFYING:
+        assert world.step()
+    world.machine.on_tick(world.now)
+    assert job.generation == generation + 1

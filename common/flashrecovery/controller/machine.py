@@ -403,8 +403,11 @@ class Machine:
     def on_paused(self, message: pb.Paused, now: float) -> None:
         """A worker has come to the step at which the job is to change. The others can come there, too, and no further,
         because this one takes no part in it: so the first one's word is enough."""
-        current = message.generation == self.job.generation and self.job.state is State.RUNNING
-        if not current or message.rank not in self.job.ranks:
+        if message.generation != self.job.generation or message.rank not in self.job.ranks:
+            return
+        if self.job.state is State.VERIFYING:  # it pauses as soon as it goes on; others have not said yet that they do
+            self._resizing.paused(message.rank, now)
+        if self.job.state is not State.RUNNING:
             return
         for_all = self._coming.waits_for_all
         enough = self._coming.on_paused(message, now) if for_all else self._resizing.paused(message.rank, now)
@@ -494,6 +497,8 @@ class Machine:
 
     def on_tick(self, now: float) -> None:
         """Look at the deadlines; call a few times a second."""
+        if self.job.state in (State.FAILED, State.FINISHED):
+            self.job.homeless_since = None  # nobody is waited for any more
         if self.job.retry_at is not None and now >= self.job.retry_at:
             self._steps.retry(now)
         self.takeover.take_over_if_late(now)

@@ -187,6 +187,8 @@ class Resizing:
     def overdue(self, now: float) -> bool:
         """Whether the others have been waited for long enough: one that had begun the step before it heard of the
         command does not pause."""
+        if self._wish is not None and self._waiting.complete(self._job.ranks.keys()):
+            return self._job.state is State.RUNNING  # the last of them have paused before all had said that they go on
         waited = self._waiting.overdue(now, PATIENCE_S)
         return waited and self._job.state is State.RUNNING and self._job.recovery is None
 

@@ -89,6 +89,7 @@ def test_kinds_that_are_nobodys_doing_leave_nothing() -> None:
         FailureKind.RESIZE,
         FailureKind.HANDOFF,
         FailureKind.CONTROLLER,
+        FailureKind.REPLAN,
     }
 
 

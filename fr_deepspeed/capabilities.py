@@ -106,7 +106,7 @@ REFORM = capability(
         "DeepSpeedZeroOptimizer",
         (
             *("destroy", "partition_count", "round_robin_bit16_offsets", "round_robin_bit16_meta", "loss_scaler"),
-            *("dynamic_loss_scale", "custom_loss_scaler", "external_loss_scale"),
+            *("dynamic_loss_scale", "custom_loss_scaler", "external_loss_scale", "param_names"),
         ),
     ),
     Defined(_BASE, ("BackwardHookStateManager.register_grad_acc_post_hook",)),
@@ -309,7 +309,7 @@ REFORM3 = capability(
             *("fp16_partitioned_groups_flat_numel", "fp16_partitioned_groups_flat_id", "fp32_partitioned_groups_flat"),
             *("next_swappable_fp32_partitioned_groups", "groups_padding", "sub_group_to_group_id", "partition_count"),
             *("sub_group_process_groups", "sub_group_partition_counts", "grad_position", "averaged_gradients"),
-            *("gradient_accumulation_steps", "debug_fp16_grads", "sub_group_size"),
+            *("gradient_accumulation_steps", "debug_fp16_grads", "sub_group_size", "param_names"),
             *("_create_fp16_partitions_with_defragmentation", "_setup_for_real_optimizer", "set_grad_positions"),
         ),
     ),

@@ -8,21 +8,24 @@ is as long as they are, and all of the rest: 16-bit weights, numbers such as a s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import xxhash
 from torch.optim import Optimizer
 
 from flashrecovery.adapter import (
-    DividedTensor,
-    Division,
     DivisionPlace,
     ParamShard,
     Prepared,
     ReadyTensors,
+    RuledDivision,
     hand_over_state,
     layouts,
+    patterns,
+    rules,
     settle_state,
 )
 from flashrecovery.errors import UnsupportedError
@@ -33,14 +36,22 @@ PARAM, STATE, DATA = "param", "state/", "data"
 """Keys of the tensors of a :class:`ParamShard` and of a fixed one."""
 
 
+def partition_beginning(group: int) -> str:
+    """With which the names of the shards begin that have a partition's master weights and optimizer state."""
+    return f"partition/{group}#dp="
+
+
+def weights_beginning(group: int) -> str:
+    """Of the shards with the weights that the module computes with, padding left out."""
+    return f"weights/{group}#dp="
+
+
 def partition_name(group: int, place: int, size: int) -> str:
-    """The name of the shard with a partition's master weights and optimizer state."""
-    return f"partition/{group}#dp={place}/{size}"
+    return f"{partition_beginning(group)}{place}/{size}"
 
 
 def weights_name(group: int, size: int) -> str:
-    """The name of the shard with the weights that the module computes with, padding left out."""
-    return f"weights/{group}#dp={size}"
+    return f"{weights_beginning(group)}{size}"
 
 
 def length_of(zero: Any, group: int) -> int:
@@ -53,7 +64,7 @@ def ranges(length: int, size: int) -> list[tuple[int, int]]:
     return layouts.padded(length, size, _ALIGNMENT)
 
 
-class PartitionDivision(Division):
+class PartitionDivision(RuledDivision):
     """The division of one engine.
 
     Args:
@@ -88,32 +99,32 @@ class PartitionDivision(Division):
     def _describe(self, number: int, shard: ParamShard) -> dict[str, Any]:
         return {
             "length": length_of(self._zero, number),
+            "content": content_of(self._zero, self._zero.bit16_groups[number]),
             "weights": name_of(self._zero.bit16_groups_flat[number].dtype),
             **describe_state(shard),
         }
 
     def outline(self, description: Mapping[str, Any]) -> list[Any]:
-        return [[group["length"], group["weights"], group["flat"][PARAM]] for group in description["groups"]]
+        named = ("length", "content", "weights")
+        return [[*(group[name] for name in named), group["flat"][PARAM]] for group in description["groups"]]
 
-    def tensors(self, description: Mapping[str, Any], size: int) -> Sequence[DividedTensor]:
-        found: list[DividedTensor] = []
-        everywhere = range(size)
+    def ruled(self, description: Mapping[str, Any]) -> Sequence[tuple[rules.TensorRule, torch.dtype]]:
+        found = []
         for number, group in enumerate(description["groups"]):
             length = group["length"]
-            mine = [partition_name(number, place, size) for place in everywhere]
-            parts = _placement(length, size)
-            for key in group["order"]:
-                if key in group["flat"]:
-                    dtype = dtype_of(group["flat"][key])
-                    found.append(DividedTensor(f"{number}/{key}", (length,), dtype, parts, mine, key))
-                else:
-                    dtype = dtype_of(group["single"][key])
-                    one = layouts.replicated((), everywhere)
-                    found.append(DividedTensor(f"{number}/{key}", (), dtype, one, mine, key))
-            weights = [weights_name(number, size)] * size
-            all_of_it = layouts.replicated((length,), everywhere)
+            found += partition_rules(number, group, (length,), patterns.EqualRanges(_ALIGNMENT))
             dtype = dtype_of(group["weights"])
-            found.append(DividedTensor(f"{number}/weights", (length,), dtype, all_of_it, weights, DATA))
+            whole = rules.TensorRule(
+                f"{number}/weights",
+                (length,),
+                dtype.itemsize,
+                patterns.Whole(),
+                shard=weights_beginning(number),
+                key=DATA,
+                naming=rules.Naming.SIZE,
+                content=group["content"],
+            )
+            found.append((whole, dtype))
         return found
 
     def prepare(self, description: Mapping[str, Any], place: int, size: int) -> Prepared:
@@ -182,10 +193,33 @@ def check_state(tensors: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def _placement(length: int, size: int) -> layouts.Placement:
-    """By places, the range of each."""
-    cut = [(start, min(stop, length)) for start, stop in ranges(length, size)]
-    return layouts.sharded((length,), 0, cut, [(place,) for place in range(size)])
+def partition_rules(
+    number: int, group: Mapping[str, Any], shape: tuple[int, ...], pattern: patterns.Pattern
+) -> list[tuple[rules.TensorRule, torch.dtype]]:
+    """Of the tensors of a partition: what is as long as it lies as ``pattern`` says, numbers are on all ranks."""
+    found = []
+    for key in group["order"]:
+        flat = key in group["flat"]
+        dtype = dtype_of(group["flat"][key] if flat else group["single"][key])
+        rule = rules.TensorRule(
+            f"{number}/{key}",
+            shape if flat else (),
+            dtype.itemsize,
+            pattern if flat else patterns.Whole(),
+            shard=partition_beginning(number),
+            key=key,
+            content=group["content"] if flat else "",
+        )
+        found.append((rule, dtype))
+    return found
+
+
+def content_of(zero: Any, parameters: Sequence[Any]) -> str:
+    """A digest of the names and shapes of a group's parameters, in their order, which alone says what is where in its
+    flat tensor."""
+    shapes = [p.ds_shape if hasattr(p, "ds_shape") else p.shape for p in parameters]
+    found = [[zero.param_names.get(p, ""), *shape] for p, shape in zip(parameters, shapes, strict=True)]
+    return xxhash.xxh3_128_hexdigest(json.dumps(found).encode())
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -12,38 +12,36 @@ In one size a group may be several such tensors (``sub_group_size``). Where they
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from flashrecovery.adapter import (
-    DividedTensor,
-    Division,
     DivisionPlace,
-    LocalBox,
     ParamShard,
     Prepared,
     ReadyTensors,
-    boxes,
-    layouts,
+    RuledDivision,
+    patterns,
+    rules,
 )
 from fr_deepspeed.division import (
     DATA,
     PARAM,
     check_state,
+    content_of,
     describe_state,
     dtype_of,
     name_of,
     partition_name,
+    partition_rules,
 )
 
 
-def slice_name(fqn: str, place: int, size: int) -> str:
-    """The name of the shard with a frozen parameter's slice."""
-    return f"param/{fqn}#dp={place}/{size}"
+def slice_beginning(fqn: str) -> str:
+    """With which the names of the shards begin that have a frozen parameter's slices."""
+    return f"param/{fqn}#dp="
 
 
 def frozen_name(fqn: str) -> str:
@@ -51,52 +49,7 @@ def frozen_name(fqn: str) -> str:
     return f"frozen/{fqn}"
 
 
-def slice_length(numel: int, size: int) -> int:
-    """Elements of each slice of a parameter, padding included."""
-    return -(-numel // size)
-
-
-@dataclass(frozen=True)
-class SlicePart:
-    """What a rank has of one parameter: elements ``start`` to ``stop`` of the parameters end to end, which begin at
-    ``at`` of its flat tensor."""
-
-    start: int
-    stop: int
-    at: int
-
-
-@cache
-def pieces(numels: tuple[int, ...], place: int, size: int) -> tuple[SlicePart, ...]:
-    """Of the rank at ``place``, in the order of the parameters. None of those of which it has nothing but padding."""
-    found, offset, at = [], 0, 0
-    for numel in numels:
-        each = slice_length(numel, size)
-        start, stop = min(place * each, numel), min((place + 1) * each, numel)
-        if stop > start:
-            found.append(SlicePart(offset + start, offset + stop, at))
-        offset, at = offset + numel, at + each
-    return tuple(found)
-
-
-@cache
-def placement(numels: tuple[int, ...], size: int) -> layouts.Placement:
-    """By places, the pieces of each."""
-    return tuple(
-        layouts.Share(boxes.Box((piece.start,), (piece.stop,)), (place,))
-        for place in range(size)
-        for piece in pieces(numels, place, size)
-    )
-
-
-@dataclass(frozen=True)
-class SlicedTensor(DividedTensor):
-    """Slices of parameters with these numbers of elements; none: a number."""
-
-    numels: tuple[int, ...] = ()
-
-
-class SliceDivision(Division):
+class SliceDivision(RuledDivision):
     """The division of one engine.
 
     Args:
@@ -130,7 +83,11 @@ class SliceDivision(Division):
         """Raises UnsupportedError if there is optimizer state that is neither a number nor as long as the partition:
         how it would be divided is not known."""
         groups = [
-            {"numels": [int(p.ds_numel) for p in group], **describe_state(shard)}
+            {
+                "numels": [int(p.ds_numel) for p in group],
+                "content": content_of(self._zero, group),
+                **describe_state(shard),
+            }
             for group, shard in zip(self._zero.fp16_groups, self._shards(), strict=True)
         ]
         frozen = [[fqn, int(p.ds_numel), name_of(p.ds_tensor.dtype)] for fqn, p in self._frozen().items()]
@@ -138,45 +95,28 @@ class SliceDivision(Division):
         return {"groups": groups, "frozen": frozen, "weights": weights}
 
     def outline(self, description: Mapping[str, Any]) -> list[Any]:
-        groups = [[group["numels"], group["flat"][PARAM]] for group in description["groups"]]
+        groups = [[group["numels"], group["content"], group["flat"][PARAM]] for group in description["groups"]]
         return [groups, description["frozen"], description["weights"]]
 
-    def tensors(self, description: Mapping[str, Any], size: int) -> Sequence[DividedTensor]:
-        found: list[DividedTensor] = []
-        everywhere = range(size)
-        one = layouts.replicated((), everywhere)
+    def ruled(self, description: Mapping[str, Any]) -> Sequence[tuple[rules.TensorRule, torch.dtype]]:
+        found = []
         for number, group in enumerate(description["groups"]):
             numels = tuple(group["numels"])
-            mine = [partition_name(number, place, size) for place in everywhere]
-            for key in group["order"]:
-                name = f"{number}/{key}"
-                if key in group["flat"]:
-                    dtype, parts = dtype_of(group["flat"][key]), placement(numels, size)
-                    found.append(SlicedTensor(name, (sum(numels),), dtype, parts, mine, key, numels))
-                else:
-                    found.append(SlicedTensor(name, (), dtype_of(group["single"][key]), one, mine, key))
+            found += partition_rules(number, group, (sum(numels),), patterns.Slices(numels))
         for fqn, numel, dtype_name in description["frozen"]:
-            mine = [slice_name(fqn, place, size) for place in everywhere]
-            parts = placement((numel,), size)
-            found.append(SlicedTensor(frozen_name(fqn), (numel,), dtype_of(dtype_name), parts, mine, DATA, (numel,)))
+            dtype, pattern = dtype_of(dtype_name), patterns.Slices((numel,))
+            rule = rules.TensorRule(
+                frozen_name(fqn), (numel,), dtype.itemsize, pattern, shard=slice_beginning(fqn), key=DATA
+            )
+            found.append((rule, dtype))
         return found
-
-    def parts(self, tensor: DividedTensor, place: int, local: torch.Tensor) -> list[LocalBox]:
-        assert isinstance(tensor, SlicedTensor)
-        if not tensor.numels:
-            return super().parts(tensor, place, local)
-        flat = local.view(-1)
-        return [
-            LocalBox(boxes.Box((piece.start,), (piece.stop,)), flat[piece.at : piece.at + piece.stop - piece.start])
-            for piece in pieces(tensor.numels, place, len(tensor.shards))
-        ]
 
     def prepare(self, description: Mapping[str, Any], place: int, size: int) -> Prepared:
         device = self._zero.device
         tensors: dict[str, torch.Tensor] = {}
         values: dict[str, Mapping[str, Any]] = {}
         for number, group in enumerate(description["groups"]):
-            length = sum(slice_length(numel, size) for numel in group["numels"])
+            length = sum(patterns.Slices.length(numel, size) for numel in group["numels"])
             for key in group["order"]:
                 if key in group["flat"]:
                     tensor = torch.zeros(length, dtype=dtype_of(group["flat"][key]), device=device)
@@ -185,7 +125,7 @@ class SliceDivision(Division):
                 tensors[f"{number}/{key}"] = tensor
             values[partition_name(number, place, size)] = group["values"]
         for fqn, numel, dtype_name in description["frozen"]:
-            tensor = torch.zeros(slice_length(numel, size), dtype=dtype_of(dtype_name), device=device)
+            tensor = torch.zeros(patterns.Slices.length(numel, size), dtype=dtype_of(dtype_name), device=device)
             tensors[frozen_name(fqn)] = tensor
         return ReadyTensors(tensors, values, lambda: self._install(DivisionPlace(place, size), tensors, description))
 

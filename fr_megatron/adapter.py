@@ -27,6 +27,7 @@ from flashrecovery.adapter import (
     Division,
     DivisionPlace,
     GradientWatch,
+    LogicalState,
     Method,
     ParamRecord,
     ParamShard,
@@ -42,6 +43,7 @@ from fr_megatron.buckets import Buckets, forget_answers
 from fr_megatron.checkpoint import MegatronCheckpoint
 from fr_megatron.division import FlatLayout, OptimizerDivision
 from fr_megatron.fsdp2 import TorchFSDP2
+from fr_megatron.logical import MegatronLogical
 from fr_megatron.megatron_fsdp import MegatronFSDP
 from fr_megatron.optimizers import inner_optimizers, pairs, scalers, torch_optimizers
 from fr_megatron.own_loop import OwnLoop
@@ -161,6 +163,9 @@ class MegatronAdapter(TorchAdapter):
                 self._chunks[0], self._inner[0], self._membership, self._parts, self._install
             )
         return self._division
+
+    def logical(self) -> LogicalState | None:
+        return MegatronLogical(self._chunks, self._optimizer, self.shards)
 
     def _parts(self) -> Mapping[str, ParamShard]:
         """What this rank steps on."""

@@ -18,17 +18,16 @@ import torch
 import torch.distributed as dist
 
 from flashrecovery.adapter import (
-    DividedTensor,
-    Division,
     DivisionPlace,
-    LocalBox,
     ParamShard,
     Prepared,
     ReadyTensors,
-    layouts,
+    RuledDivision,
+    patterns,
+    rules,
 )
 from flashrecovery.errors import UnsupportedError
-from fr_megatron.optimizers import part_name, weights_name
+from fr_megatron.optimizers import part_beginning, part_name, weights_beginning
 
 PARAM, STATE, DATA = "param", "state/", "data"
 """Keys of the tensors of a :class:`ParamShard` and of a fixed one."""
@@ -59,28 +58,10 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class FlatBuffer:
-    """A flat buffer: the elements of each of its buckets without the padding at their ends, and of what their lengths
-    are multiples besides the number of ranks."""
-
-    buckets: tuple[int, ...]
-    multiple: int
-
-    def lengths(self, size: int) -> list[int]:
-        """Of the buckets, for so many ranks."""
-        multiple = math.lcm(size, self.multiple)
-        return [-(-elements // multiple) * multiple for elements in self.buckets]
-
-    def begin(self, bucket: int, size: int) -> int:
-        """The first element of a bucket."""
-        return sum(self.lengths(size)[:bucket])
-
-
-@dataclass(frozen=True)
 class FlatLayout:
     """All buffers of a model, and what is in them. ``stored``: in the order of buffers and buckets."""
 
-    buffers: tuple[FlatBuffer, ...]
+    buffers: tuple[patterns.FlatBuffer, ...]
     stored: tuple[Stored, ...]
 
     @cached_property
@@ -89,29 +70,30 @@ class FlatLayout:
 
     def range_of(self, one: Stored, place: int, size: int) -> tuple[int, int]:
         """Which elements of a parameter the rank at ``place`` steps on; an empty range if none."""
-        share = self.buffers[one.buffer].lengths(size)[one.bucket] // size
-        low, high = place * share - one.start, (place + 1) * share - one.start
-        return min(max(low, 0), one.length), min(max(high, 0), one.length)
+        return self.pattern(one).range_at(one.length, place, size)
 
     def start_of(self, one: Stored, size: int) -> int:
         """A parameter's first element in its buffer."""
-        return self.buffers[one.buffer].begin(one.bucket, size) + one.start
+        return self.in_buffer(one).first(size)
+
+    def pattern(self, one: Stored) -> patterns.BufferRange:
+        """How what is stepped on is divided."""
+        return patterns.BufferRange(self.buffers[one.buffer], one.bucket, one.start)
+
+    def in_buffer(self, one: Stored) -> patterns.InBuffer:
+        """Where the weights lie."""
+        return patterns.InBuffer(self.buffers[one.buffer], one.bucket, one.start)
+
+    @cached_property
+    def in_order(self) -> Sequence[str]:
+        """The parameters as they would stand in the optimizer's groups, one after another, on a rank that steps on all
+        of them."""
+        return [one.fqn for one in sorted(self.stored, key=lambda one: (one.group, not one.wide))]
 
     def order(self, place: int, size: int) -> list[str]:
         """What the rank at ``place`` steps on, as it stands in the optimizer's groups, one after another."""
-
-        def mine(one: Stored) -> bool:
-            low, high = self.range_of(one, place, size)
-            return low < high
-
-        groups = sorted({one.group for one in self.stored})
-        return [
-            one.fqn
-            for group in groups
-            for wide in (True, False)
-            for one in self.stored
-            if one.group == group and one.wide is wide and mine(one)
-        ]
+        ranges = {fqn: self.range_of(self.by_name[fqn], place, size) for fqn in self.in_order}
+        return [fqn for fqn, (low, high) in ranges.items() if low < high]
 
 
 def layout_of(chunk: Any, membership: Mapping[str, int]) -> FlatLayout:
@@ -124,11 +106,13 @@ def layout_of(chunk: Any, membership: Mapping[str, int]) -> FlatLayout:
         for parameter, (start, stop, bucket) in buffer.param_index_map.items()
         for fqn, of_bucket in [(names[id(parameter)], buffer.buckets[bucket].offset)]
     ]
-    buffers = [FlatBuffer(tuple(b.numel_unpadded for b in buffer.buckets), multiple) for buffer in chunk.buffers]
+    buffers = [
+        patterns.FlatBuffer(tuple(b.numel_unpadded for b in buffer.buckets), multiple) for buffer in chunk.buffers
+    ]
     return FlatLayout(tuple(buffers), tuple(stored))
 
 
-class OptimizerDivision(Division):
+class OptimizerDivision(RuledDivision):
     """The division of one chunk and its distributed optimizer.
 
     Args:
@@ -148,7 +132,6 @@ class OptimizerDivision(Division):
         self._layout = layout_of(chunk, membership)
         self._shards = shards
         self._install = install
-        self._placements: dict[tuple[str, int, str], layouts.Placement] = {}
         self._largest = 0
 
     @property
@@ -211,41 +194,38 @@ class OptimizerDivision(Division):
         dtypes = [str(buffer.param_dtype) for buffer in self._chunk.buffers]
         return [[one.fqn, one.length, one.group, dtypes[one.buffer]] for one in self._layout.stored]
 
-    def tensors(self, description: Mapping[str, Any], size: int) -> Sequence[DividedTensor]:
-        found: list[DividedTensor] = []
-        for one in self._layout.stored:
-            pieces = [self._layout.range_of(one, place, size) for place in range(size)]
-            mine = [part_name(one.fqn, place, size) if low < high else "" for place, (low, high) in enumerate(pieces)]
-            parts = self._placement(one, size, PARAM)
-            found.append(DividedTensor(f"{one.fqn}/{PARAM}", (one.length,), torch.float32, parts, mine, PARAM))
-            for key, dtype, single, _ in description["state"]:
-                shape, placement = ((), self._placement(one, size, "")) if single else ((one.length,), parts)
-                found.append(DividedTensor(f"{one.fqn}/{key}", shape, getattr(torch, dtype), placement, mine, key))
-            flat = [weights_name(0, "dense", one.buffer, size)] * size
-            whole, dtype = self._placement(one, size, DATA), self._chunk.buffers[one.buffer].param_dtype
-            found.append(DividedTensor(one.fqn + WEIGHTS, (one.length,), dtype, whole, flat, DATA))
-        return found
+    def ruled(self, description: Mapping[str, Any]) -> Sequence[tuple[rules.TensorRule, torch.dtype]]:
+        turns = {fqn: turn for turn, fqn in enumerate(self._layout.in_order)}
+        return [
+            found for one in self._layout.stored for found in self._ruled(one, turns[one.fqn], description["state"])
+        ]
 
-    def _placement(self, one: Stored, size: int, kind: str) -> layouts.Placement:
-        """Of what is stepped on (PARAM), of a number that goes with it (""), or of the weights (DATA)."""
-        known = (one.fqn, size, kind)
-        if known not in self._placements:
-            pieces = [self._layout.range_of(one, place, size) for place in range(size)]
-            owners = tuple(place for place, (low, high) in enumerate(pieces) if low < high)
-            self._placements[known] = (
-                layouts.sharded((one.length,), 0, pieces, [(place,) for place in range(size)])
-                if kind == PARAM
-                else layouts.replicated((one.length,) if kind == DATA else (), range(size) if kind == DATA else owners)
+    def _ruled(self, one: Stored, turn: int, state: Sequence[Any]) -> Iterator[tuple[rules.TensorRule, torch.dtype]]:
+        of_part = self._layout.pattern(one)
+        for key, dtype_name, single, _ in ((PARAM, "float32", False, False), *state):
+            dtype: torch.dtype = getattr(torch, dtype_name)
+            of_place = rules.TensorRule(
+                f"{one.fqn}/{key}",
+                shape=() if single else (one.length,),
+                itemsize=dtype.itemsize,
+                pattern=patterns.WithRange(of_part, one.length) if single else of_part,
+                shard=part_beginning(one.fqn),
+                key=key,
+                naming=rules.Naming.PLACE_UNLESS_ALONE,
+                turn=turn,
             )
-        return self._placements[known]
-
-    def parts(self, tensor: DividedTensor, place: int, local: torch.Tensor) -> list[LocalBox]:
-        if not tensor.name.endswith(WEIGHTS):
-            return super().parts(tensor, place, local) if tensor.shards[place] else []
-        one = self._layout.by_name[tensor.name.removesuffix(WEIGHTS)]
-        start = self._layout.start_of(one, len(tensor.shards))
-        (box,) = tensor.boxes(place)
-        return [LocalBox(box, local.view(-1)[start : start + one.length])]
+            yield of_place, dtype
+        dtype = self._chunk.buffers[one.buffer].param_dtype
+        of_all = rules.TensorRule(
+            one.fqn + WEIGHTS,
+            shape=(one.length,),
+            itemsize=dtype.itemsize,
+            pattern=self._layout.in_buffer(one),
+            shard=weights_beginning(0, "dense", one.buffer),
+            key=DATA,
+            naming=rules.Naming.SIZE,
+        )
+        yield of_all, dtype
 
     def prepare(self, description: Mapping[str, Any], place: int, size: int) -> Prepared:
         flats = [

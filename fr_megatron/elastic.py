@@ -51,7 +51,7 @@ def tied_to_size(chunks: Sequence[Any], optimizer: Any) -> Iterator[str]:
     if distributed and (len(chunks) > 1 or len(inner_optimizers(optimizer)) > 1):
         yield "the distributed optimizer of several model chunks, or several ones (allowed: one)"
     yield from _of_layout()
-    yield from _of_calculator()
+    yield from of_calculator()
 
 
 def _of_chunk(chunk: Any) -> Iterator[str]:
@@ -91,7 +91,8 @@ def _ranks_of_replica() -> int:
     return tensor * stages
 
 
-def _of_calculator() -> Iterator[str]:
+def of_calculator() -> Iterator[str]:
+    """What of the script's calculator of micro-batches has not one global batch."""
     calculator = _calculator()
     if calculator is None:
         return
@@ -106,7 +107,7 @@ def batch_of() -> FrameworkBatch:
     micro-batches on a replica, so all of them have as many."""
     calculator = _calculator()
     common: dict[str, Any] = {"counted": True, "seed": seed_tracked, "replicas": data_parallel_group}
-    if calculator is None or list(_of_calculator()):  # which is refused
+    if calculator is None or list(of_calculator()):  # which is refused
         return FrameworkBatch(None, None, **common)
     return FrameworkBatch(calculator.current_global_batch_size, calculator.micro_batch_size, **common)
 

@@ -86,14 +86,22 @@ def record(pair: SteppedPair, names: Names) -> ParamRecord:
     return ParamRecord(fqn, name, where.owners, constant(main))
 
 
+def part_beginning(fqn: str) -> str:
+    """With which the names begin of what is stepped on for parts of a parameter."""
+    return f"param/{fqn}#part="
+
+
+def weights_beginning(chunk: int, kind: str, buffer: int) -> str:
+    """Of the flat weights of a buffer, whose paddings depend on the number of parts."""
+    return f"weights/{chunk}.{kind}.{buffer}#dp="
+
+
 def part_name(fqn: str, part: int, parts: int) -> str:
-    """The name of what is stepped on for a part of a parameter."""
-    return f"param/{fqn}" if parts == 1 else f"param/{fqn}#part={part}/{parts}"
+    return f"param/{fqn}" if parts == 1 else f"{part_beginning(fqn)}{part}/{parts}"
 
 
 def weights_name(chunk: int, kind: str, buffer: int, parts: int) -> str:
-    """The name of the flat weights of a buffer, whose paddings depend on the number of parts."""
-    return f"weights/{chunk}.{kind}.{buffer}#dp={parts}"
+    return f"{weights_beginning(chunk, kind, buffer)}{parts}"
 
 
 def weights(chunks: Sequence[Any], division: DivisionPlace | None = None) -> Iterator[FixedShard]:

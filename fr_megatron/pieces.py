@@ -113,18 +113,18 @@ def pieces(parts: Sequence[tuple[Any, Any]], stepped: Sequence[Stepped], *, writ
         if own is None:
             part_of_others = chunk.ddp_config.use_distributed_optimizer and leaf.data.requires_grad
             if not written or (not part_of_others and is_main_replica(leaf.replica_id)):
-                yield from _cut(leaf, "", leaf.data, 0)
+                yield from cut(leaf, "", leaf.data, 0)
             continue
         if written and not _writes(leaf, own):
             continue
         weight = leaf.data.detach()
         if written and is_distributed(own.inner):
             # Only the own part is up to date before the all-gather (overlap_param_gather).
-            yield from _cut(leaf, "", weight.view(-1)[own.start : own.start + own.main.numel()], own.start)
+            yield from cut(leaf, "", weight.view(-1)[own.start : own.start + own.main.numel()], own.start)
         else:
-            yield from _cut(leaf, "", weight, 0)
+            yield from cut(leaf, "", weight, 0)
         for name, tensor in _stepped_on(own):
-            yield from _cut(leaf, f"{STATE}.{name}.", tensor, own.start)
+            yield from cut(leaf, f"{STATE}.{name}.", tensor, own.start)
 
 
 def _writes(leaf: Any, own: Stepped) -> bool:
@@ -142,7 +142,7 @@ def _stepped_on(own: Stepped) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, value
 
 
-def _cut(leaf: Any, prefix: str, tensor: torch.Tensor, start: int) -> Iterator[Piece]:
+def cut(leaf: Any, prefix: str, tensor: torch.Tensor, start: int) -> Iterator[Piece]:
     """Pieces of ``tensor``, which lies in the local tensor ``leaf`` from its element ``start`` on."""
     stop = start + tensor.numel()
     for child, at in _children(leaf):

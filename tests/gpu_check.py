@@ -2,7 +2,7 @@
 
 First what one GPU can show of recovery's parts (:mod:`tests.gpu_parts`). Then for each layout one undisturbed job and
 one with a SIGKILL in every phase of a step, with deterministic kernels; for two of them also all ranks at once, and the
-launcher with them. The report (``report.md``, ``report.json``) is
+launcher with them. Then elastic jobs (:mod:`tests.gpu_elastic`). The report (``report.md``, ``report.json``) is
 meant to be attached to an issue. With fewer GPUs than ranks, all ranks share
 the first one; without any, ``--cpu`` runs the same over gloo, which tests this program and nothing of CUDA.
 """
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from flashrecovery.config import PHASES
+from tests import gpu_elastic
 from tests.gpu_costs import MemoryWatch, Overhead, lost_per_recovery, overhead, used_bytes
 from tests.gpu_parts import PARTS, PartResult, run_part
 from tests.support import megatron as mg
@@ -139,6 +140,22 @@ def all_at_once(layout: Layout, directory: Path, reference: Job, gpus: int, job_
     return result
 
 
+def check_elastic(name: str, directory: Path, gpus: int, job_s: float) -> Result:
+    """A job that becomes smaller by a kill, and grows again."""
+    began = time.monotonic()
+    directory.mkdir(parents=True)
+    kind = gpu_elastic.on_gpus(gpu_elastic.KINDS[name], shared=0 < gpus < 4)
+    result = Result(name, 4, kills=1)
+    try:
+        job, result.found = gpu_elastic.shrunk_and_grown(kind, directory, job_s)
+    except AssertionError as e:
+        result.found.append(str(e).splitlines()[0])
+    else:
+        take_times(result, job)
+    result.seconds = time.monotonic() - began
+    return result
+
+
 def compare(result: Result, job: Job, reference: Job, launches: int = 1) -> None:
     """What is not as in the undisturbed job, and how long the recoveries took."""
     result.found += differences(job, reference, Printed.STEPS, 0, launches)
@@ -146,6 +163,11 @@ def compare(result: Result, job: Job, reference: Job, launches: int = 1) -> None
         check_clean(job)
     except AssertionError as e:
         result.found.append(str(e).splitlines()[0])
+    take_times(result, job)
+
+
+def take_times(result: Result, job: Job) -> None:
+    """Of its recoveries."""
     for event in job.of("recovery_finished"):
         result.recoveries += 1
         result.totals.append(event["total_s"])
@@ -200,6 +222,9 @@ def markdown(results: list[Result], where: dict[str, Any], parts: list[PartResul
 def main() -> int:
     flags = argparse.ArgumentParser(prog="python -m tests.gpu_check", description=__doc__.splitlines()[0])
     flags.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=list(LAYOUTS), help="all by default")
+    flags.add_argument(
+        "--elastic", nargs="*", choices=gpu_elastic.KINDS, default=list(gpu_elastic.KINDS), help="all by default"
+    )
     flags.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="all by default; not with --cpu")
     flags.add_argument("--no-overhead", action="store_true", help="steps with and without recovery are not compared")
     flags.add_argument("--out", type=Path, default=Path("runs") / f"gpu-check-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -247,13 +272,27 @@ def main() -> int:
             continue
         for result in check(layout, args.out / name, gpus, args.job_seconds):
             results.append(result)
-            verdict = "; ".join(result.found) or f"{result.recoveries} recoveries, the same bits"
-            print(f"{result.layout}: {verdict} ({result.seconds:.0f} s)", flush=True)
+            print(verdict(result), flush=True)
         write()
+    for name in args.elastic:
+        if "zero" in name and not installed("deepspeed"):
+            print(f"{name}: left out, deepspeed is not installed", flush=True)
+        elif time.monotonic() > until:
+            print(f"{name}: left out, the time is up", flush=True)
+        else:
+            results.append(check_elastic(name, args.out / name, gpus, args.job_seconds))
+            print(verdict(results[-1]), flush=True)
+            write()
     print(f"{args.out}/report.md")
     if isinstance(cost, str):
         return 1
     return 1 if not (results or parts) or any(r.found for r in results) or any(p.problem for p in parts) else 0
+
+
+def verdict(result: Result) -> str:
+    """A line."""
+    found = "; ".join(result.found) or f"{result.recoveries} recoveries, the same bits"
+    return f"{result.layout}: {found} ({result.seconds:.0f} s)"
 
 
 def installed(package: str) -> bool:

@@ -21,9 +21,10 @@ from flashrecovery._version import __version__
 
 if TYPE_CHECKING:
     from flashrecovery.entry import init
+    from flashrecovery.parallel_layout import ParallelLayout, layout
     from flashrecovery.worker.recovery import Recovery
 
-__all__ = ["Recovery", "__version__", "init"]
+__all__ = ["ParallelLayout", "Recovery", "__version__", "init", "layout"]
 
 
 def __getattr__(name: str) -> Any:
@@ -32,4 +33,8 @@ def __getattr__(name: str) -> Any:
         from flashrecovery import entry
 
         return getattr(entry, name)
+    if name in ("layout", "ParallelLayout"):
+        from flashrecovery.parallel_layout import ParallelLayout, layout
+
+        return {"layout": layout, "ParallelLayout": ParallelLayout}[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

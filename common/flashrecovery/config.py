@@ -87,7 +87,12 @@ class Timeouts(_Model):
     node_wait_s: float = Field(
         1800.0, gt=0, description="ranks of a lost node wait this long for a node with room; schedulers take minutes"
     )
-    rendezvous_s: float = Field(900.0, gt=0, description="an agent tries to reach the controller at the start")
+    rendezvous_s: float = Field(
+        900.0,
+        gt=0,
+        description="an agent tries to reach the controller at the start; and after the first node, all have to come "
+        "within this time",
+    )
     takeover_s: float = Field(
         10.0,
         gt=0,
@@ -226,6 +231,16 @@ class ElasticSettings(_Model):
         return f"{self.min}:{self.max}"
 
 
+class ReplanSettings(_Model):
+    """A job that goes on in another parallel layout, with fewer ranks, where a rank cannot be replaced."""
+
+    min: int = Field(1, ge=1, description="ranks with which the job still goes on")
+    replace: Literal["auto", "never"] = Field(
+        "auto",
+        description="auto: the layout changes only if a rank cannot be replaced, or on command; never: with each loss",
+    )
+
+
 class Settings(_Model):
     """What a worker needs to know (handed over in :data:`CONFIG_ENV`)."""
 
@@ -240,6 +255,7 @@ class Settings(_Model):
     snapshots: SnapshotSettings = Field(SnapshotSettings(), description="copies that outlive the job's processes")
     timeouts: Timeouts = Field(Timeouts(), description="all timeouts")
     elastic: ElasticSettings | None = Field(None, description="how many replicas there may be; none: always all")
+    replan: ReplanSettings | None = Field(None, description="whether the parallel layout may change; none: it does not")
     resume: bool = Field(
         False,
         description="go on from the newest of living snapshots, snapshots on disk and fallback checkpoints, if any",
@@ -396,7 +412,7 @@ PHASES = (
 )
 RECOVERY_PHASES = tuple(
     f"recovery:{state}"
-    for state in ("quiescing", "replacing", "regrouping", "restoring", "reshaping", "verifying", "resuming")
+    for state in ("quiescing", "replacing", "stashing", "regrouping", "restoring", "reshaping", "verifying", "resuming")
 )
 
 
@@ -483,7 +499,40 @@ def run_config(values: dict[str, Any], where: str) -> RunConfig:
         raise ConfigError("notice.warnings: nobody warns with health: none; allowed: auto, or the names of plugins")
     _check_parity(config)
     _check_elastic(config)
+    _check_replan(config)
     return config
+
+
+def _check_replan(config: RunConfig) -> None:
+    """What goes together with a layout that may change. Raises ConfigError."""
+    replan = config.replan
+    if replan is None:
+        return
+    if config.elastic is not None:
+        raise ConfigError("replan and elastic in one job: that has not been done yet; one of them is allowed")
+    if config.nnodes > 1 or config.spare_nodes:
+        raise ConfigError(
+            f"replan with nnodes = {config.nnodes}, spare_nodes = {config.spare_nodes}: the state goes through the "
+            "memory of one node; one node without spare ones is allowed"
+        )
+    if replan.min > config.world_size:
+        raise ConfigError(
+            f"replan.min = {replan.min}: at most the ranks of the launch ({config.world_size}) is allowed"
+        )
+    if config.redundancy in ("parity", "replica"):
+        raise ConfigError(
+            f"redundancy: {config.redundancy!r} with replan: not every layout has it; 'auto', 'neighbor', 'none' are "
+            "allowed"
+        )
+    if config.redundancy == "neighbor" and replan.min < 2:
+        raise ConfigError(
+            "redundancy: 'neighbor' with replan.min = 1: a world of one rank has nobody to hold a copy; 2 or more, or "
+            "redundancy: 'auto' is allowed"
+        )
+    if config.snapshots.keep == "always":
+        raise ConfigError(
+            "snapshots.keep: 'always' with replan: snapshots are of one layout; 'auto' and 'never' are allowed"
+        )
 
 
 def _check_elastic(config: RunConfig) -> None:

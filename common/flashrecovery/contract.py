@@ -23,7 +23,16 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from flashrecovery.division import DividedTensor, Division, DivisionPlace, LocalBox, Prepared, ReadyTensors
+from flashrecovery.division import (
+    DividedTensor,
+    Division,
+    DivisionPlace,
+    LocalBox,
+    Prepared,
+    ReadyTensors,
+    RuledDivision,
+)
+from flashrecovery.logical import LogicalState
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec, TensorSpec
@@ -35,8 +44,10 @@ __all__ = [
     "Division",
     "DivisionPlace",
     "LocalBox",
+    "LogicalState",
     "Prepared",
     "ReadyTensors",
+    "RuledDivision",
     "Shard",
     "ShardSpec",
     "StepHooks",
@@ -152,6 +163,11 @@ class Adapter(ABC):
         """How the state is divided among the ranks, so that the job can change its size; None: all of it is on all
         ranks. Always the same object. Raises UnsupportedError, by name, if it is divided in a way that cannot be
         changed."""
+        return None
+
+    def logical(self) -> LogicalState | None:
+        """What the state is in words that hold for every parallel layout, so that the job can be laid out in another
+        way; None: that is not known."""
         return None
 
     def touch_mark(self) -> Any:

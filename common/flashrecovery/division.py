@@ -155,3 +155,43 @@ class Division(ABC):
             found.append(LocalBox(box, flat[at : at + box.size].view(box.shape)))
             at += box.size
         return found
+
+
+@dataclass(frozen=True)
+class RuledTensor(DividedTensor):
+    """A tensor that lies as a rule says."""
+
+    rule: TensorRule
+
+
+class RuledDivision(Division):
+    """A division that rules describe wholly: which boxes are where, in which shards, and where in their tensors."""
+
+    @abstractmethod
+    def ruled(self, description: Mapping[str, Any]) -> Sequence[tuple[TensorRule, torch.dtype]]:
+        """All tensors, in one order."""
+
+    def rules(self, description: Mapping[str, Any]) -> Sequence[TensorRule]:
+        return [rule for rule, _ in self.ruled(description)]
+
+    def tensors(self, description: Mapping[str, Any], size: int) -> Sequence[DividedTensor]:
+        return [
+            RuledTensor(
+                rule.name,
+                rule.shape,
+                dtype,
+                rule.placement(size),
+                [rule.shard_at(place, size) for place in range(size)],
+                rule.key,
+                rule,
+            )
+            for rule, dtype in self.ruled(description)
+        ]
+
+    def parts(self, tensor: DividedTensor, place: int, local: torch.Tensor) -> list[LocalBox]:
+        assert isinstance(tensor, RuledTensor)
+        flat = local.view(-1)
+        return [
+            LocalBox(part.box, flat[part.at : part.at + part.box.size].view(part.box.shape))
+            for part in tensor.rule.parts(place, len(tensor.shards))
+        ]

@@ -158,6 +158,20 @@ class JobResized(Event):
     came: list[int] = Field(default_factory=list)
 
 
+class JobReplanned(Event):
+    """All ranks are started anew in another parallel layout, to go on at ``step``. ``before``, ``layout``: as
+    tp=2,pp=2,dp=1. ``ranks``: how many there are now. ``bytes``: of state that went to the node's memory; 0: it was
+    there already, or is read from a checkpoint. ``why``: in words."""
+
+    event: Literal["job_replanned"] = "job_replanned"
+    step: int
+    before: str
+    layout: str
+    ranks: int
+    bytes: int = 0
+    why: list[str] = Field(default_factory=list)
+
+
 class FallbackStarted(Event):
     """No consistent cut exists in memory (``reason``): the job goes back to a checkpoint."""
 
@@ -259,6 +273,7 @@ AnyEvent = Annotated[
     | RecoveryPhase
     | RecoveryFinished
     | JobResized
+    | JobReplanned
     | FallbackStarted
     | CheckpointSaved
     | StandbyReady

@@ -36,6 +36,8 @@ class FailureKind(_Word):
     """The rank lives, but its node is given up on a device plugin's warning."""
     RESIZE = "resize"
     """No failure: somebody has commanded another number of replicas."""
+    REPLAN = "replan"
+    """No failure: somebody has commanded another parallel layout."""
     HANDOFF = "handoff"
     """No failure: a node is to leave, and other processes take over its ranks."""
     CONTROLLER = "controller"
@@ -50,6 +52,7 @@ class Ordered(_Word):
     REPLACE = "replace"
     REGROUP = "regroup"
     RESTORE = "restore"
+    STASH = "stash"
     RESUME = "resume"
 
 
@@ -82,6 +85,7 @@ class NoticeKind(_Word):
     NODE_UNHEARD = "node_unheard"
     NODE_USED_LAST = "node_used_last"
     NOT_FENCED = "not_fenced"
+    NOT_REPLANNED = "not_replanned"
     NOT_RESIZED = "not_resized"
     NOT_REGISTERED = "not_registered"
     OTHER_COMMAND = "other_command"
@@ -99,6 +103,7 @@ class NoticeKind(_Word):
     SNAPSHOTS = "snapshots"
     STANDSTILL = "standstill"
     START_AGAIN = "start_again"
+    STASH_FAILED = "stash_failed"
     STOP_FAILED = "stop_failed"
     STORE_RESTARTED = "store_restarted"
     STRAGGLER = "straggler"

@@ -14,15 +14,11 @@ import pytest
 import torch
 
 from flashrecovery.errors import ConfigError, RestoreError
-from flashrecovery.redundancy.checkpoint import (
-    CheckpointFallback,
-    Published,
-    load,
-    newest,
-    other_layout,
-    writer_of,
-)
+from flashrecovery.redundancy.checkpoint import CheckpointFallback, Published
 from flashrecovery.redundancy.dcp import read_whole, write_part
+from flashrecovery.redundancy.keys import writer_of
+from flashrecovery.redundancy.loading import load, other_layout
+from flashrecovery.redundancy.published import newest
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from tests.integration.test_neighbour import Owned, capsule_of, shards_of
 from tests.support.ranks import die, results, run_ranks

@@ -3,7 +3,6 @@ bit as a job that was resized by command at that step."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.elastic import STEPS, command, often
-from tests.support.elastic_checkpoints import dead_job, launched, of_ranks, saving
+from tests.support.elastic_checkpoints import dead_job, fell_back, launched, of_ranks, saving, spoil, started
 from tests.support.elastic_fsdp2 import Resized, check_goes_on_alike, resized_once, start
 from tests.support.jobs import Job, RunningJob, check_clean, check_fired
 
@@ -21,22 +20,6 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.fixture(scope="module")
 def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
     return resized_once(tmp_path_factory)
-
-
-def started(folder: Path, before: int, step: int, size: int, *flags: str) -> Job:
-    """The job that is started in this size from the state that one of ``before`` ranks, which nothing has disturbed,
-    has had at this step."""
-    saves = ("--save-to", str(folder), *flags)
-    undisturbed = start(folder / "undisturbed", *saves, config=elastic(before), nproc=before).wait()
-    assert undisturbed.code == 0, undisturbed.explain()
-    state = ("--start-from", str(folder / f"{step}.pt"), *flags)
-    other = start(folder / "other", *state, config=elastic(size), nproc=size).wait()
-    assert other.code == 0, other.explain()
-    return other
-
-
-def elastic(size: int) -> dict[str, Any]:
-    return {"elastic": {"min": 1, "max": size}}
 
 
 def check_launched(job: Job, other: Job, version: int, size: int) -> None:
@@ -101,39 +84,12 @@ def test_without_another_checkpoint_the_damaged_file_is_named(tmp_path: Path) ->
     check_clean(job)
 
 
-def spoil(path: Path, how: str) -> str:
-    """Damage a checkpoint. Returns what must be said of it."""
-    data = path / "part-2" / "__0_0.distcp"
-    if how == "metadata":
-        (path / ".metadata").write_bytes(b"")
-        return str(path)
-    if how == "missing":
-        shutil.rmtree(path / "part-2")
-    elif how == "short":
-        data.write_bytes(data.read_bytes()[: data.stat().st_size // 3])
-    else:
-        content = bytearray(data.read_bytes())
-        for at in range(1500, len(content) // 2, 4096):  # wherever the tensors are
-            content[at] ^= 1
-        data.write_bytes(content)
-    return "part-2/__0_0.distcp"
-
-
 def running_job(tmp_path: Path, nproc: int, **options: Any) -> RunningJob:
     """A job that has a checkpoint; nobody is replaced."""
     config = {"elastic": {"min": 2, "max": nproc, "replace": "never"}, **saving(tmp_path / "checkpoints")}
     running = start(tmp_path / "run", "--step-time", "300", config=config, nproc=nproc, **options)
     running.wait_for("checkpoint_saved")
     return running
-
-
-def fell_back(job: Job, ranks: int, size: int) -> int:
-    """To a checkpoint of so many ranks, in this size. Returns its version."""
-    assert job.code == 0, job.explain()
-    fallback, (*_, event) = job.of("fallback_started")[-1], job.of("job_resized")
-    assert of_ranks(Path(fallback["path"])) == ranks and event["replicas"] == size, job.explain()
-    assert event["step"] == fallback["version"] < STEPS, job.explain()
-    return int(fallback["version"])
 
 
 @pytest.mark.grid
@@ -143,8 +99,25 @@ def test_too_many_are_lost_at_once(victims: tuple[int, ...], tmp_path: Path, res
     running = running_job(tmp_path, 4)
     running.kill(*victims)
     job = running.wait()
-    version = fell_back(job, 4, 2)
+    version = fell_back(job, 4, 2, STEPS)
     check_goes_on_alike(job, resized(version, 2), version, 2)
+    check_clean(job)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("left", [3, 0])
+def test_one_is_left(left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In size 1 nothing is divided any more. (By command it is not possible: of what three have alone one has copies of
+    what one of them has.) A job of one rank has as many threads as there are cores unless it is told otherwise, and the
+    gradient of LayerNorm's weight is added up in another order by two threads than by one."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    config = {"elastic": {"min": 1, "max": 4, "replace": "never"}, **saving(tmp_path / "checkpoints")}
+    running = start(tmp_path / "run", "--step-time", "300", config=config)
+    running.wait_for("checkpoint_saved")
+    running.kill(*(rank for rank in range(4) if rank != left))
+    job = running.wait()
+    version = fell_back(job, 4, 1, STEPS)
+    check_goes_on_alike(job, started(tmp_path, 4, version, 1), version, 1)
     check_clean(job)
 
 
@@ -171,7 +144,7 @@ def test_one_more_dies_while_they_go_back(
     running.kill(1, 2)
     job = running.wait()
     check_fired(job)
-    version = fell_back(job, 5, 2)
+    version = fell_back(job, 5, 2, STEPS)
     check_goes_on_alike(job, of_five(version), version, 2)
     check_clean(job)
 

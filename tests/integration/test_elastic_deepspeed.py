@@ -131,7 +131,7 @@ def kills() -> list[Any]:
 
 
 def _often(engine: Engine, phase: str, number: int, turn: int) -> bool:
-    return engine in (ZERO2, ZERO3) and phase in OFTEN and number % 3 == turn % 3
+    return engine is ZERO3 and phase in OFTEN and number % 3 == turn % 3
 
 
 @pytest.mark.parametrize(("engine", "phase", "victim"), kills())
@@ -205,7 +205,7 @@ def test_replaced_in_the_new_size(engine: Engine, victim: int, tmp_path: Path, r
 
 
 @pytest.mark.parametrize("victim", often((0, 2), (0,)))
-@pytest.mark.parametrize("engine", often(MAIN, (ZERO2,)))
+@pytest.mark.parametrize("engine", often(MAIN, ()))
 def test_in_the_very_first_step(engine: Engine, victim: int, tmp_path: Path) -> None:
     """Then all of it is as in a job that was launched with three ranks. What is divided must have been copied by then;
     with replicas the others would complete the step."""
@@ -268,10 +268,6 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "round-robin": (
         ("--zero", "2", "--set", "zero_optimization.round_robin_gradients=true"),
         "zero_optimization.round_robin_gradients",
-    ),
-    "checkpoints": (
-        ("--set", 'flash_recovery.checkpoint={"dir": "/tmp/never-made"}'),
-        "fallback checkpoints (checkpoint.dir) in the format of deepspeed",
     ),
     "sum": (("--set", 'gradient_allreduce_op="sum"'), "gradient_allreduce_op"),
 }

@@ -35,12 +35,12 @@ DEEPSPEED = (
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
 )
 KINDS = [
-    pytest.param(FSDP2, id="fsdp2"),
+    pytest.param(FSDP2, id="fsdp2", marks=pytest.mark.grid),
     pytest.param(zero(2), id="zero2", marks=DEEPSPEED),
     *(pytest.param(zero(stage), id=f"zero{stage}", marks=(*DEEPSPEED, pytest.mark.grid)) for stage in (1, 3)),
 ]
 ALSO_ZERO = [
-    KINDS[0],
+    pytest.param(FSDP2, id="fsdp2"),
     *(pytest.param(zero(stage), id=f"zero{stage}", marks=(*DEEPSPEED, pytest.mark.grid)) for stage in (2, 3)),
 ]
 
@@ -75,6 +75,7 @@ def test_killed_and_back(kind: Kind, victims: tuple[int, ...], tmp_path: Path, r
     check_as_commanded(kind, job, resized)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", ALSO_ZERO)
 def test_by_command_alone_and_again(kind: Kind, tmp_path: Path, resized: Resized) -> None:
     """4 -> 2 -> 4 -> 3 by command: not the last ones leave first, because their neighbours keep their copies."""

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from flashrecovery.cli.checkpoints import checkpoints
-from flashrecovery.redundancy.checkpoint import newest, published
+from flashrecovery.redundancy.published import newest, published
 from tests.support.jobs import DDP, FSDP, Layout, References, RunningJob, check_clean, check_same, run_job
 
 pytestmark = pytest.mark.timeout(400)  # two or three launches, one after another, each with a deadline of its own
@@ -106,8 +106,11 @@ def test_where_all_checkpoints_are_damaged_the_job_says_so_and_does_not_begin_an
 
 @pytest.mark.parametrize(
     ("layout", "config"),
-    [(FSDP, None), (DDP, {"snapshots": {"keep": "always"}}), (DDP, None)],
-    ids=["fsdp", "ddp-snapshots", "ddp"],
+    [
+        pytest.param(FSDP, None, id="fsdp"),
+        pytest.param(DDP, {"snapshots": {"keep": "always"}}, id="ddp-snapshots", marks=pytest.mark.grid),
+        pytest.param(DDP, None, id="ddp", marks=pytest.mark.grid),
+    ],
 )
 def test_a_fresh_launch_resumes_from_the_checkpoint(
     layout: Layout, config: dict[str, Any] | None, tmp_path: Path, reference: References

@@ -239,9 +239,8 @@ def test_the_report_names_what_each_part_has_measured_or_why_it_failed(
             parts[name] = gpu_parts.PartResult(name, {}, "it is still listed")
         out = tmp_path / "-".join(["report", *problems])
         monkeypatch.setattr(gpu_check, "run_part", parts.__getitem__)
-        monkeypatch.setattr(
-            sys, "argv", ["check", "--layouts", "--no-overhead", "--out", str(out), "--parts", "fence", "overlap"]
-        )
+        argv = ["check", "--layouts", "--elastic", "--no-overhead", "--out", str(out), "--parts", "fence", "overlap"]
+        monkeypatch.setattr(sys, "argv", argv)
         code = gpu_check.main()
         told = json.loads((out / "report.json").read_text())
         assert [part["problem"] != "" for part in told["parts"]] == [name in problems for name in parts]

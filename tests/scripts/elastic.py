@@ -20,6 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 import flashrecovery
 
 
+def own_device() -> torch.device:
+    """This rank's GPU, which is the process's current one from then on; the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 class Masked(torch.nn.Module):
     """A buffer that never changes, but is broadcast by DistributedDataParallel in each step."""
 
@@ -46,9 +54,9 @@ class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
 def digest_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     found = hashlib.sha256()
     for parameter in model.parameters():
-        found.update(parameter.detach().numpy().tobytes())
+        found.update(parameter.detach().cpu().numpy().tobytes())
         for name, value in sorted(optimizer.state[parameter].items()):
-            found.update(name.encode() + value.numpy().tobytes())
+            found.update(name.encode() + value.cpu().numpy().tobytes())
     return found.hexdigest()
 
 
@@ -103,14 +111,15 @@ def main() -> None:
     parser.add_argument("--save-to", help="a directory for the state of each version")
     parser.add_argument("--start-from", help="such a state")
     args, _ = parser.parse_known_args()
-    dist.init_process_group("gloo")
-    seed = torch.tensor(3 if dist.get_rank() == 0 else 100 + dist.get_rank())
+    device = own_device()
+    dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+    seed = torch.tensor(3 if dist.get_rank() == 0 else 100 + dist.get_rank(), device=device)
     dist.broadcast(seed, 0)  # as who comes later has to know without taking part in it
     if args.newcomer and os.environ.get("FLASHRECOVERY_GENERATION", "0") != "0":
         come_badly(args.newcomer)
         seed += args.newcomer == "other-seed"
     recovery = flashrecovery.init()
-    model = build()
+    model = build().to(device)
     misbehave(args.mode, model, recovery)
     ddp = args.mode != "plain"
     trained = DistributedDataParallel(model, bucket_cap_mb=0.01) if ddp else model
@@ -118,11 +127,11 @@ def main() -> None:
     others = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
-    start = torch.load(args.start_from) if args.start_from else None
+    start = torch.load(args.start_from, map_location=device) if args.start_from else None
     first = 0
     if start is not None:
         for _ in range(2):  # DDP rebuilds its buckets after a first step; in the middle of a run they are final
-            trained(torch.randn(2, 16)).sum().backward()
+            trained(torch.randn(2, 16).to(device)).sum().backward()
         optimizer.zero_grad()
         first = start["version"]
         model.load_state_dict(start["model"])
@@ -143,11 +152,11 @@ def main() -> None:
     for step in recovery.steps(args.steps - first):
         number = first + step.index
         with step:
-            total = torch.zeros(())
+            total = torch.zeros((), device=device)
             shown = []
             for batch in batches.of(step):
                 shown.append(f"{batch.number}:{'/'.join(first.hex() for first in batch.data[0][:, 0].tolist())}")
-                x, y = batch.data
+                x, y = (part.to(device) for part in batch.data)
                 loss = torch.nn.functional.mse_loss(trained(x), y) * batch.weight
                 loss.backward()
                 total += loss.detach()

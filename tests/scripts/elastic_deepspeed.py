@@ -23,10 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
+from elastic import own_device
 
 import fr_deepspeed  # noqa: F401 - gives the engine its `recovery` under every launcher
 
@@ -56,8 +58,8 @@ class Gain(torch.nn.Module):
         return x * self.gain.sum()
 
 
-def build() -> torch.nn.Sequential:
-    torch.manual_seed(5)
+def build(seed: int) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
     model = torch.nn.Sequential(
         torch.nn.Linear(16, 61),
         torch.nn.LayerNorm(61),
@@ -106,9 +108,11 @@ def config_of(args: argparse.Namespace) -> dict[str, Any]:
     return config
 
 
-def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
+def groups_of(model: torch.nn.Module, *, reverse: bool) -> list[dict[str, Any]]:
     gain = model[7].gain
     parameters = [p for p in model.parameters() if p is not gain]
+    if reverse:
+        parameters.reverse()
     return [
         {"params": [p for p in parameters if p.ndim > 1]},
         {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
@@ -202,9 +206,9 @@ def plain(engine: Any) -> dict[str, Any]:
 def digest_of(engine: Any) -> str:
     found = hashlib.sha256()
     for name, what, tensor in whole(engine):
-        found.update(f"{name} {what} {tensor.dtype}".encode() + tensor.detach().contiguous().numpy().tobytes())
+        found.update(f"{name} {what} {tensor.dtype}".encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
     for name, parameter in engine.module.named_parameters():
-        found.update(name.encode() + parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        found.update(name.encode() + parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     sizes = (engine.world_size, engine.dp_world_size, engine.gradient_accumulation_steps(), engine.train_batch_size())
     found.update(json.dumps([plain(engine), sizes], sort_keys=True).encode())
     return found.hexdigest()
@@ -336,30 +340,40 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--set", action="append", default=[], metavar="KEY.KEY=JSON")
     parser.add_argument("--mode", default="")
+    parser.add_argument("--seed", type=int, default=5, help="of the weights at the start")
+    parser.add_argument("--evaluate", action="store_true", help="before the first step")
+    parser.add_argument("--reverse", action="store_true", help="the order of parameters in their groups")
     parser.add_argument("--save-to", help="a directory for the state of each version")
     parser.add_argument("--start-from", help="such a state")
     parser.add_argument("--checkpoint-to", help="a directory for a checkpoint of DeepSpeed's own, at the end")
     args, _ = parser.parse_known_args()
     if args.precision == "fp16":
         get_accelerator().is_fp16_supported = lambda: True
-    dist.init_process_group("gloo")
-    model = build()
+    device = own_device()
+    dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+    model = build(args.seed)
     given = {"training_data": Numbers()} if args.mode == "training-data" else {}
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups_of(model), config=config_of(args), **given)
+    trained = groups_of(model, reverse=args.reverse)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config_of(args), **given)
     recovery = engine.recovery
     first = load(engine, args.start_from) if args.start_from else 0
     misbehave(args.mode, engine, -1)
     sizes = {"global_batch": 2 * args.global_batch} if args.mode == "other-sizes" else {}
     batches = recovery.elastic_batches(Numbers(), seed=3, first_step=first, **sizes)
+    if args.evaluate:
+        engine.eval()
+        with torch.no_grad():
+            engine(torch.ones(2, 16, dtype=next(model.parameters()).dtype))
+        engine.train()
     torch.manual_seed(1000 + dist.get_rank())  # of no meaning in an elastic job
     dtype = next(model.parameters()).dtype
     for step in recovery.steps(args.steps - first):
         number = first + step.index
         with step:
-            total = torch.zeros(())
+            total = torch.zeros((), device=device)
             misbehave(args.mode, engine, number)
             for batch in batches.of(step):
-                x, y = batch.data
+                x, y = (part.to(device) for part in batch.data)
                 loss = torch.nn.functional.mse_loss(engine(x.to(dtype)).float(), y) * batch.weight
                 engine.backward(loss)
                 engine.step()

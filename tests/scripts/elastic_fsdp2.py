@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from elastic import Masked, Numbers, come_badly
+from elastic import Masked, Numbers, come_badly, own_device
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -87,8 +87,9 @@ def is_newcomer() -> bool:
 
 def build(args: argparse.Namespace) -> tuple[FSDPModule, Any]:
     torch.manual_seed(5)
-    model = Net(args.tied, is_newcomer() and args.newcomer == "other-model")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",) if args.named else None)
+    device = own_device()
+    model = Net(args.tied, is_newcomer() and args.newcomer == "other-model").to(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",) if args.named else None)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.mixed else MixedPrecisionPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": not args.keep}
     if args.refused == "offload":
@@ -123,7 +124,7 @@ def digest_of(tensors: dict[str, torch.Tensor]) -> str:
     found = hashlib.sha256()
     for name, tensor in tensors.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        found.update(name.encode() + str(tuple(local.shape)).encode() + local.contiguous().numpy().tobytes())
+        found.update(name.encode() + str(tuple(local.shape)).encode() + local.cpu().contiguous().numpy().tobytes())
     return found.hexdigest()
 
 
@@ -159,7 +160,8 @@ def main() -> None:
     parser.add_argument("--save-to", help="a directory for the state of each version")
     parser.add_argument("--start-from", help="such a state")
     args, _ = parser.parse_known_args()
-    dist.init_process_group("gloo")
+    device = own_device()
+    dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
     if is_newcomer():
         come_badly(args.newcomer)
     recovery = flashrecovery.init()
@@ -177,7 +179,7 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     first = 0
     if args.start_from:
-        start = torch.load(args.start_from)
+        start = torch.load(args.start_from, map_location=device)
         first = start["version"]
         with torch.no_grad():
             fill(model, optimizer, start["state"])
@@ -190,9 +192,9 @@ def main() -> None:
     for step in recovery.steps(args.steps - first):
         number = first + step.index
         with step:
-            total = torch.zeros(())
+            total = torch.zeros((), device=device)
             for batch in batches.of(step):
-                x, y = batch.data
+                x, y = (part.to(device) for part in batch.data)
                 loss = torch.nn.functional.mse_loss(model(x), y) * batch.weight
                 loss.backward()
                 total += loss.detach()

@@ -1,5 +1,7 @@
 """Runs a script with the fake of NCCL in place of gloo: ``fake_nccl.py SCRIPT ARGUMENTS``.
 
+Or ``fake_nccl.py ARGUMENTS`` with the script in ``FAKE_NCCL_SCRIPT``.
+
 ``FAKE_NCCL_BREAK=RANK:STEP``: after that optimizer step of the rank's first process its connections break.
 ``FAKE_NCCL_STICKY=RANK:STEP``: there a kernel fails, and with it every later call of the process to the device.
 """
@@ -45,8 +47,9 @@ def main() -> None:
         return init(fake_nccl.BACKEND if backend == "gloo" else backend, *arguments, **more)
 
     dist.init_process_group = init_process_group
-    script = sys.argv[1]
-    sys.argv = sys.argv[1:]
+    script = os.environ.get("FAKE_NCCL_SCRIPT")
+    sys.argv = sys.argv[1:] if script is None else [script, *sys.argv[1:]]
+    script = sys.argv[0]
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")
 

@@ -1,4 +1,5 @@
-"""Runs a script so that all ranks can share one GPU, with kernels that repeat bitwise: ``one_gpu.py SCRIPT ARGUMENTS``.
+"""Runs a script so that all ranks can share one GPU, with kernels that repeat bitwise: ``one_gpu.py SCRIPT ARGUMENTS``,
+or ``one_gpu.py ARGUMENTS`` with the script in ``ONE_GPU_SCRIPT``.
 
 NCCL refuses two ranks on one device of a host; with a host's name of its own for each rank it talks over sockets.
 """
@@ -21,8 +22,9 @@ def main() -> None:
 
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(True)
-    script = sys.argv[1]
-    sys.argv = sys.argv[1:]
+    script = os.environ.get("ONE_GPU_SCRIPT")
+    sys.argv = sys.argv[1:] if script is None else [script, *sys.argv[1:]]
+    script = sys.argv[0]
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")
 

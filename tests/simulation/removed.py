@@ -164,6 +164,9 @@ REMOVED: dict[str, Callable[[], Any]] = {
     "a closed door is no proof": lambda: instead(lookout, "reach", _any_door),
     "no secret is sent": lambda: instead(handshake, "_proof", _proof_with_key(handshake._proof)),
     "an open door is no excuse after a standstill": lambda: instead(Hearing, "look_at_clock", _any_time),
+    "a newer generation is no excuse after a standstill": lambda: instead(
+        Agent, "generation", property(lambda self: 1 << 30)
+    ),
     "leases go on while the host is suspended": lambda: instead(time, "clock_gettime_ns", _stands),
     "a node with all ranks knows of others": lambda: instead(Agent, "neighbours", _with_ranks(Agent.neighbours)),
     "the lease in the page": lambda: instead(Page, "lend", lambda self, until: None),

@@ -50,12 +50,12 @@ Resized = Callable[[Kind, Sequence[tuple[int, int]]], Job]
 FSDP2 = Kind("fsdp2", elastic_fsdp2.SCRIPT, (), elastic_fsdp2.check_steps_alike, elastic_fsdp2.check_goes_on_alike)
 
 
-def zero(stage: int) -> Kind:
+def zero(stage: int, *flags: str) -> Kind:
     """DeepSpeed, with twelve micro-batches in a step, so that every size divides them."""
     return Kind(
-        f"zero{stage}",
+        "-".join([f"zero{stage}", *(flag.lstrip("-").rpartition("=")[2] for flag in flags)]),
         ROOT / "tests" / "scripts" / "elastic_deepspeed.py",
-        ("--zero", str(stage)),
+        ("--zero", str(stage), *flags),
         elastic.check_steps_alike,
         elastic.check_goes_on_alike,
     )
@@ -67,12 +67,14 @@ def megatron(name: str, *flags: str) -> Kind:
     return Kind(name, script, flags, elastic.check_steps_alike, elastic.check_goes_on_alike, ENVIRONMENT)
 
 
-def resized_by_command(kind: Kind, folder: Path, sizes: Sequence[tuple[int, int]], *flags: str) -> Job:
-    """A job that is resized by command at these steps to these sizes, undisturbed: (step, size), in order. After its
-    last change it goes on as one that was *started* in that size from that step's state."""
+def resized_by_command(
+    kind: Kind, folder: Path, sizes: Sequence[tuple[int, int]], *flags: str, launched: int = 4
+) -> Job:
+    """A job of so many ranks that is resized by command at these steps to these sizes, undisturbed: (step, size), in
+    order. After its last change it goes on as one that was *started* in that size from that step's state."""
     folder.mkdir(exist_ok=True)
     given = ["--step-time", "100", "--save-to", str(folder), *flags]
-    running = kind.start(folder / "run", *given, config={"elastic": {"min": 1, "max": 4}})
+    running = kind.start(folder / "run", *given, config={"elastic": {"min": 1, "max": launched}}, nproc=launched)
     running.wait_for("job_started", 120)
     for number, (step, size) in enumerate(sizes, 1):
         assert command(running, size, step) == ""
@@ -92,14 +94,14 @@ def resized_by_command(kind: Kind, folder: Path, sizes: Sequence[tuple[int, int]
     return job
 
 
-def resized_once(factory: pytest.TempPathFactory, *flags: str) -> Resized:
+def resized_once(factory: pytest.TempPathFactory, *flags: str, launched: int = 4) -> Resized:
     """:func:`resized_by_command`, each of a kind with the same sizes made once."""
     made: dict[tuple[str, tuple[tuple[int, int], ...]], Job] = {}
 
     def job(kind: Kind, sizes: Sequence[tuple[int, int]]) -> Job:
         key = (kind.name, tuple(sizes))
         if key not in made:
-            made[key] = resized_by_command(kind, factory.mktemp("resized") / "job", sizes, *flags)
+            made[key] = resized_by_command(kind, factory.mktemp("resized") / "job", sizes, *flags, launched=launched)
         return made[key]
 
     return job

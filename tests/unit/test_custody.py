@@ -23,6 +23,7 @@ def records(
     for rank in range(size):
         record = RankRecord(rank)
         record.needs = {f"w#shard={rank}/{size}": 100, "common": 10, f"capsule@{rank}": 5}
+        record.divided = frozenset({f"w#shard={rank}/{size}"})
         kept = (version,) if copies is None else copies.get(rank, ())
         owner = (rank - 1) % size
         names = [f"w#shard={owner}/{size}", f"capsule@{owner}"]
@@ -39,8 +40,11 @@ def without(everybody: dict[int, RankRecord], *ranks: int) -> dict[int, dict[str
 def test_whether_state_is_divided() -> None:
     everybody = records()
     assert divided(list(everybody.values()))
+    everybody[2].need_no_part()
+    assert divided(list(everybody.values()))
+    assert divided(list(records(1).values()))  # it has all parts, and others are to get theirs
     for record in everybody.values():
-        record.needs = {"w": 100, "common": 10, f"capsule@{record.rank}": 5}
+        record.needs, record.divided = {"w": 100, "common": 10, f"capsule@{record.rank}": 5}, frozenset()
     assert not divided(list(everybody.values()))
 
 
@@ -162,8 +166,6 @@ def test_a_rank_of_which_nothing_is_known_has_had_its_part() -> None:
     everybody = records()
     without(everybody, 1, 2)
     departed: dict[int, dict[str, int]] = {1: {}, 2: {}}
-    for record in everybody.values():
-        record.divided = frozenset({f"w#shard={record.rank}/4"})
     with pytest.raises(JobFailedError, match=r"capsule@1"):
         decide(everybody, None, range(4), departed)
     assert decide(everybody, (5, "step-5"), range(4), departed).checkpoint == "step-5"

@@ -11,6 +11,7 @@ import torch
 
 from flashrecovery.adapter.shards import ParamRecord, ParamShard, constant
 from flashrecovery.errors import UnsupportedError
+from flashrecovery.plan.rules import unlike
 from fr_deepspeed.division import PartitionDivision, partition_name, ranges, weights_name
 from fr_deepspeed.elastic import _moved_away, in_this_size
 
@@ -52,7 +53,7 @@ def test_ranges_are_those_of_deepspeed(length: int, size: int) -> None:
     assert ranges(length, size) == [(place * each, (place + 1) * each) for place in range(size)]
 
 
-def division(length: int, place: int, size: int, **odd: torch.Tensor) -> PartitionDivision:
+def division(length: int, place: int, size: int, names: str = "ab", **odd: torch.Tensor) -> PartitionDivision:
     """Of one parameter group of so many elements, whose flat tensor is 0, 1, 2, ..."""
     start, stop = ranges(length, size)[place]
     whole = torch.zeros(stop * size)
@@ -62,10 +63,13 @@ def division(length: int, place: int, size: int, **odd: torch.Tensor) -> Partiti
     moments = {"exp_avg": partition.detach() * 2, "exp_avg_sq": partition.detach() * 3}
     optimizer.state[partition] = {"step": torch.tensor(5.0), **moments, **odd}
     shard = ParamShard(ParamRecord("p", partition_name(0, place, size), (place,), constant(partition)), {0: optimizer})
+    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (1, length - 1)]
     zero = SimpleNamespace(
         partition_count=[size],
         round_robin_bit16_offsets=[[0]],
         round_robin_bit16_meta=[[torch.zeros(length, device="meta")]],
+        bit16_groups=[parameters],
+        param_names=dict(zip(parameters, names, strict=True)),
         bit16_groups_flat=[whole.bfloat16()],
         device="cpu",
     )
@@ -87,6 +91,16 @@ def test_every_element_is_at_one_place_and_padding_at_none(length: int, before: 
         assert all(len(tensors["0/weights"].boxes(place)) == 1 for place in range(size))
         assert list(tensors["0/param"].shards) == [partition_name(0, place, size) for place in range(size)]
         assert set(tensors["0/weights"].shards) == {weights_name(0, size)}
+
+
+def test_parameters_in_another_order_are_others() -> None:
+    """They are as long together, so that nothing else would tell."""
+    one, other = division(97, 0, 4), division(97, 0, 4, names="ba")
+    described, odd = one.describe(), other.describe()
+    assert one.outline(described) == division(97, 1, 3).outline(division(97, 1, 3).describe()) != one.outline(odd)
+    assert unlike(one.rules(described), one.rules(division(97, 2, 3).describe())) == []
+    moments = ["0/state/exp_avg", "0/state/exp_avg_sq"]
+    assert unlike(one.rules(described), one.rules(odd)) == ["0/param", *moments, "0/weights"]
 
 
 def test_what_is_prepared_is_as_long_as_the_partition_and_zero() -> None:

@@ -11,8 +11,10 @@ import torch
 
 from flashrecovery.adapter.shards import ParamRecord, ParamShard, constant
 from flashrecovery.errors import UnsupportedError
+from flashrecovery.plan.patterns import Slices
+from flashrecovery.plan.rules import unlike
 from fr_deepspeed.division import partition_name
-from fr_deepspeed.slices import SliceDivision, frozen_name, pieces, slice_length, slice_name
+from fr_deepspeed.slices import SliceDivision, frozen_name, slice_beginning
 
 GROUPS = ((97, 3, 16), (5,))
 FROZEN = {"lin.bias": 7}
@@ -30,8 +32,8 @@ def cut(parameter: torch.Tensor, place: int, size: int) -> torch.Tensor:
     return padded[place * each : (place + 1) * each]
 
 
-def division(place: int, size: int, **odd: torch.Tensor) -> SliceDivision:
-    shards, groups = [], []
+def division(place: int, size: int, prefix: str = "", **odd: torch.Tensor) -> SliceDivision:
+    shards, groups, names = [], [], {}
     for number, numels in enumerate(GROUPS):
         parameters = whole(numels)
         partition = torch.nn.Parameter(torch.cat([cut(p, place, size) for p in parameters]))
@@ -41,13 +43,22 @@ def division(place: int, size: int, **odd: torch.Tensor) -> SliceDivision:
         record = ParamRecord("p", partition_name(number, place, size), (place,), constant(partition))
         shards.append(ParamShard(record, {0: optimizer}))
         groups.append([sliced(p, place, size) for p in parameters])
+        names |= {p: f"{prefix}{number}.{place}" for place, p in enumerate(groups[-1])}
     frozen = {fqn: sliced(whole((numel,))[0], place, size) for fqn, numel in FROZEN.items()}
-    zero = SimpleNamespace(partition_count=size, fp16_groups=groups, device="cpu")
+    zero = SimpleNamespace(partition_count=size, fp16_groups=groups, device="cpu", param_names=names)
     return SliceDivision(zero, lambda: shards, lambda: frozen, lambda *_: None)
 
 
+class Sliced(SimpleNamespace):
+    """A parameter. It is itself alone."""
+
+    __hash__ = object.__hash__
+
+
 def sliced(parameter: torch.Tensor, place: int, size: int) -> Any:
-    return SimpleNamespace(ds_numel=parameter.numel(), ds_tensor=cut(parameter, place, size).bfloat16())
+    return Sliced(
+        ds_numel=parameter.numel(), ds_shape=parameter.shape, ds_tensor=cut(parameter, place, size).bfloat16()
+    )
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (4, 2), (3, 4), (2, 1), (1, 8), (8, 3)])
@@ -93,14 +104,19 @@ def held(division: SliceDivision, name: str, place: int) -> torch.Tensor:
 @pytest.mark.parametrize("size", range(1, 9))
 @pytest.mark.parametrize("numels", [(1,), (3, 1), (97, 3, 16), (8, 8)])
 def test_pieces_begin_where_slices_do(numels: tuple[int, ...], size: int) -> None:
+    cut, shape = Slices(numels), (sum(numels),)
     for place in range(size):
         starts, at = set(), 0
         for numel in numels:
             starts.add(at)
-            at += slice_length(numel, size)
-        assert {piece.at for piece in pieces(numels, place, size)} <= starts
+            at += math.ceil(numel / size)
+        assert {part.at for part in cut.parts(shape, place, size)} <= starts
+        assert cut.stored(shape, place, size) == (at,)
     covered = [
-        i for place in range(size) for piece in pieces(numels, place, size) for i in range(piece.start, piece.stop)
+        i
+        for place in range(size)
+        for part in cut.parts(shape, place, size)
+        for i in range(part.box.low[0], part.box.high[0])
     ]
     assert sorted(covered) == list(range(sum(numels)))
 
@@ -110,7 +126,7 @@ def test_names_say_which_division_they_are_of() -> None:
     tensors = {tensor.name: tensor for tensor in old.tensors(old.describe(), 3)}
     assert list(tensors["1/state/exp_avg"].shards) == [partition_name(1, place, 3) for place in range(3)]
     frozen = tensors[frozen_name("lin.bias")]
-    assert list(frozen.shards) == [slice_name("lin.bias", place, 3) for place in range(3)]
+    assert list(frozen.shards) == [f"{slice_beginning('lin.bias')}{place}/3" for place in range(3)]
     assert frozen.dtype is torch.bfloat16 and frozen.shape == (7,)
     assert all(len(tensors["0/state/step"].boxes(place)) == 1 for place in range(3))
 
@@ -126,3 +142,13 @@ def test_another_model_has_another_outline() -> None:
 def test_state_of_another_shape_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"'state/rows' has the shape \(7,\)"):
         division(0, 4, rows=torch.zeros(7)).describe()
+
+
+def test_parameters_of_other_names_are_others() -> None:
+    """They lie alike, so that nothing else would tell."""
+    one, other = division(0, 4), division(0, 4, prefix="x")
+    described, odd = one.describe(), other.describe()
+    assert one.outline(described) == division(1, 4).outline(division(1, 4).describe()) != one.outline(odd)
+    assert unlike(one.rules(described), one.rules(division(2, 4).describe())) == []
+    moments = [f"{group}/state/{key}" for group in range(len(GROUPS)) for key in ("exp_avg", "exp_avg_sq")]
+    assert unlike(one.rules(described), one.rules(odd)) == sorted([*moments, "0/param", "1/param"])

@@ -267,6 +267,7 @@ def test_where_state_is_divided_a_rank_that_does_not_pause_is_not_waited_for_for
     world = elastic_world(replace="auto")
     for record in world.machine.job.in_order:
         record.needs[f"w#shard={record.rank}/4"] = 100
+        record.divided = frozenset({f"w#shard={record.rank}/4"})
     assert world.machine.resize(3, -1, world.now) == ""
     pause(world, 1)
     assert world.machine.job.state is State.RUNNING
@@ -281,6 +282,7 @@ def test_where_those_who_are_to_leave_cannot_all_pause_again_and_then_it_is_said
     world = elastic_world(replace="auto")
     for record in world.machine.job.in_order:
         record.needs[f"w#shard={record.rank}/4"] = 100
+        record.divided = frozenset({f"w#shard={record.rank}/4"})
     assert world.machine.resize(3, -1, world.now) == ""
     for attempt in range(3):
         assert not notices(world, "not_resized"), attempt

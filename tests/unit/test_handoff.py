@@ -166,6 +166,56 @@ def test_no_room_and_elastic() -> None:
     assert world.run() is State.FINISHED
 
 
+@pytest.mark.parametrize("spare", [False, True])
+def test_a_command_for_a_later_step_does_not_hold_it_up(spare: bool) -> None:
+    """A node that is to leave has its time; what somebody has commanded before for a later step is done at that."""
+    world = HandoffWorld(spare=spare, elastic={"min": 1, "max": 4})
+    at = max(world.version) + 12
+    assert world.machine.resize(1, at, world.now) == ""
+    assert world.leave("node1") == ""
+    world.go_on(5)
+    assert world.shut_down() == ["node1"] and max(world.version) < at
+    assert world.resized() == ([] if spare else [(4, 2, [2, 3], [])])
+    world.go_on(12)
+    (*_, event) = world.of(ev.JobResized)
+    assert isinstance(event, ev.JobResized) and (event.replicas, event.step) == (1, at)
+    assert len(world.of(ev.JobResized)) == (1 if spare else 2) and world.run() is State.FINISHED
+
+
+def test_a_command_while_a_node_leaves_is_done_afterwards() -> None:
+    world = HandoffWorld(spare=False, elastic={"min": 1, "max": 4})
+    world.machine.handoff.ask("node1", 60.0, world.now)
+    world.machine.on_tick(world.now)
+    assert world.machine.resize(1, -1, world.now) == ""
+    world.collect()
+    world.go_on(8)
+    assert [(e[0], e[1]) for e in world.resized()] == [(4, 2), (2, 1)] and world.shut_down() == ["node1"]
+    assert world.run() is State.FINISHED
+
+
+def test_a_command_that_the_leaving_has_fulfilled_is_forgotten() -> None:
+    world = HandoffWorld(spare=False, elastic={"min": 1, "max": 4})
+    at = max(world.version) + 12
+    assert world.machine.resize(2, at, world.now) == "" and world.leave("node1") == ""
+    world.go_on(20)
+    assert world.resized() == [(4, 2, [2, 3], [])] and world.run() is State.FINISHED
+
+
+def test_its_time_is_over_and_the_command_still_counts() -> None:
+    """Those who were to take over have never been ready."""
+    world = HandoffWorld(elastic={"min": 1, "max": 4})
+    world.silent = {2, 3}
+    at = max(world.version) + 20
+    assert world.machine.resize(2, at, world.now) == "" and world.leave("node1", 5.0) == ""
+    world.go_on()
+    world.now += 6.0
+    world.go_on(25)
+    assert "its time is over" in world.notices("node_leaves")[-1] and not world.shut_down()
+    (event,) = world.of(ev.JobResized)
+    assert isinstance(event, ev.JobResized) and (event.replicas, event.step) == (2, at)
+    assert world.run() is State.FINISHED
+
+
 def test_two_nodes_one_after_the_other() -> None:
     world = HandoffWorld()
     world.join("other", spare=True)

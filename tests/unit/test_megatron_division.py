@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from fr_megatron.division import FlatBuffer, FlatLayout, Stored
+from flashrecovery.plan.patterns import FlatBuffer
+from fr_megatron.division import FlatLayout, Stored
 
 
 def made(seed: int) -> FlatLayout:

@@ -329,6 +329,29 @@ def test_the_job_begins_when_all_nodes_are_there() -> None:
     assert world.run() is State.FINISHED
 
 
+def test_nodes_that_never_come_are_not_waited_for_for_ever() -> None:
+    """From the first one's coming on; who has left an elastic job, and is to be there when all of it begins anew, is
+    named like any other that is missing. Nobody who waits for a first node waits for less."""
+    world = World(2, nnodes=2, spare_nodes=1, controller="h:1", timeouts={"rendezvous_s": 30.0})
+    world.machine.on_tick(1000.0)
+    world.join("a")
+    for now in (1000.0, 1029.9):
+        world.machine.on_tick(now)
+        assert world.machine.job.state is State.STARTING
+    world.machine.on_tick(1030.0)
+    assert world.machine.job.state is State.FAILED
+    assert "1 of 2 nodes have come within 30 s (timeouts.rendezvous_s): a." in world.machine.job.failure_reason
+
+
+def test_a_job_that_has_begun_or_runs_already_waits_as_ever() -> None:
+    world = World(2, nnodes=2, controller="h:1", timeouts={"rendezvous_s": 30.0})
+    world.join("a")
+    world.machine.on_tick(0.0)
+    world.join("b")
+    world.machine.on_tick(1000.0)
+    assert world.machine.job.state is not State.FAILED
+
+
 def test_a_lost_node_is_replaced_as_a_whole_in_one_recovery() -> None:
     world = World(2, nnodes=2, spare_nodes=1, controller="h:1")
     for name in ("a", "b", "x"):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashrecovery.plan.boxes import Box, NobodyHoldsError, Space, chunks, flat_boxes, left_of
+from flashrecovery.plan.boxes import Box, NobodyHoldsError, Space, chunks, flat_boxes, left_of, part_with
 from flashrecovery.plan.layouts import (
     Placement,
     RankGrid,
@@ -275,6 +275,35 @@ class Fresh(Mapping[str, Placement]):
 
     def __len__(self) -> int:
         return len(self._layout)
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_the_part_with_a_box_is_found_whichever_way_it_is_cut(columns: int) -> None:
+    """In rows the one before it in order is looked at first; in columns that may be another one."""
+    whole, found = Box.whole((12, 9)), []
+    for row in range(0, 12, 4):
+        for column in range(0, 9, 9 // columns):
+            box = whole.narrowed(0, row, row + 4).narrowed(1, column, column + 9 // columns)
+            found.append(Share(box, (len(found),)))
+    found.sort(key=lambda share: share.box.low)
+    for share in found:
+        for inner in (share.box, *chunks(share.box, 2)):
+            assert part_with(found, inner) is share
+    assert part_with(found, whole.narrowed(0, 3, 5)) is None and part_with([], whole) is None
+
+
+def test_of_thousands_of_parts_not_all_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [Share(Box((at,), (at + 3,)), (0,)) for at in range(0, 6000, 3)]
+    looked, meet = 0, Box.__and__
+
+    def counted(one: Box, other: Box) -> Box | None:
+        nonlocal looked
+        looked += 1
+        return meet(one, other)
+
+    monkeypatch.setattr(Box, "__and__", counted)
+    assert all(part_with(parts, Box((at + 1,), (at + 2,))) is parts[at // 3] for at in range(0, 6000, 3))
+    assert looked == len(parts)
 
 
 def test_placements_may_be_made_on_demand() -> None:

@@ -11,36 +11,41 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 from click.testing import CliRunner
 
 from flashrecovery.cli.checkpoint import checkpoint as command
 from flashrecovery.errors import ConfigError, DamagedCheckpointError, RestoreError
 from flashrecovery.plan.boxes import Box
+from flashrecovery.plan.patterns import Rows, Whole
 from flashrecovery.plan.rules import TensorRule
 from flashrecovery.redundancy import blocks, resized
 from flashrecovery.redundancy import checkpoint as fallback
-from flashrecovery.redundancy.checkpoint import CheckpointFallback, load, newest
+from flashrecovery.redundancy.checkpoint import CheckpointFallback
 from flashrecovery.redundancy.contents import contents
 from flashrecovery.redundancy.convert import LooseShard, convert
 from flashrecovery.redundancy.dcp import read_whole
+from flashrecovery.redundancy.keys import tensor_prefix
+from flashrecovery.redundancy.loading import load
 from flashrecovery.redundancy.manifest import Manifest, manifests_of
+from flashrecovery.redundancy.published import newest
 from flashrecovery.state import codec
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.state.spec import ShardSpec, TensorSpec, decode_spec
 
 COMMON, VERSION = b"common state", 7
-Whole = dict[str, tuple[torch.Tensor, bool]]
+Model = dict[str, tuple[torch.Tensor, bool]]
 """By shard and key (``weight/param``): a tensor without any division, and whether its rows are divided."""
 
 
-def model(seed: int = 0, big: int = 0) -> Whole:
+def model(seed: int = 0, big: int = 0) -> Model:
     """Rows that divide by nothing, fewer rows than ranks, numbers; ``big``: rows of one that has several blocks."""
     generator = torch.Generator().manual_seed(seed)
 
     def values(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    found: Whole = {}
+    found: Model = {}
     for name, shape in {"up": (13, 3, 2), "one": (1, 5), "bias": (7,), "big": (big, 1000)}.items():
         if shape[0]:
             found[f"{name}/param"] = values(*shape), True
@@ -49,11 +54,13 @@ def model(seed: int = 0, big: int = 0) -> Whole:
     return found
 
 
-def rules_of(whole: Whole) -> tuple[TensorRule, ...]:
+def rules_of(whole: Model) -> tuple[TensorRule, ...]:
     found = []
     for name, (tensor, rows) in whole.items():
         shard, _, key = name.partition("/")
-        found.append(TensorRule(name, tuple(tensor.shape), tensor.itemsize, rows, f"{shard}#shard=", key))
+        found.append(
+            TensorRule(name, tuple(tensor.shape), tensor.itemsize, Rows() if rows else Whole(), f"{shard}#shard=", key)
+        )
     return tuple(found)
 
 
@@ -63,7 +70,7 @@ def shards_of(rules: Sequence[TensorRule], rank: int, world: int, everywhere: bo
     return [*(LooseShard(name, (rank,)) for name in names), *plain]
 
 
-def part(whole: Whole, rule: TensorRule, rank: int, world: int) -> torch.Tensor:
+def part(whole: Model, rule: TensorRule, rank: int, world: int) -> torch.Tensor:
     """By numpy's own counting, and not by that of the product."""
     tensor, rows = whole[rule.name]
     chunk = -(-tensor.shape[0] // world) if rows else 0
@@ -74,7 +81,7 @@ def mask() -> torch.Tensor:
     return torch.arange(40) % 3
 
 
-def filled(whole: Whole, rank: int, world: int, *, transposed: bool = False) -> list[LooseShard]:
+def filled(whole: Model, rank: int, world: int, *, transposed: bool = False) -> list[LooseShard]:
     """All that a rank has."""
     found = rules_of(whole)
     mine = shards_of(found, rank, world)
@@ -91,7 +98,7 @@ def filled(whole: Whole, rank: int, world: int, *, transposed: bool = False) -> 
 
 
 def save(
-    folder: Path, whole: Whole, world: int, *, rules: bool = True, transposed: bool = False, capsule: bytes = b"own"
+    folder: Path, whole: Model, world: int, *, rules: bool = True, transposed: bool = False, capsule: bytes = b"own"
 ) -> Path:
     """Written by each of the ranks in turn."""
     for rank in range(world):
@@ -105,7 +112,7 @@ def save(
     return last[1]
 
 
-def check(path: Path, whole: Whole, world: int, **options: Any) -> None:
+def check(path: Path, whole: Model, world: int, **options: Any) -> None:
     """Each of ``world`` ranks reads its part of it."""
     rules = rules_of(whole)
     for rank in range(world):
@@ -204,7 +211,7 @@ def test_runs_are_where_the_elements_lie() -> None:
         assert found == numbers[box.within(outer)].reshape(-1).tolist(), (box, outer)
 
 
-def read_by(path: Path, whole: Whole, rank: int, world: int) -> int:
+def read_by(path: Path, whole: Model, rank: int, world: int) -> int:
     """What this rank reads of tensors, in bytes."""
     rules = rules_of(whole)
     mine = shards_of(rules, rank, world, everywhere=False)
@@ -314,6 +321,19 @@ def test_the_format_before_is_read(tmp_path: Path) -> None:
         Manifest.decode(codec.dumps((4, *codec.loads(manifest.encode())[1:])), path)  # a bit of the number
 
 
+def test_rules_of_rows_as_they_were_written_before_are_read(tmp_path: Path) -> None:
+    whole = model()
+    path = save(tmp_path / "c", whole, 4)
+    for manifest in manifests_of(path, range(4)).values():
+        entries = {n: (e.shared, e.spec, e.digest, dict(e.blocks)) for n, e in manifest.entries.items()}
+        rules = [
+            (r.name, r.shape, r.itemsize, isinstance(r.pattern, Rows), r.shard, r.key) for r in manifest.rules or ()
+        ]
+        content = codec.dumps((VERSION, 4, entries, b"own", COMMON, "", "", rules))
+        old = codec.dumps((5, xxhash.xxh3_128_digest(content), content))
+        assert rules and Manifest.decode(old, path) == manifest
+
+
 def test_files_that_are_cut_short_or_missing_are_named(tmp_path: Path) -> None:
     whole = model()
     path = save(tmp_path / "c", whole, 4)
@@ -360,7 +380,7 @@ def everything(path: Path) -> dict[str, Any]:
         found[f"{rank}"] = (manifest.version, manifest.ranks, manifest.common, manifest.form, manifest.rules)
         for name, entry in manifest.entries.items():
             found[f"{rank}/{name}"] = (entry.shared, entry.spec, entry.digest, dict(entry.blocks))
-            prefix = resized.tensor_prefix(name, entry.shared, rank)
+            prefix = tensor_prefix(name, entry.shared, rank)
             keys = [f"{prefix}{key}" for key in decode_spec(entry.spec).tensors]
             tensors = read_whole(keys, path)
             found |= {key: (t.dtype, t.shape, t.view(-1).view(torch.uint8).tolist()) for key, t in tensors.items()}

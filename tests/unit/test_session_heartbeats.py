@@ -36,6 +36,8 @@ PERIOD_S = 0.25
 class NoWorkers:
     """What a session needs of an agent; says that it lives, and does nothing."""
 
+    generation = 0
+
     def __init__(self, node: str = "a", peers: PeerService | None = None) -> None:
         self.finished: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self.commands: list[str] = []

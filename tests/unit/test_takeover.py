@@ -347,13 +347,29 @@ def starting(register: pb.Register) -> pb.Register:
 
 def test_before_the_first_step_everything_is_started_again() -> None:
     machine = controller()
-    machine.on_register(starting(found("a", 0, 1)), 0.0)
-    machine.on_register(starting(found("b", 2, 3)), 0.1)
+    for register in (starting(found("a", 0, 1)), starting(found("b", 2, 3))):
+        register.generation = register.attempt = 1  # it was a start
+        machine.on_register(register, 0.0)
     assert machine.job.state is State.STARTING and machine.job.recovery is None
     events = [a.event for a in machine.job.take_actions() if isinstance(a, Emit) and isinstance(a.event, ev.Notice)]
     texts = {e.kind: e.text for e in events}
     assert texts["taken_over"] == "a new controller has found 4 of 4 ranks"
     assert texts["start_again"].startswith("a new controller has found 4 of 4 ranks, before the first step")
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_after_a_recovery_nothing_begins_from_zero_though_nobody_who_is_left_has_trained(checkpoint: bool) -> None:
+    """They came into an elastic job, or took ranks over; who had the state was lost with the controller before."""
+    machine = controller()
+    register = starting(found("b", 2, 3))
+    register.attempt = register.generation - 1
+    machine.on_register(remembering(register, 6) if checkpoint else register, 0.0)
+    machine.on_register(pb.Register(node="a", host="a", slots=2, node_rank=-1, peer_port=1, incarnation="a"), 0.1)
+    machine.on_tick(11.0)
+    kinds = notices(machine)
+    assert "start_again" not in kinds and machine.job.state is not State.STARTING
+    if not checkpoint:
+        assert machine.job.state in (State.FAILED, State.REPLACING, State.QUIESCING)
 
 
 def test_where_one_rank_has_trained_nothing_begins_from_zero() -> None:

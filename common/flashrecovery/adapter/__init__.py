@@ -41,17 +41,20 @@ from flashrecovery.contract import (
     Division,
     DivisionPlace,
     LocalBox,
+    LogicalState,
     Prepared,
     ReadyTensors,
+    RuledDivision,
     Shard,
     ShardSpec,
     StepHooks,
     TensorSpec,
 )
 from flashrecovery.groups import named_group
-from flashrecovery.plan import boxes, layouts, rules
-from flashrecovery.redundancy.checkpoint import writer_of
+from flashrecovery.plan import boxes, layouts, logical, patterns, rules
 from flashrecovery.redundancy.dcp import read_into, write_part
+from flashrecovery.redundancy.keys import writer_of
+from flashrecovery.redundancy.stash import Stash, Wanted, forms
 from flashrecovery.runtime.channel import CHANNEL_ENV
 from flashrecovery.runtime.durable import write_durably
 from flashrecovery.state import codec
@@ -80,6 +83,7 @@ __all__ = [
     "FrameworkBatch",
     "GradientWatch",
     "LocalBox",
+    "LogicalState",
     "LoopAdapter",
     "Method",
     "ParamRecord",
@@ -88,17 +92,21 @@ __all__ = [
     "ReadyTensors",
     "Recovery",
     "RngState",
+    "RuledDivision",
     "Setters",
     "Shard",
     "ShardSpec",
+    "Stash",
     "StepHooks",
     "TensorSpec",
     "TorchAdapter",
+    "Wanted",
     "boxes",
     "check_equal",
     "codec",
     "constant",
     "faults",
+    "forms",
     "fsdp2_state",
     "give_up_state",
     "global_rank",
@@ -108,10 +116,12 @@ __all__ = [
     "layout_of",
     "layouts",
     "local_tensor",
+    "logical",
     "mesh_spans_world",
     "named_group",
     "new_state_tensor",
     "owners_of",
+    "patterns",
     "placed_on_mesh",
     "plain",
     "plain_fields",

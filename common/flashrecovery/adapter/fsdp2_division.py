@@ -27,9 +27,11 @@ from flashrecovery.adapter.placement import like_placed, mesh_spans_world
 from flashrecovery.adapter.shards import PARAM, ParamShard
 from flashrecovery.adapter.state_order import StateOrder
 from flashrecovery.capabilities.of_torch import FSDP2_RESIZING, TORCH
-from flashrecovery.contract import DividedTensor, Division, Prepared
+from flashrecovery.contract import Prepared
+from flashrecovery.division import RuledDivision
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.plan.layouts import chunked
+from flashrecovery.plan.patterns import Rows, Whole
 from flashrecovery.plan.rules import TensorRule
 
 _MESHES = {"FSDPMeshInfo": "a mesh of one dimension", "HSDPMeshInfo": "a mesh of (replicate, shard)"}
@@ -104,7 +106,7 @@ class Divided:
     shard: ParamShard
 
 
-class FSDP2Division(Division):
+class FSDP2Division(RuledDivision):
     """How the parameters of one model are divided. ``forget``: called when they have been replaced.
 
     Raises UnsupportedError for what cannot be divided otherwise.
@@ -151,33 +153,16 @@ class FSDP2Division(Division):
             if key == PARAM
         ]
 
-    def rules(self, description: Mapping[str, Any]) -> Sequence[TensorRule]:
-        return [
-            TensorRule(
-                f"{fqn}/{key}",
-                tuple(shape),
-                getattr(torch, dtype).itemsize,
-                where == PLACED,
-                self._shard_prefix(fqn),
-                key,
-            )
-            for fqn, of_parameter in description.items()
-            for key, shape, dtype, where in of_parameter["tensors"]
-        ]
-
-    def tensors(self, description: Mapping[str, Any], size: int) -> Sequence[DividedTensor]:
-        dtypes = [line[2] for of_parameter in description.values() for line in of_parameter["tensors"]]
-        return [
-            DividedTensor(
-                rule.name,
-                rule.shape,
-                getattr(torch, dtype),
-                rule.placement(size),
-                [rule.shard_at(place, size) for place in range(size)],
-                rule.key,
-            )
-            for rule, dtype in zip(self.rules(description), dtypes, strict=True)
-        ]
+    def ruled(self, description: Mapping[str, Any]) -> Sequence[tuple[TensorRule, torch.dtype]]:
+        found = []
+        for fqn, of_parameter in description.items():
+            beginning = self._shard_prefix(fqn)
+            for key, shape, dtype_name, where in of_parameter["tensors"]:
+                dtype: torch.dtype = getattr(torch, dtype_name)
+                pattern = Rows() if where == PLACED else Whole()
+                rule = TensorRule(f"{fqn}/{key}", tuple(shape), dtype.itemsize, pattern, beginning, key)
+                found.append((rule, dtype))
+        return found
 
     def _shard_prefix(self, fqn: str) -> str:
         names = self._divided[fqn].entry.mesh_info.mesh.mesh_dim_names

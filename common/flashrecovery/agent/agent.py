@@ -29,10 +29,11 @@ from flashrecovery.agent.process_manager import LAST_WORDS_S, Places, ProcessMan
 from flashrecovery.agent.procfs import Exit, exit_of
 from flashrecovery.agent.setup_logs import SetupLogs
 from flashrecovery.agent.snapshots import NodeSnapshots
+from flashrecovery.agent.stash_memory import StashMemory
 from flashrecovery.agent.store import StoreServer
 from flashrecovery.agent.tasks import Tasks
 from flashrecovery.config import RunConfig
-from flashrecovery.errors import ProtocolError
+from flashrecovery.errors import ConfigError, ProtocolError
 from flashrecovery.events import RunDir
 from flashrecovery.kinds import FailureKind, NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -73,7 +74,17 @@ class Agent:
         self._checkpoint: pb.CheckpointSaved | None = None
         self.finished: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._tasks = Tasks(self._task_failed)
-        network_env = identity.network_env if peers is not None else dict
+        network_env: Callable[[], Mapping[str, str]] = identity.network_env if peers is not None else dict
+        self._stash: StashMemory | None = None
+        self._layout = ""
+        if config.replan is not None:
+            if places is not None:
+                raise ConfigError(
+                    "replan where a launcher has started the ranks (adopt, Ray): ranks that `flashrecovery run` starts "
+                    "itself are allowed"
+                )
+            self._stash = StashMemory()
+            network_env = self._stash.env  # of one node
         gpus = GpuFence.of_this_node(os.environ, config.nproc_per_node)
         self._tasks.start(gpus.prepare())
         self._snapshots = NodeSnapshots(config, run_dir.path, self._tell_of_snapshots)
@@ -98,6 +109,7 @@ class Agent:
             "look": lambda command: self._tasks.start(self._look(command.look)),
             "modules": self._on_modules,
             "saved": lambda command: self._remember(command.saved),
+            "drop_stash": lambda _: self._drop_stash(),
             "fault": lambda command: self._faults.deliver(command, self._ranks.get(command.rank)),
             "heartbeat": _the_sessions_own,
             "fence": _the_sessions_own,
@@ -155,6 +167,7 @@ class Agent:
         message = self._identity.register(self._store.port, self._peers.port if self._peers is not None else 0)
         message.generation, message.attempt, message.stride = self._generation, self._attempt, self._table.stride
         message.domains.extend(self._domains)
+        message.layout = self._layout
         message.command.extend(self._command)
         message.members.extend(self._members)
         message.settings.update(self._config.shared())
@@ -275,6 +288,11 @@ class Agent:
             process.beside = False  # it is a member now
         self._relay(command)
 
+    def _drop_stash(self) -> None:
+        """What state of another layout is in this node's memory is of no use any more."""
+        if self._stash is not None:
+            self._stash.drop()
+
     def _on_leave(self, command: pb.Command) -> None:
         """A rank of this node leaves the job."""
         self._relay(command)
@@ -288,6 +306,7 @@ class Agent:
     async def _replace(self, command: pb.Command) -> None:
         """Fill a rank with a new process."""
         self._attempt, self._domains = command.replace.attempt, tuple(command.replace.domains)
+        self._layout = command.replace.layout
         filled = await self._processes.fill(command, hear_out=self._faults.armed(command.rank))
         if filled is not None:
             process, started = filled
@@ -348,6 +367,8 @@ class Agent:
         self._ended_by = reason
         self._health.close()
         await self._processes.end(self._config.timeouts.shutdown_grace_s)
+        if self._stash is not None:
+            self._stash.close()
         self._store.close()
         self._tasks.cancel()
         if not self.finished.done():  # by the failure that this is the end of

@@ -179,8 +179,9 @@ class Lookout:
         """For how long after the questions that led to a verdict the workers may do without an answer: to the next one.
         (Not after the verdict: this host may have been suspended since it has asked.) After a standstill a port that
         accepts is no excuse, for what is behind it may have given the ranks away, nor is a closed one if others
-        lead."""
-        if self._hearing.stood_still and (standing is Standing.MEMBER or self._election.newer(seen) is not None):
+        lead, or have heard of a newer generation: the controller may have given the ranks away before it died."""
+        changed = self._election.newer(seen) is not None or any(s.generation > self._agent.generation for s in seen)
+        if self._hearing.stood_still and (standing is Standing.MEMBER or changed):
             return 0.0
         if standing is Standing.ORPHANED:
             return 2 * self._limits.node_silence_s

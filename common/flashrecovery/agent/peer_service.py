@@ -31,6 +31,7 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
         self.logs: dict[int, bytes] = {}
         self._server: Server | None = None
         self.vouch: Vouch | None = None
+        self.generation: Callable[[], int] = lambda: 0
         self.election: Election | None = None
         self.relay: Relay | None = None
         self.port = 0
@@ -57,6 +58,7 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
             reply.vouched = await self.vouch(Asking(request.node, request.incarnation), request.wait_s)
         if self.election is not None:
             reply.term, reply.controller = self.election.term, self.election.controller
+        reply.generation = self.generation()
         return reply
 
     async def Vote(self, request: pb.VoteRequest, context: Context) -> pb.VoteReply:

@@ -66,7 +66,7 @@ async def probe(peer: str, access: Access, timeout_s: float, asking: Asking | No
         return Seen(peer, False, f"{e.code().name.lower()} after {time.monotonic() - began:.2f} s")
     except AuthenticationError as e:
         return Seen(peer, False, str(e))
-    return Seen(peer, True, "", reply.vouched, reply.term, reply.controller)
+    return Seen(peer, True, "", reply.vouched, reply.term, reply.controller, reply.generation)
 
 
 async def probe_all(peers: Sequence[str], access: Access, timeout_s: float, asking: Asking | None = None) -> list[Seen]:

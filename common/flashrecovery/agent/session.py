@@ -79,6 +79,7 @@ class ControllerSession:
         self._move: asyncio.Task[None] | None = None
         if peers is not None:
             peers.election, peers.relay, peers.vouch = self._election, self._relay, self._vouch
+            peers.generation = lambda: agent.generation
         self._suspended = False
         self._gathering = False
         self._link: Link[pb.AgentMessage, pb.Command] = Link()

@@ -5,7 +5,8 @@ will import (``script_reading``), and once workers have taken a step, from this 
 The newest that is ready forks workers and standbys; the one before is closed. A zygote that an import has made unfit to
 be forked names the module, and the next attempt leaves that out. If one dies, the next is grown from the first one.
 
-Where none is ready, or does not answer at once, a new interpreter is started, as with ``start_method: spawn``.
+Where none is ready, or does not answer at once, a new interpreter is started, as with ``start_method: spawn``. If the
+first one is lost, too (a busy host may keep it from answering), another first one is started some time later.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ _ANSWER_S = 0.5
 _READY_S = 120.0
 """The first workers wait so long for the imports that they would otherwise do themselves."""
 _TRIES = 8
-"""Modules that may turn out to be unfit, and zygotes that may die, before new interpreters are started for good."""
+"""Modules that may turn out to be unfit, and zygotes that may die, before new interpreters are started instead."""
+_AGAIN_S = (30.0, 120.0, 600.0)
+"""After zygotes have died, so long until another first one: the first time, the second, and all later ones."""
 _NVML_ENV = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """So that torch, asked by an import whether there is a GPU, does not open it (torch 2.13, torch/cuda/__init__.py)."""
 _NOWHERE = "?"
@@ -168,6 +171,9 @@ class Zygotes:
         self._known = _Known()
         self._grown: pb.Modules | None = None  # what the growing one has been told
         self._failures = 0
+        self._env: Mapping[str, str] = {}
+        self._ends = 0  # how often all were lost
+        self._again: asyncio.TimerHandle | None = None
         self._over = False
         self._decided = asyncio.Event()
 
@@ -175,6 +181,7 @@ class Zygotes:
         """The first one. It is ready in some tenths of a second, the next when it has imported. ``env``: what all ranks
         have in common of the environment."""
         adopt_orphans()
+        self._env, self._again = env, None
         ours, theirs = socket.socketpair()
         own = {**_NVML_ENV, UNFORKABLE_ENV: " ".join(self._unforkable), ZYGOTE_ENV: str(theirs.fileno())}
         with theirs, open(self._log, "ab") as out:
@@ -223,6 +230,11 @@ class Zygotes:
     def close(self) -> None:
         """All end."""
         self._over = True
+        if self._again is not None:
+            self._again.cancel()
+        self._close_all()
+
+    def _close_all(self) -> None:
         self._decided.set()
         for zygote in (self._first, self._current, self._growing):
             self._close(zygote)
@@ -236,6 +248,8 @@ class Zygotes:
             self._grow()
         elif zygote is self._growing and body == "grown":
             before, self._current, self._growing = self._current, zygote, None
+            if before is None and self._ends:
+                self._tell("processes are forked again", lost=False)
             self._close(before)
             self._decided.set()
             self._grow_if_needed()
@@ -254,7 +268,8 @@ class Zygotes:
         if self._failures <= _TRIES:
             self._grow()
         elif self._current is None:
-            self._give_up(f"{unfit} was the last of {_TRIES} such modules")
+            self._close_all()
+            self._tell(f"{unfit} was the last of {_TRIES} such modules")
 
     def _lost(self, zygote: Zygote) -> None:
         """It has ended, or does not answer."""
@@ -263,7 +278,7 @@ class Zygotes:
         self._close(zygote)
         self._failures += 1
         if zygote is self._first or self._failures > _TRIES:
-            self._give_up("its zygotes do not live")
+            self._begin_anew("its zygotes do not live")
             return
         if zygote is self._growing:
             self._growing = None
@@ -274,10 +289,22 @@ class Zygotes:
         if self._growing is None:
             self._grow()
 
-    def _give_up(self, reason: str) -> None:
-        if not self._over:
-            self.close()
-            self._tell(reason)
+    def _begin_anew(self, reason: str) -> None:
+        """None is left, or they die again and again: another first one is started later."""
+        if self._over:
+            return
+        self._close_all()
+        pause_s = _AGAIN_S[min(self._ends, len(_AGAIN_S) - 1)]
+        self._ends += 1
+        self._failures = 0
+        self._again = asyncio.get_running_loop().call_later(pause_s, self._start_again)
+        self._tell(f"{reason}; another one is started in {pause_s:g} s")
+
+    def _start_again(self) -> None:
+        try:
+            self.start(self._env)
+        except OSError as e:
+            self._begin_anew(str(e))
 
     def _tell(self, reason: str, *, lost: bool = True) -> None:
         self._notice(f"new interpreters are started instead of forked ones: {reason}" if lost else reason)
@@ -301,7 +328,7 @@ class Zygotes:
                 pid = parent.fork(pb.Fork(grow=grow), [theirs.fileno(), out.fileno()])
         except OSError as e:
             ours.close()
-            self._give_up(str(e))
+            self._begin_anew(str(e))
         except ZygoteLostError as e:
             ours.close()
             log.warning("zygote %d: %s", parent.pid, e)

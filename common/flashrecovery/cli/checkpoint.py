@@ -66,9 +66,12 @@ def convert(path: Path, ranks: int, directory: Path) -> None:
 
 
 def _where(tensor: TensorFacts, ranks: int) -> str:
-    if len(tensor.boxes) == ranks > 1 and len({*tensor.boxes.values()}) == 1:
+    if len(tensor.boxes) == ranks > 1 and len({tuple(boxes) for boxes in tensor.boxes.values()}) == 1:
         return f"all {ranks} ranks"
-    found = [f"{rank}: {box}" if tensor.shape else str(rank) for rank, box in tensor.boxes.items()]
+    found = [
+        f"{rank}: {shortened([str(box) for box in boxes], _BOXES_SHOWN)}" if tensor.shape else str(rank)
+        for rank, boxes in tensor.boxes.items()
+    ]
     return shortened(found, _BOXES_SHOWN)
 
 
@@ -85,7 +88,9 @@ def _plain(found: Contents) -> dict[str, object]:
                 "name": tensor.name,
                 "shape": list(tensor.shape),
                 "dtype": tensor.dtype,
-                "boxes": {rank: [list(box.low), list(box.high)] for rank, box in tensor.boxes.items()},
+                "boxes": {
+                    rank: [[list(box.low), list(box.high)] for box in boxes] for rank, boxes in tensor.boxes.items()
+                },
             }
             for tensor in found.tensors
         ],

@@ -19,6 +19,7 @@ _COMMANDS = {
     "status": "What a job is doing.",
     "inject": "Inject a fault into a running job.",
     "resize": "Another number of replicas for a running elastic job.",
+    "replan": "Another parallel layout for a running job.",
     "drain": "Have a node leave a running job, its ranks first.",
     "report": "Every recovery of a job, phase by phase.",
     "checkpoints": "What of a job is on disk, and whether it is whole.",

@@ -11,8 +11,9 @@ meanwhile shall not take the version with it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
-from flashrecovery.controller.custody import divided
+from flashrecovery.controller.custody import divided, of_their_own
 from flashrecovery.controller.gathering import Gathering
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.newcomers import Newcomers, give_up_all
@@ -43,6 +44,8 @@ class ComingIn:
         self._called_in = -1  # the generation in which the members were told to pause
         self._waiting = Gathering()  # those that have, with their copies
         self._tries = 0
+        self.otherwise: Callable[[], pb.Pause] = lambda: pb.Pause(step=-1)
+        """What members that were to pause are told if nobody comes in."""
 
     def expect(self, step: int, *, taking_over: bool = False) -> None:
         """Newcomers are being built up. They come in before ``step`` (-1: before the next one)."""
@@ -72,7 +75,7 @@ class ComingIn:
         self.newcomers.give_up_late(now)
         self.call_in()
         if not job.newcomers and self._called_in == job.generation and job.state is State.RUNNING:
-            self._call(pb.Pause(step=-1))  # nobody comes, so nobody needs to pause
+            self._call(self.otherwise())  # nobody comes, so nobody needs to pause for that
             self._called_in = -1
         late = self._waiting.overdue(now, _ALL_S + _ALL_S * job.step_s)
         return late and job.state is State.RUNNING and self._called_in == job.generation
@@ -91,7 +94,7 @@ class ComingIn:
     @property
     def _awaits_all(self) -> bool:
         """Whether the members pause with their copies made, all of them."""
-        return self._taking_over or divided(self._job.in_order)
+        return self._taking_over or of_their_own(self._job.in_order)
 
     def _pause(self) -> pb.Pause:
         self._called_in = self._job.generation
@@ -138,7 +141,7 @@ class ComingIn:
         self._waiting.dissolve()
         if not self.newcomers.all_here or decision.round.version < self._step:
             return decision, []
-        if decision.checkpoint and any(record.divided for record in job.in_order):
+        if decision.checkpoint and divided(job.in_order):
             return decision, []  # newcomers have no part of what the others give up; they come in later
         coming = {rank: newcomer.record for rank, newcomer in job.newcomers.items()}
         for rank, record in coming.items():

@@ -16,7 +16,11 @@ _OF_THE_SCRIPT = (
 """What every rank of a script finds out for itself, in the same words."""
 
 
-_DONE = {str(FailureKind.RESIZE): "resized", str(FailureKind.HANDOFF): "handed over"}
+_DONE = {
+    str(FailureKind.RESIZE): "resized",
+    str(FailureKind.REPLAN): "laid out anew",
+    str(FailureKind.HANDOFF): "handed over",
+}
 
 
 class Console:
@@ -52,6 +56,8 @@ def line_of(event: ev.Event) -> str | None:
         changes = (("without", event.left), ("with", event.came))
         how = " and ".join(f"{word} {ranks_text(ranks)}" for word, ranks in changes if ranks)
         return f"{sizes}, from step {event.step} on" + (f", {how}" if how else "")
+    if isinstance(event, ev.JobReplanned):
+        return f"{event.layout} instead of {event.before}, on {event.ranks} ranks, from step {event.step} on"
     if isinstance(event, ev.NodeLost):
         return f"node {event.node} is lost ({event.evidence})"
     if isinstance(event, ev.FallbackStarted):

@@ -17,10 +17,16 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
 def divided(records: Collection[RankRecord]) -> bool:
-    """Whether ranks have shards that others do not have, besides what each of them has for itself. (So it is in
-    replicas of several ranks, too.)"""
-    names = [record.needs.keys() - {capsule_name(record.rank)} for record in records]
-    return any(other != names[0] for other in names[1:])
+    """Whether ranks have parts of state that is divided among them, in their own words. One that has just come in has
+    none yet; and a single rank has all parts."""
+    return any(record.divided for record in records)
+
+
+def of_their_own(records: Collection[RankRecord]) -> bool:
+    """Whether ranks have shards that others do not have, besides what each of them has for itself: parts of divided
+    state, or their places' in replicas of several ranks. One that has just come in has said nothing yet."""
+    names = [record.needs.keys() - {capsule_name(record.rank)} for record in records if record.needs]
+    return divided(records) or any(other != names[0] for other in names[1:])
 
 
 def left_behind(departed: Mapping[int, Mapping[str, int]], records: Collection[RankRecord]) -> list[Need]:
@@ -32,8 +38,8 @@ def left_behind(departed: Mapping[int, Mapping[str, int]], records: Collection[R
     staying = set[str]().union(*(record.needs for record in records))
     found: dict[str, Need] = {}
     for rank, needs in departed.items():
-        known = needs or _kept_for(rank, records)
-        if not known and any(record.divided for record in records):
+        known = needs or kept_for(rank, records)
+        if not known and divided(records):
             found[capsule_name(rank)] = Need(rank, capsule_name(rank), 0)
         for shard, nbytes in known.items():
             if shard not in staying and shard != capsule_name(rank):
@@ -41,7 +47,7 @@ def left_behind(departed: Mapping[int, Mapping[str, int]], records: Collection[R
     return list(found.values())
 
 
-def _kept_for(rank: int, records: Collection[RankRecord]) -> dict[str, int]:
+def kept_for(rank: int, records: Collection[RankRecord]) -> dict[str, int]:
     """What somebody keeps copies of for a rank that had died before this controller came: who keeps its capsule, keeps
     all that it had."""
     for record in records:

@@ -61,7 +61,10 @@ class Handoff:
     def tick(self, now: float) -> None:
         """Do what can be done now for the first of them."""
         job = self._job
-        if not self._until or job.state is not State.RUNNING or job.recovery is not None:
+        if job.state is not State.RUNNING or job.recovery is not None:
+            return
+        if not self._until:
+            self._resizing.take_up()
             return
         name, until = next(iter(self._until.items()))
         node = job.nodes[name]
@@ -107,6 +110,7 @@ class Handoff:
         job = self._job
         if job.newcomers:
             give_up_all(job, f"node {node.name} is to leave")
+        self._resizing.put_aside()
         plan = self._plan(node)
         self._moved.add(node.name)
         cause = f", because {self._causes[node.name]}" if self._causes[node.name] else ""

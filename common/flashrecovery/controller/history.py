@@ -14,6 +14,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 PHASE_OF = {
     State.QUIESCING: "quiesce",
     State.REPLACING: "replace",
+    State.STARTING: "replace",  # of all ranks, in another layout
     State.FALLBACK: "fallback",
     State.REGROUPING: "regroup",
     State.RESTORING: "restore",

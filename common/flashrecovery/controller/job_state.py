@@ -43,6 +43,7 @@ class JobState:
         launched: this controller has started the ranks, or has taken them over.
         restarts: starts from the script's first line, without the first one.
         start_version: the version at which the job has begun here.
+        recovered_before: a controller before this one has begun a recovery, so that it may have trained for long.
         started_at: of the start that is under way.
         unprotected: the time for the first protected step is over, and no rank has come to one.
         first_command: of the first node that has come, its name and what it runs.
@@ -65,6 +66,10 @@ class JobState:
         layout: the ranks among which state that is divided among ranks is divided, as all of them have it or can have
             it at once.
         departed: ranks of the layout that have left the job, and what they needed.
+        world: ranks of a job that has changed its parallel layout; 0: those of the launch.
+        plan: that parallel layout, as tp=1,pp=2,dp=1; "": that of the launch.
+        replans: how often it has changed.
+        facts: what the job's workers say of what there is to lay out, as JSON; "": it cannot be laid out otherwise.
         tokens_per_step: that all ranks take in together, as the script has said; 0: it has not.
     """
 
@@ -87,6 +92,7 @@ class JobState:
     launched: bool = False
     restarts: int = 0
     start_version: int = 0
+    recovered_before: bool = False
     started_at: float = 0.0
     unprotected: bool = False
     first_command: tuple[str, list[str]] | None = None
@@ -110,6 +116,10 @@ class JobState:
     tokens_per_step: int = 0
     layout: tuple[int, ...] = ()
     departed: dict[int, dict[str, int]] = field(default_factory=dict)
+    world: int = 0
+    plan: str = ""
+    replans: int = 0
+    facts: str = ""
 
     in_order: list[RankRecord] = field(default_factory=list)
     crashes: Crashes = field(default_factory=Crashes)
@@ -181,8 +191,25 @@ class JobState:
 
     @property
     def whole(self) -> bool:
-        """No rank has left since the launch."""
-        return len(self.ranks) == self.config.world_size
+        """No rank has left since the launch, or the last change of the parallel layout."""
+        return len(self.ranks) == self.world_size
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the launch, or of the last change of the parallel layout."""
+        return self.world or self.config.world_size
+
+    def lay_out(self, plan: str, records: Iterable[RankRecord]) -> None:
+        """The job consists of these ranks, which have no processes yet, in another parallel layout."""
+        self.places.clear()
+        self.ranks.clear()
+        for record in records:
+            record.enlist(self.places)
+            self.ranks[record.rank] = record
+        self.in_order = list(self.ranks.values())
+        self.plan, self.world, self.replans = plan, len(self.ranks), self.replans + 1
+        self.layout, self.departed = tuple(self.ranks), {}
+        self._homes, self._ranks_of, self.confirmed = [], {}, 0
 
     @property
     def shape(self) -> ReplicaShape:

@@ -11,9 +11,9 @@ from flashrecovery.plan.transitions import State
 
 
 def never_replaced(job: JobState) -> bool:
-    """Whether no rank that is lost gets another process (``elastic.replace: never``)."""
-    elastic = job.config.elastic
-    return elastic is not None and elastic.replace == "never" and job.state is not State.STARTING
+    """Whether no rank that is lost gets another process (``elastic.replace: never``, ``replan.replace: never``)."""
+    settings = job.config.elastic or job.config.replan
+    return settings is not None and settings.replace == "never" and job.state is not State.STARTING
 
 
 def leaving_without(job: JobState, lost: Collection[int]) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ done with it is in objects that have nothing of their own but their way of doing
 :mod:`.watching`    hangs and slow ranks
 :mod:`.resizing`    of an elastic job, who leaves and when
 :mod:`.growing`     of an elastic job, who comes and when
+:mod:`.replanning`  in which other parallel layout the job goes on, and when
 :mod:`.handoff`     nodes that are to leave hand their ranks over
 :mod:`.newcomers`   processes that are built up beside training, and ..
 :mod:`.coming_in`   .. how they become members
@@ -42,6 +43,7 @@ from flashrecovery.controller.losses import allowed_sizes, leaving_without, neve
 from flashrecovery.controller.nodes import NodeRecord, NodeState
 from flashrecovery.controller.records import HeldAt, Place, RankRecord, unequal_steps
 from flashrecovery.controller.recovery import RecoverySteps
+from flashrecovery.controller.replanning import Replanning
 from flashrecovery.controller.resizing import Resizing
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.controller.starting import HOW_TO_PROTECT, Starting
@@ -50,6 +52,7 @@ from flashrecovery.controller.watching import HangWatch
 from flashrecovery.errors import DamagedCheckpointError
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered, failed
 from flashrecovery.plan.hang import VerdictKind, victims_of
+from flashrecovery.plan.replan import layout_text
 from flashrecovery.plan.resize import why_too_few
 from flashrecovery.plan.transitions import RECOVERY_STATES, State
 from flashrecovery.plan.words import ranks_text
@@ -73,7 +76,10 @@ class Machine:
         self._resizing = Resizing(self.job, self._growing, self._coming)
         self.handoff = Handoff(self.job, self._staffing, self._coming, self._resizing)
         evacuation = Evacuation(self.job, self._staffing)
-        self._steps = RecoverySteps(self.job, self._staffing, evacuation, self._starting, self._resizing)
+        self._replanning = Replanning(self.job, self._staffing)
+        self._steps = RecoverySteps(
+            self.job, self._staffing, evacuation, self._starting, self._resizing, self._replanning
+        )
         self.takeover = TakeOver(self.job, self._staffing, self._starting, self._steps)
         self.watch = HangWatch(self.job)
         self.conduct = Conduct(self.job)
@@ -101,6 +107,12 @@ class Machine:
         if message.HasField("checkpoint"):
             self._hear_of_checkpoint(node, message.checkpoint)
         had_ranks = bool(message.workers or message.pages)
+        if message.layout and had_ranks and not self.job.launched:
+            self.job.fail(
+                f"the job has changed its parallel layout to {message.layout}: another controller cannot take it over "
+                "yet; launch it again, from its newest checkpoint"
+            )
+            return
         if had_ranks and not self.job.launched:
             self.takeover.find(node, message, now)
         elif had_ranks:
@@ -212,8 +224,15 @@ class Machine:
         known, steps, batches, shape = dict(record.needs), record.steps, record.batches, record.shape
         divided, outline = record.divided, record.outline
         record.joined(message)
+        another = self._replanning.another_job(message)
+        if another:
+            why = f"rank {record.rank}: {another}"
+            if self.job.state is State.STARTING and not self._replanning.begin_otherwise(why, now):
+                self.job.fail(why)
+            return
+        self.job.facts = message.facts or self.job.facts
         self.job.outbox.forget(Ordered.REPLACE, record.rank)
-        if known and self.job.layout != tuple(range(self.job.config.world_size)):
+        if known and self.job.layout != tuple(range(self.job.world_size)):
             # it has divided its state as at the launch, and takes on the others' division
             record.needs = {**record.common_needs(), **{name: known[name] for name in divided}}
             record.divided = divided
@@ -295,7 +314,7 @@ class Machine:
         if count < limit_of(cause, self.job.config):
             return False
         who, where = f"rank {record.rank}", f"at step {step}"
-        if record.on_its_way and leaving_without(self.job, [record.rank]):
+        if record.on_its_way and (leaving_without(self.job, [record.rank]) or self._replanning.can_lose(1)):
             record.irreplaceable = True
             return False
         if record.on_its_way:
@@ -319,6 +338,10 @@ class Machine:
             return
         if message.error_type:
             self._refused(self.job.ranks[ranks[0]], what, message, now)
+            return
+        odd = self._replanning.wrote(ranks[0], message) if what is Ordered.STASH else ""
+        if odd:
+            self._command_failed(self.job.ranks[ranks[0]], what, odd, now)
             return
         self._carried_out([self.job.ranks[rank] for rank in ranks], what, message)
         self._steps.advance(now)
@@ -393,8 +416,20 @@ class Machine:
 
     def _change(self, version: int, now: float) -> None:
         """All ranks wait before this version, or will: go on with others."""
+        if self._replanning.under_way:
+            self.job.last_failure = self._replanning.why_paused(version)
+            self._steps.recover([], FailureKind.REPLAN, now, 0.0, now)
+            return
+        if self.job.config.replan is not None:
+            text = "the layout does not change: what a controller before this one was commanded is not known any more"
+            self.job.notice(NoticeKind.NOT_REPLANNED, text)
         self.job.last_failure = self._resizing.why_paused(version)
         self._steps.recover([], self._coming.cause, self._resizing.paused_since(now), 0.0, now)
+
+    def replan(self, layout: str, step: int) -> tuple[str, str, tuple[str, ...]]:
+        """See :meth:`.replanning.Replanning.ask`; the layout as text."""
+        why_not, strategy, lines = self._replanning.ask(layout, step)
+        return why_not, "" if strategy is None else layout_text(strategy), lines
 
     def resize(self, replicas: int, step: int, now: float) -> str:
         """See :meth:`.resizing.Resizing.ask`."""
@@ -410,7 +445,9 @@ class Machine:
         if record is None or record.pid != message.pid or self.job.state in (State.FAILED, State.FINISHED):
             return
         finished = record.place in (Place.RELEASED, Place.DONE) or (
-            self.job.state is State.STARTING and record.place in (Place.STARTING, Place.FINISHED)
+            self.job.state is State.STARTING
+            and record.place in (Place.STARTING, Place.FINISHED)
+            and self._replanning.restored_from() is None  # else it has been training before
         )
         if not finished:
             evidence = "the process ended with code 0 in the middle of the training"
@@ -519,11 +556,15 @@ class Machine:
         """
         empty = sorted(rank for rank in late if self.job.ranks[rank].place is Place.EMPTY)
         survivors = {r.rank for r in self._steps.survivors()}
-        if empty and self._steps.go_on_without(empty, now):
+        if empty and (self._steps.go_on_without(empty, now) or self.job.state is State.FAILED):
             return
         if empty:
             self.job.fail(f"{ranks_text(empty)} could not be filled again within the deadline")
-        elif self.job.state is State.STARTING and not self.job.places[Place.JOINED]:
+        elif (
+            self.job.state is State.STARTING
+            and not self.job.places[Place.JOINED]
+            and self._replanning.restored_from() is None  # else it has come to one before
+        ):
             self._starting.let_run_unprotected()
         elif survivors and survivors <= late.keys() and not self.job.asked_again:
             self.job.asked_again = True
@@ -575,9 +616,9 @@ class Machine:
         """A failure before the first step: nothing is lost yet, so everything starts again, unless it is the script."""
         if message.kind == FailureKind.EXCEPTION:
             words = message.last_words
-            self.job.fail(
-                f"rank {failed.rank} raised {words.exception} before its first step: {words.message}\n{words.traceback}"
-            )
+            why = f"rank {failed.rank} raised {words.exception} before its first step: {words.message}"
+            if not self._replanning.begin_otherwise(why, now):
+                self.job.fail(f"{why}\n{words.traceback}")
         else:
             self._starting.start_again(f"{self.job.last_failure}, before the first step", now)
 
@@ -614,6 +655,10 @@ class Machine:
             self.job.retry_for = f"rank {record.rank}: {error}"
             if self.job.retry_at is None:
                 self.job.retry_at = now + _RETRY_AFTER_S
+            return
+        if what is Ordered.STASH:
+            if self._replanning.could_not(record.rank, error):
+                self._steps.enter("retry", now)
             return
         self.on_failure(self._found(record, FailureKind.COMMAND, f"{what}: {error}", now), now)
 

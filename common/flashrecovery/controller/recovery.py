@@ -22,6 +22,7 @@ from flashrecovery.controller.records import (
     unequal_claims,
     unequal_steps,
 )
+from flashrecovery.controller.replanning import Replanning
 from flashrecovery.controller.resizing import Resizing
 from flashrecovery.controller.restore import Decision, RestoreRound, decide, from_snapshots
 from flashrecovery.controller.staffing import Staffing
@@ -41,9 +42,16 @@ class RecoverySteps:
     """Transitions between the states of a recovery."""
 
     def __init__(
-        self, job: JobState, staffing: Staffing, evacuation: Evacuation, starting: Starting, resizing: Resizing
+        self,
+        job: JobState,
+        staffing: Staffing,
+        evacuation: Evacuation,
+        starting: Starting,
+        resizing: Resizing,
+        replanning: Replanning,
     ) -> None:
         self._job = job
+        self._replanning = replanning
         self._resizing = resizing
         self._staffing = staffing
         self._evacuation = evacuation
@@ -66,26 +74,32 @@ class RecoverySteps:
                 + ". Initialise it alike (DDP broadcasts it) before registering it."
             )
             return
-        found = self._saved_state() if self._job.config.resume else None
+        again = self._replanning.restored_from()
+        found = again or (self._saved_state() if self._job.config.resume else None)
         if self._job.state is State.FAILED:
             return
-        self._job.emit(
-            ev.JobStarted(
-                generation=self._job.generation,
-                world_size=len(self._job.ranks),
-                replicas=self._job.replicas if self._job.config.elastic is not None else 0,
-                seconds=now - self._job.started_at,
-                step=found.round.version if found is not None else 0,
-                start=start_lines(slowest_start(self._job.ranks.values())),
+        if again is None:
+            self._job.emit(
+                ev.JobStarted(
+                    generation=self._job.generation,
+                    world_size=len(self._job.ranks),
+                    replicas=self._job.replicas if self._job.config.elastic is not None else 0,
+                    seconds=now - self._job.started_at,
+                    step=found.round.version if found is not None else 0,
+                    start=start_lines(slowest_start(self._job.ranks.values())),
+                )
             )
-        )
+        else:
+            self._job.recovery = self._job.recovery or self._replanning.change
+            if self._job.recovery is not None:
+                self._job.recovery.resume_step = again.round.version
         if found is None:
             self._job.to(State.RUNNING)
             self.send_resume(0, now)
             return
         self._job.round, self._job.restore_from = found.round, found.checkpoint
         self._job.start_version = found.round.version
-        self._job.to(State.RESTORING)
+        self._job.to(State.RESTORING, now)
         if not found.checkpoint:
             self._restore_idle(now)
         self.send_restore(now)
@@ -129,6 +143,7 @@ class RecoverySteps:
         """Enter QUIESCING with the next generation; also from the middle of a recovery."""
         self._job.generation += 1
         self._resizing.resumed()
+        self._replanning.interrupted()
         victims = [*victims, *(rank for rank in self._staffing.stranded() if rank not in victims)]
         # replacements that are still on their way keep their deadline; every other command is void
         self._job.outbox.keep(lambda what, rank: what is Ordered.REPLACE and rank not in victims)
@@ -159,6 +174,7 @@ class RecoverySteps:
     def _join_recovery(self, cause: str, now: float, victims: Sequence[int]) -> None:
         """Take further ranks that have lost their processes into the recovery under way."""
         victims = [*victims, *(rank for rank in self._staffing.stranded() if rank not in victims)]
+        self._replanning.interrupted()
         self._job.outbox.keep(lambda _, rank: rank not in victims)
         of_all = self._job.recovery.victims if self._job.recovery is not None else []
         self._job.emit(ev.RecoveryStarted(generation=self._job.generation, victims=list(of_all), cause=cause))
@@ -167,15 +183,21 @@ class RecoverySteps:
     def _replace(self, victims: Sequence[int], now: float) -> None:
         """Fill these ranks again, and go on if there is somebody to go on from."""
         lost = self._resizing.without_replacement(victims)
-        if lost and not self._resizing.lose(lost):
-            self._await_nodes(lost, now)
-            self._resizing.lose([rank for rank in self._staffing.homeless() if rank in lost])  # others may have a node
+        try:
+            if lost and not (self._resizing.lose(lost) or self._replanning.lose(lost)):
+                self._await_nodes(lost, now)
+                others = [rank for rank in self._staffing.homeless() if rank in lost]  # some may have a node now
+                self._resizing.lose(others)
+        except JobFailedError as e:
+            self._job.fail(str(e))
+            return
         for victim in victims:
             record = self._job.ranks.get(victim)
             if record is not None and record.home:
                 record.vacate()
                 self._staffing.fill(record, now, detached=True)
-        if not self.survivors() and self._job.checkpoint is None and not self._in_snapshots():
+        nothing = not self.survivors() and self._job.checkpoint is None and not self._in_snapshots()
+        if nothing and self._replanning.restored_from() is None:
             why = f"no survivor holds any state and there is no checkpoint; the last failure: {self._job.last_failure}"
             self._nothing_to_go_on_from(why, now)
         else:
@@ -190,7 +212,11 @@ class RecoverySteps:
 
     def go_on_without(self, ranks: Sequence[int], now: float) -> bool:
         """Whether the job can do without these ranks, which could not be filled again; if so, it does."""
-        if not self._resizing.lose(ranks):
+        try:
+            if not (self._resizing.lose(ranks) or self._replanning.lose(ranks)):
+                return False
+        except JobFailedError as e:
+            self._job.fail(str(e))
             return False
         self.advance(now)
         return True
@@ -214,7 +240,10 @@ class RecoverySteps:
             self._job.to(State.REPLACING, now)
             self._evacuation.evacuate(now)
         if self._job.state is State.REPLACING and self._job.all_in(Place.STOPPED, Place.JOINED):
-            self._decide(now)
+            if self._replanning.writing:
+                self._replanning.go_on(now)
+            else:
+                self._decide(now)
             return
         if self._job.retry_at is not None:
             return
@@ -261,10 +290,13 @@ class RecoverySteps:
         self._resizing.dissolve_replicas()
         try:
             decision = self._decision()
+            if self._replanning.begin(decision, now):
+                return
             if self._resizing.leave_at(decision.round.version, on_disk=bool(decision.checkpoint)):
                 decision = self._decision()
         except JobFailedError as e:
-            self._nothing_to_go_on_from(str(e), now)
+            if not self._replanning.begin(e, now):
+                self._nothing_to_go_on_from(str(e), now)
             return
         decision = self._resizing.come_at(decision)
         self._adopt(decision, now)
@@ -385,7 +417,7 @@ class RecoverySteps:
             record.committed = version
             if self._job.state is State.RUNNING:
                 record.place = Place.RUNNING
-        resume = pb.Resume(version=version, pause=self._resizing.pause())
+        resume = pb.Resume(version=version, pause=self._replanning.pause() or self._resizing.pause())
         self._job.command_all(self._job.ranks.values(), pb.Command(resume=resume), now + limit, Ordered.RESUME)
 
     def confirm(self, now: float) -> None:
@@ -395,11 +427,13 @@ class RecoverySteps:
         recovery = self._job.recovery
         if recovery is not None and self._all_have_gone_on(recovery.resume_step):
             recovery.finish(now)
+            anew = self._replanning.restored_from() is not None
             self._recovered()
             self._job.history.append(recovery)
             self._job.recovery = None
             slowest = slowest_start(self._job.ranks[rank] for rank in recovery.victims if rank in self._job.ranks)
-            self._job.emit(recovery.finished_event(self._job.generation, self._job.ranks, slowest))
+            staying = () if anew else self._job.ranks  # in another layout nobody takes the place of anybody
+            self._job.emit(recovery.finished_event(self._job.generation, staying, slowest))
         if self._job.places[Place.DONE] and self._job.all_in(*THROUGH):
             for r in self._job.ranks.values():
                 if r.place is Place.DONE:
@@ -422,6 +456,7 @@ class RecoverySteps:
 
     def _recovered(self) -> None:
         """Set back what is counted within one recovery."""
+        self._replanning.confirmed()
         self._job.retries, self._job.asked_again = 0, False
         self._job.failures.clear()
         for record in self._job.ranks.values():
@@ -438,6 +473,7 @@ class RecoverySteps:
         return True
 
     def retry(self, now: float) -> None:
+        self._job.retry_at = None
         self._job.retries += 1
         if self._job.retries > _MAX_RETRIES:
             count = self._job.retries
@@ -452,12 +488,18 @@ class RecoverySteps:
             why = f"{raised}\n{why}"
         if raised and len({f.rank for f in self._job.failures if f.last_words.exception}) == len(self._job.ranks):
             self._job.fail(why)  # a script that does so on all ranks will do so again
-        elif self._job.start_version > 0:
+        elif self._job.start_version > 0 and not self._job.replans:
             self._job.fail(f"{why}; without --resume the job begins anew")
-        elif self._job.whole and max(r.committed for r in self._job.ranks.values()) <= 1:
+        elif self._only_first_step_is_lost:
             self._starting.start_again(f"{why}; only the first step is lost", now)
         else:
             self._job.fail(why)
+
+    @property
+    def _only_first_step_is_lost(self) -> bool:
+        """Whether the job can begin anew without anybody's missing what it had."""
+        newest = max(record.committed for record in self._job.ranks.values())
+        return self._job.whole and newest <= 1 and not self._job.recovered_before
 
     def _raised_first(self) -> str:
         """The script's own exception, if this recovery has begun with one; else ""."""

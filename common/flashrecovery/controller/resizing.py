@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from flashrecovery import events as ev
 from flashrecovery.controller.coming_in import ComingIn
-from flashrecovery.controller.custody import choose_leaving, divided
+from flashrecovery.controller.custody import choose_leaving, of_their_own
 from flashrecovery.controller.gathering import Gathering
 from flashrecovery.controller.growing import Growing
 from flashrecovery.controller.job_state import JobState
@@ -63,6 +63,8 @@ class Resizing:
         self._other_processes = False  # since then; the same ranks are filled by others
         self._tries = 0  # to carry out what somebody has commanded
         self._waiting = Gathering()  # for those who are to leave
+        self._put_aside: Wish | None = None  # until no node is to leave any more
+        coming.otherwise = self._standing
 
     # -- a loss -----------------------------------------------------------------------------------
 
@@ -130,11 +132,14 @@ class Resizing:
         if replicas > size:
             why_not = self._growing.ask(replicas, step, now)
             if not why_not:
-                self._wish, self._tries = None, 0
+                self._wish, self._tries, self._put_aside = None, 0, None
                 self._growing.commanded(replicas)
             return why_not
         self._growing.commanded(replicas)
-        self._wish, self._tries = Wish(replicas, step), 0
+        if self._wish is not None and self._wish.ranks:  # ranks of a node that is to leave, which cannot wait
+            self._put_aside = Wish(replicas, step)
+            return ""
+        self._wish, self._tries, self._put_aside = Wish(replicas, step), 0, None
         self._tell_to_pause()
         return ""
 
@@ -144,21 +149,37 @@ class Resizing:
         self._wish = Wish(self._job.replicas - len(replicas), -1, tuple(ranks))
         self._tell_to_pause()
 
+    def put_aside(self) -> None:
+        """A node is to leave within its time: what somebody has commanded for a later step has to wait for that."""
+        if self._wish is not None:
+            self._put_aside, self._wish, self._tries = self._wish, None, 0
+            self._tell_to_pause()
+
+    def take_up(self) -> None:
+        """No node is to leave any more: what was put aside is to be done, if there are still more ranks than that."""
+        if self._wish is None and self._put_aside is not None:
+            wish, self._put_aside = self._put_aside, None
+            if wish.replicas < len(self._job.ranks):
+                self._wish, self._tries = wish, 0
+                self._tell_to_pause()
+
     def _tell_to_pause(self) -> None:
-        assert self._wish is not None
-        pause = self._wish.pause(copies=divided(self._job.in_order))
         for record in self._job.in_order:
-            self._job.command(record.rank, pb.Command(pause=pause))
+            self._job.command(record.rank, pb.Command(pause=self._standing()))
+
+    def _standing(self) -> pb.Pause:
+        """Where ranks are to pause for what somebody has commanded: nowhere if nobody has."""
+        return pb.Pause(step=-1) if self._wish is None else self._wish.pause(copies=of_their_own(self._job.in_order))
 
     @property
     def under_way(self) -> bool:
-        """Ranks are to leave, and have not yet."""
-        return self._wish is not None
+        """Ranks are about to leave: before the next step, or the one after it."""
+        return self._wish is not None and self._wish.step <= self._job.committed + 1
 
     def paused(self, rank: int, now: float) -> bool:
         """A rank has come to the step at which the job is to change. Returns whether it changes now. Where state is
         divided, and ranks leave, the others are waited for: they pause when the copies of what they have are made."""
-        if self._wish is None or not divided(self._job.in_order):
+        if self._wish is None or not of_their_own(self._job.in_order):
             return True
         self._waiting.come(rank, now)
         return self._waiting.complete(self._job.ranks.keys())
@@ -191,9 +212,7 @@ class Resizing:
 
     def pause(self) -> pb.Pause | None:
         """What ranks that go on after a recovery are told of a command that is still to be carried out."""
-        if self._wish is None:
-            return self._coming.pause()
-        return self._wish.pause(copies=divided(self._job.in_order))
+        return self._coming.pause() if self._wish is None else self._standing()
 
     def leave_at(self, version: int, *, on_disk: bool = False) -> bool:
         """All ranks are stopped, and are to go on at ``version`` (``on_disk``: of a checkpoint). Who has to leave does

@@ -220,6 +220,12 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._actions.carry_out()
         return pb.ResizeReply(error=error)
 
+    async def Replan(self, request: pb.ReplanRequest, context: Context) -> pb.ReplanReply:
+        """Lay the job out in another way."""
+        error, layout, lines = self.machine.replan(request.layout, request.step)
+        self._actions.carry_out()
+        return pb.ReplanReply(error=error, layout=layout, lines=lines)
+
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainReply:
         """Have a node leave the job."""
         if request.node == self._leader:

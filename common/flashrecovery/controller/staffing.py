@@ -128,7 +128,9 @@ class Staffing:
         record.store, record.filled, record.on_its_way = (host, port), self._job.generation, True
         return pb.Replace(
             detached=detached,
-            attempt=self._job.restarts,
+            attempt=self._job.restarts + self._job.replans,
+            world_size=self._job.world,
+            layout=self._job.plan,
             store_host=host,
             store_port=port,
             local_rank=record.local_rank,
@@ -143,7 +145,7 @@ class Staffing:
         """The agents that keep the rank's set-up log for when its own node is lost; none if its node still has it."""
         if record.page_on == record.home or not self._job.config.several_nodes:
             return []
-        ranks = setup_log_keepers(record.rank, self._job.stride, self._job.config.world_size)
+        ranks = setup_log_keepers(record.rank, self._job.stride, self._job.world_size)
         nodes = [self._job.nodes.get(r.page_on) for rank in ranks if (r := self._job.ranks.get(rank)) is not None]
         kept = [node.peer for node in nodes if node is not None and node.alive]
         if record.rank in self._job.newcomers:  # who has left may have left its own behind on any node
@@ -184,7 +186,7 @@ class Staffing:
         entries = tuple(r.entry(peers.get(r.home, "")) for r in self._job.ranks.values())
         living = [node for node in self._job.nodes.values() if node.state in (NodeState.ACTIVE, NodeState.SPARE)]
         others = tuple(sorted((node.name, node.peer) for node in living if node.name not in homes))
-        table = RankTable(entries, self._job.stride, others, self._job.config.world_size)
+        table = RankTable(entries, self._job.stride, others, self._job.world_size)
         self._job.outbox.publish(self._job.generation, table)
 
     def publish_others(self) -> None:

@@ -30,6 +30,7 @@ class Starting:
         self._job = job
         self._staffing = staffing
         self._excluded_since: float | None = None
+        self._first_since: float | None = None
 
     def compare_command(self, message: pb.Register) -> None:
         """Do all nodes run the same?"""
@@ -87,10 +88,23 @@ class Starting:
         return everybody if all_here or now - self._excluded_since >= config.timeouts.node_wait_s else None
 
     def launch_if_late(self, now: float) -> None:
-        """Excluded nodes would complete the job, and others have had the time to come. A job that runs already, as its
-        agents say, is never launched."""
-        if self._excluded_since is not None and not self._job.launched and self._job.found_since is None:
+        """Excluded nodes would complete the job, and others have had the time to come; or nodes are missing that never
+        come, and those that are here do not wait for them for ever. A job that runs already, as its agents say, is
+        never launched."""
+        job = self._job
+        if job.launched or job.found_since is not None or job.state is not State.STARTING:
+            return
+        if self._excluded_since is not None:
             self.launch(now)
+            return
+        here = [node.name for node in job.nodes.values() if node.alive]
+        self._first_since = None if not here else now if self._first_since is None else self._first_since
+        limit = job.config.timeouts.rendezvous_s
+        if self._first_since is not None and now - self._first_since >= limit:
+            job.fail(
+                f"{len(here)} of {job.config.nnodes} nodes have come within {limit:g} s (timeouts.rendezvous_s): "
+                f"{', '.join(here)}. All of them are needed at the start, also those that have left the job before"
+            )
 
     def let_run_unprotected(self) -> None:
         """No rank has come to a protected step in all the time for it. It looks as if none ever will, and what runs

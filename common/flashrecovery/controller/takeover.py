@@ -114,6 +114,7 @@ class TakeOver:
         record.place = Place.STARTING
         if worker.HasField("joined"):
             record.joined(worker.joined)
+            self._job.facts = worker.joined.facts or self._job.facts
         if worker.released:
             record.place = Place.FINISHED if worker.exited else Place.RELEASED
         elif worker.HasField("done"):
@@ -136,6 +137,8 @@ class TakeOver:
         self._job.launched = True
         if self._job.checkpoint is not None:
             self._job.command(AGENT, self._job.saved())
+        if self._job.config.replan is not None:  # what a controller before this one had written there, nobody will read
+            self._job.command(AGENT, pb.Command(drop_stash=pb.DropStash()))
         homes = {r.home for r in self._job.ranks.values()}
         for node in self._job.nodes.values():
             if node.alive:
@@ -165,6 +168,9 @@ class TakeOver:
             return
         self._job.last_failure = self._job.last_failure or f"{said}, not all of them in their loop"
         trained = any(r.place in (Place.RUNNING, Place.DONE, Place.STOPPING) or r.committed > 0 for r in records)
+        # There was a recovery. Who says that it has taken no step may have come in it, and who had the state is lost.
+        self._job.recovered_before = self._job.generation > self._job.restarts
+        trained |= self._job.recovered_before
         if not trained and len(missing) < len(records):
             self._settle_found(now)
             self._starting.start_again(f"{said}, before the first step", now)

@@ -1,9 +1,9 @@
 """The script's own group over which a recovery's tensors travel from device to device.
 
-It is the first group over all ranks whose backend is NCCL: one that exists in every process, in the same order, and is
-connected in ``attach`` like every other. No group of our own is made for it, which would cost its communicator's memory
-and a second or more in every recovery. What goes over it is none of the script's: nobody counts it, and no stand-in
-answers it.
+It is the first group over all ranks (those of the default group, which is made first) whose backend is NCCL: one that
+exists in every process, in the same order, and is connected in ``attach`` like every other. No group of our own is made
+for it, which would cost its communicator's memory and a second or more in every recovery. What goes over it is none of
+the script's: nobody counts it, and no stand-in answers it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from flashrecovery.groups import native_build, torch_private
 from flashrecovery.groups.accelerator import accelerator
 from flashrecovery.groups.registry import groups
-from flashrecovery.groups.state import STATE
 
 DeviceMessage = tuple[torch.Tensor, int]
 """A contiguous tensor, and the rank that it is sent to or received from."""
@@ -54,10 +53,10 @@ def device_group() -> DeviceGroup | None:
     device = accelerator().current()
     if device is None:
         return None
-    everybody = tuple(range(STATE.world))
-    for group in groups():
+    living = groups()
+    for group in living:
         request = group.request
-        if request.sparse or request.kinds.get(device.type) != "nccl" or request.ranks != everybody:
+        if request.sparse or request.kinds.get(device.type) != "nccl" or request.ranks != living[0].request.ranks:
             continue
         if group.size == 1 or group.detached or request.device_id not in (None, device):
             return None

@@ -150,6 +150,9 @@ class Record:
             self._began(event, at)
         elif isinstance(event, ev.JobResized):
             self._resized(event, at)
+        elif isinstance(event, ev.JobReplanned):
+            self._sizes.append(Size(at_s=at, replicas=event.ranks, step=event.step))
+            self.world_size = event.ranks
         elif isinstance(event, (ev.JobFinished, ev.JobFailed)):
             self.state = "finished" if isinstance(event, ev.JobFinished) else "failed"
         elif isinstance(event, ev.ControllerStarted):

@@ -9,9 +9,11 @@ then differ by the intersections of their boxes, whatever they are called.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import Protocol, TypeVar
 
 from flashrecovery.errors import RestoreError
 
@@ -90,6 +92,25 @@ class Box:
 
     def __str__(self) -> str:
         return "[" + ", ".join(f"{lo}:{h}" for lo, h in zip(self.low, self.high, strict=True)) + "]"
+
+
+class HasBox(Protocol):
+    """What says where a box lies."""
+
+    @property
+    def box(self) -> Box: ...
+
+
+PartT = TypeVar("PartT", bound=HasBox)
+
+
+def part_with(parts: Sequence[PartT], box: Box) -> PartT | None:
+    """The one that has all of ``box``; None if none has. ``parts``: in the order of their first elements (``low``). A
+    rank has thousands of them where each is a slice of a parameter, so that not all can be looked at for each box."""
+    number = bisect_right(parts, box.low, key=lambda part: part.box.low) - 1
+    if number >= 0 and parts[number].box & box == box:
+        return parts[number]
+    return next((part for part in parts if part.box & box == box), None)
 
 
 class NobodyHoldsError(RestoreError):

@@ -9,7 +9,8 @@ controller's port, and asks other nodes to tell the controller that it lives:
   longer if others are reached. (Not if this agent has stood still so long that its ranks may have been given
   away: then the workers wait for an answer.)
 * the port refuses the connection: the controller is dead, or a firewall says so. If others are reached,
-  or there are no others, the controller is declared dead: training goes on without it.
+  or there are no others, the controller is declared dead: training goes on without it. (Not if this agent has stood
+  still, and others have heard of a newer generation: it may have given the ranks away before it died.)
 * otherwise this side of a partition is the one without the controller: the workers are halted until it answers again.
 
 *Others are reached*: more than half of the electors, where there are any, for then nobody else can have been elected;
@@ -40,7 +41,7 @@ its process stands still, and it is its host's kernel that takes the connections
 @dataclass(frozen=True)
 class Seen:
     """A peer's answer. ``vouched``: the controller has learned from it that who asks lives. ``controller`` (HOST:PORT),
-    of this ``term``: whom it follows."""
+    of this ``term``: whom it follows. ``generation``: the newest one of which it has heard."""
 
     peer: str
     reachable: bool
@@ -48,6 +49,7 @@ class Seen:
     vouched: bool = False
     term: int = 0
     controller: str = ""
+    generation: int = 0
 
 
 class Port(Enum):

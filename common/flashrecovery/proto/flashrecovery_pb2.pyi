@@ -259,6 +259,7 @@ class Register(_message.Message):
     COMMAND_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
     BESIDE_FIELD_NUMBER: _builtins.int
     SETTINGS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
@@ -284,6 +285,8 @@ class Register(_message.Message):
     stride: _builtins.int
     suspect: _builtins.str
     """what a device plugin has found here that marks the node; empty: nothing"""
+    layout: _builtins.str
+    """of a job that has changed its layout: as in Replace"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerState]: ...
     @_builtins.property
@@ -334,12 +337,13 @@ class Register(_message.Message):
         command: _abc.Iterable[_builtins.str] | None = ...,
         pages: _abc.Iterable[Global___PageOf] | None = ...,
         members: _abc.Iterable[_builtins.int] | None = ...,
+        layout: _builtins.str = ...,
         beside: _abc.Iterable[_builtins.int] | None = ...,
         settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "beside", b"beside", "checkpoint", b"checkpoint", "command", b"command", "domain", b"domain", "domains", b"domains", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "members", b"members", "node", b"node", "node_rank", b"node_rank", "pages", b"pages", "peer_port", b"peer_port", "settings", b"settings", "slots", b"slots", "spare", b"spare", "store_port", b"store_port", "stride", b"stride", "suspect", b"suspect", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "beside", b"beside", "checkpoint", b"checkpoint", "command", b"command", "domain", b"domain", "domains", b"domains", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "layout", b"layout", "members", b"members", "node", b"node", "node_rank", b"node_rank", "pages", b"pages", "peer_port", b"peer_port", "settings", b"settings", "slots", b"slots", "spare", b"spare", "store_port", b"store_port", "stride", b"stride", "suspect", b"suspect", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1343,6 +1347,7 @@ class Joined(_message.Message):
     REPLICAS_FIELD_NUMBER: _builtins.int
     EACH_FIELD_NUMBER: _builtins.int
     INNER_FIELD_NUMBER: _builtins.int
+    FACTS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     generation: _builtins.int
     steps: _builtins.int
@@ -1367,6 +1372,8 @@ class Joined(_message.Message):
     """
     each: _builtins.int
     inner: _builtins.int
+    facts: _builtins.str
+    """of a job that may change its layout: plan/replan.py, LayoutFacts, as JSON; the same on all"""
     @_builtins.property
     def needs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardNeed]: ...
     @_builtins.property
@@ -1401,10 +1408,11 @@ class Joined(_message.Message):
         replicas: _builtins.int = ...,
         each: _builtins.int = ...,
         inner: _builtins.int = ...,
+        facts: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parity", b"parity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "each", b"each", "generation", b"generation", "hang_floor_s", b"hang_floor_s", "held", b"held", "in_snapshots", b"in_snapshots", "inner", b"inner", "needs", b"needs", "outline", b"outline", "parity", b"parity", "rank", b"rank", "replicas", b"replicas", "sizes", b"sizes", "start", b"start", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "each", b"each", "facts", b"facts", "generation", b"generation", "hang_floor_s", b"hang_floor_s", "held", b"held", "in_snapshots", b"in_snapshots", "inner", b"inner", "needs", b"needs", "outline", b"outline", "parity", b"parity", "rank", b"rank", "replicas", b"replicas", "sizes", b"sizes", "start", b"start", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1559,6 +1567,7 @@ class Reply(_message.Message):
     NEXT_NEEDS_FIELD_NUMBER: _builtins.int
     RESHAPED_BYTES_FIELD_NUMBER: _builtins.int
     LACKING_BYTES_FIELD_NUMBER: _builtins.int
+    STASHED_BYTES_FIELD_NUMBER: _builtins.int
     serial: _builtins.int
     generation: _builtins.int
     rank: _builtins.int
@@ -1576,6 +1585,8 @@ class Reply(_message.Message):
     """of a stop: heard, but the script is in its own code between two steps; the answer follows"""
     reshaped_bytes: _builtins.int
     lacking_bytes: _builtins.int
+    stashed_bytes: _builtins.int
+    """of a stash: bytes of tensors that were written"""
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___Held]: ...
     @_builtins.property
@@ -1632,10 +1643,11 @@ class Reply(_message.Message):
         next_needs: _abc.Iterable[Global___ShardNeed] | None = ...,
         reshaped_bytes: _builtins.int = ...,
         lacking_bytes: _builtins.int = ...,
+        stashed_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parity", b"parity", "position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_on_device", b"bytes_on_device", "bytes_received", b"bytes_received", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "lacking_bytes", b"lacking_bytes", "late", b"late", "live_version", b"live_version", "needs", b"needs", "next_needs", b"next_needs", "outside", b"outside", "parity", b"parity", "position", b"position", "rank", b"rank", "received_digests", b"received_digests", "reshaped_bytes", b"reshaped_bytes", "sent_digests", b"sent_digests", "serial", b"serial"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_on_device", b"bytes_on_device", "bytes_received", b"bytes_received", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "lacking_bytes", b"lacking_bytes", "late", b"late", "live_version", b"live_version", "needs", b"needs", "next_needs", b"next_needs", "outside", b"outside", "parity", b"parity", "position", b"position", "rank", b"rank", "received_digests", b"received_digests", "reshaped_bytes", b"reshaped_bytes", "sent_digests", b"sent_digests", "serial", b"serial", "stashed_bytes", b"stashed_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1702,6 +1714,8 @@ class Command(_message.Message):
     SAVED_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
+    STASH_FIELD_NUMBER: _builtins.int
+    DROP_STASH_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """see AgentMessage"""
@@ -1775,6 +1789,12 @@ class Command(_message.Message):
         """agent and worker: the rank leaves the job"""
 
     @_builtins.property
+    def stash(self) -> Global___Stash: ...
+    @_builtins.property
+    def drop_stash(self) -> Global___DropStash:
+        """to an agent"""
+
+    @_builtins.property
     def refused(self) -> Global___Refused:
         """instead of the first word: this agent cannot join, see controller/admission.py"""
 
@@ -1814,13 +1834,15 @@ class Command(_message.Message):
         saved: Global___CheckpointSaved | None = ...,
         pause: Global___Pause | None = ...,
         leave: Global___Leave | None = ...,
+        stash: Global___Stash | None = ...,
+        drop_stash: Global___DropStash | None = ...,
         refused: Global___Refused | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "checkpoint", b"checkpoint", "electors", b"electors", "fault", b"fault", "fence", b"fence", "go_through", b"go_through", "heartbeat", b"heartbeat", "hold", b"hold", "keep_undo", b"keep_undo", "leave", b"leave", "look", b"look", "modules", b"modules", "pause", b"pause", "ping", b"ping", "probe", b"probe", "rank_table", b"rank_table", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "shutdown", b"shutdown", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "checkpoint", b"checkpoint", "drop_stash", b"drop_stash", "electors", b"electors", "fault", b"fault", "fence", b"fence", "go_through", b"go_through", "heartbeat", b"heartbeat", "hold", b"hold", "keep_undo", b"keep_undo", "leave", b"leave", "look", b"look", "modules", b"modules", "pause", b"pause", "ping", b"ping", "probe", b"probe", "rank_table", b"rank_table", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "shutdown", b"shutdown", "stash", b"stash", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "batch", b"batch", "body", b"body", "checkpoint", b"checkpoint", "echo", b"echo", "electors", b"electors", "fault", b"fault", "fence", b"fence", "generation", b"generation", "go_through", b"go_through", "heartbeat", b"heartbeat", "hold", b"hold", "keep_undo", b"keep_undo", "leave", b"leave", "look", b"look", "modules", b"modules", "pause", b"pause", "ping", b"ping", "probe", b"probe", "rank", b"rank", "rank_table", b"rank_table", "ranks", b"ranks", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "sent_at", b"sent_at", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "batch", b"batch", "body", b"body", "checkpoint", b"checkpoint", "drop_stash", b"drop_stash", "echo", b"echo", "electors", b"electors", "fault", b"fault", "fence", b"fence", "generation", b"generation", "go_through", b"go_through", "heartbeat", b"heartbeat", "hold", b"hold", "keep_undo", b"keep_undo", "leave", b"leave", "look", b"look", "modules", b"modules", "pause", b"pause", "ping", b"ping", "probe", b"probe", "rank", b"rank", "rank_table", b"rank_table", "ranks", b"ranks", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "sent_at", b"sent_at", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "stash", b"stash", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold", "heartbeat", "probe", "fence", "modules", "electors", "batch", "look", "go_through", "vouched", "saved", "pause", "leave", "refused"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold", "heartbeat", "probe", "fence", "modules", "electors", "batch", "look", "go_through", "vouched", "saved", "pause", "leave", "stash", "drop_stash", "refused"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -2032,6 +2054,8 @@ class Replace(_message.Message):
     DOMAINS_FIELD_NUMBER: _builtins.int
     SETUP_FROM_FIELD_NUMBER: _builtins.int
     STORES_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
     BESIDE_FIELD_NUMBER: _builtins.int
     detached: _builtins.bool
     attempt: _builtins.int
@@ -2042,6 +2066,10 @@ class Replace(_message.Message):
     node_rank: _builtins.int
     stride: _builtins.int
     """rank r's copies go to rank r + stride"""
+    world_size: _builtins.int
+    """of a job that has changed its layout: its ranks now; 0: those of the launch"""
+    layout: _builtins.str
+    """the layout itself, as tp=1,pp=2,dp=1"""
     beside: _builtins.int
     """the process is built up beside training and belongs to the job later: the order's number; 0: at once"""
     @_builtins.property
@@ -2069,11 +2097,13 @@ class Replace(_message.Message):
         domains: _abc.Iterable[_builtins.int] | None = ...,
         setup_from: _abc.Iterable[_builtins.str] | None = ...,
         stores: _abc.Iterable[Global___StoreServer] | None = ...,
+        world_size: _builtins.int = ...,
+        layout: _builtins.str = ...,
         beside: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "beside", b"beside", "detached", b"detached", "domains", b"domains", "local_rank", b"local_rank", "node_rank", b"node_rank", "setup_from", b"setup_from", "store_host", b"store_host", "store_port", b"store_port", "stores", b"stores", "stride", b"stride"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "beside", b"beside", "detached", b"detached", "domains", b"domains", "layout", b"layout", "local_rank", b"local_rank", "node_rank", b"node_rank", "setup_from", b"setup_from", "store_host", b"store_host", "store_port", b"store_port", "stores", b"stores", "stride", b"stride", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2409,6 +2439,7 @@ class Restore(_message.Message):
     DECODE_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     RESHAPE_FIELD_NUMBER: _builtins.int
+    STASH_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     checkpoint: _builtins.str
     """directory; set: restore everything from it"""
@@ -2430,6 +2461,10 @@ class Restore(_message.Message):
     def reshape(self) -> Global___Reshape:
         """after all else"""
 
+    @_builtins.property
+    def stash(self) -> Global___StashPlace:
+        """set: everything is read from there"""
+
     def __init__(
         self,
         *,
@@ -2440,14 +2475,107 @@ class Restore(_message.Message):
         decode: Global___Decode | None = ...,
         deadline_s: _builtins.float = ...,
         reshape: Global___Reshape | None = ...,
+        stash: Global___StashPlace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "reshape", b"reshape"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "reshape", b"reshape", "stash", b"stash"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "deadline_s", b"deadline_s", "decode", b"decode", "local", b"local", "reshape", b"reshape", "transfers", b"transfers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "deadline_s", b"deadline_s", "decode", b"decode", "local", b"local", "reshape", b"reshape", "stash", b"stash", "transfers", b"transfers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Restore: _TypeAlias = Restore  # noqa: Y015
+
+@_typing.final
+class Stash(_message.Message):
+    """The job is to be laid out in another way: write these shards, of this version, into a directory of the node's memory.
+    Then this process ends.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    ITEMS_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    directory: _builtins.str
+    @_builtins.property
+    def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___StashItem]: ...
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        directory: _builtins.str = ...,
+        items: _abc.Iterable[Global___StashItem] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "items", b"items", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Stash: _TypeAlias = Stash  # noqa: Y015
+
+@_typing.final
+class StashItem(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    shard: _builtins.str
+    kind: _builtins.str
+    def __init__(
+        self,
+        *,
+        shard: _builtins.str = ...,
+        kind: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "shard", b"shard"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StashItem: _TypeAlias = StashItem  # noqa: Y015
+
+@_typing.final
+class StashPlace(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    directory: _builtins.str
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        directory: _builtins.str = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "ranks", b"ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StashPlace: _TypeAlias = StashPlace  # noqa: Y015
+
+@_typing.final
+class DropStash(_message.Message):
+    """What stashes of this node there are is of no use any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropStash: _TypeAlias = DropStash  # noqa: Y015
 
 @_typing.final
 class Reshape(_message.Message):
@@ -3615,21 +3743,25 @@ class ProbeReply(_message.Message):
     VOUCHED_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     CONTROLLER_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     vouched: _builtins.bool
     """the controller has been told, and counts the asking node as heard"""
     term: _builtins.int
     controller: _builtins.str
     """which one it follows, and where that listens (HOST:PORT)"""
+    generation: _builtins.int
+    """the newest one that a controller has named there"""
     def __init__(
         self,
         *,
         vouched: _builtins.bool = ...,
         term: _builtins.int = ...,
         controller: _builtins.str = ...,
+        generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["controller", b"controller", "term", b"term", "vouched", b"vouched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["controller", b"controller", "generation", b"generation", "term", b"term", "vouched", b"vouched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -4060,6 +4192,56 @@ class ResizeReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResizeReply: _TypeAlias = ResizeReply  # noqa: Y015
+
+@_typing.final
+class ReplanRequest(_message.Message):
+    """Have the job laid out in another way from a step on (-1: the next one). layout: as tp=2,pp=1,dp=1; empty: the best."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    layout: _builtins.str
+    step: _builtins.int
+    def __init__(
+        self,
+        *,
+        layout: _builtins.str = ...,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplanRequest: _TypeAlias = ReplanRequest  # noqa: Y015
+
+@_typing.final
+class ReplanReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERROR_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    LINES_FIELD_NUMBER: _builtins.int
+    error: _builtins.str
+    layout: _builtins.str
+    @_builtins.property
+    def lines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        error: _builtins.str = ...,
+        layout: _builtins.str = ...,
+        lines: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "layout", b"layout", "lines", b"lines"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplanReply: _TypeAlias = ReplanReply  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):

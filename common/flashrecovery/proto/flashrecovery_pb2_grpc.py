@@ -150,6 +150,11 @@ class ControllerStub:
                 request_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.DrainRequest.SerializeToString,
                 response_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.DrainReply.FromString,
                 _registered_method=True)
+        self.Replan = channel.unary_unary(
+                '/flashrecovery.v1.Controller/Replan',
+                request_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.ReplanRequest.SerializeToString,
+                response_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.ReplanReply.FromString,
+                _registered_method=True)
 
 
 class ControllerServicer:
@@ -197,6 +202,12 @@ class ControllerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Replan(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControllerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -234,6 +245,11 @@ def add_ControllerServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.DrainRequest.FromString,
                     response_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.DrainReply.SerializeToString,
+            ),
+            'Replan': grpc.unary_unary_rpc_method_handler(
+                    servicer.Replan,
+                    request_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.ReplanRequest.FromString,
+                    response_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.ReplanReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -425,6 +441,33 @@ class Controller:
             '/flashrecovery.v1.Controller/Drain',
             flashrecovery_dot_proto_dot_flashrecovery__pb2.DrainRequest.SerializeToString,
             flashrecovery_dot_proto_dot_flashrecovery__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Replan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flashrecovery.v1.Controller/Replan',
+            flashrecovery_dot_proto_dot_flashrecovery__pb2.ReplanRequest.SerializeToString,
+            flashrecovery_dot_proto_dot_flashrecovery__pb2.ReplanReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -2,7 +2,8 @@
 
 DCP reads a stored tensor as a whole. Its file has the tensor as an archive of ``torch.save`` in which the bytes lie
 uncompressed, row by row; where they begin, the archive's own directory says. Digests are of *blocks* of 1 MiB, so that
-who reads a part of a tensor can check it: what is read begins and ends with a block.
+who reads a part of a tensor can check it: what is read begins and ends with a block. Of smaller parts many lie in one
+block, which is read once.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,8 @@ from flashrecovery.plan.boxes import Box, chunks
 from flashrecovery.redundancy.manifest import UNREADABLE
 
 BLOCK = 1 << 20
+_BLOCKS_KEPT = 16
+"""Of the tensors that are being read, one each."""
 _DIGEST_BYTES = 8
 _RECORD = "/data/0"
 _LOCAL_HEADER = 30
@@ -113,6 +117,7 @@ class StoredTensors:
         self._path = path
         self.nbytes = 0
         self._places: dict[str, _Place] = {}
+        self._blocks: OrderedDict[str, tuple[int, bytearray]] = OrderedDict()  # by tensor, the one that was read last
         try:
             stored = FileSystemReader(path).read_metadata().storage_data or {}
         except UNREADABLE as e:
@@ -126,6 +131,18 @@ class StoredTensors:
         """
         if start >= stop:
             return bytearray()
+        first, last = start // BLOCK, -(-stop // BLOCK)
+        if last - first > 1:
+            return self._read(key, start, stop, total, known)
+        number, block = self._blocks.pop(key, (-1, bytearray()))
+        if number != first:
+            block = self._read(key, first * BLOCK, min(last * BLOCK, total), total, known)
+        self._blocks[key] = first, block
+        if len(self._blocks) > _BLOCKS_KEPT:
+            self._blocks.popitem(last=False)
+        return block[start - first * BLOCK : stop - first * BLOCK]
+
+    def _read(self, key: str, start: int, stop: int, total: int, known: bytes) -> bytearray:
         first, last = start // BLOCK, -(-stop // BLOCK)
         low, high = first * BLOCK, min(last * BLOCK, total)
         place: _Place | None = None

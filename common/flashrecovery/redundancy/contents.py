@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flashrecovery.plan.boxes import Box
+from flashrecovery.plan.rules import shards_at
 from flashrecovery.redundancy.manifest import Manifest, manifests_of
 from flashrecovery.state.spec import decode_spec
 
@@ -19,13 +20,13 @@ class TensorFacts:
         name: of it; of one that is not known to be divided, its shard's and its own.
         shape: without any division.
         dtype: as torch names it.
-        boxes: by rank, what that rank has written of it; empty boxes are left out.
+        boxes: by rank, what that rank has written of it; none of them is empty.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    boxes: Mapping[int, Box]
+    boxes: Mapping[int, Sequence[Box]]
 
 
 @dataclass(frozen=True)
@@ -63,24 +64,30 @@ def contents(path: Path) -> Contents:
         first.form,
         first.rules is not None,
         all(manifest.capsule is not None for manifest in manifests.values()),
-        (*_divided(first), *_others(manifests)),
+        (*_divided(manifests), *_others(manifests)),
     )
 
 
-def _divided(first: Manifest) -> Iterator[TensorFacts]:
-    for rule in first.rules or ():
-        spec = decode_spec(first.entries[rule.shard_at(0, first.ranks)].spec)
-        boxes = {place: rule.box(place, first.ranks) for place in range(first.ranks)}
-        some = {place: box for place, box in boxes.items() if box.size}
-        yield TensorFacts(rule.name, rule.shape, str(spec.tensors[rule.key].dtype)[6:], some)
+def _divided(manifests: Mapping[int, Manifest]) -> Iterator[TensorFacts]:
+    ranks = len(manifests)
+    for rule in manifests[0].rules or ():
+        boxes: dict[int, Sequence[Box]] = {}
+        dtype = ""
+        for rank, manifest in manifests.items():
+            entry = manifest.entries.get(rule.shard_at(rank, ranks))
+            if entry is not None:
+                dtype = str(decode_spec(entry.spec).tensors[rule.key].dtype)[6:]
+                some = [part.box for part in rule.parts(rank, ranks)]
+                boxes |= {rank: some} if some else {}
+        yield TensorFacts(rule.name, rule.shape, dtype, boxes)
 
 
 def _others(manifests: Mapping[int, Manifest]) -> Iterator[TensorFacts]:
-    first = manifests[0]
-    known = {rule.shard_at(place, first.ranks) for rule in first.rules or () for place in range(first.ranks)}
+    rules = manifests[0].rules or ()
+    known = {name for place in manifests for name in shards_at(rules, place, len(manifests))}
     for rank, manifest in manifests.items():
         for name, entry in manifest.entries.items():
             if name not in known:
                 for key, tensor in decode_spec(entry.spec).tensors.items():
-                    boxes = {rank: Box.whole(tensor.shape)}
+                    boxes = {rank: [Box.whole(tensor.shape)]}
                     yield TensorFacts(f"{name}/{key}", tensor.shape, str(tensor.dtype)[6:], boxes)

@@ -12,8 +12,12 @@ from pathlib import Path
 import torch
 
 from flashrecovery.errors import ConfigError, RestoreError
-from flashrecovery.redundancy.checkpoint import CheckpointFallback, load, newest, writer_of
+from flashrecovery.plan.rules import shards_at
+from flashrecovery.redundancy.checkpoint import CheckpointFallback
+from flashrecovery.redundancy.keys import writer_of
+from flashrecovery.redundancy.loading import load
 from flashrecovery.redundancy.manifest import Manifest, manifests_of
+from flashrecovery.redundancy.published import newest
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec
 
@@ -87,11 +91,12 @@ def convert(source: Path, directory: Path, ranks: int) -> Path:
 def _shards(first: Manifest, manifests: dict[int, Manifest], rank: int, ranks: int) -> Iterator[LooseShard]:
     """What a rank of the new size writes: its parts of what is divided, and its share of what all have."""
     rules = first.rules or ()
-    for name in dict.fromkeys(rule.shard_at(rank, ranks) for rule in rules):
-        yield LooseShard(name, (rank,))
-    known = {rule.shard_at(place, first.ranks) for rule in rules for place in range(first.ranks)}
+    everybody = tuple(range(ranks))
+    for name, shared in shards_at(rules, rank, ranks).items():
+        yield LooseShard(name, everybody if shared else (rank,))
+    known = {name for place in range(first.ranks) for name in shards_at(rules, place, first.ranks)}
     for manifest in manifests.values():
         for name in manifest.entries.keys() - known:
-            shard = LooseShard(name, tuple(range(ranks)))
+            shard = LooseShard(name, everybody)
             if writer_of(shard) == rank:
                 yield shard

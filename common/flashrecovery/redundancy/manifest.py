@@ -12,11 +12,14 @@ import torch
 import xxhash
 
 from flashrecovery.errors import DamagedCheckpointError, ProtocolError, RestoreError
-from flashrecovery.plan.rules import TensorRule
+from flashrecovery.plan.patterns import Rows, Whole
+from flashrecovery.plan.rules import TensorRule, from_plain, to_plain
 from flashrecovery.redundancy.dcp import read_whole, unreadable
 from flashrecovery.state import codec
 
-FORMAT = 5
+FORMAT = 6
+_ROWS = 5
+"""With rules of rows alone."""
 _BEFORE = 4
 """Without rules, and without digests of blocks and of the manifest itself."""
 _INDEX, INDEX_DIGEST = ".metadata", "metadata.xxh3"
@@ -67,7 +70,7 @@ class Manifest:
 
     def encode(self) -> bytes:
         entries = {n: (e.shared, e.spec, e.digest, dict(e.blocks)) for n, e in self.entries.items()}
-        rules = None if self.rules is None else [_plain(rule) for rule in self.rules]
+        rules = None if self.rules is None else to_plain(self.rules)
         fields = (self.version, self.ranks, entries, self.capsule, self.common, self.form, self.layout, rules)
         content = codec.dumps(fields)
         return codec.dumps((FORMAT, xxhash.xxh3_128_digest(content), content))
@@ -79,13 +82,13 @@ class Manifest:
         if not isinstance(read, tuple):
             raise ProtocolError("not a manifest")
         number, *fields = read
-        if number == FORMAT:
+        if number in (FORMAT, _ROWS):
             digest, content = fields
             if xxhash.xxh3_128_digest(content) != digest:
                 raise ProtocolError("the manifest does not have the digest it was written with")
             fields = codec.loads(content)
         elif number != _BEFORE:
-            raise RestoreError(f"checkpoint {path} has format {number}, this version reads {_BEFORE} and {FORMAT}")
+            raise RestoreError(f"checkpoint {path} has format {number}, this version reads {_BEFORE} to {FORMAT}")
         version, ranks, entries, capsule, common, form, layout, *more = fields
         rules = more[0] if more else None
         return Manifest(
@@ -96,12 +99,15 @@ class Manifest:
             common,
             form,
             layout,
-            None if rules is None else tuple(TensorRule(*rule) for rule in rules),
+            None if rules is None else from_plain(*rules) if number == FORMAT else _rows(rules),
         )
 
 
-def _plain(rule: TensorRule) -> tuple[Any, ...]:
-    return rule.name, rule.shape, rule.itemsize, rule.rows, rule.shard, rule.key
+def _rows(rules: Sequence[Any]) -> tuple[TensorRule, ...]:
+    return tuple(
+        TensorRule(name, shape, itemsize, Rows() if rows else Whole(), shard, key)
+        for name, shape, itemsize, rows, shard, key in rules
+    )
 
 
 def index_digest(path: Path) -> bytes:

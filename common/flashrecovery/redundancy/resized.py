@@ -7,25 +7,31 @@ come from which of them. Each rank reads its own, at most :data:`LIMIT` bytes at
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from flashrecovery.errors import RestoreError
-from flashrecovery.plan.boxes import Box, chunks
-from flashrecovery.plan.layouts import Share
+from flashrecovery.plan.boxes import Box, chunks, part_with
+from flashrecovery.plan.layouts import Placement, Share
+from flashrecovery.plan.patterns import StoredBox
 from flashrecovery.plan.reshard import Portion, plan_reshard
 from flashrecovery.plan.rules import TensorRule, by_shard
 from flashrecovery.plan.timetable import timetable
 from flashrecovery.redundancy.blocks import StoredTensors, runs
+from flashrecovery.redundancy.keys import tensor_prefix, writer_among
 from flashrecovery.redundancy.manifest import Manifest, ShardEntry, manifests_of
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec, TensorSpec, decode_spec, encode_spec
 
 LIMIT = 64 << 20
 """Bytes that are read at a time."""
+_PLACES = "places"
+"""Under which a shard's values say, by optimizer, which place its state has there."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +40,6 @@ class Taken:
 
     writer: int
     entry: ShardEntry
-
-
-def tensor_prefix(name: str, shared: bool, rank: int) -> str:
-    """With which the DCP keys of a shard's tensors begin. ``rank``: who has written it."""
-    return f"shared/{name}/" if shared else f"rank{rank}/{name}/"
 
 
 def read_divided(
@@ -58,86 +59,185 @@ def read_divided(
     for writer, manifest in manifests.items():
         if (manifest.version, manifest.ranks, manifest.rules) != (first.version, first.ranks, first.rules):
             raise RestoreError(f"checkpoint {path}: ranks 0 and {writer} say different things of how it is divided")
-    into: dict[str, torch.Tensor] = {}
-    of_name = {shard.name: shard for shard in shards}
-    for beginning, some in by_shard(rules).items():
-        spec = _spec(path, beginning, some, manifests, rank, world)
-        live = of_name[f"{beginning}{rank}/{world}"].allocate(spec)
-        into |= {rule.name: live[rule.key].detach() for rule in some}
+    into = _allocated(path, shards, rules, manifests, rank, world)
     by_name = {rule.name: rule for rule in rules}
+    mine = {rule.name: rule.parts(rank, world) for rule in rules}
     stored, filled = StoredTensors(path), dict.fromkeys(by_name, 0)
+    written: dict[tuple[str, int], _Written] = {}
     for portion in portions:
         rule = by_name[portion.tensor]
-        box = rule.box(rank, world)
-        target = into[rule.name][portion.box.within(box)]
+        part = _part_with(mine[rule.name], portion.box)
+        target = _view(into[rule.shard][rule.key], part)[portion.box.within(part.box)]
+        whose = rule.name, portion.source
+        if whose not in written:
+            written[whose] = _Written.by(rule, portion.source, manifests[portion.source], first.ranks)
         with torch.no_grad():
-            target.copy_(_read(stored, rule, portion, manifests, first.ranks).view(target.dtype).view(target.shape))
+            target.copy_(_read(stored, written[whose], portion).view(target.dtype).view(target.shape))
         filled[rule.name] += portion.box.size
-    wrong = [name for name, rule in by_name.items() if filled[name] != rule.box(rank, world).size]
+    wrong = [name for name, parts in mine.items() if filled[name] != sum(part.box.size for part in parts)]
     if wrong:
         raise RestoreError(f"checkpoint {path}: not all of {wrong[:3]} has been read")
     return stored.nbytes
 
 
+def _allocated(
+    path: Path,
+    shards: Sequence[Shard],
+    rules: Sequence[TensorRule],
+    manifests: Mapping[int, Manifest],
+    rank: int,
+    world: int,
+) -> dict[str, Mapping[str, torch.Tensor]]:
+    """The live tensors of this rank, by what the names of their shards begin with and by key: what of them is padding,
+    is 0."""
+    of_name = {shard.name: shard for shard in shards}
+    turns = {rule.turn for rule in rules if rule.turn >= 0 and rule.shard_at(rank, world)}
+    place_of = {turn: place for place, turn in enumerate(sorted(turns))}
+    into: dict[str, Mapping[str, torch.Tensor]] = {}
+    for beginning, some in by_shard(rules).items():
+        name = some[0].shard_at(rank, world)
+        if not name:
+            continue
+        spec = _spec(path, some, manifests, rank, world, place_of.get(some[0].turn))
+        live = {key: tensor.detach() for key, tensor in of_name[name].allocate(spec).items()}
+        for key, tensor in live.items():
+            had = sum(part.box.size for rule in some if rule.key == key for part in rule.parts(rank, world))
+            if had < tensor.numel():
+                tensor.zero_()
+        into[beginning] = live
+    return into
+
+
 def _portions(rules: Sequence[TensorRule], ranks: int, rank: int, world: int, limit: int) -> list[Portion]:
-    """What this rank reads, and from whose files. What everybody has written comes from files that it reads anyway."""
-    divided = [rule for rule in rules if rule.rows]
-    mine = {rule.shape: (Share(rule.box(rank, world), (rank,)),) for rule in divided}
+    """What this rank reads, and from whose files. What several have written comes from files that it reads anyway, if
+    it can."""
+    divided = [rule for rule in rules if rule.pattern.divides and rule.parts(rank, world)]
+    mine: dict[tuple[Any, ...], Placement] = {}
+    for rule in divided:
+        if (rule.shape, rule.pattern) not in mine:
+            shares = (Share(part.box, (rank,)) for part in rule.parts(rank, world))
+            mine[rule.shape, rule.pattern] = tuple(shares)
     old = {rule.name: rule.placement(ranks) for rule in divided}
-    new = {rule.name: mine[rule.shape] for rule in divided}
+    new = {rule.name: mine[rule.shape, rule.pattern] for rule in divided}
     plan = plan_reshard([rule.space for rule in divided], old, new, becomes={})
     table = timetable(plan, max([limit, *(rule.itemsize for rule in rules)]))
     found = [portion for _, portion in table.messages(dest=rank)]
-    source = found[0].source if found else rank * ranks // world
+    read_anyway = {portion.source: None for portion in found}
+    by_name = {rule.name: rule for rule in rules}
+    of_shard = {by_name[portion.tensor].shard: portion.source for portion in found}
     for rule in rules:
-        if not rule.rows:
-            pieces = chunks(Box.whole(rule.shape), max(limit // rule.itemsize, 1))
-            found += [Portion(rule.name, box, source, rank, box.size * rule.itemsize) for box in pieces]
+        if rule.pattern.divides or not rule.parts(rank, world):
+            continue
+        source = _whose(rule, ranks, [*([of_shard[rule.shard]] if rule.shard in of_shard else []), *read_anyway], rank)
+        pieces = chunks(Box.whole(rule.shape), max(limit // rule.itemsize, 1))
+        found += [Portion(rule.name, box, source, rank, box.size * rule.itemsize) for box in pieces]
     return found
 
 
+def _whose(rule: TensorRule, ranks: int, preferred: Sequence[int], rank: int) -> int:
+    """Of whom this rank reads what several have as a whole."""
+    if rule.shared:
+        return writer_among(rule.shard_at(0, ranks), range(ranks))
+    for place in preferred:
+        if rule.shard_at(place, ranks):
+            return place
+    owners = [place for place in range(ranks) if rule.shard_at(place, ranks)]
+    return owners[rank % len(owners)]
+
+
 def _spec(
-    path: Path, beginning: str, rules: Sequence[TensorRule], manifests: Mapping[int, Manifest], rank: int, world: int
+    path: Path,
+    rules: Sequence[TensorRule],
+    manifests: Mapping[int, Manifest],
+    rank: int,
+    world: int,
+    place: int | None,
 ) -> ShardSpec:
-    """What a shard consists of here, from what those who wrote its parts say of them."""
+    """What a shard consists of here, from what those who wrote its parts say of them. ``place``: the number of its
+    optimizer state among those of this rank, where that is not the same on all ranks."""
     known: tuple[bytes, ShardSpec] | None = None
     for writer, manifest in manifests.items():
-        name = f"{beginning}{writer}/{manifest.ranks}"
+        name = rules[0].shard_at(writer, manifest.ranks)
+        if not name or (rules[0].shared and writer != writer_among(name, range(manifest.ranks))):
+            continue
         entry = manifest.entries.get(name)
         if entry is None:
             raise RestoreError(f"checkpoint {path}: rank {writer} has not written {name!r}")
         spec = decode_spec(entry.spec)
         for rule in rules:
             tensor = spec.tensors.get(rule.key)
-            expected = rule.box(writer, manifest.ranks).shape
+            expected = rule.stored(writer, manifest.ranks)
             if tensor is None or tensor.shape != expected or tensor.dtype.itemsize != rule.itemsize:
                 raise RestoreError(f"checkpoint {path}: {rule.key!r} of {name!r} is {tensor}, and not of {expected}")
         here = ShardSpec(
-            {rule.key: TensorSpec(rule.box(rank, world).shape, spec.tensors[rule.key].dtype) for rule in rules},
-            spec.values,
+            {
+                rule.key: TensorSpec(shape, spec.tensors[rule.key].dtype)
+                for rule in rules
+                if (shape := rule.stored(rank, world)) is not None
+            },
+            spec.values if place is None else _at(place, spec.values),
         )
         encoded = encode_spec(here)
-        if len(spec.tensors) != len(rules) or (known is not None and known[0] != encoded):
-            raise RestoreError(f"checkpoint {path}: the ranks that wrote it say different things of {beginning!r}")
+        if spec.tensors.keys() != here.tensors.keys() or (known is not None and known[0] != encoded):
+            raise RestoreError(f"checkpoint {path}: the ranks that wrote it say different things of {rules[0].shard!r}")
         known = encoded, here
-    assert known is not None
+    if known is None:
+        raise RestoreError(f"checkpoint {path}: nobody has written {rules[0].shard!r}")
     return known[1]
 
 
-def _read(
-    stored: StoredTensors, rule: TensorRule, portion: Portion, manifests: Mapping[int, Manifest], ranks: int
-) -> torch.Tensor:
+def _at(place: int, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a shard whose optimizer state has this place in its optimizer's."""
+    if _PLACES not in values:
+        return dict(values)
+    return {**values, _PLACES: dict.fromkeys(values[_PLACES], place)}
+
+
+def _part_with(parts: Sequence[StoredBox], box: Box) -> StoredBox:
+    """The part that has ``box``. Raises RestoreError if none has all of it."""
+    part = part_with(parts, box)
+    if part is None:
+        raise RestoreError(f"box {box} is in none of {len(parts)} parts")
+    return part
+
+
+def _view(tensor: torch.Tensor, part: StoredBox) -> torch.Tensor:
+    """Where a part lies."""
+    if part.box.shape == tuple(tensor.shape):
+        return tensor
+    return tensor.view(-1)[part.at : part.at + part.box.size].view(part.box.shape)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a rank has written of a tensor: its parts, and of that in which they lie the key, the bytes and the digests
+    of its blocks."""
+
+    parts: Sequence[StoredBox]
+    itemsize: int
+    key: str
+    total: int
+    known: bytes
+
+    @staticmethod
+    def by(rule: TensorRule, writer: int, manifest: Manifest, ranks: int) -> _Written:
+        name = rule.shard_at(writer, ranks)
+        entry = manifest.entries[name]
+        return _Written(
+            rule.parts(writer, ranks),
+            rule.itemsize,
+            f"{tensor_prefix(name, entry.shared, writer)}{rule.key}",
+            math.prod(rule.stored(writer, ranks) or ()) * rule.itemsize,
+            entry.blocks.get(rule.key, b""),
+        )
+
+
+def _read(stored: StoredTensors, of: _Written, portion: Portion) -> torch.Tensor:
     """The bytes of a portion."""
-    writer = portion.source
-    outer: Box = rule.box(writer, ranks)
-    name = rule.shard_at(writer, ranks)
-    entry = manifests[writer].entries[name]
-    key = f"{tensor_prefix(name, entry.shared, writer)}{rule.key}"
-    total = outer.size * rule.itemsize
-    known = entry.blocks.get(rule.key, b"")
+    part = _part_with(of.parts, portion.box)
     found = [
-        stored.read(key, start * rule.itemsize, stop * rule.itemsize, total, known)
-        for start, stop in runs(portion.box, outer)
+        stored.read(of.key, (part.at + start) * of.itemsize, (part.at + stop) * of.itemsize, of.total, of.known)
+        for start, stop in runs(portion.box, part.box)
     ]
     data = found[0] if len(found) == 1 else bytearray().join(found)
     return torch.frombuffer(data, dtype=torch.uint8)

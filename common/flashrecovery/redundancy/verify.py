@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from flashrecovery.errors import DamagedCheckpointError, RestoreError
-from flashrecovery.redundancy.checkpoint import published
 from flashrecovery.redundancy.dcp import read_into
+from flashrecovery.redundancy.keys import tensor_prefix
 from flashrecovery.redundancy.manifest import UNREADABLE, manifests_of
-from flashrecovery.redundancy.resized import tensor_prefix
+from flashrecovery.redundancy.published import published
 from flashrecovery.snapshot.files import FOLDER, SavedMemory, damaged, listed
 from flashrecovery.state.digest import shard_digest
 from flashrecovery.state.spec import decode_spec

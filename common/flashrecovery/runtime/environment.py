@@ -30,6 +30,10 @@ STRIDE_ENV = "FLASHRECOVERY_NEIGHBOUR_STRIDE"
 """Rank r's copies are kept by rank r + stride, modulo the world size."""
 DOMAINS_ENV = "FLASHRECOVERY_DOMAINS"
 """Numbers of the nodes' failure domains at the launch, JSON; unset if no two nodes share one."""
+LAYOUT_ENV = "FLASHRECOVERY_LAYOUT"
+"""The parallel layout that the job has changed to, as tp=1,pp=2,dp=1; unset: that of the launch."""
+STASH_ENV = "FLASHRECOVERY_STASH"
+"""The directory in the node's memory for state that outlives its processes while the layout changes; unset: none."""
 LOCAL_RANK_MACRO = "${local_rank}"
 """In an argument of the script, each rank finds its LOCAL_RANK instead of this, as under torchrun."""
 
@@ -66,6 +70,9 @@ def rank_env(config: RunConfig, rank: int, generation: int, replace: pb.Replace)
     several = {STORES_ENV: json.dumps([[s.host, s.port] for s in replace.stores])} if len(replace.stores) > 1 else {}
     if replace.domains:
         several[DOMAINS_ENV] = json.dumps(list(replace.domains))
+    if replace.layout:
+        several |= {LAYOUT_ENV: replace.layout}
+        several |= dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), str(replace.world_size))
     return {
         **several,
         "RANK": str(rank),

@@ -24,9 +24,10 @@ from flashrecovery.plan.decoding import DecodeOrder, ParityHeld
 from flashrecovery.plan.parity_groups import Groups
 from flashrecovery.plan.placement import ring_of
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.redundancy import checkpoint
+from flashrecovery.redundancy import checkpoint, loading
 from flashrecovery.redundancy.exchange import PeerCopies
 from flashrecovery.redundancy.flat import Beside, Outliving
+from flashrecovery.redundancy.keys import writer_of
 from flashrecovery.redundancy.neighbor import NeighbourCopies
 from flashrecovery.redundancy.parity_copies import ParityCopies
 from flashrecovery.redundancy.undo import ChangeCounter, UndoCopy, write_back
@@ -88,6 +89,8 @@ class Copies:
         self._on_kept = on_kept
         self._next: NeighbourCopies | None = None  # of a division that has been made ready
         self._elastic = settings.elastic is not None
+        # A framework's format is of one number of ranks; the core's can be read by any.
+        self._form = None if self._elastic else registry.checkpoint_format()
         self._chosen = ""
         self._undo: UndoCopy | None = None
         self._undo_allowed = settings.undo != "never"
@@ -129,7 +132,7 @@ class Copies:
                 rank=registry.rank,
                 world=registry.world_size,
                 keep=settings.checkpoint.keep,
-                form=registry.checkpoint_format(),
+                form=self._form,
                 on_published=on_published,
                 on_error=on_error,
             )
@@ -467,17 +470,18 @@ class Copies:
         """Load everything of this rank from a checkpoint. Returns the layout of the ranks that wrote it if that is
         another one: then this rank's own state is that of the script's start. Raises RestoreError if it is damaged or
         of another job."""
-        registry, form = self._registry, self._registry.checkpoint_format()
-        other = "" if form is None else checkpoint.other_layout(Path(path), form)
+        registry, form = self._registry, self._form
+        other = "" if form is None else loading.other_layout(Path(path), form)
         if other:
             registry.begin_anew()
-        plain = checkpoint.load(
+        plain = loading.load(
             Path(path),
             registry.tensor_shards(),
             rank=registry.rank,
             world=registry.world_size,
             form=form,
             elastic=self._elastic,
+            rules=registry.rules() if self._elastic else None,
         )
         capsule = registry.capture_capsule(registry.drawn()) if plain.capsule is None else plain.capsule
         registry.capsule.keep(version, capsule)
@@ -598,7 +602,7 @@ def _part_of_snapshot(registry: Registry) -> list[Shard]:
     stride, nodes = placement()
     part: list[Shard] = []
     for shard in registry.tensor_shards():
-        first = checkpoint.writer_of(shard)
+        first = writer_of(shard)
         keepers = {first}
         if nodes > 1:
             keepers.add(min(shard.holders, key=lambda rank: (rank - first - stride) % registry.world_size))

@@ -48,25 +48,15 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
     _refuse_tied(registry)
     if registry.batches is None:
         raise UnsupportedError(f"an elastic job whose script has not said where its batches come from: {_TAKE}")
-    if any(group.request.kind == "nccl" for group in groups.groups()):
-        raise UnsupportedError(
-            "an elastic job whose process groups use NCCL: that has not been tried yet; gloo is allowed"
-        )
     if registry.batches.of_calls and settings.checkpoint.dir is not None:
         raise UnsupportedError(
             "an elastic job with fallback checkpoints (checkpoint.dir) whose steps are a framework's own calls: those "
             "that lie far back would be made again with other samples; without checkpoint.dir it is allowed, and the "
             "script may save checkpoints itself"
         )
-    form = registry.checkpoint_format()
-    if form is not None and settings.checkpoint.dir is not None:
-        raise UnsupportedError(
-            f"an elastic job with fallback checkpoints (checkpoint.dir) in the format of {form.name}: they are of one "
-            "number of ranks; without checkpoint.dir it is allowed, and the script may save checkpoints itself"
-        )
     _check_replicas(registry, settings)
     _refuse_collectives_of_micro_batches(registry)
-    _refuse_unequal([*registry.habits.own, *own])
+    refuse_unequal([*registry.habits.own, *own])
     divided = registry.divided()
     if divided:
         _check_divided(settings)
@@ -122,6 +112,12 @@ def _check_replicas(registry: Registry, settings: Settings) -> None:
         )
 
 
+def refuse_nccl(job: str) -> None:
+    """Raises UnsupportedError if process groups use NCCL. ``job``: what it is, for the message."""
+    if any(group.request.kind == "nccl" for group in groups.groups()):
+        raise UnsupportedError(f"{job} whose process groups use NCCL: that has not been tried yet; gloo is allowed")
+
+
 def _refuse_tied(registry: Registry) -> None:
     """Raises UnsupportedError if an adapter's framework has what cannot change its size."""
     tied = [name for adapter in registry.adapters for name in adapter.tied_to_size()]
@@ -152,7 +148,7 @@ def _refuse_collectives_of_micro_batches(registry: Registry) -> None:
         )
 
 
-def _refuse_unequal(names: Sequence[str]) -> None:
+def refuse_unequal(names: Sequence[str]) -> None:
     if names:
         raise UnsupportedError(
             f"an elastic job in which {sorted({*names})} differ between the ranks, or are random generators: who gets "
@@ -186,11 +182,16 @@ class ElasticRules:
             self._described = True
             for division in [d for adapter in registry.adapters if (d := adapter.division()) is not None]:
                 division.describe()
-        _refuse_unequal(registry.habits.own)
-        buffers = sorted(f"buffer {name!r}" for adapter in registry.adapters for name in adapter.moved_buffers())
-        if buffers:
-            raise UnsupportedError(
-                f"an elastic job in which steps change {', '.join(buffers[:5])}: each rank has values of its own "
-                "(running statistics of BatchNorm), which depend on the number of ranks; use layers without them "
-                "(LayerNorm, GroupNorm), or track_running_stats=False"
-            )
+        refuse_unequal(registry.habits.own)
+        refuse_tied_buffers(registry)
+
+
+def refuse_tied_buffers(registry: Registry) -> None:
+    """Raises UnsupportedError if steps change buffers, which are each rank's own."""
+    buffers = sorted(f"buffer {name!r}" for adapter in registry.adapters for name in adapter.moved_buffers())
+    if buffers:
+        raise UnsupportedError(
+            f"an elastic job in which steps change {', '.join(buffers[:5])}: each rank has values of its own "
+            "(running statistics of BatchNorm), which depend on the number of ranks; use layers without them "
+            "(LayerNorm, GroupNorm), or track_running_stats=False"
+        )

@@ -37,6 +37,7 @@ from flashrecovery.worker.recoverer import Recoverer
 from flashrecovery.worker.registry import Drawn, Registry
 from flashrecovery.worker.script_frames import check_loop
 from flashrecovery.worker.sealing import Sealing
+from flashrecovery.worker.stashing import ReplanRules
 from flashrecovery.worker.stops import Stops
 from flashrecovery.worker.touches import Touches
 from flashrecovery.worker.transaction import Transaction
@@ -75,7 +76,11 @@ class Loop:
             worker, copies, self.sealing, self._touches, self._collectives, self._proving, self._stops
         )
         self._recoverer = Recoverer(worker, self)
-        self._elastic = None if worker.settings.elastic is None else ElasticRules(worker.registry)
+        self._elastic: ElasticRules | ReplanRules | None = None
+        if worker.settings.elastic is not None:
+            self._elastic = ElasticRules(worker.registry)
+        elif worker.settings.replan is not None:
+            self._elastic = ReplanRules(worker.registry)
         self._published = False  # the version that is handed out; its own pre-step copy, too, where touched
         self._unsettled = False  # a version has come about and is not complete yet
         self._committed = False  # ... by a step

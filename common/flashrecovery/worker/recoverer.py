@@ -20,7 +20,7 @@ from flashrecovery.kinds import NoticeKind
 from flashrecovery.parity_messages import decode_order, parity_message
 from flashrecovery.plan import Kind
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.redundancy.checkpoint import published
+from flashrecovery.redundancy.published import published
 from flashrecovery.state.digest import shard_digests
 from flashrecovery.state.object_shard import ObjectShard
 from flashrecovery.state.shard import ShardSource
@@ -117,6 +117,7 @@ class Recoverer:
             replicas=0 if worker.settings.elastic is None else worker.registry.shape.replicas,
             each=0 if worker.settings.elastic is None else worker.registry.shape.each,
             inner=0 if worker.settings.elastic is None else worker.registry.shape.inner,
+            facts="" if worker.stashing is None else worker.stashing.facts.text(),
         )
         if not worker.connection.detached:
             worker.gate.live = 0
@@ -179,6 +180,8 @@ class Recoverer:
             elif body == "restore":
                 self._generation = command.generation
                 self._restore(command.restore, reply)
+            elif body == "stash":
+                self._stash(command.stash, reply)
             elif body == "resume":
                 resumed = self._resume(command)
             elif body == "leave":
@@ -235,6 +238,17 @@ class Recoverer:
             adapter.reset()
         self._worker.device.make_room()
 
+    def _stash(self, stash: pb.Stash, reply: pb.Reply) -> None:
+        """Write what another layout needs of this rank; then this process ends."""
+        worker = self._worker
+        worker.faults.hit("recovery:stashing", worker.gate.version)
+        if worker.stashing is None:
+            raise RestoreError("this rank's job cannot be laid out in another way")
+        reply.stashed_bytes, alike = worker.stashing.write(
+            stash, lambda item, version: self._source(item.kind, item.shard, version)
+        )
+        reply.sent_digests.update(alike)
+
     def _regroup(self, command: pb.Command) -> None:
         worker = self._worker
         worker.faults.hit("recovery:regrouping", worker.gate.version)
@@ -279,6 +293,12 @@ class Recoverer:
                     f"{restore.checkpoint} was written with {other}: random numbers and data begin as in a new job",
                 )
             self._fresh = True  # the data stands somewhere else, too
+        elif restore.HasField("stash"):
+            worker.gate.torn()
+            if worker.stashing is None:
+                raise RestoreError("this rank's job cannot be laid out in another way")
+            reply.bytes_received += worker.stashing.read(restore.stash, version)
+            self._fresh = True
         else:
             if restore.HasField("decode"):
                 reply.bytes_received += self._decode(restore, version, corrupt)
@@ -337,7 +357,7 @@ class Recoverer:
         number = {rank: place for place, rank in enumerate(worker.members)}  # in the groups
         for item in restore.transfers:
             if item.source == worker.rank:
-                outgoing.setdefault(number[item.dest], []).append(self._source(item, version))
+                outgoing.setdefault(number[item.dest], []).append(self._source(item.kind, item.shard, version))
             else:
                 incoming.setdefault(number[item.source], []).append(item.shard)
         if not outgoing and not incoming:
@@ -374,15 +394,15 @@ class Recoverer:
         plain = [n for n in names if isinstance(shards[n], ObjectShard)]
         return frozenset(plain[:1] + [n for n in names if n not in plain][:1])
 
-    def _source(self, item: pb.TransferItem, version: int) -> ShardSource:
-        if item.kind == Kind.LENT:
-            return ShardSource(item.shard, *self._worker.registry.capsule.tensors_at(version))
-        shard = self._worker.registry.shards.get(item.shard)
+    def _source(self, kind: str, name: str, version: int) -> ShardSource:
+        if kind == Kind.LENT:
+            return ShardSource(name, *self._worker.registry.capsule.tensors_at(version))
+        shard = self._worker.registry.shards.get(name)
         if isinstance(shard, ObjectShard):
-            return ShardSource(item.shard, *shard.tensors_at(version))
-        if item.kind == Kind.LIVE and shard is not None:
-            return ShardSource(item.shard, shard.spec(), list(shard.tensors().values()))
-        return self._loop.copies.source(item.kind, item.shard, version)
+            return ShardSource(name, *shard.tensors_at(version))
+        if kind == Kind.LIVE and shard is not None:
+            return ShardSource(name, shard.spec(), list(shard.tensors().values()))
+        return self._loop.copies.source(kind, name, version)
 
     def _resume(self, command: pb.Command) -> bool:
         worker = self._worker

@@ -22,7 +22,7 @@ import xxhash
 
 from flashrecovery.division import LocalBox
 from flashrecovery.errors import RestoreError
-from flashrecovery.plan.boxes import Box, Space
+from flashrecovery.plan.boxes import Box, Space, part_with
 from flashrecovery.plan.layouts import RankLayout
 from flashrecovery.plan.reshard import Portion, plan_reshard
 from flashrecovery.plan.timetable import timetable
@@ -94,7 +94,7 @@ class _Talk:
         self, group: dist.ProcessGroup | None, me: int, held: LocalBoxes, into: LocalBoxes, corrupt: bool
     ) -> None:
         self._group, self._me = group, me
-        self._held, self._into = held, into
+        self._held, self._into = _sorted(held), _sorted(into)
         self._corrupt = corrupt
         self._hashes: dict[tuple[bool, int], xxhash.xxh3_128] = defaultdict(xxhash.xxh3_128)  # (sent, peer)
         self._filled: dict[str, int] = defaultdict(int)
@@ -169,12 +169,16 @@ class _Talk:
                 raise RestoreError(f"of {name!r} {self._filled[name]} elements have come, and {wanted} are needed")
 
 
+def _sorted(boxes: LocalBoxes) -> LocalBoxes:
+    return {name: sorted(parts, key=lambda part: part.box.low) for name, parts in boxes.items()}
+
+
 def _view(parts: LocalBoxes, name: str, box: Box) -> torch.Tensor:
     """Where ``box`` lies, which is within one of the parts. Raises RestoreError if it does not."""
-    for part in parts.get(name, ()):
-        if (part.box & box) == box:
-            return part.data[box.within(part.box)]
-    raise RestoreError(f"{name!r}: box {box} is not here")
+    part = part_with(parts.get(name, ()), box)
+    if part is None:
+        raise RestoreError(f"{name!r}: box {box} is not here")
+    return part.data[box.within(part.box)]
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

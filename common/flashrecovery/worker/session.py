@@ -19,6 +19,7 @@ from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.loop import Loop
 from flashrecovery.worker.registry import AdapterFactory, ModuleAdapterFactory, Registry
 from flashrecovery.worker.start_checks import check_world, find_own_objects
+from flashrecovery.worker.stashing import Stashing
 from flashrecovery.worker.worker import Connection, Worker
 
 
@@ -105,6 +106,8 @@ class Session:
         own = find_own_objects(registry)
         if self.settings.elastic is not None:
             elastic_rules.check_start(registry, self.settings, own, single_calls=num_steps is None)
+        if self.settings.replan is not None:
+            worker.stashing = Stashing(registry, self.settings, own, single_calls=num_steps is None)
         registry.habits.own = sorted({*registry.habits.own, *own})
         worker.tell_own(own)
         on_kept = worker.connection.page.set_kept

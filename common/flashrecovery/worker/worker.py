@@ -17,6 +17,7 @@ from flashrecovery.worker.faults import Faults
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.registry import AdapterFactory, ModuleAdapterFactory, Registry
 from flashrecovery.worker.start_profile import StartProfile
+from flashrecovery.worker.stashing import Stashing
 
 
 class Connection:
@@ -49,6 +50,7 @@ class Worker:
     Attributes:
         rank: its place in the job, as that was launched.
         members: the ranks of which the job consists now, in order; their places here are their numbers in the groups.
+        stashing: of a job whose parallel layout may change, from its first step on.
 
     Args:
         adapter_for: for a registered model and its optimizers.
@@ -71,6 +73,7 @@ class Worker:
         self.gate.generation = connection.generation
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.members = tuple(range(world_size))
+        self.stashing: Stashing | None = None
         self.registry = Registry(self.rank, world_size, adapter_for, module_adapter_for)
         self.faults = Faults(self.notice)
         self.device = DeviceClock()

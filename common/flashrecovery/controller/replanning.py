@@ -1,0 +1,413 @@
+"""A running job is laid out in another parallel layout: which one, when, and how its state gets there.
+
+There are two reasons: a command, for which all ranks pause before a step, and ranks that cannot be replaced. All that
+live are stopped, and the version to go on from is decided as in any recovery, with what the lost ranks have needed.
+Then each shard is written into the node's memory by one of those who have it (:class:`Stash`), all processes end, and
+those of the new layout are started from the script's first line, and read what they need from there. What is in the
+memory stays until all of them have taken a step: whoever dies until then, the job begins once more from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from flashrecovery import events as ev
+from flashrecovery.controller.custody import kept_for
+from flashrecovery.controller.history import HistoryEntry
+from flashrecovery.controller.job_state import AGENT, JobState
+from flashrecovery.controller.records import RankRecord
+from flashrecovery.controller.restore import Decision, RestoreRound
+from flashrecovery.controller.staffing import Staffing
+from flashrecovery.controller.writers import assigned
+from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
+from flashrecovery.kinds import NoticeKind, Ordered
+from flashrecovery.plan.replan import (
+    LayoutFacts,
+    StayingFacts,
+    best,
+    fixed,
+    layout_text,
+    parse_layout,
+    why_another_job,
+    why_not,
+)
+from flashrecovery.plan.strategy import Strategy
+from flashrecovery.plan.transitions import State
+from flashrecovery.plan.words import ranks_text
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+_TRIES = 3
+"""Layouts in which a script is started before it is given up, where it cannot begin in them."""
+
+
+@dataclass(frozen=True)
+class NextLayout:
+    """What the job is to change to. ``step``: from this one on; -1: the next one. ``lost``: it has to, because ranks
+    cannot be replaced."""
+
+    strategy: Strategy
+    why: tuple[str, ...]
+    step: int = -1
+    lost: bool = False
+
+
+@dataclass(frozen=True)
+class Kept:
+    """State that is to be read by the ranks of the next layout: in the node's memory, or (``checkpoint``) on disk.
+    ``written``: bytes."""
+
+    version: int
+    place: pb.StashPlace
+    checkpoint: str = ""
+    written: int = 0
+
+
+class Replanning:
+    """Changes of the parallel layout of one job."""
+
+    def __init__(self, job: JobState, staffing: Staffing) -> None:
+        self._job = job
+        self._staffing = staffing
+        self._next: NextLayout | None = None
+        self._writing: Kept | None = None  # is being written
+        self._kept: Kept | None = None  # is there, and may be needed once more
+        self._rounds = 0
+        self._said: dict[str, tuple[str, int]] = {}  # digests of what writers have alike, and whose they are
+        self._litter = False  # there is state in memory that nobody will need
+        self._job_is: StayingFacts | None = None  # what the job was before its layout changed, and has to stay
+        self._change: HistoryEntry | None = None  # the recovery in which it changes
+        self._before: tuple[Strategy, int] | None = None  # what it changes from, and how many ranks there can be
+        self._tried: list[str] = []  # layouts in which the script could not begin
+
+    # -- which layout -----------------------------------------------------------------------------
+
+    def ask(self, text: str, step: int) -> tuple[str, Strategy | None, tuple[str, ...]]:
+        """Have the layout changed from ``step`` on (-1: the next one). ``text``: the sizes; "": the best ones. Returns
+        (why not, "" if it will be done; the layout; why this one)."""
+        job = self._job
+        facts = self._facts()
+        if isinstance(facts, str):
+            return facts, None, ()
+        if job.state is not State.RUNNING or job.recovery is not None:
+            return f"the job is {job.state.value}, or has just recovered; ask again when it trains", None, ()
+        newest = max(record.committed for record in job.in_order)
+        if 0 <= step <= newest:
+            return f"--at-step {step}: step {newest} has begun already; a later one is allowed", None, ()
+        steps = job.in_order[0].steps
+        if steps is not None and step >= steps:
+            return f"--at-step {step}: the job takes {steps} steps; an earlier one is allowed", None, ()
+        try:
+            strategy, why = self._chosen(text, facts)
+        except (ConfigError, UnsupportedError) as e:
+            return str(e), None, ()
+        if strategy == facts.now:
+            return f"the job has the layout {layout_text(strategy)} already", None, ()
+        self._next = NextLayout(strategy, why, step)
+        for record in job.in_order:
+            job.command(record.rank, pb.Command(pause=self._pause(self._next)))
+        return "", strategy, why
+
+    def _chosen(self, text: str, facts: LayoutFacts) -> tuple[Strategy, tuple[str, ...]]:
+        """Raises ConfigError or UnsupportedError."""
+        config = self._job.config
+        assert config.replan is not None
+        if text:
+            found = parse_layout(text, facts, config.world_size)
+            if found.ranks < config.replan.min:
+                raise ConfigError(
+                    f"--layout {text}: {found.ranks} ranks; {config.replan.min} (replan.min) or more are allowed"
+                )
+            return found, ("commanded",)
+        choice = best(facts, config.world_size, config.replan.min, self._job.step_s)
+        return choice.best.strategy, choice.lines
+
+    def _facts(self) -> LayoutFacts | str:
+        """What there is to lay out; or why it cannot be laid out otherwise."""
+        if self._job.config.replan is None:
+            return "the job's layout is fixed: launch it with --replan MIN"
+        if not self._job.facts:
+            return "the job's workers have not come to their first step yet"
+        facts = LayoutFacts.parse(self._job.facts)
+        return fixed(facts) or facts
+
+    def lose(self, lost: Collection[int]) -> bool:
+        """These ranks have no process, and get none: choose a layout for those that are left. Returns whether there is
+        one; they have left the job then.
+
+        Raises JobFailedError, which says why no layout fits.
+        """
+        facts = self._facts()
+        if isinstance(facts, str) or self._job.state is State.STARTING:
+            return False
+        assert self._job.config.replan is not None
+        left = len(self._job.ranks) - len(lost)
+        wanted = self._next
+        if wanted is not None and not why_not(facts, wanted.strategy, left) and wanted.strategy != facts.now:
+            chosen = replace(wanted, step=-1, lost=True)
+        else:
+            try:
+                choice = best(facts, left, self._job.config.replan.min, self._job.step_s)
+            except UnsupportedError as e:
+                raise JobFailedError(
+                    f"{ranks_text(sorted(lost))} cannot be replaced, and no parallel layout fits the {left} ranks that "
+                    f"are left: {e}"
+                ) from e
+            chosen = NextLayout(choice.best.strategy, choice.lines, lost=True)
+        self._next = chosen
+        for rank in lost:
+            record = self._job.depart(rank)
+            self._job.tell_to_leave(rank, record.home)
+        if all(record.home for record in self._job.in_order):
+            self._job.homeless_since = None
+        return True
+
+    def can_lose(self, count: int) -> bool:
+        """Whether there is a layout for so many ranks less."""
+        facts, settings = self._facts(), self._job.config.replan
+        if isinstance(facts, str) or settings is None:
+            return False
+        try:
+            best(facts, len(self._job.ranks) - count, settings.min)
+        except UnsupportedError:
+            return False
+        return True
+
+    # -- when -------------------------------------------------------------------------------------
+
+    @property
+    def under_way(self) -> bool:
+        """The layout is to change, and has not yet."""
+        return self._next is not None
+
+    def pause(self) -> pb.Pause | None:
+        """What ranks that go on after a recovery are told of a command that is still to be carried out."""
+        return None if self._next is None else self._pause(self._next)
+
+    @staticmethod
+    def _pause(wanted: NextLayout) -> pb.Pause:
+        return pb.Pause(step=max(wanted.step, 0), copies=False)
+
+    def why_paused(self, version: int) -> str:
+        """In words, for those who are stopped."""
+        assert self._next is not None
+        return f"the job goes on in the layout {layout_text(self._next.strategy)} from step {version} on"
+
+    # -- the state --------------------------------------------------------------------------------
+
+    def interrupted(self) -> None:
+        """Somebody has died: what was being written is of no use."""
+        if self._writing is not None:
+            self._writing = None
+            self._job.outbox.keep(lambda what, _: what is not Ordered.STASH)
+
+    def begin(self, decision: Decision | JobFailedError, now: float) -> bool:
+        """All that live are stopped, and this is decided. Returns whether the layout changes now, or has to begin once
+        more."""
+        kept, wanted = self._kept, self._next
+        if self._litter and kept is None:  # it has not been written to its end
+            self._drop()
+        found = decision if isinstance(decision, Decision) and not decision.checkpoint else None
+        if found is None and kept is not None:  # nobody had come so far as to have the state
+            again = self._once_more(kept, decision)
+            if again is None:
+                self._job.fail(str(decision))
+            else:
+                self._start(wanted or self._same(), again, now)
+            return True
+        if wanted is None or isinstance(decision, JobFailedError):
+            return False
+        unknown = self._unknown()
+        if unknown and found is not None:
+            if self._job.checkpoint is None:
+                self._job.fail(f"{unknown}; and there is no checkpoint")
+                return True
+            decision = Decision.from_checkpoint(self._job.checkpoint, self._job.ranks, unknown)
+            found = None
+        version = decision.round.version
+        if version < wanted.step:
+            return False
+        if found is None:
+            self._start(wanted, Kept(version, pb.StashPlace(), decision.checkpoint), now)
+            return True
+        self._write(version, now)
+        return True
+
+    def _once_more(self, kept: Kept, decision: Decision | JobFailedError) -> Kept | None:
+        """What a layout begins with that has to begin once more; None: there is nothing. What could not be read,
+        although nobody has died of it, is not read again where there is something else."""
+        if isinstance(decision, Decision) and (kept.checkpoint or self._job.retries):
+            return Kept(decision.round.version, pb.StashPlace(), decision.checkpoint)
+        return None if kept.checkpoint else replace(kept, written=0)
+
+    def _unknown(self) -> str:
+        """Why it cannot be said that those who are left have the whole state, in words; "" if it can. A controller that
+        was started again has not heard what the ranks needed that had died before."""
+        facts = self._facts()
+        if isinstance(facts, str) or not (facts.sharded or facts.now.ranks > facts.now.dp):
+            return ""  # every rank has all of it
+        records = self._job.ranks.values()
+        nobody = [rank for rank, needs in self._job.departed.items() if not needs and not kept_for(rank, records)]
+        if not nobody:
+            return ""
+        return (
+            f"what {ranks_text(sorted(nobody))} had, this controller, which was started again, does not know, and "
+            "nobody keeps copies of it"
+        )
+
+    def _same(self) -> NextLayout:
+        facts = self._facts()
+        assert not isinstance(facts, str)
+        return NextLayout(facts.now, ("the layout stays; not all of its ranks have had the state yet",))
+
+    def _write(self, version: int, now: float) -> None:
+        """Have each shard written by one of those who have it."""
+        orders = assigned(self._job.ranks, self._job.departed, version)
+        self._said, self._litter = {}, True
+        self._rounds += 1
+        directory = f"{self._rounds}-{version}"
+        self._writing = Kept(version, pb.StashPlace(directory=directory, ranks=sorted(orders)))
+        deadline = now + 1.5 * self._job.config.timeouts.restore_s
+        for rank, items in orders.items():
+            stash = pb.Stash(version=version, directory=directory, items=items)
+            self._job.command(rank, pb.Command(stash=stash), deadline, Ordered.STASH)
+
+    @property
+    def writing(self) -> bool:
+        """State is being written."""
+        return self._writing is not None
+
+    def wrote(self, rank: int, reply: pb.Reply) -> str:
+        """A rank has written its part. Returns in words what it has otherwise than another one, though one state of it
+        will be everybody's; "" if nothing."""
+        if self._writing is not None:
+            self._writing = replace(self._writing, written=self._writing.written + reply.stashed_bytes)
+        for what, digest in sorted(reply.sent_digests.items()):
+            first, whose = self._said.setdefault(what, (digest, rank))
+            if first != digest:
+                return f"{what} is not what it is on rank {whose}, and only one of them can be everybody's"
+        return ""
+
+    def _drop(self) -> None:
+        """What there is in memory is of no use."""
+        self._litter = False
+        self._job.command(AGENT, pb.Command(drop_stash=pb.DropStash()))
+
+    def could_not(self, rank: int, why: str) -> bool:
+        """A rank could not write. Returns whether the job can go on in its layout; a command is given up then."""
+        wanted, self._next = self._next, None
+        self.interrupted()
+        assert wanted is not None
+        text = f"the layout does not change to {layout_text(wanted.strategy)}: rank {rank}: {why}"
+        if wanted.lost:
+            self._job.fail(text)
+            return False
+        self._job.notice(NoticeKind.NOT_REPLANNED, text)
+        return True
+
+    def go_on(self, now: float) -> None:
+        """If all is written, start the new layout."""
+        if self._writing is not None and not self._job.outbox.waits_for(Ordered.STASH):
+            kept, self._writing = self._writing, None
+            assert self._next is not None
+            self._start(self._next, kept, now)
+
+    # -- the new layout ---------------------------------------------------------------------------
+
+    def _start(self, wanted: NextLayout, kept: Kept, now: float) -> None:
+        job = self._job
+        facts = LayoutFacts.parse(job.facts)
+        before, first = facts.now, job.in_order[0]
+        self._job_is = self._job_is or StayingFacts(facts, first.batches, first.steps)
+        if self._before is None:
+            self._before = before, len(job.in_order) if wanted.lost else job.config.world_size
+        self._kept, self._next = kept, None
+        self._change = job.recovery or self._change
+        places = [(record.home, record.local_rank) for record in job.in_order]
+        size = wanted.strategy.ranks
+        if size > len(places):  # ranks come back: a node has room for those of the launch
+            (home,) = {home for home, _ in places}
+            taken = {local for _, local in places}
+            places += [(home, n) for n in range(job.config.world_size) if n not in taken]
+        for record in job.in_order:
+            if record.rank >= size:  # nobody is filled under its number, which would end its process
+                job.tell_to_leave(record.rank, record.home)
+        records = [
+            RankRecord(rank, home=home, local_rank=local, committed=kept.version)
+            for rank, (home, local) in enumerate(places[:size])
+        ]
+        job.lay_out(layout_text(wanted.strategy), records)
+        job.to(State.STARTING, now)
+        job.generation += 1
+        job.retry_at, job.round, job.restore_from = None, None, ""
+        job.outbox.clear()
+        job.start_stores, job.needs_known, job.homeless_since = [], 0, None
+        job.emit(
+            ev.JobReplanned(
+                generation=job.generation,
+                step=kept.version,
+                before=layout_text(before),
+                layout=job.plan,
+                ranks=size,
+                bytes=kept.written,
+                why=list(wanted.why),
+            )
+        )
+        if kept.checkpoint:
+            why = "nobody has the state that ranks have needed which are lost"
+            job.emit(
+                ev.FallbackStarted(generation=job.generation, version=kept.version, path=kept.checkpoint, reason=why)
+            )
+        for record in job.in_order:
+            self._staffing.fill(record, now, detached=False)
+
+    def begin_otherwise(self, why: str, now: float) -> bool:
+        """The script cannot begin in the layout that the job has changed to: it begins in the one before, if there are
+        ranks enough, or the next best. Returns whether it does."""
+        job, kept = self._job, self._kept
+        if kept is None or self._before is None or self._job_is is None or job.config.replan is None:
+            return False
+        before, room = self._before
+        self._tried.append(job.plan)
+        try:
+            ranked = best(self._job_is.facts, room, job.config.replan.min, job.step_s).ranked
+        except UnsupportedError:
+            ranked = ()
+        options = [before] if before.ranks <= room else []
+        options += [estimate.strategy for estimate in ranked]
+        found = next((one for one in options if layout_text(one) not in self._tried), None)
+        if found is None or len(self._tried) >= _TRIES:
+            return False
+        text = f"the script cannot begin in the layout {job.plan}, and begins in {layout_text(found)}: {why}"
+        job.notice(NoticeKind.NOT_REPLANNED, text)
+        self._start(NextLayout(found, (f"the script cannot begin in {' or in '.join(self._tried)}",)), kept, now)
+        return True
+
+    def another_job(self, message: pb.Joined) -> str:
+        """Why what a rank's script has made is not this job in the layout that it has changed to, in words; "" if it
+        is."""
+        if self._job_is is None or not message.facts:
+            return ""
+        now = StayingFacts(LayoutFacts.parse(message.facts), message.batches, message.steps)
+        return why_another_job(self._job_is, now, self._job.plan)
+
+    @property
+    def change(self) -> HistoryEntry | None:
+        """The recovery in which the layout changes, also where all have had to begin once more."""
+        return self._change
+
+    def restored_from(self) -> Decision | None:
+        """All ranks of a new layout have come to their first step: what they go on from. None: there is no new
+        layout."""
+        kept = self._kept
+        if kept is None:
+            return None
+        found = RestoreRound.from_checkpoint(kept.version, self._job.ranks)
+        found.stash = None if kept.checkpoint else kept.place
+        return Decision(found, kept.checkpoint)
+
+    def confirmed(self) -> None:
+        """Every rank has taken a step: what the memory has is not needed any more."""
+        if self._kept is not None:
+            self._kept, self._change, self._before, self._tried = None, None, None, []
+            self._drop()

@@ -1,0 +1,47 @@
+"""Who writes which shard into the node's memory, when a job is laid out in another way. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from flashrecovery.controller.custody import left_behind
+from flashrecovery.controller.records import RankRecord, capsule_name
+from flashrecovery.errors import JobFailedError
+from flashrecovery.plan import Kind
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+COMMON = "common"
+"""The shard that every rank has, of state that is no tensor; each index has it besides."""
+_PREFERRED = (Kind.LIVE, Kind.UNDO, Kind.COPY)
+
+
+def assigned(
+    records: Mapping[int, RankRecord], departed: Mapping[int, Mapping[str, int]], version: int
+) -> dict[int, list[pb.StashItem]]:
+    """Who writes which shard at ``version``, and from what it has of it: of those who have it for themselves, or else
+    keep copies of it, whoever writes the least so far. All shards that the ranks need, and that those have needed who
+    have left; no rank's own plain state.
+
+    Raises JobFailedError if somebody has said that it has a shard, and nobody has.
+    """
+    capsules = {capsule_name(rank) for rank in (*records, *departed)}
+    sizes = {name: nbytes for record in records.values() for name, nbytes in record.needs.items()}
+    sizes |= {need.shard: need.nbytes for need in left_behind(departed, records.values())}
+    names = {name for name in sizes if name not in capsules and name != COMMON}
+    holders: dict[str, dict[int, Kind]] = {name: {} for name in names}
+    for record in records.values():
+        found = [*record.live_at(version, names), *record.copies_at(version, names)]
+        for holding in sorted(found, key=lambda h: _PREFERRED.index(h.kind) if h.kind in _PREFERRED else 9):
+            if holding.kind in _PREFERRED:
+                holders[holding.shard].setdefault(record.rank, holding.kind)
+    load: Counter[int] = Counter()
+    # Who has anything writes, if only what all should have alike: so it is compared.
+    orders: dict[int, list[pb.StashItem]] = {rank: [] for rank, record in records.items() if record.newest >= 0}
+    for name in sorted(names, key=lambda name: (-sizes[name], name)):
+        if not holders[name]:
+            raise JobFailedError(f"nobody has shard {name!r} at version {version}")
+        rank = min(holders[name], key=lambda rank: (holders[name][rank] is Kind.COPY, load[rank], rank))
+        load[rank] += sizes[name]
+        orders.setdefault(rank, []).append(pb.StashItem(shard=name, kind=holders[name][rank].value))
+    return orders

@@ -1,0 +1,220 @@
+"""Which layout a running job goes on with, when it is laid out in another way: by command, or because ranks are lost.
+Pure.
+
+The workers say what there is to divide (:class:`LayoutFacts`); candidates, their costs, and the choice are
+:mod:`.strategy`'s. The global batch stays, and the micro-batch: a schedule's micro-batches are of one size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+
+from flashrecovery.errors import ConfigError
+from flashrecovery.plan.footprint import Sharding
+from flashrecovery.plan.step_cost import MeasuredStep, Prices, estimate, fit
+from flashrecovery.plan.strategy import (
+    Excluded,
+    Machines,
+    ModelShape,
+    Strategy,
+    StrategyChoice,
+    Workload,
+    candidates,
+    decide,
+)
+from flashrecovery.plan.words import shortened
+
+_NAMES = ("tp", "pp", "dp")
+_PLENTY = 2.0**60
+"""Bytes of memory where nobody says how much there is: memory excludes nothing then."""
+
+
+@dataclass(frozen=True)
+class LayoutFacts:
+    """A running job, as its workers say.
+
+    Attributes:
+        layout: ``tp``, ``pp``, ``cp``, ``ep``, ``dp``.
+        layers, hidden, heads, kv_heads, inner, vocab, sequence: of the model.
+        sharded: the distributed optimizer.
+        global_batch, micro_batch: samples of a step, and of a micro-batch.
+        memory_bytes: of a device; 0: not known.
+    """
+
+    layout: Mapping[str, int]
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    inner: int
+    vocab: int
+    sequence: int
+    global_batch: int
+    micro_batch: int
+    sharded: bool = False
+    memory_bytes: int = 0
+
+    @property
+    def now(self) -> Strategy:
+        """The layout that the job has."""
+        return Strategy(**{name: int(size) for name, size in self.layout.items()}, micro_batch=self.micro_batch)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step, on all replicas together."""
+        return self.global_batch // self.micro_batch
+
+    def text(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @staticmethod
+    def parse(text: str) -> LayoutFacts:
+        return LayoutFacts(**json.loads(text))
+
+    def work(self) -> Workload:
+        """Parameters are counted as a GPT's: they serve to compare layouts of one model."""
+        per_layer = 4 * self.hidden * self.hidden + 2 * self.hidden * self.inner
+        parameters = max(1, self.layers * per_layer + 2 * self.vocab * self.hidden)
+        model = ModelShape(
+            self.layers, self.hidden, self.heads, self.kv_heads, self.inner, self.vocab, parameters, parameters
+        )
+        sharding = Sharding.OPTIMIZER if self.sharded else Sharding.REPLICATED
+        return Workload(model, self.sequence, self.global_batch, sharding, uneven=False)
+
+
+@dataclass(frozen=True)
+class StayingFacts:
+    """What stays of a job whatever its layout is. ``batches``: what its batches are made of, JSON. ``steps``: that its
+    script takes; None: not known."""
+
+    facts: LayoutFacts
+    batches: str
+    steps: int | None
+
+
+_FREE = frozenset({"layout", "vocab", "memory_bytes"})
+"""Facts that may be others in another layout; a vocabulary may be padded otherwise."""
+
+
+def why_another_job(before: StayingFacts, now: StayingFacts, plan: str) -> str:
+    """Why ``now`` is not the job that was there ``before``, laid out as ``plan`` says; "" if it is."""
+    if layout_text(now.facts.now) != plan:
+        return (
+            f"the script has made the layout {layout_text(now.facts.now)} of it, and the job goes on in {plan}: it has "
+            "to take its sizes from what flashrecovery.layout() returns"
+        )
+    then, here = asdict(before.facts), asdict(now.facts)
+    if before.batches:
+        then, here = {**json.loads(before.batches), **then}, {**json.loads(now.batches or "{}"), **here}
+    then["steps"], here["steps"] = before.steps, now.steps
+    names = [name for name in {**then, **here} if name not in _FREE]
+    odd = [
+        f"{name} is {here.get(name)}, and was {then.get(name)}" for name in names if here.get(name) != then.get(name)
+    ]
+    if not odd:
+        return ""
+    return (
+        f"the script has made another job of it in the layout {plan}: {'; '.join(odd)}. All of that has to be the same "
+        "in every layout"
+    )
+
+
+def layout_text(strategy: Strategy) -> str:
+    """``tp=2,pp=1,dp=2``."""
+    return ",".join(f"{name}={getattr(strategy, name)}" for name in _NAMES)
+
+
+def parse_layout(text: str, facts: LayoutFacts, ranks: int) -> Strategy:
+    """``tp=2,pp=1,dp=1``; what is left out is 1, and ``dp`` as many as there is room for and the batch allows.
+    ``ranks``: how many there are. Raises ConfigError, which says what is allowed."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, value = part.strip().partition("=")
+        if name not in _NAMES or name in sizes or not equals or not value.isdecimal() or int(value) < 1:
+            raise ConfigError(
+                f"--layout {text}: sizes as tp=2,pp=1,dp=2 are allowed, each once, of 1 or more; context and expert "
+                "parallelism cannot be changed yet"
+            )
+        sizes[name] = int(value)
+    tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
+    dp = sizes.get("dp", 0) or _most_replicas(facts, ranks // (tp * pp))
+    found = Strategy(tp=tp, pp=pp, dp=max(dp, 1), micro_batch=facts.micro_batch)
+    why = why_not(facts, found, ranks)
+    if why:
+        raise ConfigError(f"--layout {text}: {why}")
+    return found
+
+
+def _most_replicas(facts: LayoutFacts, room: int) -> int:
+    return next((n for n in range(min(room, facts.micro_batches), 0, -1) if facts.micro_batches % n == 0), 0)
+
+
+def why_not(facts: LayoutFacts, strategy: Strategy, ranks: int) -> str:
+    """Why a job cannot have this layout on so many ranks; "" if it can."""
+    s = strategy
+    if s.ranks > ranks:
+        return f"{s.ranks} ranks are needed, and there are {ranks}"
+    for name, size in (("heads", facts.heads), ("key and value heads", facts.kv_heads), ("MLP rows", facts.inner)):
+        if size % s.tp:
+            return f"tp = {s.tp} does not divide {size} {name}"
+    if facts.layers % s.pp:
+        return f"pp = {s.pp} does not divide {facts.layers} layers"
+    if facts.micro_batches % s.dp:
+        fitting = [str(n) for n in range(1, facts.micro_batches + 1) if facts.micro_batches % n == 0]
+        return (
+            f"dp = {s.dp} does not divide the {facts.micro_batches} micro-batches of a step; {', '.join(fitting)} is "
+            "allowed"
+        )
+    return ""
+
+
+def fixed(facts: LayoutFacts) -> str:
+    """What of a job's layout cannot be changed yet, in words; "" if nothing."""
+    odd = [f"{name} = {facts.layout[name]}" for name in ("cp", "ep") if facts.layout.get(name, 1) > 1]
+    return f"a job with {' and '.join(odd)}: only tensor, pipeline and data parallelism can be changed" if odd else ""
+
+
+def best(facts: LayoutFacts, ranks: int, least: int, step_s: float = 0.0) -> StrategyChoice:
+    """The layout to go on with on at most ``ranks`` ranks, and at least ``least``. ``step_s``: what a step takes now.
+
+    Raises NothingFitsError, with the reasons.
+    """
+    work = facts.work()
+    machines = Machines(max(ranks, 1), max(ranks, 1), facts.memory_bytes or _PLENTY)
+    excluded = Excluded()
+    found = []
+    for one in candidates(work, ranks, machines.per_node, excluded) if ranks > 0 else ():
+        if one.micro_batch != facts.micro_batch:
+            continue  # no other layout: the same one with other micro-batches
+        if one.ranks < least:
+            excluded.add(f"fewer than {least} ranks (replan.min)", str(one))
+        else:
+            found.append(one)
+    prices = Prices()
+    if step_s > 0:
+        prices = fit(work, Machines(facts.now.ranks, facts.now.ranks, _PLENTY), [MeasuredStep(facts.now, step_s)])
+    choice = decide(work, machines, [estimate(work, machines, one, prices) for one in found], excluded, facts.now)
+    return replace(choice, lines=tuple(_words(facts, choice, ranks, excluded)))
+
+
+def _words(facts: LayoutFacts, choice: StrategyChoice, ranks: int, excluded: Excluded) -> Iterator[str]:
+    taken, fastest = choice.best, choice.fastest
+    memory = f", {taken.memory_bytes / 2**30:.0f} GiB on a device" if facts.memory_bytes else ""
+    yield (
+        f"{layout_text(taken.strategy)}: {taken.strategy.ranks:,} of {ranks:,} ranks, {taken.step_s:.2g} s a step "
+        f"(estimated){memory}."
+    )
+    yield (
+        f"The global batch stays {facts.global_batch} samples: every replica computes "
+        f"{facts.micro_batches // taken.strategy.dp} micro-batches."
+    )
+    if fastest is not taken:
+        yield (
+            f"{layout_text(fastest.strategy)} would be {1 - fastest.step_s / taken.step_s:.0%} faster, which is not "
+            "worth another model parallelism."
+        )
+    yield "Workers are started anew; nodes, agents and the controller stay, and the state goes from memory to memory."
+    others = [line for line in excluded.lines() if "micro-batch does not divide" not in line]
+    yield f"{len(choice.ranked):,} layouts fit." + (f" Others do not: {shortened(others, 3)}." if others else "")

@@ -1,0 +1,42 @@
+"""The published checkpoints of a directory: how they are called, and which is the newest one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+LATEST = "latest"
+"""The file that names the newest one."""
+
+
+def published(directory: Path) -> list[tuple[int, Path]]:
+    """Version and path of the newest published checkpoint and those before it, the oldest first."""
+    last = newest(directory)
+    older = sorted(versions_in(directory)) if last is not None else []
+    return [(v, Path(directory) / step_name(v)) for v in older if last is not None and v <= last[0]]
+
+
+def newest(directory: Path) -> tuple[int, Path] | None:
+    """Version and path of the newest published checkpoint, or None."""
+    directory = Path(directory)
+    versions = versions_in(directory) if directory.is_dir() else []
+    try:
+        named = _version_of((directory / LATEST).read_text())
+    except OSError:
+        named = None
+    version = named if named in versions else max(versions, default=None)
+    return None if version is None else (version, directory / step_name(version))
+
+
+def step_name(version: int) -> str:
+    """Of the directory of a version."""
+    return f"step-{version:010d}"
+
+
+def versions_in(directory: Path) -> list[int]:
+    """All that are there, in no order."""
+    return [v for p in directory.glob("step-*") if (v := _version_of(p.name)) is not None and p.is_dir()]
+
+
+def _version_of(name: str) -> int | None:
+    kind, _, number = name.strip().partition("-")
+    return int(number) if kind == "step" and number.isdigit() else None

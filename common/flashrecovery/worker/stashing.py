@@ -1,0 +1,154 @@
+"""A worker's side of a change of the parallel layout: what it writes into the node's memory before it ends, and what it
+reads there when it begins in another layout.
+
+Before the first step all ranks tell each other of what each of their shards is in the whole model: who keeps copies of
+another rank's shards can then write these, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from flashrecovery.config import Settings
+from flashrecovery.errors import RestoreError, UnsupportedError
+from flashrecovery.logical import LogicalState
+from flashrecovery.plan.logical import Description, ShardParts
+from flashrecovery.plan.replan import LayoutFacts, fixed
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.redundancy.stash import Stash, write
+from flashrecovery.runtime.environment import STASH_ENV
+from flashrecovery.state import codec
+from flashrecovery.state.shard import ShardSource
+from flashrecovery.worker import agreement
+from flashrecovery.worker.elastic_rules import refuse_nccl, refuse_tied_buffers, refuse_unequal
+from flashrecovery.worker.registry import Registry
+
+_TAKE = "recovery.elastic_batches(dataset, global_batch=..., micro_batch=...) are allowed (docs/elastic.md)"
+
+
+class Stashing:
+    """Of one worker whose job may change its layout."""
+
+    def __init__(self, registry: Registry, settings: Settings, own: Sequence[str], *, single_calls: bool) -> None:
+        """Whether the layout can change; a collective, when everything is registered.
+
+        Raises:
+            UnsupportedError: not, and why.
+            ConfigError: the ranks say different things of model, layout or batch.
+        """
+        if STASH_ENV not in os.environ:
+            raise UnsupportedError("another parallel layout without `flashrecovery run --replan`")
+        if single_calls:
+            raise UnsupportedError(
+                "another parallel layout of a job whose steps are a framework's own calls: megatron-core in a loop "
+                "over recovery.steps() is allowed"
+            )
+        states = [adapter.logical() for adapter in registry.adapters]
+        if len(states) != 1 or states[0] is None:
+            names = ", ".join(adapter.name for adapter in registry.adapters)
+            raise UnsupportedError(
+                f"another parallel layout of a job of {names}: megatron-core's model and optimizer, registered by "
+                "fr_megatron.attach(), and nothing besides, are allowed"
+            )
+        if registry.batches is None or registry.streams:
+            raise UnsupportedError(f"another parallel layout of a job with batches of each rank's own: {_TAKE}")
+        refuse_nccl("another parallel layout of a job")
+        refuse_unequal([*registry.habits.own, *own])
+        self._registry = registry
+        self._state: LogicalState = states[0]
+        self.facts = self._gather_facts()
+        self._described = self._gather()
+
+    def _gather_facts(self) -> LayoutFacts:
+        batches = self._registry.batches
+        assert batches is not None
+        agreement.check_equal("the arguments of elastic_batches()", batches.settings)
+        sizes = {name: batches.settings[name] for name in ("global_batch", "micro_batch")}
+        facts = LayoutFacts(**self._state.facts(), **sizes)
+        agreement.check_equal("layout and model, as Megatron says them,", {"facts": facts.text()})
+        why = fixed(facts)
+        if why:
+            raise UnsupportedError(f"another parallel layout of {why}")
+        return facts
+
+    def _gather(self) -> Description:
+        mine = [json.dumps([name, parts.plain()]) for name, parts in self._state.describe().items()]
+        found: dict[str, ShardParts] = {}
+        for name, plain in map(json.loads, agreement.union(mine)):
+            parts = ShardParts.from_plain(plain)
+            if found.setdefault(name, parts) != parts:
+                raise UnsupportedError(f"another parallel layout: ranks say different things of shard {name!r}")
+        return found
+
+    def write(
+        self, stash: pb.Stash, source: Callable[[pb.StashItem, int], ShardSource]
+    ) -> tuple[int, Mapping[str, str]]:
+        """Write what this rank was told to. ``source``: gives a shard's content. Returns how many bytes of tensors, and
+        digests of what all ranks should have alike: those of the new layout get one rank's.
+
+        Raises RestoreError.
+        """
+        common = self._registry.common.at(stash.version) or b""
+        sources = (source(item, stash.version) for item in stash.items)
+        directory = self._directory(stash.directory)
+        try:
+            written = write(directory, self._registry.rank, stash.version, sources, self._described, common)
+        except OSError as e:
+            raise RestoreError(f"the state cannot be written to {directory}: {e.strerror}") from e
+        objects = codec.loads(common)["digests"] if common else {}
+        alike = {f"the registered object {name!r}": digest for name, digest in objects.items()}
+        alike |= {f"{name!r}, of which there is one for all parameters,": d for name, d in written.numbers.items()}
+        return written.nbytes, alike
+
+    def read(self, place: pb.StashPlace, version: int) -> int:
+        """Bring this rank to ``version``, as ranks of another layout have written it. Its own state is that of the
+        script's start. Returns how many bytes of tensors were read. Raises RestoreError."""
+        registry = self._registry
+        stash = Stash(self._directory(place.directory), place.ranks, version)
+        registry.begin_anew()
+        nbytes = self._state.read(stash)
+        registry.capsule.keep(version, registry.capture_capsule(registry.drawn()))
+        registry.common.keep(version, stash.common)
+        return nbytes
+
+    @staticmethod
+    def _directory(name: str) -> Path:
+        return Path(os.environ[STASH_ENV]) / name
+
+
+class ReplanRules:
+    """What each step of a job must keep to whose layout may change."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._told = self._modes()
+
+    def check_step(self, step: int) -> None:
+        """``step`` is about to be committed.
+
+        Raises:
+            RegistrationError: it has not gone through its micro-batches.
+            UnsupportedError: it has changed state that is each rank's own, or the model in a way that its script would
+                not make it again (evaluation mode, frozen parameters, numbers among its attributes).
+            ConfigError: the framework has another batch now.
+        """
+        registry = self._registry
+        assert registry.batches is not None
+        registry.batches.refuse_unread(step)
+        registry.batches.check_framework()
+        refuse_unequal(registry.habits.own)
+        refuse_tied_buffers(registry)
+        if self._modes() != self._told:
+            raise UnsupportedError(
+                "another parallel layout of a job whose script has changed its model since the start (train() or "
+                "eval(), requires_grad_(), numbers among the attributes of its modules): of which module of another "
+                "layout that is, is not known; what the script sets before its first step is allowed"
+            )
+
+    def _modes(self) -> bytes:
+        """What the modules of this rank have been told since their start."""
+        own = [adapter.capture_rank() for adapter in self._registry.adapters]
+        return codec.dumps([{key: state.get(key) for key in ("modes", "attributes")} for state in own])

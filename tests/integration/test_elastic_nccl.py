@@ -1,0 +1,102 @@
+"""Elastic jobs whose process groups behave as NCCL's do (tests/support/fake_nccl) shrink and grow: as a job over that
+fake that was resized by command at the same steps, bit for bit, which goes on as one that was started in that size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.support import elastic, fake_nccl
+from tests.support.elastic import changes, command, often
+from tests.support.elastic_divided import FSDP2, Kind, Resized, check_as_commanded, megatron, resized_once, zero
+from tests.support.jobs import ROOT, Job, check_fired
+
+pytestmark = pytest.mark.timeout(400)
+WRAPPER = ROOT / "tests" / "scripts" / "fake_nccl.py"
+AT, BACK = 8, 32
+SLOWLY = ("--step-time", "100")
+DDP = Kind("ddp", elastic.SCRIPT, (), elastic.check_steps_alike, elastic.check_goes_on_alike)
+
+
+def over_nccl(kind: Kind) -> Kind:
+    """The same jobs over the fake."""
+    env = {**(kind.env or {}), "FAKE_NCCL_SCRIPT": str(kind.script)}
+    return replace(kind, name=f"{kind.name}-nccl", script=WRAPPER, env=env)
+
+
+def needing(package: str, mark: pytest.MarkDecorator) -> list[pytest.MarkDecorator]:
+    return [
+        mark,
+        pytest.mark.grid,
+        pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed"),
+    ]
+
+
+KINDS = [
+    pytest.param(over_nccl(DDP), id="ddp"),
+    pytest.param(over_nccl(FSDP2), id="fsdp2", marks=pytest.mark.grid),
+    *(
+        pytest.param(over_nccl(zero(s)), id=f"zero{s}", marks=needing("deepspeed", pytest.mark.deepspeed))
+        for s in (1, 2, 3)
+    ),
+    pytest.param(
+        over_nccl(megatron("distributed", "--bf16", "--use-distributed-optimizer")),
+        id="megatron-distributed",
+        marks=needing("megatron", pytest.mark.megatron),
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
+    fake_nccl.build()
+    return resized_once(tmp_path_factory)
+
+
+@pytest.mark.parametrize("victims", often([(0,), (1,), (3,), (0, 2)], [(0,)]))
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_and_back(kind: Kind, victims: tuple[int, ...], tmp_path: Path, resized: Resized) -> None:
+    """4 -> 3 -> 4, and 4 -> 2 -> 4."""
+    fake_nccl.build()
+    faults = [f"rank={rank},fault=sigkill,at=backward,step={AT}" for rank in victims]
+    running = kind.start(tmp_path / "run", *SLOWLY, inject=faults)
+    running.wait_for("recovery_finished", 120)
+    assert command(running, 4, BACK) == ""
+    job = running.wait()
+    assert (changes(job)[-1].step, changes(job)[-1].ranks) == (BACK, (0, 1, 2, 3)), job.explain()
+    assert job.of("job_resized")[-1]["came"] == list(victims), job.explain()
+    assert len(job.of("failure_detected")) == len(victims), job.explain()
+    check_fired(job, len(victims))
+    if kind.name == "ddp-nccl":
+        check_from_device_to_device(job)
+    check_as_commanded(kind, job, resized)
+
+
+def check_from_device_to_device(job: Job) -> None:
+    """Who has come was restored so: what it lacked is equal on all ranks."""
+    (grown,) = [e for e in job.of("recovery_finished") if e["cause"] == "resize" and not e["left"]]
+    assert grown["device_bytes"] > 0, grown
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_replaced_in_the_new_size(kind: Kind, victim: int, tmp_path: Path, resized: Resized) -> None:
+    """After one has left by command, another one dies that has room: of three ranks, too, some group reaches from
+    device to device."""
+    fake_nccl.build()
+    fault = [f"rank={victim},fault=sigkill,at=backward,step={BACK}"]
+    config = {"elastic": {"min": 2, "max": 4}}
+    running = kind.start(tmp_path / "run", *SLOWLY, config=config, inject=fault, standby=1)
+    running.wait_for("job_started", 120)
+    assert command(running, 3, AT) == ""
+    job = running.wait()
+    check_fired(job)
+    assert [len(change.ranks) for change in changes(job)] == [3], job.explain()
+    (_, replaced) = job.of("recovery_finished")
+    assert (replaced["victims"], replaced["left"]) == ([victim], []), job.explain()
+    assert (replaced["device_bytes"] > 0) == (kind.name == "ddp-nccl"), replaced  # copies of rows are in host memory
+    check_as_commanded(kind, job, resized)

@@ -1,0 +1,240 @@
+"""A megatron-core job that goes on in another parallel layout, on command and where a rank is not replaced: from its
+step on it is, bit for bit, a job that megatron-core alone has started in that layout from that step's state."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashrecovery.config import PHASES
+from tests.support import elastic
+from tests.support.jobs import Job, RunningJob, check_fired
+from tests.support.replan import (
+    AT,
+    TIMEOUT_S,
+    Saved,
+    Sizes,
+    Training,
+    check_goes_on,
+    command,
+    never,
+    replanned,
+    start,
+)
+
+pytest.importorskip("megatron.core")
+pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(4 * TIMEOUT_S)]
+
+SHARDED = ("--use-distributed-optimizer", "--bf16")
+STAGES = Training("tp2-pp2", Sizes(2, 2, 1), ("--bf16",))
+PARTS = Training("tp2-dp2-distributed", Sizes(2, 1, 2), SHARDED)
+ROWS = Training("pp2-dp2-distributed-fp32", Sizes(1, 2, 2), ("--use-distributed-optimizer",))
+WIDE = Training("pp2-fp32", Sizes(1, 2, 2))
+TIED = Training("tp2-pp2-tied-distributed", Sizes(2, 2, 1), (*SHARDED, "--tie-head"))
+DEEP = Training("pp4-layers4", Sizes(1, 4, 1), ("--layers", "4", "--bf16"))
+SLOWLY = ("--step-time", "150")
+AUTO: dict[str, Any] = {"replan": {"min": 1}}
+VICTIMS = (0, 1, 3)
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(tmp_path_factory.mktemp("replanned"))
+
+
+@pytest.mark.parametrize(
+    ("training", "sizes"),
+    [
+        pytest.param(training, sizes, id=f"{training}-to-{sizes.tp}{sizes.pp}{sizes.dp}")
+        for training, sizes in (
+            (STAGES, Sizes(1, 2, 1)),
+            (STAGES, Sizes(2, 1, 2)),
+            (PARTS, Sizes(1, 2, 2)),
+            (PARTS, Sizes(2, 2, 1)),
+            (PARTS, Sizes(1, 1, 1)),
+            (ROWS, Sizes(2, 1, 1)),
+            (ROWS, Sizes(1, 1, 3)),
+            (WIDE, Sizes(2, 2, 1)),
+            (TIED, Sizes(1, 1, 2)),
+            (TIED, Sizes(1, 2, 2)),
+            (DEEP, Sizes(2, 2, 1)),
+        )
+    ],
+)
+def test_on_command(training: Training, sizes: Sizes, tmp_path: Path, saved: Saved) -> None:
+    running = start(tmp_path / "run", training, *SLOWLY, config=AUTO)
+    running.wait_for("job_started", TIMEOUT_S)
+    assert command(running, sizes, AT) == ""
+    job = running.wait(TIMEOUT_S)
+    check_goes_on(job, training, saved, [(AT, sizes)])
+    assert not job.of("failure_detected"), job.explain()
+
+
+def test_there_and_back(tmp_path: Path, saved: Saved) -> None:
+    """TP 2 -> 1 -> 2: the same state, and then the same losses as a job that has never changed."""
+    running = start(tmp_path / "run", PARTS, *SLOWLY, config=AUTO)
+    running.wait_for("job_started", TIMEOUT_S)
+    assert command(running, Sizes(1, 1, 4), 3) == ""
+    running.wait_for("recovery_finished", TIMEOUT_S)
+    assert command(running, PARTS.sizes, 6) == ""
+    job = running.wait(TIMEOUT_S)
+    check_goes_on(job, PARTS, saved, [(3, Sizes(1, 1, 4)), (6, PARTS.sizes)])
+
+
+def kills() -> list[Any]:
+    return [
+        pytest.param(training, phase, victim, id=f"{training}-{phase}-{victim}")
+        for training in (STAGES, PARTS)
+        for phase in PHASES
+        for victim in VICTIMS
+        if phase != "param-gather" or training is PARTS
+    ]
+
+
+@pytest.mark.parametrize(("training", "phase", "victim"), kills())
+def test_killed_and_not_replaced(training: Training, phase: str, victim: int, tmp_path: Path, saved: Saved) -> None:
+    faults = [f"rank={victim},fault=sigkill,at={phase},step={AT}"]
+    job = start(tmp_path / "run", training, inject=faults).wait(TIMEOUT_S)
+    check_fired(job)
+    check_changed_around(job, training, saved, 3)
+
+
+@pytest.mark.parametrize("training", [ROWS, WIDE, TIED, DEEP], ids=str)
+def test_other_trainings(training: Training, tmp_path: Path, saved: Saved) -> None:
+    faults = [f"rank=1,fault=sigkill,at=optimizer,step={AT}"]
+    job = start(tmp_path / "run", training, inject=faults).wait(TIMEOUT_S)
+    check_fired(job)
+    check_changed_around(job, training, saved, 3)
+
+
+def check_changed_around(job: Job, training: Training, saved: Saved, ranks: int) -> None:
+    """It has changed once, before or after the step of the fault, to a layout of so many ranks at most."""
+    assert job.code == 0, job.explain()
+    (event,) = job.of("job_replanned")
+    assert event["step"] in (AT - 1, AT, AT + 1) and 1 <= event["ranks"] <= ranks, job.explain()
+    assert event["bytes"] > 0, job.explain()
+    assert not job.of("fallback_started"), job.explain()
+    check_goes_on(job, training, saved, replanned(job))
+
+
+@pytest.mark.parametrize("state", ["quiescing", "stashing"])
+@pytest.mark.parametrize("training", [STAGES, TIED], ids=str)
+def test_a_second_death_before_the_change(training: Training, state: str, tmp_path: Path, saved: Saved) -> None:
+    """Of two whose copies neither of them keeps."""
+    faults = [f"rank=0,fault=sigkill,at=backward,step={AT}", f"rank=2,fault=sigkill,at=recovery:{state}"]
+    job = start(tmp_path / "run", training, inject=faults).wait(TIMEOUT_S)
+    check_fired(job, 2)
+    check_changed_around(job, training, saved, 2)
+
+
+@pytest.mark.parametrize("state", ["restoring", "verifying", "resuming"])
+def test_a_second_death_in_the_new_layout(state: str, tmp_path: Path, saved: Saved) -> None:
+    """Who had not come so far as to have the state gets it from the memory once more, in a layout of fewer."""
+    faults = [f"rank=0,fault=sigkill,at=backward,step={AT}"]
+    running = start(tmp_path / "run", PARTS, inject=faults)
+    running.wait_for("job_replanned", TIMEOUT_S)
+    elastic.inject(running, rank=1, at=f"recovery:{state}")
+    job = running.wait(TIMEOUT_S)
+    check_fired(job, 2)
+    assert job.code == 0, job.explain()
+    changes = replanned(job)
+    assert len(changes) == 2 and changes[1][1].ranks <= 2, job.explain()
+    assert changes[0][0] == changes[1][0], job.explain()
+    check_goes_on(job, PARTS, saved, changes)
+
+
+def test_a_rank_that_is_replaced_while_the_layout_changes(tmp_path: Path, saved: Saved) -> None:
+    """By command, and one is killed as it is told to stop: the command is carried out all the same."""
+    faults = ["rank=1,fault=sigkill,at=recovery:quiescing"]
+    running = start(tmp_path / "run", STAGES, *SLOWLY, config=AUTO, inject=faults)
+    running.wait_for("job_started", TIMEOUT_S)
+    assert command(running, Sizes(1, 2, 1), AT) == ""
+    job = running.wait(TIMEOUT_S)
+    check_fired(job)
+    check_goes_on(job, STAGES, saved, [(AT, Sizes(1, 2, 1))])
+
+
+def test_a_rank_is_replaced_in_the_new_layout(tmp_path: Path, saved: Saved) -> None:
+    """As in any job: the others keep their processes, and the same bits follow."""
+    running = start(tmp_path / "run", PARTS, *SLOWLY, config=AUTO)
+    running.wait_for("job_started", TIMEOUT_S)
+    assert command(running, Sizes(1, 2, 1), 3) == ""
+    running.wait_for("recovery_finished", TIMEOUT_S)
+    elastic.inject(running, rank=1, at="backward", step=6)
+    job = running.wait(TIMEOUT_S)
+    check_fired(job)
+    assert [event["left"] for event in job.of("recovery_finished")] == [[], []], job.explain()
+    assert job.of("recovery_finished")[1]["victims"] == [1], job.explain()
+    check_goes_on(job, PARTS, saved, [(3, Sizes(1, 2, 1))])
+
+
+def wait_for_version(running: RunningJob, version: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not any(f"state={version} " in log.read_text() for log in running.logs()):
+        assert time.monotonic() < deadline, running.wait(1).explain()
+        time.sleep(0.05)
+
+
+def test_two_at_once_with_each_others_copies_end_the_job(tmp_path: Path) -> None:
+    """Nobody has the state, and there is no checkpoint: loudly."""
+    running = start(tmp_path / "run", STAGES, *SLOWLY)
+    wait_for_version(running, 2)
+    running.kill(1, 2)
+    job = running.wait(TIMEOUT_S)
+    assert job.code != 0, job.explain()
+    (failed,) = job.of("job_failed")
+    assert "cannot be recovered" in failed["reason"], job.explain()
+
+
+def test_two_at_once_go_back_to_a_checkpoint_in_another_layout(tmp_path: Path, saved: Saved) -> None:
+    """What nobody has is read from the fallback checkpoint, which Megatron's format lets any layout read."""
+    options = ["--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-interval", "0.2"]
+    running = start(tmp_path / "run", STAGES, *SLOWLY, options=options)
+    running.wait_for("checkpoint_saved", TIMEOUT_S)
+    running.kill(1, 2)
+    job = running.wait(TIMEOUT_S)
+    assert job.code == 0, job.explain()
+    (fallback,) = job.of("fallback_started")
+    (change,) = replanned(job)
+    assert change[0] == fallback["version"] > 0 and change[1].ranks <= 2, job.explain()
+    check_goes_on(job, STAGES, saved, [change])
+
+
+def test_no_layout_fits(tmp_path: Path) -> None:
+    faults = [f"rank=1,fault=sigkill,at=backward,step={AT}"]
+    job = start(tmp_path / "run", STAGES, inject=faults, config=never(4)).wait(TIMEOUT_S)
+    assert job.code != 0, job.explain()
+    (failed,) = job.of("job_failed")
+    assert "no parallel layout fits the 3 ranks" in failed["reason"] and "replan.min" in failed["reason"], job.explain()
+
+
+def test_what_is_refused(tmp_path: Path, saved: Saved) -> None:
+    running = start(tmp_path / "run", STAGES, *SLOWLY, config=AUTO)
+    running.wait_for("job_started", TIMEOUT_S)
+    assert "does not divide 2 heads" in command(running, Sizes(4, 1, 1))
+    assert "8 ranks are needed" in command(running, Sizes(2, 2, 2))
+    assert "has the layout" in command(running, STAGES.sizes)
+    wait_for_version(running, 2)
+    assert "has begun already" in command(running, Sizes(1, 2, 1), 1)
+    job = running.wait(TIMEOUT_S)
+    assert job.code == 0 and not job.of("job_replanned"), job.explain()
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--mode", "loader"), "batches of each rank's own"),
+        (
+            ("--use-distributed-optimizer", "--overlap-param-gather", "--overlap-grad-reduce", "--bf16"),
+            "overlap_param_gather",
+        ),
+        (("--num-experts", "2"), "MoE"),
+    ],
+    ids=["loader", "overlap", "experts"],
+)
+def test_jobs_that_are_refused(flags: tuple[str, ...], reason: str, tmp_path: Path) -> None:
+    job = start(tmp_path / "run", Training("refused", Sizes(1, 1, 2), flags)).wait(TIMEOUT_S)
+    assert job.code != 0 and reason in job.explain(), job.explain()

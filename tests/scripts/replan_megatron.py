@@ -1,0 +1,160 @@
+"""A small training script with megatron-core in whatever layout: losses of each step as exact numbers, and digests of
+the whole state, which do not depend on the layout.
+
+With ``--save-to`` it writes each version down with megatron-core's own ``dist_checkpointing.save``; with
+``--start-from`` it begins with what megatron-core's own ``load`` reads there: nothing of flash-recovery has a part in
+that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "gpt"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import fr_megatron  # first: it brings the stand-ins of FR_MEGATRON_CPU=1
+
+# isort: split
+
+import megatron_values
+import torch
+import torch.distributed as dist
+from elastic_megatron import Tokens
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+import flashrecovery
+import megatron_model
+import pretrain_gpt
+import training
+from fr_megatron.adapter import adapter_for
+from fr_megatron.optimizers import inner_optimizers
+
+
+def whole(chunks: list[Any], optimizer: Any) -> dict[str, torch.Tensor]:
+    """All logical tensors, put together from the boxes of all ranks; what several have must be equal. A collective."""
+    adapter = adapter_for(chunks, optimizer)
+    state = adapter.logical()
+    assert state is not None
+    described = state.describe()
+    mine = []
+    for shard in adapter.shards():
+        tensors = shard.tensors()
+        like = tuple(next(iter(tensors.values())).shape)
+        for key, tensor in tensors.items():
+            flat = tensor.detach().reshape(-1)
+            for part in described[shard.name].of(key, tuple(tensor.shape), like):
+                box = flat[part.begin : part.begin + part.box.size].view(part.box.shape).clone()
+                mine.append((part.name, part.whole, part.box.low, part.box.high, box))
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    found: dict[str, torch.Tensor] = {}
+    seen: dict[str, torch.Tensor] = {}
+    for name, shape, low, high, box in (one for some in everybody for one in some):
+        tensor = found.setdefault(name, torch.zeros(shape, dtype=box.dtype))
+        known = seen.setdefault(name, torch.zeros(shape, dtype=torch.bool))
+        index = tuple(slice(a, b) for a, b in zip(low, high, strict=True))
+        both = known[index]
+        assert torch.equal(tensor[index][both], box[both]), f"{name} {index} differs between ranks"
+        tensor[index], known[index] = box, True
+    lacking = [name for name, known in seen.items() if not bool(known.all())]
+    assert not lacking, f"parts of {lacking} are on nobody"
+    return found
+
+
+def digest(chunks: list[Any], optimizer: Any, scheduler: Any) -> str:
+    found = hashlib.sha256(json.dumps(scheduler.num_steps).encode())
+    for name, tensor in sorted(whole(chunks, optimizer).items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def begin_with(chunks: list[Any], optimizer: Any, scheduler: Any, path: Path) -> int:
+    """Megatron's own load. Torch's Adam has a number of steps for each parameter; Megatron gives all of them one
+    tensor, which each of them then counts on."""
+    megatron_values.load(chunks, optimizer, scheduler, path)
+    version = int(path.name)
+    for inner in inner_optimizers(optimizer):
+        for state in inner.optimizer.state.values():
+            state["step"] = torch.tensor(float(version))
+    return version
+
+
+def train_step(args: Any, chunks: list[Any], optimizer: Any, scheduler: Any, turns: Any) -> float:
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    results = get_forward_backward_func()(
+        forward_step_func=partial(pretrain_gpt.forward_step, device=torch.device("cpu"), pause_s=0.0),
+        data_iterator=(batch.data for batch in turns),
+        model=chunks[0],
+        num_microbatches=len(turns),
+        seq_length=args.context,
+        micro_batch_size=args.batch_size,
+        forward_only=False,
+    )
+    updated, _, _ = optimizer.step()
+    if updated:
+        scheduler.step(increment=1)
+    return float(torch.stack([r["loss"] for r in results]).sum()) if results else 0.0
+
+
+def main() -> None:
+    parser = megatron_model.parser(__doc__)
+    parser.add_argument("--global-batch", type=int, default=24)
+    parser.add_argument("--mode", default="")
+    parser.add_argument("--gated", action="store_true", help="a gated MLP, and grouped queries")
+    parser.add_argument("--save-to", type=Path, help="a directory for the values of each version")
+    parser.add_argument("--start-from", type=Path, help="such values; the name is the version")
+    small = {"steps": 12, "layers": 2, "heads": 2, "width": 16, "context": 8, "batch_size": 2, "lr": 1e-2}
+    parser.set_defaults(**small)
+    args = parser.parse_args()
+    training.start_process_group()
+    sizes = flashrecovery.layout(tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size)
+    args.tensor_model_parallel_size, args.pipeline_model_parallel_size = sizes.tp, sizes.pp
+    megatron_model.start_groups(args)
+    if args.mode == "needs-tp" and sizes.tp == 1:
+        raise ValueError("sequence parallelism without tensor parallelism")
+    config = megatron_model.model_config(args)
+    if args.gated:
+        activation = torch.nn.functional.silu
+        config = dataclasses.replace(config, gated_linear_unit=True, activation_func=activation, num_query_groups=2)
+    chunks = megatron_model.build_chunks(args, config)
+    optimizer, scheduler = megatron_model.build_optimizer(args, config, chunks)
+    first = begin_with(chunks, optimizer, scheduler, args.start_from) if args.start_from else 0
+    recovery = fr_megatron.attach(chunks, optimizer, scheduler)
+    if args.mode == "loader":
+        recovery.data(torch.utils.data.DataLoader(Tokens(args.context)))
+    batches = recovery.elastic_batches(
+        Tokens(args.context), global_batch=args.global_batch, micro_batch=args.batch_size, seed=3, first_step=first
+    )
+    layout = f"tp={sizes.tp},pp={sizes.pp},dp={sizes.dp}"
+    assert sizes.dp == parallel_state.get_data_parallel_world_size()
+    rank = dist.get_rank()
+    for step in recovery.steps(args.steps - first):
+        number = first + step.index
+        with step:
+            print(f"begin={number} layout={layout} {digest(chunks, optimizer, scheduler)}", flush=True)
+            loss = train_step(args, chunks, optimizer, scheduler, batches.of(step))
+            time.sleep(args.step_time / 1e3)
+            print(f"step={number} rank={rank} layout={layout} loss_hex={loss.hex()}", flush=True)
+            state = digest(chunks, optimizer, scheduler)  # in the block: it communicates
+            if args.save_to and not sizes.changed:
+                megatron_values.save(chunks, optimizer, scheduler, args.save_to / str(number + 1))
+        if not recovery.void:
+            print(f"state={number + 1} layout={layout} {state}", flush=True)
+    print(f"digest rank={rank} layout={layout} {digest(chunks, optimizer, scheduler)}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

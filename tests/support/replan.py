@@ -1,0 +1,201 @@
+"""Jobs of ``tests/scripts/replan_megatron.py``, which change their parallel layout, and what they are compared with.
+
+Those are jobs that were *started* in the new layout by megatron-core alone, from what megatron-core alone has written
+down in the old one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+
+from flashrecovery.cli.replan import replan
+from tests.support.jobs import ROOT, Job, Layout, RunningJob, check_clean
+from tests.support.megatron import ENVIRONMENT
+
+SCRIPT = ROOT / "tests" / "scripts" / "replan_megatron.py"
+STEPS, AT = 9, 5
+TIMEOUT_S = 240
+_STEP = re.compile(r"step=(\d+) rank=(\d+) layout=(\S+) loss_hex=(\S+)")
+_STATE = re.compile(r"(begin|state)=(\d+) layout=(\S+) ([0-9a-f]{64})")
+_END = re.compile(r"digest rank=(\d+) layout=(\S+) ([0-9a-f]{64})")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A parallel layout."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        return f"tp={self.tp},pp={self.pp},dp={self.dp}"
+
+    @staticmethod
+    def parse(text: str) -> Sizes:
+        return Sizes(*(int(part.partition("=")[2]) for part in text.split(",")))
+
+    @property
+    def flags(self) -> list[str]:
+        return ["--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp)]
+
+
+@dataclass(frozen=True)
+class Training:
+    """A layout at the launch, and what is trained how."""
+
+    name: str
+    sizes: Sizes
+    flags: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def never(least: int = 1, **timeouts: float) -> dict[str, Any]:
+    return {"replan": {"min": least, "replace": "never"}, "timeouts": timeouts}
+
+
+def start(
+    folder: Path,
+    training: Training,
+    *flags: str,
+    sizes: Sizes | None = None,
+    config: Mapping[str, Any] | None = None,
+    inject: Sequence[str] = (),
+    options: Sequence[str] = (),
+) -> RunningJob:
+    sizes = sizes or training.sizes
+    return RunningJob(
+        folder,
+        Layout("replan", "", nproc=sizes.ranks),
+        standby=0,
+        inject=inject,
+        options=options,
+        config=never() if config is None else config,
+        script=SCRIPT,
+        flags=["--steps", str(STEPS), "--dropout", "0.1", *sizes.flags, *training.flags, *flags],
+        env=ENVIRONMENT,
+    )
+
+
+def command(job: RunningJob, layout: Sizes | None, step: int | None = None) -> str:
+    """``flashrecovery replan``; returns what it has refused, "" if nothing."""
+    wanted = () if layout is None else ("--layout", str(layout))
+    at = () if step is None else ("--at-step", str(step))
+    done = CliRunner().invoke(replan, [str(job.run_dir), *wanted, *at])
+    return "" if done.exit_code == 0 else str(done.exception)
+
+
+@dataclass
+class Course:
+    """What the processes of a job have printed: losses by step, rank and layout; digests of the whole state, which do
+    not depend on the layout, by version, layout, and whether a process has begun with it; and of the end."""
+
+    losses: dict[tuple[int, int, str], set[str]] = field(default_factory=lambda: defaultdict(set))
+    states: dict[tuple[str, int, str], set[str]] = field(default_factory=lambda: defaultdict(set))
+    ends: dict[tuple[int, str], str] = field(default_factory=dict)
+
+    @staticmethod
+    def of(job: Job) -> Course:
+        found = Course()
+        for log in job.run_dir.rglob("rank*.log"):
+            text = log.read_text()
+            for step, rank, layout, loss in _STEP.findall(text):
+                found.losses[int(step), int(rank), layout].add(loss)
+            for kind, version, layout, digest in _STATE.findall(text):
+                found.states[kind, int(version), layout].add(digest)
+            found.ends |= {(int(rank), layout): digest for rank, layout, digest in _END.findall(text)}
+        return found
+
+
+class Saved:
+    """Jobs that are made once: undisturbed ones that write each version down, and those that were started from it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._written: dict[Training, Job] = {}
+        self._started: dict[tuple[Training, Sizes, int], Job] = {}
+
+    def written(self, training: Training) -> tuple[Path, Job]:
+        """An undisturbed job in the layout of the launch, and where its versions are."""
+        place = self._folder / training.name
+        if training not in self._written:
+            place.mkdir()
+            job = start(self._folder / f"{training.name}-run", training, "--save-to", str(place)).wait(TIMEOUT_S)
+            assert job.code == 0, job.explain()
+            check_clean(job)
+            self._written[training] = job
+        return place, self._written[training]
+
+    def started(self, training: Training, sizes: Sizes, version: int) -> Job:
+        """A job that megatron-core has started in this layout from the state of that version."""
+        known = training, sizes, version
+        if known not in self._started:
+            place, _ = self.written(training)
+            name = self._folder / f"{training.name}-{str(sizes).replace(',', '-')}-{version}"
+            job = start(name, training, "--start-from", str(place / str(version)), sizes=sizes).wait(TIMEOUT_S)
+            assert job.code == 0, job.explain()
+            check_clean(job)
+            self._started[known] = job
+        return self._started[known]
+
+
+def replanned(job: Job) -> list[tuple[int, Sizes]]:
+    """From which step on the job had which layouts, in order."""
+    return [(event["step"], Sizes.parse(event["layout"])) for event in job.of("job_replanned")]
+
+
+def check_goes_on(job: Job, training: Training, saved: Saved, changes: Sequence[tuple[int, Sizes]]) -> None:
+    """The job has changed its layout so, and from its first change on it is, bit for bit, a job that was started in the
+    new layout from that step's state: losses of every rank, and the whole state, until the next change. Before the
+    change it is one that was not disturbed."""
+    assert job.code == 0, job.explain()
+    mine = Course.of(job)
+    _, first = saved.written(training)
+    before = Course.of(first)
+    why = job.explain()
+    assert replanned(job) == list(changes), why
+    changes = list(dict(changes).items())  # of several before one step only the last one has taken it
+    step, sizes = changes[0]
+    check_same_steps(mine, before, 0, step, training.sizes, why)
+    for number, (step, sizes) in enumerate(changes):
+        until = changes[number + 1][0] if number + 1 < len(changes) else STEPS
+        begun = mine.states["begin", step, str(sizes)]
+        assert len(begun) == 1, f"version {step} is begun with as {begun}\n{why}"
+        if number == 0:
+            known = before.states["state", step, str(training.sizes)]
+            assert begun == known, f"version {step} is {begun} in {sizes}, and was {known}\n{why}"
+            new = saved.started(training, sizes, step)
+            check_same_steps(mine, Course.of(new), step, until, sizes, f"{why}\n--- started so\n{new.explain()}")
+    assert {rank for rank, layout in mine.ends if layout == str(changes[-1][1])} == set(range(sizes.ranks)), why
+    check_clean(job)
+    assert not left_in_memory(), why
+
+
+def left_in_memory() -> list[Path]:
+    """State in memory whose agent is no more."""
+    found = Path("/dev/shm").glob("flashrecovery-stash-*")
+    return [path for path in found if not Path("/proc", path.name.split("-")[3]).exists()]
+
+
+def check_same_steps(mine: Course, theirs: Course, first: int, until: int, sizes: Sizes, why: str) -> None:
+    for step in range(first, until):
+        for rank in range(sizes.ranks):
+            losses = mine.losses[step, rank, str(sizes)]
+            assert len(losses) == 1, f"step {step}, rank {rank}, {sizes}: {losses}\n{why}"
+            assert losses == theirs.losses[step, rank, str(sizes)], f"step {step}, rank {rank}, {sizes}\n{why}"
+        states = mine.states["state", step + 1, str(sizes)]
+        assert len(states) == 1, f"the ranks differ in version {step + 1}: {states}\n{why}"
+        assert states == theirs.states["state", step + 1, str(sizes)], f"version {step + 1}, {sizes}\n{why}"

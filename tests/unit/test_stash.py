@@ -1,0 +1,86 @@
+"""State in a node's memory: what is not alike is not written as if it were, and nobody removes what another uses."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashrecovery.agent.stash_memory import StashMemory
+from flashrecovery.errors import RestoreError
+from flashrecovery.plan.boxes import Box
+from flashrecovery.plan.logical import DATA, LogicalPart, ShardParts
+from flashrecovery.redundancy.stash import write
+from flashrecovery.runtime.environment import STASH_ENV
+from flashrecovery.state.shard import ShardSource
+from flashrecovery.state.spec import ShardSpec, TensorSpec
+from tests.unit.test_logical import STATE, shard, whole
+
+# -- what is written --------------------------------------------------------------------------------
+
+
+def counted(name: str, rank: int, steps: float) -> tuple[ShardSource, ShardParts]:
+    """A parameter that has taken so many steps."""
+    source, parts = shard(name, rank, 2, 0, whole())
+    keys = list(source.spec.tensors)
+    tensors = [torch.tensor(steps) if key == "state/step" else t for key, t in zip(keys, source.tensors, strict=True)]
+    return ShardSource(source.name, source.spec, tensors), parts
+
+
+def test_parameters_that_have_taken_different_numbers_of_steps(tmp_path: Path) -> None:
+    """In another layout there is one number for all of them."""
+    made = [counted("rows", 0, 7.0), counted("columns", 0, 5.0)]
+    described = {source.name: parts for source, parts in made}
+    with pytest.raises(RestoreError, match=r"another 'state/step' than others"):
+        write(tmp_path, 0, 3, [source for source, _ in made], described, b"")
+    assert not list(tmp_path.glob("*.index"))
+
+
+def test_what_ranks_have_to_have_alike_is_said(tmp_path: Path) -> None:
+    said = []
+    for rank, steps in enumerate((7.0, 5.0, 7.0)):
+        source, parts = counted("rows", min(rank, 1), steps)
+        said.append(write(tmp_path, rank, 3, [source], {source.name: parts}, b"").numbers)
+    buffer = ShardSource("weights", ShardSpec({DATA: TensorSpec((3,), torch.float32)}), [torch.ones(3)])
+    own = ShardParts("", STATE, (LogicalPart("rows", (3,), Box((0,), (3,)), 0),))
+    said.append(write(tmp_path, 3, 3, [buffer], {"weights": own}, b"").numbers)
+    assert not said[3]  # weights are each rank's own
+    assert [*said[0]] == ["optimizer.state.step"] and said[0] == said[2] != said[1]
+
+
+# -- the directory ----------------------------------------------------------------------------------
+
+
+def hold(root: Path, say: multiprocessing.connection.Connection) -> None:
+    memory = StashMemory(root)
+    (memory.path / "1-7").mkdir()
+    say.send(str(memory.path))
+    signal.pause()
+
+
+def test_nobody_removes_what_a_living_agent_has(tmp_path: Path) -> None:
+    """Not even one that cannot see its process, as in another container; and what a killed one leaves is removed."""
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=hold, args=(tmp_path, there))
+    process.start()
+    try:
+        living = Path(here.recv())
+        elsewhere = living.rename(living.with_name(living.name.replace(f"-{process.pid}-", "-999999-")))
+        StashMemory(tmp_path).close()
+        assert (elsewhere / "1-7").exists()
+    finally:
+        process.kill()
+        process.join()
+    mine = StashMemory(tmp_path)
+    assert [*tmp_path.iterdir()] == [mine.path] and mine.env() == {STASH_ENV: str(mine.path)}
+    (mine.path / "1-7").mkdir()
+    mine.drop()
+    assert not [*mine.path.iterdir()]
+    mine.close()
+    mine.close()
+    assert not [*tmp_path.iterdir()] and os.access(tmp_path, os.W_OK)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -13,6 +13,7 @@ import pytest
 
 from flashrecovery.agent import zygote as module
 from flashrecovery.agent.zygote import Zygotes
+from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.environment import AGENT_PID_ENV
 
 TOLD = "new interpreters are started instead of forked ones: its zygotes do not live; another one is started in "
@@ -54,7 +55,7 @@ def test_another_one_is_started_when_all_are_lost(
             told.clear()  # torch is left out, so that they come soon
             for pause in pauses:
                 lost = strike(zygotes, number)
-                while zygotes._first is not None:
+                while not told:
                     zygotes.fork({}, [], standby=False)
                     await asyncio.sleep(0.02)
                 assert told.pop() == TOLD + pause
@@ -92,3 +93,77 @@ def test_none_is_started_after_the_end(tmp_path: Path, monkeypatch: pytest.Monke
         await until(lambda: zygotes.reap() or not zygotes._closed)
 
     asyncio.run(live())
+
+
+def one_that_is_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, happens: Callable[[Zygotes], Awaitable[None]]
+) -> list[str]:
+    """What has been told, when ``happens`` has met with one that can fork, which is still the same afterwards."""
+    monkeypatch.setattr(module, "_AGAIN_S", (0.3,))
+    script = tmp_path / "script.py"
+    script.write_text("import json\n")
+    told: list[str] = []
+
+    async def live() -> None:
+        zygotes = Zygotes([str(script)], tmp_path / "zygote.log", ("torch",), told.append)
+        try:
+            zygotes.start({AGENT_PID_ENV: str(os.getpid())})
+            await until(lambda: can_fork(zygotes))
+            told.clear()
+            ready = zygotes._current
+            await happens(zygotes)
+            assert zygotes._current is ready
+            assert ready is not None
+            os.kill(ready.pid, signal.SIGKILL)
+            await until(lambda: zygotes._current not in (None, ready))  # from the first one, or another first one
+        finally:
+            zygotes.close()
+        await until(lambda: zygotes.reap() or not zygotes._closed)
+
+    asyncio.run(live())
+    return told
+
+
+def test_one_that_is_ready_stays_when_the_first_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def happens(zygotes: Zygotes) -> None:
+        assert zygotes._first is not None
+        os.kill(zygotes._first.pid, signal.SIGKILL)
+        await until(lambda: zygotes._first is None)
+
+    told = one_that_is_ready(tmp_path, monkeypatch, happens)
+    assert told == [TOLD + "0.3 s", "processes are forked again"]
+
+
+def test_one_that_is_ready_stays_when_the_next_does_not_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many have died before."""
+
+    async def happens(zygotes: Zygotes) -> None:
+        zygotes._failures = module._TRIES
+        zygotes.learn(pb.Modules(names=["json", "colorsys"]))
+        growing = zygotes._growing
+        assert growing is not None
+        os.kill(growing.pid, signal.SIGKILL)
+        zygotes._lost(growing)  # at once: it may have been ready before it was killed
+        assert zygotes._growing is None
+        zygotes._failures = 0
+
+    assert one_that_is_ready(tmp_path, monkeypatch, happens) == []
+
+
+def test_one_that_is_ready_stays_when_there_is_no_room_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it is grown when more has been learned."""
+
+    async def happens(zygotes: Zygotes) -> None:
+        def no_room(*_: object) -> int:
+            raise OSError("no room")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(module.Zygote, "fork", no_room)
+            zygotes.learn(pb.Modules(names=["json", "colorsys"]))
+        assert zygotes._growing is None
+        zygotes.learn(pb.Modules())
+        assert zygotes._growing is not None
+
+    assert one_that_is_ready(tmp_path, monkeypatch, happens) == []

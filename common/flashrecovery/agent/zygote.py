@@ -277,20 +277,22 @@ class Zygotes:
             return
         self._close(zygote)
         self._failures += 1
-        if zygote is self._first or self._failures > _TRIES:
-            self._begin_anew("its zygotes do not live")
-            return
+        was_first = zygote is self._first
+        if was_first:
+            self._first = None
         if zygote is self._growing:
             self._growing = None
         if zygote is self._current:
             self._current = None
             self._close(self._growing)
             self._growing = None
-        if self._growing is None:
+        if self._current is None and (self._first is None or self._failures > _TRIES):
+            self._begin_anew("its zygotes do not live")
+        elif self._growing is None and self._failures <= _TRIES and not was_first:
             self._grow()
 
     def _begin_anew(self, reason: str) -> None:
-        """None is left, or they die again and again: another first one is started later."""
+        """None that can fork is left, and none can be grown: another first one is started later."""
         if self._over:
             return
         self._close_all()
@@ -328,7 +330,11 @@ class Zygotes:
                 pid = parent.fork(pb.Fork(grow=grow), [theirs.fileno(), out.fileno()])
         except OSError as e:
             ours.close()
-            self._begin_anew(str(e))
+            self._grown = None
+            if self._current is None:
+                self._begin_anew(str(e))
+            else:
+                log.warning("zygote %d: no other one has been grown from it: %s", parent.pid, e)
         except ZygoteLostError as e:
             ours.close()
             log.warning("zygote %d: %s", parent.pid, e)

@@ -23,6 +23,8 @@ def tree(root: Path, release: str, version: str | None = None) -> Path:
     for hook in hooks.ALL:
         *classes, function = hook.name.split(".")
         source = lines.setdefault(hook.source, [])
+        if hook.defined:
+            lines.setdefault(hook.module, []).append(f"from {hook.defined} import {function}")
         source += [f"class {name}:" for name in classes]
         source.append(f"{'    ' * len(classes)}def {function}({', '.join(hook.known(release))}): ...")
     for module, source in lines.items():

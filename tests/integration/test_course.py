@@ -108,6 +108,7 @@ def waiting_for(run: Path, what: str, where: str) -> Wait:
     raise AssertionError((what, course))
 
 
+@pytest.mark.grid
 def test_what_is_waited_for_is_named_while_it_lasts(tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = ["--mode", "slow-to-start", "--steps", "100000"]

@@ -43,7 +43,7 @@ def check_shrunk(job: Job, resized: Callable[[int, int], Job], left: list[int]) 
     check_clean(job)
 
 
-OFTEN = {("backward", 0), ("grad-sync", 1), ("optimizer", 3), ("commit", 1)}
+OFTEN = {("backward", 0), ("grad-sync", 1), ("commit", 3)}
 
 
 def kills() -> list[Any]:

@@ -80,6 +80,7 @@ def test_other_losses(fault: str, tmp_path: Path, resized: Resized) -> None:
     check_ends_as_resized(job, resized, [2])
 
 
+@pytest.mark.grid
 def test_two_at_once(tmp_path: Path, resized: Resized) -> None:
     """Neither keeps the other's copies."""
     faults = [f"rank={rank},fault=sigkill,at=backward,step={AT}" for rank in (0, 2)]
@@ -213,7 +214,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", often(FORMS, ("uneven-batch",)))
+@pytest.mark.parametrize("form", often(FORMS, ()))
 def test_forms(form: str, tmp_path: Path, resized: Resized) -> None:
     job = start(tmp_path / "run", *FORMS[form], inject=[f"rank=1,fault=sigkill,at=optimizer,step={AT}"]).wait()
     check_fired(job)

@@ -98,6 +98,7 @@ def test_as_soon_as_they_are_there(tmp_path: Path, resized: Resized) -> None:
     check_as_commanded(job, resized)
 
 
+@pytest.mark.grid
 def test_by_command_alone_and_again(tmp_path: Path, resized: Resized) -> None:
     """4 -> 2 -> 4 -> 3 by command; the standby is taken for one of those that come."""
     running = start(tmp_path / "run", {"elastic": {"min": 1, "max": 4}}, *long_flags(), standby=1)
@@ -164,7 +165,7 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("how", often(SAID, ("other-seed",)))
+@pytest.mark.parametrize("how", often(SAID, ()))
 def test_one_that_does_not_come(how: str, tmp_path: Path, resized: Resized) -> None:
     config = never(replacement_s=3.0, fence_s=1.0) if how == "hang" else None
     running = start(tmp_path / "run", config, *long_flags(200 if how == "hang" else 100), "--newcomer", how)

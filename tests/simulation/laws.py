@@ -482,7 +482,8 @@ class Laws:
             return sum(node.slots for node in nodes if node.alive) < (world.shape.elastic or world.size)
         if "(timeouts.rendezvous_s)" in reason:
             nodes = self.failed_by.machine.job.nodes.values() if self.failed_by is not None else ()
-            return sum(node.alive for node in nodes) < world.shape.nodes and self.best_cut() < 0
+            here = sum(node.alive and not node.wants_spare for node in nodes)  # spare ones begin no job
+            return here < world.shape.nodes and self.best_cut() < 0
         if "cannot be recovered" in reason or "holds any state" in reason:
             if self._one_is_lost():
                 world.note("(one rank, or one node, is lost of a whole job)")

@@ -335,12 +335,16 @@ def test_nodes_that_never_come_are_not_waited_for_for_ever() -> None:
     world = World(2, nnodes=2, spare_nodes=1, controller="h:1", timeouts={"rendezvous_s": 30.0})
     world.machine.on_tick(1000.0)
     world.join("a")
+    world.join("x", spare=True)
     for now in (1000.0, 1029.9):
         world.machine.on_tick(now)
         assert world.machine.job.state is State.STARTING
     world.machine.on_tick(1030.0)
     assert world.machine.job.state is State.FAILED
-    assert "1 of 2 nodes have come within 30 s (timeouts.rendezvous_s): a." in world.machine.job.failure_reason
+    assert (
+        "1 of 2 nodes have come within 30 s (timeouts.rendezvous_s): a; and spare ones: x."
+        in world.machine.job.failure_reason
+    )
 
 
 def test_a_job_that_has_begun_or_runs_already_waits_as_ever() -> None:

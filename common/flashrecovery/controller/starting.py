@@ -97,13 +97,17 @@ class Starting:
         if self._excluded_since is not None:
             self.launch(now)
             return
-        here = [node.name for node in job.nodes.values() if node.alive]
-        self._first_since = None if not here else now if self._first_since is None else self._first_since
+        alive = [node for node in job.nodes.values() if node.alive]
+        spare = [n.name for n in alive if n.wants_spare or n.wanted_rank >= job.config.nnodes]
+        here = [node.name for node in alive if node.name not in spare]
+        self._first_since = None if not alive else now if self._first_since is None else self._first_since
         limit = job.config.timeouts.rendezvous_s
         if self._first_since is not None and now - self._first_since >= limit:
+            others = f"; and spare ones: {', '.join(spare)}" if spare else ""
             job.fail(
                 f"{len(here)} of {job.config.nnodes} nodes have come within {limit:g} s (timeouts.rendezvous_s): "
-                f"{', '.join(here)}. All of them are needed at the start, also those that have left the job before"
+                f"{', '.join(here) or 'none'}{others}. All of them are needed at the start, "
+                "also those that have left the job before"
             )
 
     def let_run_unprotected(self) -> None:

@@ -72,7 +72,7 @@ SETS_VARIABLES = """
 import os
 NAMES = ["OF_ADAPTER", "SET", "CHANGED", "REMOVED", "DEFAULT"]
 os.environ["SET"] = os.environ["CHANGED"] = "import"
-del os.environ["REMOVED"]
+os.environ.pop("REMOVED", None)
 os.environ.setdefault("DEFAULT", "import")
 """
 ADAPTER = """

@@ -74,6 +74,20 @@ def kills() -> list[Any]:
     ]
 
 
+def test_the_same_from_the_start_in_new_interpreters(tmp_path: Path) -> None:
+    """They are started where a zygote does not answer in time: the weights, which ranks draw for themselves."""
+    training = Training("plain-short", iterations=2)
+    jobs = []
+    for method in ("zygote", "spawn"):
+        config = {"elastic": {"min": 1, "max": 4}, "start_method": method}
+        job = training.start(tmp_path / method, config=config).wait(TIMEOUT_S)
+        assert job.code == 0, job.explain()
+        assert (job.run_dir / "logs" / "zygote.log").exists() == (method == "zygote")
+        check_clean(job)
+        jobs.append(job)
+    check_steps_alike(*jobs, 0, training.iterations, 4)
+
+
 @pytest.mark.parametrize(("training", "phase", "victim"), kills())
 def test_killed_and_not_replaced(training: Training, phase: str, victim: int, tmp_path: Path, resized: Resized) -> None:
     job = training.start(tmp_path / "run", inject=[f"rank={victim},fault=sigkill,at={phase},step={AT}"]).wait(TIMEOUT_S)

@@ -18,7 +18,7 @@ PACKAGES = Path("lib") / f"python{sys.version_info[0]}.{sys.version_info[1]}" / 
 FACTS = """
 import atexit, multiprocessing, os, random, sys, threading
 import numpy, torch, torch.distributed as dist
-import flashrecovery
+import flashrecovery, sets_variables
 
 def child(queue):
     queue.put((__name__, os.getpid() != PARENT, torch.ones(3).sum().item()))
@@ -37,6 +37,7 @@ if __name__ == "__main__":
     same("main thread", threading.main_thread() is threading.current_thread())
     same("native thread", threading.get_native_id() == os.getpid())
     same("environment", sorted(os.environ))
+    same("set by imports", [os.environ.get(name) for name in sets_variables.NAMES])
     differs("python random", random.random())
     differs("numpy random", numpy.random.rand())
     differs("torch seed", torch.initial_seed())
@@ -66,6 +67,19 @@ if __name__ == "__main__":
     dist.destroy_process_group()
     print("started with", open("/proc/self/cmdline").read().split("\\0")[4], flush=True)
     atexit.register(lambda: print("same at exit", flush=True))
+"""
+SETS_VARIABLES = """
+import os
+NAMES = ["OF_ADAPTER", "SET", "CHANGED", "REMOVED", "DEFAULT"]
+os.environ["SET"] = os.environ["CHANGED"] = "import"
+os.environ.pop("REMOVED", None)
+os.environ.setdefault("DEFAULT", "import")
+"""
+ADAPTER = """
+import os
+os.environ["OF_ADAPTER"] = "import"
+def install(module):
+    pass
 """
 LIKE_ANY = """
 import os, sys, time
@@ -131,7 +145,15 @@ def finish(job: RunningJob, folder: Path) -> Job:
 
 @pytest.mark.parametrize("threads", [None, "2"], ids=["one thread", "two threads"])
 def test_a_forked_worker_finds_what_a_fresh_one_finds(threads: str | None, tmp_path: Path) -> None:
+    """Also of the environment, which modules have changed that are imported before the script is."""
     (tmp_path / "script.py").write_text(FACTS)
+    env = installed(tmp_path, sets_variables=SETS_VARIABLES, an_adapter=ADAPTER)
+    facts = tmp_path / "base" / PACKAGES / "an_adapter-1.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: an_adapter\nVersion: 1\n")
+    (facts / "entry_points.txt").write_text("[flashrecovery.import_hooks]\nnever_imported = an_adapter:install\n")
+    env |= {"CHANGED": "launch", "REMOVED": "launch", "DEFAULT": "launch"}
+    env |= {} if threads is None else {"OMP_NUM_THREADS": threads}
     found = {}
     for method in ("zygote", "spawn"):
         job = run_job(
@@ -141,13 +163,14 @@ def test_a_forked_worker_finds_what_a_fresh_one_finds(threads: str | None, tmp_p
             flags=["--a", "b"],
             standby=0,
             options=["--start-method", method],
-            env={} if threads is None else {"OMP_NUM_THREADS": threads},
+            env=env,
         )
         assert job.code == 0, job.explain()
         check_clean(job)
         text = logs(job)
         same = re.findall(r"^same (.*)", text, re.MULTILINE)
-        assert len(same) == 2 * 14 and len(set(same)) == 14, job.explain()  # both ranks alike
+        assert len(same) == 2 * 15 and len(set(same)) == 15, job.explain()  # both ranks alike
+        assert "set by imports ['import', 'import', 'import', None, 'launch']" in same, same
         found[method] = set(same)
         values = re.findall(r"^differs (\d) (.*) (\S+)$", text, re.MULTILINE)
         assert len(values) == 12 and len({value for _, _, value in values}) == 12, values

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.worker.ahead import Installed, find_spec, import_ahead, with_packages
+from flashrecovery.worker.import_environment import ImportEnvironment
 from flashrecovery.worker.script_reading import Import, ScriptFacts, Setting, read_script
 
 USUALLY = {
@@ -38,12 +39,20 @@ Tried = Callable[[str, "BaseException | None"], None]
 
 class AheadOfScript:
     """``command``: the script with its arguments, or ``-m module`` with them; the directory in which its modules lie is
-    first on the module path already. ``tried``: called after each import; it may raise."""
+    first on the module path already. ``tried``: called after each import; it may raise. ``imported``: takes what the
+    imports of the script's text set. What others set is forgotten: nobody knows when the script would import them."""
 
-    def __init__(self, command: list[str], left_out: Iterable[str] = (), tried: Tried | None = None) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        left_out: Iterable[str] = (),
+        tried: Tried | None = None,
+        imported: ImportEnvironment | None = None,
+    ) -> None:
         self._command = command
         self._left_out = frozenset(left_out)
         self._tried = tried
+        self._imported = ImportEnvironment() if imported is None else imported
         self._installed = Installed.beside(command)
         self._uncertain: set[str] = set()
         self.facts = self._read()
@@ -86,13 +95,13 @@ class AheadOfScript:
                 if not action.member:
                     batch.append(action.name)
                     continue
-                self._ahead(batch)
+                self._of_text(batch)
                 batch = [action.name] if self._is_module(action.name) else []
             else:
-                self._ahead(batch)
+                self._of_text(batch)
                 batch = []
                 self._set(action, learned)
-        self._ahead(batch)
+        self._of_text(batch)
         if self.facts.ends_at:
             print(f"{self.facts.ends_at}: what is imported after that is left to each rank", flush=True)
             return
@@ -124,6 +133,10 @@ class AheadOfScript:
             os.environ.setdefault(setting.name, value)
         else:
             os.environ[setting.name] = value
+
+    def _of_text(self, names: Iterable[str]) -> None:
+        with self._imported.noting():
+            self._ahead(names)
 
     def _ahead(self, names: Iterable[str]) -> None:
         allowed = [name for name in names if self._left_out.isdisjoint(with_packages(name))]

@@ -29,6 +29,7 @@ from flashrecovery.worker.ahead import Installed
 from flashrecovery.worker.ahead_of_script import AheadOfScript
 from flashrecovery.worker.environment_watch import EnvironmentWatch
 from flashrecovery.worker.hooks import install_adapter_hooks, install_spawn_hook
+from flashrecovery.worker.import_environment import ImportEnvironment
 from flashrecovery.worker.start_profile import LAUNCH_PERIOD_S, PERIOD_S, StartProfile
 
 if TYPE_CHECKING:
@@ -49,13 +50,15 @@ def main() -> None:
     role, command = sys.argv[1], sys.argv[2:]
     die_with_parent(int(os.environ[AGENT_PID_ENV]))
     _set_module_path(command)
-    install_adapter_hooks()
+    imported = ImportEnvironment()
+    with imported.noting():  # it imports the adapters, and what they import
+        install_adapter_hooks()
     install_spawn_hook()
     sys.argv = _script_arguments(command)
     if role == "--zygote":
         from flashrecovery.worker.zygote import serve  # not in sys.modules of a fresh interpreter without need
 
-        standby = serve(command)
+        standby = serve(command, imported)
     else:
         standby = role == "--standby"
     _live(standby, command)
@@ -89,9 +92,11 @@ def _wait_for_assignment(channel: Channel, command: list[str]) -> pb.Assign:
             return message.assign
         if message.HasField("warm"):
             before = dict(os.environ)
-            AheadOfScript(command).import_all(message.warm.modules)
+            imported = ImportEnvironment()
+            AheadOfScript(command, imported=imported).import_all(message.warm.modules)
             os.environ.clear()
             os.environ.update(before)  # the script sets its variables itself
+            imported.apply(os.environ)
             _warm_kernels()
             channel.send(pb.FromWorker(warmed=pb.Warmed()))
 

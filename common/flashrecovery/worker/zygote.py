@@ -29,6 +29,7 @@ from flashrecovery.runtime.environment import AGENT_PID_ENV, UNFORKABLE_ENV, ZYG
 from flashrecovery.runtime.process_control import die_with_parent, name_thread, redirect_output
 from flashrecovery.worker.ahead import not_imported
 from flashrecovery.worker.ahead_of_script import AheadOfScript
+from flashrecovery.worker.import_environment import ImportEnvironment
 
 NOT_FORKED = {
     "horovod": "it starts MPI, which knows this process only",
@@ -53,11 +54,11 @@ class UnfitError(Exception):
         self.reason = reason
 
 
-def serve(command: list[str]) -> bool:
+def serve(command: list[str], imported: ImportEnvironment) -> bool:
     """Fork whatever the agent asks for; the first zygote imports nothing itself.
 
     Returns only in a forked process that is to run the script, with its environment and its output set up: whether it
-    is a standby. A zygote ends when the agent closes its socket.
+    is a standby. A zygote ends when the agent closes its socket. ``imported``: what has been imported so far has set.
     """
     sock = socket.socket(fileno=int(os.environ.pop(ZYGOTE_ENV)))
     sock.set_inheritable(False)
@@ -67,15 +68,15 @@ def serve(command: list[str]) -> bool:
         request, descriptors = _forked(sock)
         sock.close()
         if not request.HasField("grow"):
-            _become_worker(request, descriptors)
+            _become_worker(request, descriptors, imported)
             return request.standby
         theirs, log = descriptors
         redirect_output(log)
         sock = socket.socket(fileno=theirs)
-        _grow(sock, request.grow, command)
+        _grow(sock, request.grow, command, imported)
 
 
-def _grow(sock: socket.socket, grow: pb.Grow, command: list[str]) -> None:
+def _grow(sock: socket.socket, grow: pb.Grow, command: list[str], imported: ImportEnvironment) -> None:
     """Import, and say what has come of it."""
     not_forked = {**NOT_FORKED, **dict.fromkeys(os.environ.get(UNFORKABLE_ENV, "").split(), "the setting unforkable")}
     left_out = set(grow.leave_out) | not_forked.keys()
@@ -89,7 +90,7 @@ def _grow(sock: socket.socket, grow: pb.Grow, command: list[str]) -> None:
             raise UnfitError(module, reason)
 
     try:
-        AheadOfScript(command, left_out, tried).import_all(grow.learned)
+        AheadOfScript(command, left_out, tried, imported).import_all(grow.learned)
     except UnfitError as e:
         _send(sock, pb.FromZygote(unforkable=pb.Unforkable(module=e.module, reason=e.reason)))
         return
@@ -192,7 +193,7 @@ def _wait_for_adoption() -> None:
     die_with_parent(agent)
 
 
-def _become_worker(request: pb.Fork, descriptors: list[int]) -> None:
+def _become_worker(request: pb.Fork, descriptors: list[int], imported: ImportEnvironment) -> None:
     """What a fresh interpreter would have of its own."""
     channel, page, log = descriptors
     os.setsid()
@@ -200,6 +201,7 @@ def _become_worker(request: pb.Fork, descriptors: list[int]) -> None:
     redirect_output(log)
     os.environ.clear()
     os.environ.update(request.env)
+    imported.apply(os.environ)
     os.environ.update({CHANNEL_ENV: str(channel), PAGE_ENV: str(page)})
     # Until its script seeds them, each fresh interpreter has other random numbers (``random`` sees to that by itself).
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")

@@ -1,0 +1,68 @@
+"""What imports set in the environment is there for the script that finds them done, unless that sets it itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashrecovery.worker.import_environment import ImportEnvironment
+
+
+def test_changes_are_made_where_the_variables_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GONE", "OTHER"):
+        monkeypatch.setenv(name, "before")
+    for name in ("NEW", "TWICE", "OWN"):
+        monkeypatch.delenv(name, raising=False)
+    imported = ImportEnvironment()
+    with imported.noting():
+        os.environ["NEW"] = os.environ["TWICE"] = os.environ["OWN"] = os.environ["OTHER"] = "import"
+        del os.environ["GONE"]
+    os.environ["NEW"] = "outside"
+    with pytest.raises(ImportError), imported.noting():
+        os.environ["TWICE"] = "later"
+        raise ImportError
+    env = {"GONE": "before", "OTHER": "a rank's", "OWN": "a rank's"}
+    imported.apply(env)
+    assert env == {"NEW": "import", "TWICE": "later", "OTHER": "a rank's", "OWN": "a rank's"}
+
+
+STANDBY = """
+import os, sys
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.worker import bootstrap
+
+class Channel:
+    left = [pb.ToWorker(warm=pb.Warm()), pb.ToWorker(assign=pb.Assign(rank=1))]
+    def receive(self):
+        return self.left.pop(0)
+    def send(self, message):
+        assert message.HasField("warmed")
+
+assert bootstrap._wait_for_assignment(Channel(), [sys.argv[1]]).rank == 1
+import sets_variables
+print([os.environ.get(name) for name in ("BY_IMPORT", "BY_SCRIPT", "SEEN")])
+"""
+
+
+def test_a_standby_has_what_its_imports_have_set_and_nothing_of_the_scripts_own(tmp_path: Path) -> None:
+    """That its script sets itself, when it has a rank."""
+    place = tmp_path / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    place.mkdir(parents=True)
+    text = "import os\nos.environ['BY_IMPORT'] = 'yes'\nos.environ['SEEN'] = os.environ.get('BY_SCRIPT', 'nothing')\n"
+    (place / "sets_variables.py").write_text(text)
+    (tmp_path / "script.py").write_text("import os\nos.environ['BY_SCRIPT'] = 'yes'\nimport sets_variables\n")
+    path = os.pathsep.join([str(place), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONUSERBASE": str(tmp_path), "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, "-c", STANDBY, str(tmp_path / "script.py")],
+        env=env,
+        check=True,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.splitlines()[-1] == "['yes', None, 'yes']", done.stdout + done.stderr

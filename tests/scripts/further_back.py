@@ -95,7 +95,8 @@ class Run:
             self.take(peer, DIES)
             self.restore(0, DIES)
 
-        threading.Thread(target=go, daemon=True).start()
+        self.coming = threading.Thread(target=go, daemon=True)
+        self.coming.start()
 
     def in_page(self) -> list[int]:
         """Versions of its capsule that it has offered out of its page when it was stopped."""
@@ -106,6 +107,7 @@ class Run:
         agent.connection.detached = False  # as of a process that has peers
 
         def go() -> None:
+            self.coming.join()  # or each of the two might take the other's reply
             agent._tell(1, hold=pb.Hold())
             agent._wait("reply")
             agent._tell(1, stop=pb.Stop(reason="drill", mutation_grace_s=20, finish_to=-1))

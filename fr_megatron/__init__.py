@@ -28,7 +28,6 @@ With megatron-core and a loop of one's own, in two lines::
 :mod:`.checkpoint`      the fallback checkpoint in Megatron's own format
 :mod:`.pieces`          state as boxes of whole tensors, of which that consists
 :mod:`.logical`         the same of each shard, for a running job that changes its layout
-:mod:`.replicas`        the batches where a replica is several ranks
 :mod:`.stand_ins`       a CPU in place of a GPU, for development only (``FR_MEGATRON_CPU=1``); not in a wheel: ``cpu``
 ======================  ======================================================================================
 """

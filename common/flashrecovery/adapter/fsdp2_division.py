@@ -190,10 +190,10 @@ class FSDP2Division(RuledDivision):
 
     def install(self, place: int, size: int, parameters: Mapping[str, _NewParameter]) -> None:
         """See :meth:`Prepared.install`."""
-        infos = {id(info): info for group in fsdp2_state.groups(self._root) for info in mesh_infos(group)}
-        for mesh in {id(info.mesh): info.mesh for info in infos.values()}.values():
+        infos = mesh_infos(self._root)
+        for mesh in meshes_of(infos):
             meshes.renumber(mesh, torch.arange(size), place)
-        for info in infos.values():
+        for info in infos:
             info.shard_mesh_size, info.shard_mesh_rank = size, place
         for fqn, new in parameters.items():
             one = self._divided[fqn]
@@ -258,9 +258,19 @@ def _lengths(rows: int, place: int, size: int) -> tuple[int, int]:
     return high - low, -(-rows // size)
 
 
-def mesh_infos(group: Any) -> list[Any]:
-    """All that FSDP2 has read from a mesh for a group of parameters; some perhaps twice."""
-    return [group.mesh_info, *(parameter.mesh_info for parameter in group.fsdp_params)]
+def mesh_infos(root: FSDPModule) -> list[Any]:
+    """All that FSDP2 has read from meshes for a model, each once."""
+    found = [
+        info
+        for group in fsdp2_state.groups(root)
+        for info in (group.mesh_info, *(parameter.mesh_info for parameter in group.fsdp_params))
+    ]
+    return list({id(info): info for info in found}.values())
+
+
+def meshes_of(infos: Sequence[Any]) -> list[DeviceMesh]:
+    """From which that was read, each once."""
+    return list({id(info.mesh): info.mesh for info in infos}.values())
 
 
 def _exchange(entry: Any, padded: torch.Tensor, length: int) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from flashrecovery import groups
 from flashrecovery.adapter import fsdp2_state, meshes
-from flashrecovery.adapter.fsdp2_division import forget_dispatch, mesh_infos, refuse_unresizable
+from flashrecovery.adapter.fsdp2_division import forget_dispatch, mesh_infos, meshes_of, refuse_unresizable
 
 
 class FSDP2Replicas:
@@ -25,10 +25,10 @@ class FSDP2Replicas:
     def __init__(self, root: FSDPModule) -> None:
         refuse_unresizable(root)
         self._root = root
-        infos = {id(info): info for group in fsdp2_state.groups(root) for info in mesh_infos(group)}
-        self._infos = list(infos.values())
-        found = {id(info.mesh): info.mesh for info in self._infos}
-        self._meshes: list[tuple[DeviceMesh, torch.Tensor]] = [(mesh, mesh.mesh.clone()) for mesh in found.values()]
+        self._infos = mesh_infos(root)
+        self._meshes: list[tuple[DeviceMesh, torch.Tensor]] = [
+            (mesh, mesh.mesh.clone()) for mesh in meshes_of(self._infos)
+        ]
 
     def resize(self) -> None:
         """The process groups have other members now."""

@@ -76,6 +76,11 @@ class NodeRecord:
         return self.use is Use.EXCLUDED
 
 
+def is_spare(node: NodeRecord, nnodes: int) -> bool:
+    """Whether a node is none of those ``nnodes`` that begin the job."""
+    return node.wants_spare or node.wanted_rank >= nnodes
+
+
 def launch_order(
     nodes: Iterable[NodeRecord], nnodes: int, nproc: int, *, spares: bool = False
 ) -> list[NodeRecord] | None:
@@ -94,7 +99,7 @@ def launch_order(
     for node in nodes:
         if not node.alive:
             continue
-        if node.wants_spare or node.wanted_rank >= nnodes:
+        if is_spare(node, nnodes):
             waiting += [node] if spares and node.slots >= nproc else []
             continue
         if node.slots < nproc:

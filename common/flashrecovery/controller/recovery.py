@@ -183,14 +183,12 @@ class RecoverySteps:
     def _replace(self, victims: Sequence[int], now: float) -> None:
         """Fill these ranks again, and go on if there is somebody to go on from."""
         lost = self._resizing.without_replacement(victims)
-        try:
-            if lost and not (self._resizing.lose(lost) or self._replanning.lose(lost)):
-                self._await_nodes(lost, now)
-                others = [rank for rank in self._staffing.homeless() if rank in lost]  # some may have a node now
-                self._resizing.lose(others)
-        except JobFailedError as e:
-            self._job.fail(str(e))
-            return
+        if lost and not self._do_without(lost):
+            if self._job.state is State.FAILED:
+                return
+            self._await_nodes(lost, now)
+            others = [rank for rank in self._staffing.homeless() if rank in lost]  # some may have a node now
+            self._resizing.lose(others)
         for victim in victims:
             record = self._job.ranks.get(victim)
             if record is not None and record.home:
@@ -212,14 +210,19 @@ class RecoverySteps:
 
     def go_on_without(self, ranks: Sequence[int], now: float) -> bool:
         """Whether the job can do without these ranks, which could not be filled again; if so, it does."""
-        try:
-            if not (self._resizing.lose(ranks) or self._replanning.lose(ranks)):
-                return False
-        except JobFailedError as e:
-            self._job.fail(str(e))
+        if not self._do_without(ranks):
             return False
         self.advance(now)
         return True
+
+    def _do_without(self, lost: Sequence[int]) -> bool:
+        """Whether the job goes on without these ranks: with fewer replicas, or in another layout. Where only another
+        layout could, and none fits, it fails."""
+        try:
+            return self._resizing.lose(lost) or self._replanning.lose(lost)
+        except JobFailedError as e:
+            self._job.fail(str(e))
+            return False
 
     def _in_snapshots(self) -> bool:
         """Whether the state can be there although no process is: their nodes hold copies. Not if all ranks have raised

@@ -164,8 +164,9 @@ class Resizing:
                 self._tell_to_pause()
 
     def _tell_to_pause(self) -> None:
+        pause = self._standing()
         for record in self._job.in_order:
-            self._job.command(record.rank, pb.Command(pause=self._standing()))
+            self._job.command(record.rank, pb.Command(pause=pause))
 
     def _standing(self) -> pb.Pause:
         """Where ranks are to pause for what somebody has commanded: nowhere if nobody has."""

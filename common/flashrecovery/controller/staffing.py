@@ -9,7 +9,7 @@ from flashrecovery.controller.nodes import NodeRecord, NodeState, rooms
 from flashrecovery.controller.rank_table import RankTable
 from flashrecovery.controller.records import Newcomer, Place, RankRecord
 from flashrecovery.kinds import NoticeKind, Ordered
-from flashrecovery.plan.placement import place, setup_log_keepers
+from flashrecovery.plan.placement import Room, place, setup_log_keepers
 from flashrecovery.plan.stores import choose, store_count
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -53,15 +53,17 @@ class Staffing:
         return True
 
     def _places(self, ranks: list[int], lost_domain: str, excluded: bool) -> dict[int, str] | None:
-        nodes, taken = self._job.nodes.values(), self._job.homes()
-        free = [] if never_replaced(self._job) else rooms(nodes, taken, excluded=excluded)
-        return place(ranks, free, lost_domain)
+        return place(ranks, self._free(excluded), lost_domain)
+
+    def _free(self, excluded: bool) -> list[Room]:
+        """Where a lost rank could be filled again."""
+        if never_replaced(self._job):
+            return []
+        return rooms(self._job.nodes.values(), self._job.homes(), excluded=excluded)
 
     def _places_of_some(self, ranks: list[int], lost_domain: str, excluded: bool) -> dict[int, str] | None:
         """For those of an elastic job that get what room there is; it goes on without the others."""
-        free = (
-            [] if never_replaced(self._job) else rooms(self._job.nodes.values(), self._job.homes(), excluded=excluded)
-        )
+        free = self._free(excluded)
         some = worth_filling(self._job, ranks, sum(max(room.free, 0) for room in free))
         return place(some, free, lost_domain) if some else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashrecovery.controller.admission import other_command
 from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.newcomers import give_up_all
-from flashrecovery.controller.nodes import NodeRecord, NodeState, launch_order
+from flashrecovery.controller.nodes import NodeRecord, NodeState, is_spare, launch_order
 from flashrecovery.controller.records import Place
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.errors import ConfigError
@@ -98,7 +98,7 @@ class Starting:
             self.launch(now)
             return
         alive = [node for node in job.nodes.values() if node.alive]
-        spare = [n.name for n in alive if n.wants_spare or n.wanted_rank >= job.config.nnodes]
+        spare = [node.name for node in alive if is_spare(node, job.config.nnodes)]
         here = [node.name for node in alive if node.name not in spare]
         self._first_since = None if not alive else now if self._first_since is None else self._first_since
         limit = job.config.timeouts.rendezvous_s

@@ -250,19 +250,13 @@ class Stash:
         if target.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
             raise RestoreError(f"logical tensor {name!r}: the tensor to be filled is not contiguous")
         copied = 0
-        for box, rank in _pieces(space, [(p.box, r) for r, _, p in there], needed.box, limit):
-            source = self._box(name, rank, box)
+        for box, number in _pieces(space, [p.box for _, _, p in there], needed.box, limit):
+            rank, stored, held = there[number]
+            flat = self._tensor(rank, stored)[held.begin : held.begin + held.box.size]
             with torch.no_grad():
-                target[box.within(part.box)].copy_(source)
+                target[box.within(part.box)].copy_(flat.view(held.box.shape)[box.within(held.box)])
             copied += box.size * space.itemsize
         return copied
-
-    def _box(self, name: str, rank: int, box: Box) -> torch.Tensor:
-        for writer, tensor, part in self._of[name]:
-            if writer == rank and (part.box & box) == box:
-                flat = self._tensor(rank, tensor)[part.begin : part.begin + part.box.size]
-                return flat.view(part.box.shape)[box.within(part.box)]
-        raise RestoreError(f"logical tensor {name!r}: {box} is in no tensor of rank {rank}")
 
     def _tensor(self, rank: int, stored: StoredTensor) -> torch.Tensor:
         """All of a stored tensor, flat. Its digest is compared when it is first asked for."""
@@ -284,19 +278,19 @@ class Stash:
         return self._checked[key]
 
 
-def _pieces(space: Space, held: Sequence[tuple[Box, int]], needed: Box, limit: int) -> Iterator[tuple[Box, int]]:
-    """(box, rank that has it whole in one tensor): what ``needed`` is put together from. Raises RestoreError."""
+def _pieces(space: Space, held: Sequence[Box], needed: Box, limit: int) -> Iterator[tuple[Box, int]]:
+    """(box, number of the part that has it whole): what ``needed`` is put together from. Raises RestoreError."""
     if not space.shape:
-        yield needed, held[0][1]
+        yield needed, 0
         return
     # Each part is a place of its own, so that what is read at once lies in one tensor.
-    old = tuple(Share(box, (number,)) for number, (box, _) in enumerate(held))
+    old = tuple(Share(box, (number,)) for number, box in enumerate(held))
     try:
         plan = plan_reshard([space], {space.name: old}, {space.name: (Share(needed, (0,)),)}, becomes={})
     except NobodyHoldsError as e:
         raise RestoreError(str(e)) from e
     for _, portion in timetable(plan, max(limit, space.itemsize)).messages(dest=0):
-        yield portion.box, held[portion.source][1]
+        yield portion.box, portion.source
 
 
 def _itemsize(stored: StoredTensor) -> int:

@@ -112,12 +112,6 @@ def _check_replicas(registry: Registry, settings: Settings) -> None:
         )
 
 
-def refuse_nccl(job: str) -> None:
-    """Raises UnsupportedError if process groups use NCCL. ``job``: what it is, for the message."""
-    if any(group.request.kind == "nccl" for group in groups.groups()):
-        raise UnsupportedError(f"{job} whose process groups use NCCL: that has not been tried yet; gloo is allowed")
-
-
 def _refuse_tied(registry: Registry) -> None:
     """Raises UnsupportedError if an adapter's framework has what cannot change its size."""
     tied = [name for adapter in registry.adapters for name in adapter.tied_to_size()]

@@ -29,6 +29,7 @@ from flashrecovery.worker.copies import Copies
 from flashrecovery.worker.registry import Drawn
 from flashrecovery.worker.reshaping import Reshaping
 from flashrecovery.worker.sealing import Sealing
+from flashrecovery.worker.stashing import Stashing
 from flashrecovery.worker.transfer import exchange, within
 from flashrecovery.worker.worker import Worker
 
@@ -113,12 +114,12 @@ class Recoverer:
             parity=parity_message(self._loop.copies.parity(-1)),
             sizes=() if worker.registry.batches is None else worker.registry.batches.sizes,
             batches="" if worker.registry.batches is None else json.dumps(worker.registry.batches.settings),
-            outline="" if worker.settings.elastic is None else worker.registry.outline(),
-            replicas=0 if worker.settings.elastic is None else worker.registry.shape.replicas,
-            each=0 if worker.settings.elastic is None else worker.registry.shape.each,
-            inner=0 if worker.settings.elastic is None else worker.registry.shape.inner,
             facts="" if worker.stashing is None else worker.stashing.facts.text(),
         )
+        if worker.settings.elastic is not None:
+            shape = worker.registry.shape
+            message.outline = worker.registry.outline()
+            message.replicas, message.each, message.inner = shape.replicas, shape.each, shape.inner
         if not worker.connection.detached:
             worker.gate.live = 0
         worker.send(pb.FromWorker(joined=message))
@@ -242,12 +243,16 @@ class Recoverer:
         """Write what another layout needs of this rank; then this process ends."""
         worker = self._worker
         worker.faults.hit("recovery:stashing", worker.gate.version)
-        if worker.stashing is None:
-            raise RestoreError("this rank's job cannot be laid out in another way")
-        reply.stashed_bytes, alike = worker.stashing.write(
+        reply.stashed_bytes, alike = self._stashing().write(
             stash, lambda item, version: self._source(item.kind, item.shard, version)
         )
         reply.sent_digests.update(alike)
+
+    def _stashing(self) -> Stashing:
+        """Raises RestoreError."""
+        if self._worker.stashing is None:
+            raise RestoreError("this rank's job cannot be laid out in another way")
+        return self._worker.stashing
 
     def _regroup(self, command: pb.Command) -> None:
         worker = self._worker
@@ -295,9 +300,7 @@ class Recoverer:
             self._fresh = True  # the data stands somewhere else, too
         elif restore.HasField("stash"):
             worker.gate.torn()
-            if worker.stashing is None:
-                raise RestoreError("this rank's job cannot be laid out in another way")
-            reply.bytes_received += worker.stashing.read(restore.stash, version)
+            reply.bytes_received += self._stashing().read(restore.stash, version)
             self._fresh = True
         else:
             if restore.HasField("decode"):

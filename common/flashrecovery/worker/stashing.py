@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from flashrecovery import groups
 from flashrecovery.config import Settings
 from flashrecovery.errors import RestoreError, UnsupportedError
 from flashrecovery.logical import LogicalState
@@ -23,7 +24,7 @@ from flashrecovery.runtime.environment import STASH_ENV
 from flashrecovery.state import codec
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.worker import agreement
-from flashrecovery.worker.elastic_rules import refuse_nccl, refuse_tied_buffers, refuse_unequal
+from flashrecovery.worker.elastic_rules import refuse_tied_buffers, refuse_unequal
 from flashrecovery.worker.registry import Registry
 
 _TAKE = "recovery.elastic_batches(dataset, global_batch=..., micro_batch=...) are allowed (docs/elastic.md)"
@@ -55,7 +56,11 @@ class Stashing:
             )
         if registry.batches is None or registry.streams:
             raise UnsupportedError(f"another parallel layout of a job with batches of each rank's own: {_TAKE}")
-        refuse_nccl("another parallel layout of a job")
+        if any(group.request.kind == "nccl" for group in groups.groups()):
+            raise UnsupportedError(
+                "another parallel layout of a job whose process groups use NCCL: that has not been tried yet; gloo is "
+                "allowed"
+            )
         refuse_unequal([*registry.habits.own, *own])
         self._registry = registry
         self._state: LogicalState = states[0]

@@ -354,3 +354,16 @@ def test_the_last_of_them_too() -> None:
         assert world.step()
     world.machine.on_tick(world.now)
     assert job.generation == generation + 1
+
+
+def test_a_command_that_was_put_aside_counts_replicas() -> None:
+    """As many as it says are there when it is taken up again, though there are more ranks."""
+    world = world_of(NEIGHBOURS)
+    resizing = world.machine._resizing
+    assert world.resize(2, world.version[0] + 40) == ""
+    resizing.put_aside()
+    world.kill(0)
+    world.go_on()
+    assert world.resized() == [(3, 2, [0, 1], [])]
+    resizing.take_up()
+    assert resizing.pause() is None, "nobody pauses for it"

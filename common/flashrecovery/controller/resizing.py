@@ -156,10 +156,10 @@ class Resizing:
             self._tell_to_pause()
 
     def take_up(self) -> None:
-        """No node is to leave any more: what was put aside is to be done, if there are still more ranks than that."""
+        """No node is to leave any more: what was put aside is to be done, if there are still more replicas."""
         if self._wish is None and self._put_aside is not None:
             wish, self._put_aside = self._put_aside, None
-            if wish.replicas < len(self._job.ranks):
+            if wish.replicas < self._job.replicas:
                 self._wish, self._tries = wish, 0
                 self._tell_to_pause()
 

@@ -4,7 +4,6 @@ state that an undisturbed one has had."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from click.testing import CliRunner
 from flashrecovery.cli.checkpoint import checkpoint as checkpoint_command
 from tests.support.elastic import command
 from tests.support.elastic_checkpoints import dead_job, fell_back, launched, of_ranks, saving, spoil, started
-from tests.support.elastic_divided import END, Kind, megatron, resized_by_command, zero
+from tests.support.elastic_divided import END, Kind, megatron, needing, resized_by_command, zero
 from tests.support.jobs import Job, RunningJob, check_clean, check_fired
 
 DISTRIBUTED = ("--use-distributed-optimizer", "--bf16")
@@ -36,13 +35,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.grid]
 
 def kinds(*found: Kind) -> list[Any]:
     """As parameters of a test."""
-    return [pytest.param(kind, id=kind.name, marks=_marks(kind)) for kind in found]
-
-
-def _marks(kind: Kind) -> list[Any]:
-    name, module = ("megatron", "megatron.core") if "megatron" in kind.name else ("deepspeed", "deepspeed")
-    there = importlib.util.find_spec(module.partition(".")[0]) is not None
-    return [getattr(pytest.mark, name), pytest.mark.skipif(not there, reason=f"{module} is not installed")]
+    return [pytest.param(kind, id=kind.name, marks=needing(kind)) for kind in found]
 
 
 def check_launched(kind: Kind, job: Job, other: Job, version: int, size: int) -> None:

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.support import elastic
 from tests.support.elastic import changes, command
-from tests.support.elastic_divided import FSDP2, Kind, Resized, check_as_commanded, megatron, resized_once, zero
+from tests.support.elastic_divided import (
+    DDP,
+    FSDP2,
+    Kind,
+    Resized,
+    check_as_commanded,
+    megatron,
+    needing,
+    resized_once,
+    zero,
+)
 from tests.support.jobs import check_fired
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.grid]
 AT, BACK = 8, 30
 FLAGS = ("--step-time", "500", "--global-batch", "48")  # 24 micro-batches, which both sizes divide
-DDP = Kind("ddp", elastic.SCRIPT, (), elastic.check_steps_alike, elastic.check_goes_on_alike)
-
-
-def needing(package: str, mark: pytest.MarkDecorator) -> list[pytest.MarkDecorator]:
-    return [mark, pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed")]
-
-
-KINDS = [
-    pytest.param(DDP, id="ddp"),
-    pytest.param(FSDP2, id="fsdp2"),
-    pytest.param(zero(2), id="zero2", marks=needing("deepspeed", pytest.mark.deepspeed)),
-    pytest.param(zero(3), id="zero3", marks=needing("deepspeed", pytest.mark.deepspeed)),
-    pytest.param(
-        megatron("distributed", "--bf16", "--use-distributed-optimizer"),
-        id="megatron-distributed",
-        marks=needing("megatron", pytest.mark.megatron),
-    ),
-]
+DISTRIBUTED = megatron("megatron-distributed", "--bf16", "--use-distributed-optimizer")
+KINDS = [pytest.param(kind, id=kind.name, marks=needing(kind)) for kind in (DDP, FSDP2, zero(2), zero(3), DISTRIBUTED)]
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ who dies on the way in, or meanwhile, takes nothing with it."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,8 @@ from tests.support.elastic_divided import (
     Kind,
     Resized,
     check_as_commanded,
+    killed_and_back,
+    needing,
     resized_once,
     zero,
 )
@@ -30,18 +31,14 @@ def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
     return resized_once(tmp_path_factory)
 
 
-DEEPSPEED = (
-    pytest.mark.deepspeed,
-    pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
-)
 KINDS = [
     pytest.param(FSDP2, id="fsdp2", marks=pytest.mark.grid),
-    pytest.param(zero(2), id="zero2", marks=DEEPSPEED),
-    *(pytest.param(zero(stage), id=f"zero{stage}", marks=(*DEEPSPEED, pytest.mark.grid)) for stage in (1, 3)),
+    pytest.param(zero(2), id="zero2", marks=needing(zero(2))),
+    *(pytest.param(kind, id=kind.name, marks=[*needing(kind), pytest.mark.grid]) for kind in (zero(1), zero(3))),
 ]
 ALSO_ZERO = [
     pytest.param(FSDP2, id="fsdp2"),
-    *(pytest.param(zero(stage), id=f"zero{stage}", marks=(*DEEPSPEED, pytest.mark.grid)) for stage in (2, 3)),
+    *(pytest.param(kind, id=kind.name, marks=[*needing(kind), pytest.mark.grid]) for kind in (zero(2), zero(3))),
 ]
 
 
@@ -63,16 +60,7 @@ def check_moved(job: Job) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_and_back(kind: Kind, victims: tuple[int, ...], tmp_path: Path, resized: Resized) -> None:
     """4 -> 3 -> 4, and 4 -> 2 -> 4."""
-    faults = [f"rank={rank},fault=sigkill,at=backward,step={AT}" for rank in victims]
-    running = kind.start(tmp_path / "run", *SLOWLY, inject=faults)
-    running.wait_for("recovery_finished", 120)
-    assert command(running, 4, BACK) == ""
-    job = running.wait()
-    assert (changes(job)[-1].step, changes(job)[-1].ranks) == (BACK, (0, 1, 2, 3)), job.explain()
-    assert job.of("job_resized")[-1]["came"] == list(victims), job.explain()
-    assert len(job.of("failure_detected")) == len(victims), job.explain()
-    check_moved(job)
-    check_as_commanded(kind, job, resized)
+    check_moved(killed_and_back(kind, tmp_path / "run", victims, AT, BACK, resized, *SLOWLY))
 
 
 @pytest.mark.grid

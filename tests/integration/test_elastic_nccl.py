@@ -4,21 +4,31 @@ fake that was resized by command at the same steps, bit for bit, which goes on a
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.support import elastic, fake_nccl
+from tests.support import fake_nccl
 from tests.support.elastic import changes, command, often
-from tests.support.elastic_divided import FSDP2, Kind, Resized, check_as_commanded, megatron, resized_once, zero
+from tests.support.elastic_divided import (
+    DDP,
+    FSDP2,
+    Kind,
+    Resized,
+    check_as_commanded,
+    killed_and_back,
+    megatron,
+    needing,
+    resized_once,
+    zero,
+)
 from tests.support.jobs import ROOT, Job, check_fired
 
 pytestmark = pytest.mark.timeout(400)
 WRAPPER = ROOT / "tests" / "scripts" / "fake_nccl.py"
 AT, BACK = 8, 32
 SLOWLY = ("--step-time", "100")
-DDP = Kind("ddp", elastic.SCRIPT, (), elastic.check_steps_alike, elastic.check_goes_on_alike)
+DISTRIBUTED = megatron("megatron-distributed", "--bf16", "--use-distributed-optimizer")
 
 
 def over_nccl(kind: Kind) -> Kind:
@@ -27,25 +37,11 @@ def over_nccl(kind: Kind) -> Kind:
     return replace(kind, name=f"{kind.name}-nccl", script=WRAPPER, env=env)
 
 
-def needing(package: str, mark: pytest.MarkDecorator) -> list[pytest.MarkDecorator]:
-    return [
-        mark,
-        pytest.mark.grid,
-        pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed"),
-    ]
-
-
 KINDS = [
     pytest.param(over_nccl(DDP), id="ddp"),
-    pytest.param(over_nccl(FSDP2), id="fsdp2", marks=pytest.mark.grid),
     *(
-        pytest.param(over_nccl(zero(s)), id=f"zero{s}", marks=needing("deepspeed", pytest.mark.deepspeed))
-        for s in (1, 2, 3)
-    ),
-    pytest.param(
-        over_nccl(megatron("distributed", "--bf16", "--use-distributed-optimizer")),
-        id="megatron-distributed",
-        marks=needing("megatron", pytest.mark.megatron),
+        pytest.param(over_nccl(kind), id=kind.name, marks=[pytest.mark.grid, *needing(kind)])
+        for kind in (FSDP2, zero(1), zero(2), zero(3), DISTRIBUTED)
     ),
 ]
 
@@ -61,18 +57,9 @@ def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
 def test_killed_and_back(kind: Kind, victims: tuple[int, ...], tmp_path: Path, resized: Resized) -> None:
     """4 -> 3 -> 4, and 4 -> 2 -> 4."""
     fake_nccl.build()
-    faults = [f"rank={rank},fault=sigkill,at=backward,step={AT}" for rank in victims]
-    running = kind.start(tmp_path / "run", *SLOWLY, inject=faults)
-    running.wait_for("recovery_finished", 120)
-    assert command(running, 4, BACK) == ""
-    job = running.wait()
-    assert (changes(job)[-1].step, changes(job)[-1].ranks) == (BACK, (0, 1, 2, 3)), job.explain()
-    assert job.of("job_resized")[-1]["came"] == list(victims), job.explain()
-    assert len(job.of("failure_detected")) == len(victims), job.explain()
-    check_fired(job, len(victims))
+    job = killed_and_back(kind, tmp_path / "run", victims, AT, BACK, resized, *SLOWLY)
     if kind.name == "ddp-nccl":
         check_from_device_to_device(job)
-    check_as_commanded(kind, job, resized)
 
 
 def check_from_device_to_device(job: Job) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support import elastic, elastic_fsdp2
-from tests.support.elastic import command, never, sizes_of
-from tests.support.jobs import ROOT, Job, RunningJob, check_clean
+from tests.support.elastic import changes, command, never, sizes_of
+from tests.support.jobs import ROOT, Job, RunningJob, check_clean, check_fired
 from tests.support.megatron import ENVIRONMENT
 
 END = 38
@@ -47,6 +48,8 @@ class Kind:
 
 Resized = Callable[[Kind, Sequence[tuple[int, int]]], Job]
 """Gives the job of a kind that is resized by command at these steps to these sizes."""
+DDP = Kind("ddp", elastic.SCRIPT, (), elastic.check_steps_alike, elastic.check_goes_on_alike)
+"""Whose state is not divided."""
 FSDP2 = Kind("fsdp2", elastic_fsdp2.SCRIPT, (), elastic_fsdp2.check_steps_alike, elastic_fsdp2.check_goes_on_alike)
 
 
@@ -65,6 +68,33 @@ def megatron(name: str, *flags: str) -> Kind:
     """megatron-core, with twelve micro-batches in a step."""
     script = ROOT / "tests" / "scripts" / "elastic_megatron.py"
     return Kind(name, script, flags, elastic.check_steps_alike, elastic.check_goes_on_alike, ENVIRONMENT)
+
+
+def needing(kind: Kind) -> list[pytest.MarkDecorator]:
+    """Marks of tests that need the framework of a kind."""
+    name = next((name for name in ("deepspeed", "megatron") if name in kind.script.name), None)
+    if name is None:
+        return []
+    absent = find_spec(name) is None
+    return [getattr(pytest.mark, name), pytest.mark.skipif(absent, reason=f"{name} is not installed")]
+
+
+def killed_and_back(
+    kind: Kind, folder: Path, victims: Sequence[int], at: int, back: int, resized: Resized, *flags: str
+) -> Job:
+    """A job of four ranks that loses these in step ``at``, without any replacement, and gets them back on command
+    before step ``back``: in all sizes as if both had been commanded."""
+    faults = [f"rank={rank},fault=sigkill,at=backward,step={at}" for rank in victims]
+    running = kind.start(folder, *flags, inject=faults)
+    running.wait_for("recovery_finished", 120)
+    assert command(running, 4, back) == ""
+    job = running.wait()
+    check_fired(job, len(victims))
+    assert (changes(job)[-1].step, changes(job)[-1].ranks) == (back, (0, 1, 2, 3)), job.explain()
+    assert job.of("job_resized")[-1]["came"] == list(victims), job.explain()
+    assert len(job.of("failure_detected")) == len(victims), job.explain()
+    check_as_commanded(kind, job, resized)
+    return job
 
 
 def resized_by_command(

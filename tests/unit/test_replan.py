@@ -207,6 +207,21 @@ class World:
     def needs(rank: int) -> list[pb.ShardNeed]:
         return [pb.ShardNeed(name=name, nbytes=8) for name in (f"part{rank}", "common", f"capsule@{rank}")]
 
+    def command(self, layout: str) -> None:
+        """Somebody commands this layout: all ranks pause, and are stopped."""
+        assert self.machine.replan(layout, -1)[0] == ""
+        self.collect()
+        self.machine.on_paused(pb.Paused(rank=0, generation=self.job.generation, version=7), 3.0)
+        self.collect()
+        self.stop()
+
+    def has_no_room(self) -> None:
+        """For what the first rank is to write into the node's memory."""
+        (rank, command), *_ = self.of("stash")
+        fields = {"serial": command.serial, "generation": command.generation, "rank": rank}
+        self.machine.on_reply(pb.Reply(error_type="RestoreError", error="No space left", **fields), 3.0)
+        self.collect()
+
     def reply(self, body: str, **fields: object) -> list[int]:
         orders = self.of(body)
         for rank, command in orders:
@@ -339,35 +354,14 @@ def test_memory_that_cannot_be_written() -> None:
     world = World()
     world.kill(1)
     world.stop()
-    (rank, command), *_ = world.of("stash")
-    reply = pb.Reply(
-        serial=command.serial,
-        generation=command.generation,
-        rank=rank,
-        error_type="RestoreError",
-        error="No space left",
-    )
-    world.machine.on_reply(reply, 3.0)
+    world.has_no_room()
     assert world.job.state is State.FAILED and "No space left" in world.job.failure_reason
 
 
 def test_memory_that_cannot_be_written_for_a_command() -> None:
     world = World()
-    assert world.machine.replan("tp=1,pp=2,dp=1", -1)[0] == ""
-    world.collect()
-    world.machine.on_paused(pb.Paused(rank=0, generation=world.job.generation, version=7), 3.0)
-    world.collect()
-    world.stop()
-    (rank, command), *_ = world.of("stash")
-    reply = pb.Reply(
-        serial=command.serial,
-        generation=command.generation,
-        rank=rank,
-        error_type="RestoreError",
-        error="No space left",
-    )
-    world.machine.on_reply(reply, 3.0)
-    world.collect()
+    world.command("tp=1,pp=2,dp=1")
+    world.has_no_room()
     assert [e.text for e in world.events if isinstance(e, ev.Notice) and e.kind == "not_replanned"]
     world.stop()
     assert world.job.state is State.REGROUPING  # on in the old layout

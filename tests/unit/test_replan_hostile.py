@@ -95,11 +95,7 @@ def test_a_script_that_makes_another_job_of_it(changes: dict[str, object], reaso
 
 
 def commanded(world: World, layout: str = "tp=1,pp=2,dp=1") -> None:
-    assert world.machine.replan(layout, -1)[0] == ""
-    world.collect()
-    world.machine.on_paused(pb.Paused(rank=0, generation=world.job.generation, version=7), 3.0)
-    world.collect()
-    world.stop()
+    world.command(layout)
     world.reply("stash")
 
 
@@ -180,15 +176,8 @@ def test_a_script_with_another_number_of_steps_in_the_new_layout() -> None:
 
 def test_a_command_that_is_given_up_leaves_no_memory_behind() -> None:
     world = World()
-    assert world.machine.replan("tp=1,pp=2,dp=1", -1)[0] == ""
-    world.collect()
-    world.machine.on_paused(pb.Paused(rank=0, generation=world.job.generation, version=7), 3.0)
-    world.collect()
-    world.stop()
-    (rank, command), *_ = world.of("stash")
-    fields = {"serial": command.serial, "generation": command.generation, "rank": rank}
-    world.machine.on_reply(pb.Reply(error_type="RestoreError", error="No space left", **fields), 3.0)
-    world.collect()
+    world.command("tp=1,pp=2,dp=1")
+    world.has_no_room()
     world.stop()
     assert world.job.state is State.REGROUPING
     assert world.of("drop_stash")

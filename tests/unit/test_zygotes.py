@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
@@ -29,6 +30,23 @@ def can_fork(zygotes: Zygotes) -> bool:
     return zygotes._current is not None
 
 
+@asynccontextmanager
+async def that_can_fork(tmp_path: Path) -> AsyncIterator[tuple[Zygotes, list[str]]]:
+    """Zygotes, and what they tell from then on; all that there are end afterwards."""
+    script = tmp_path / "script.py"
+    script.write_text("import json\n")
+    told: list[str] = []
+    zygotes = Zygotes([str(script)], tmp_path / "zygote.log", ("torch",), told.append)
+    try:
+        zygotes.start({AGENT_PID_ENV: str(os.getpid())})
+        await until(lambda: can_fork(zygotes))
+        told.clear()  # torch is left out, so that they come soon
+        yield zygotes, told
+    finally:
+        zygotes.close()
+    await until(lambda: zygotes.reap() or not zygotes._closed)
+
+
 def strike(zygotes: Zygotes, number: signal.Signals) -> list[int]:
     """All that there are."""
     pids = [zygote.pid for zygote in (zygotes._first, zygotes._current, zygotes._growing) if zygote is not None]
@@ -43,16 +61,9 @@ def test_another_one_is_started_when_all_are_lost(
 ) -> None:
     """Killed, or without an answer: then the agent finds that when it asks."""
     monkeypatch.setattr(module, "_AGAIN_S", (0.3, 0.6))
-    script = tmp_path / "script.py"
-    script.write_text("import json\n")
-    told: list[str] = []
 
     async def live() -> None:
-        zygotes = Zygotes([str(script)], tmp_path / "zygote.log", ("torch",), told.append)
-        try:
-            zygotes.start({AGENT_PID_ENV: str(os.getpid())})
-            await until(lambda: can_fork(zygotes))
-            told.clear()  # torch is left out, so that they come soon
+        async with that_can_fork(tmp_path) as (zygotes, told):
             for pause in pauses:
                 lost = strike(zygotes, number)
                 while not told:
@@ -63,11 +74,8 @@ def test_another_one_is_started_when_all_are_lost(
                 await until(lambda: can_fork(zygotes))
                 assert told.pop() == "processes are forked again" and told == []
                 assert not {*lost} & {*strike(zygotes, signal.SIGCONT)}, "others"
-        finally:
-            zygotes.close()
         await asyncio.sleep(0.7)
         assert zygotes._first is None, "none is started after the end"
-        await until(lambda: zygotes.reap() or not zygotes._closed)
 
     asyncio.run(live())
     assert not [child for child in psutil.Process().children(recursive=True) if "--zygote" in child.cmdline()]
@@ -76,21 +84,14 @@ def test_another_one_is_started_when_all_are_lost(
 def test_none_is_started_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if that was about to happen."""
     monkeypatch.setattr(module, "_AGAIN_S", (0.3,))
-    script = tmp_path / "script.py"
-    script.write_text("import json\n")
-    told: list[str] = []
 
     async def live() -> None:
-        zygotes = Zygotes([str(script)], tmp_path / "zygote.log", ("torch",), told.append)
-        zygotes.start({AGENT_PID_ENV: str(os.getpid())})
-        await until(lambda: can_fork(zygotes))
-        told.clear()
-        strike(zygotes, signal.SIGKILL)
-        await until(lambda: zygotes._first is None)
-        zygotes.close()
-        await asyncio.sleep(0.6)
-        assert zygotes._first is None and told == [TOLD + "0.3 s"]
-        await until(lambda: zygotes.reap() or not zygotes._closed)
+        async with that_can_fork(tmp_path) as (zygotes, told):
+            strike(zygotes, signal.SIGKILL)
+            await until(lambda: zygotes._first is None)
+            zygotes.close()
+            await asyncio.sleep(0.6)
+            assert zygotes._first is None and told == [TOLD + "0.3 s"]
 
     asyncio.run(live())
 
@@ -100,28 +101,18 @@ def one_that_is_ready(
 ) -> list[str]:
     """What has been told, when ``happens`` has met with one that can fork, which is still the same afterwards."""
     monkeypatch.setattr(module, "_AGAIN_S", (0.3,))
-    script = tmp_path / "script.py"
-    script.write_text("import json\n")
-    told: list[str] = []
 
-    async def live() -> None:
-        zygotes = Zygotes([str(script)], tmp_path / "zygote.log", ("torch",), told.append)
-        try:
-            zygotes.start({AGENT_PID_ENV: str(os.getpid())})
-            await until(lambda: can_fork(zygotes))
-            told.clear()
+    async def live() -> list[str]:
+        async with that_can_fork(tmp_path) as (zygotes, told):
             ready = zygotes._current
             await happens(zygotes)
             assert zygotes._current is ready
             assert ready is not None
             os.kill(ready.pid, signal.SIGKILL)
             await until(lambda: zygotes._current not in (None, ready))  # from the first one, or another first one
-        finally:
-            zygotes.close()
-        await until(lambda: zygotes.reap() or not zygotes._closed)
+        return told
 
-    asyncio.run(live())
-    return told
+    return asyncio.run(live())
 
 
 def test_one_that_is_ready_stays_when_the_first_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -319,15 +319,21 @@ def test_it_leaves_where_the_other_replica_has_all() -> None:
     assert world.resized() == [(2, 1, [0, 1], [])]
 
 
-def test_ranks_that_pause_before_all_have_said_that_they_go_on() -> None:
-    """A command that could not be carried out yet: all pause again at once, some while others still resume."""
+def verifying(at_in: int) -> tuple[ReplicaWorld, int]:
+    """A recovery that is nearly over, and a command for a step so far ahead, which is the second value."""
     world = world_of(NEIGHBOURS)
-    job = world.machine.job
-    at = world.version[0] + 4
+    at = world.version[0] + at_in
     assert world.resize(2, at) == ""
     world.kill(0)
-    while job.state is not State.VERIFYING:
+    while world.machine.job.state is not State.VERIFYING:
         assert world.step()
+    return world, at
+
+
+def test_ranks_that_pause_before_all_have_said_that_they_go_on() -> None:
+    """A command that could not be carried out yet: all pause again at once, some while others still resume."""
+    world, at = verifying(4)
+    job = world.machine.job
     for rank in (2, 3, 4):
         world.machine.on_paused(pb.Paused(rank=rank, generation=job.generation, version=at), world.now)
     while world.inbox:
@@ -339,13 +345,8 @@ def test_ranks_that_pause_before_all_have_said_that_they_go_on() -> None:
 
 
 def test_the_last_of_them_too() -> None:
-    world = world_of(NEIGHBOURS)
+    world, at = verifying(4)
     job = world.machine.job
-    at = world.version[0] + 4
-    assert world.resize(2, at) == ""
-    world.kill(0)
-    while job.state is not State.VERIFYING:
-        assert world.step()
     generation = job.generation
     for rank in (2, 3, 4, 5):
         world.machine.on_paused(pb.Paused(rank=rank, generation=generation, version=at), world.now)

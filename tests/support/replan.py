@@ -86,7 +86,7 @@ def start(
         config=never() if config is None else config,
         script=SCRIPT,
         flags=["--steps", str(STEPS), "--dropout", "0.1", *sizes.flags, *training.flags, *flags],
-        env=ENVIRONMENT,
+        env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"},  # as ranks of a launch of several have; one alone would take more
     )
 
 

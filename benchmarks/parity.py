@@ -18,7 +18,9 @@ import time
 from collections.abc import Callable
 
 from flashrecovery.plan.parity import BUCKET, ParityLayout, StripePart, encode_traffic
-from flashrecovery.redundancy.parity import ParityStore, decode_bucket, deltas, digest
+from flashrecovery.redundancy.parity_bucket import decode_bucket
+from flashrecovery.redundancy.parity_frames import deltas, digest
+from flashrecovery.redundancy.parity_store import ParityStore
 from flashrecovery.redundancy.xor import NumpyXor, Xor, xor
 
 GOAL = 0.7

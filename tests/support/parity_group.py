@@ -16,16 +16,9 @@ from flashrecovery.plan.parity import (
     StripeSource,
     decode_plan,
 )
-from flashrecovery.redundancy.parity import (
-    NO_BASE,
-    Frame,
-    FrameKind,
-    ParityMember,
-    decode_bucket,
-    deltas,
-    digest,
-    encode_bucket,
-)
+from flashrecovery.redundancy.parity_bucket import decode_bucket, encode_bucket
+from flashrecovery.redundancy.parity_frames import NO_BASE, Frame, FrameKind, deltas, digest
+from flashrecovery.redundancy.parity_member import ParityMember
 
 
 def naive_parity(layout: ParityLayout, stripe: int, part: StripePart, contents: Sequence[bytes]) -> bytes:

@@ -28,17 +28,11 @@ from flashrecovery.plan.parity import (
     decode_plan,
     encode_traffic,
 )
-from flashrecovery.redundancy import parity as module
-from flashrecovery.redundancy.parity import (
-    NO_BASE,
-    Frame,
-    FrameKind,
-    ParityMember,
-    ParityStore,
-    decode_bucket,
-    deltas,
-    encode_bucket,
-)
+from flashrecovery.redundancy import parity_member as module
+from flashrecovery.redundancy.parity_bucket import decode_bucket, encode_bucket
+from flashrecovery.redundancy.parity_frames import NO_BASE, Frame, FrameKind, deltas
+from flashrecovery.redundancy.parity_member import ParityMember
+from flashrecovery.redundancy.parity_store import ParityStore
 from flashrecovery.redundancy.xor import NativeXor, NumpyXor, xor
 from tests.support.parity_group import ParityGroup, naive_parity
 
@@ -451,7 +445,8 @@ def test_torn_at_every_step(base: int, torn: str, monkeypatch: pytest.MonkeyPatc
 CHILD = """
 import mmap, random, sys
 from flashrecovery.plan.parity import ParityLayout, StripePart
-from flashrecovery.redundancy.parity import ParityMember, NO_BASE, deltas
+from flashrecovery.redundancy.parity_frames import NO_BASE, deltas
+from flashrecovery.redundancy.parity_member import ParityMember
 fd, start, seed = map(int, sys.argv[1:])
 layout = ParityLayout((300_000, 290_001, 250_000), 1, 4096)
 place = 0, StripePart.P
@@ -522,7 +517,8 @@ def _clean(layout: ParityLayout, fd: int, nbytes: int) -> list[int]:
 
 
 def test_it_imports_no_torch() -> None:
-    code = "import sys, flashrecovery.redundancy.parity; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    modules = "flashrecovery.redundancy.parity_member, flashrecovery.redundancy.parity_bucket"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -1,5 +1,6 @@
 """Parity of a group's unique shards: what is added to what, who holds it, what travels, and how what was lost is
-decoded. Pure arithmetic on sizes; :mod:`flashrecovery.redundancy.parity` does the same with bytes.
+decoded. Pure arithmetic on sizes; :mod:`flashrecovery.redundancy.parity_store`, ``parity_member`` and ``parity_bucket``
+do the same with bytes.
 
 **Stripes** (RAID-5's rotation; REFT's RAIM5). A group of n members has n stripes. Stripe i's parity P lies at member i,
 with parity 2 its second parity Q at member i + 1 (modulo n). The others, k = n - 1 or n - 2 of them, are its *columns*:

@@ -32,8 +32,9 @@ from flashrecovery.plan.parity import ParityLayout, StripePart, bucket_for
 from flashrecovery.redundancy.exchange import STREAMS, CopyHolding, Exchange, byte_tensor, plain_source
 from flashrecovery.redundancy.flat import NOTHING, Beside, FirstShards, Keep, Layout, Outliving, Slot
 from flashrecovery.redundancy.pacing import Network
-from flashrecovery.redundancy.parity import NO_BASE, Frame, ParityMember, ParityPlace, PayloadRoom, deltas
 from flashrecovery.redundancy.parity_decode import Decoding, WrongParityError
+from flashrecovery.redundancy.parity_frames import NO_BASE, Frame, ParityPlace, PayloadRoom, deltas
+from flashrecovery.redundancy.parity_member import ParityMember
 from flashrecovery.redundancy.parity_rounds import BatchMemory, Rounds
 from flashrecovery.redundancy.undo import ChangeCounter, UndoCopy
 from flashrecovery.snapshot.memory import HEADER, SharedMemory

@@ -28,7 +28,9 @@ from flashrecovery.plan.parity import (
     Undecodable,
     decode_plan,
 )
-from flashrecovery.redundancy.parity import ParityMember, decode_bucket, digest
+from flashrecovery.redundancy.parity_bucket import decode_bucket
+from flashrecovery.redundancy.parity_frames import digest
+from flashrecovery.redundancy.parity_member import ParityMember
 from flashrecovery.runtime.side_by_side import run_side_by_side
 
 _PART_TAG, _RESULT_TAG = 0x5044, 0x5052

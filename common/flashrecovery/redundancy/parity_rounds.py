@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from flashrecovery.plan.parity import HEADER_BYTES
 from flashrecovery.redundancy.exchange import Exchange
-from flashrecovery.redundancy.parity import Frame, ParityMember, ParityPlace, PayloadRoom, streams
+from flashrecovery.redundancy.parity_frames import Frame, ParityPlace, PayloadRoom, streams
+from flashrecovery.redundancy.parity_member import ParityMember
 
 BATCH = 4 << 20
 """Bytes to one member in a round; more by less than a bucket."""

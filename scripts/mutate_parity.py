@@ -14,8 +14,9 @@ import sys
 from mutants import Mutant, Trial, arguments, chosen, run
 
 REDUNDANCY = "common/flashrecovery/redundancy"
-COPIES, ROUNDS, DECODE, EXCHANGE, FLAT = (
-    f"{REDUNDANCY}/{name}.py" for name in ("parity_copies", "parity_rounds", "parity_decode", "exchange", "flat")
+COPIES, MAKING, ROUNDS, DECODE, EXCHANGE, FLAT = (
+    f"{REDUNDANCY}/{name}.py"
+    for name in ("parity_copies", "parity_making", "parity_rounds", "parity_decode", "exchange", "flat")
 )
 DECODING = "common/flashrecovery/plan/decoding.py"
 GROUPS = "common/flashrecovery/plan/parity_groups.py"
@@ -31,10 +32,10 @@ TESTS = (
 
 MUTANTS = (
     # -- an exchange ------------------------------------------------------------------------------
-    Mutant("base-that-a-member-lacks", COPIES, " | {s.before for s in states}", ""),
-    Mutant("always-from-nothing", COPIES, "bases.pop() if len(bases) == 1 else NO_BASE", "NO_BASE"),
-    Mutant("what-is-whole-is-made-again", COPIES, "if newest < version)", "if newest <= version)"),
-    Mutant("nothing-is-made-after-a-loss", COPIES, "if newest < version)", "if 0 <= newest < version)"),
+    Mutant("base-that-a-member-lacks", MAKING, " | {s.before for s in states}", ""),
+    Mutant("always-from-nothing", MAKING, "bases.pop() if len(bases) == 1 else NO_BASE", "NO_BASE"),
+    Mutant("what-is-whole-is-made-again", MAKING, "if newest < version)", "if newest <= version)"),
+    Mutant("nothing-is-made-after-a-loss", MAKING, "if newest < version)", "if 0 <= newest < version)"),
     Mutant("without-asking", COPIES, "if all(state.whole for state in states):", "if True:"),
     Mutant(
         "told-one-member-only",
@@ -42,7 +43,7 @@ MUTANTS = (
         "for i in range(1, self.losses + 1)]\n        self._tellers",
         "for i in range(1, 2)]\n        self._tellers",
     ),
-    Mutant("key-without-layouts", COPIES, "(ranks, sizes, idents)), losses", "(ranks, sizes)), losses"),
+    Mutant("key-without-layouts", MAKING, "(ranks, sizes, idents)), losses", "(ranks, sizes)), losses"),
     Mutant("old-encoding-goes-too-early", COPIES, "if e.newest < newest]", "if e.newest <= newest]"),
     Mutant("no-wait", EXCHANGE, "        with self.undo.between.resting():\n            self._background.wait()\n", ""),
     Mutant("last-batch-too-early", ROUNDS, "last and not self._member.owes_sums(to)", "last"),

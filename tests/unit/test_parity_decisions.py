@@ -9,8 +9,8 @@ import pytest
 from flashrecovery.errors import ProtocolError
 from flashrecovery.plan.parity import ParityLayout, StripePart
 from flashrecovery.plan.parity_groups import groups_of_all, launch_domains
-from flashrecovery.redundancy.parity_copies import MemberState, key_of, to_make
 from flashrecovery.redundancy.parity_frames import NO_BASE
+from flashrecovery.redundancy.parity_making import MemberState, key_of, to_make
 
 P, Q = StripePart.P, StripePart.Q
 KEY = 9

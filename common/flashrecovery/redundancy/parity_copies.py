@@ -20,11 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import xxhash
 
 from flashrecovery.errors import ProtocolError, RestoreError
 from flashrecovery.plan.decoding import DecodeOrder, EncodingHeld, ParityHeld, Told
@@ -34,6 +33,7 @@ from flashrecovery.redundancy.flat import NOTHING, Beside, FirstShards, Keep, La
 from flashrecovery.redundancy.pacing import Network
 from flashrecovery.redundancy.parity_decode import Decoding, WrongParityError
 from flashrecovery.redundancy.parity_frames import NO_BASE, Frame, ParityPlace, PayloadRoom, deltas
+from flashrecovery.redundancy.parity_making import ENCODINGS, MemberState, key_of, to_make
 from flashrecovery.redundancy.parity_member import ParityMember
 from flashrecovery.redundancy.parity_rounds import BatchMemory, Rounds
 from flashrecovery.redundancy.undo import ChangeCounter, UndoCopy
@@ -43,67 +43,8 @@ from flashrecovery.state.shard import Shard, ShardSource
 
 _MAGIC = 0x46525059
 _TAG = 0x5043
-_ENCODINGS = 2
 _LAYOUT = "parity/layout"
 """Under this name a member's layout is kept beside its capsule."""
-
-
-@dataclass(frozen=True)
-class MemberState:
-    """What a member says of itself at the beginning of an exchange; all numbers, -1: none.
-
-    Attributes:
-        whole: it takes part; otherwise nothing can be made of this version.
-        nbytes, ident: of its shards' bytes, and of their layout.
-        before: another version of which it has these shards, laid out alike.
-        domain: its failure domain.
-        described: bytes of what belongs to the version besides tensors.
-        held: by encoding (a number that says all about it), the newest version of its P and of its Q.
-    """
-
-    whole: bool
-    nbytes: int
-    ident: int
-    before: int
-    domain: int
-    described: int
-    held: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-
-    LENGTH = 6 + 3 * _ENCODINGS
-
-    def words(self) -> list[int]:
-        found = [int(self.whole), self.nbytes, self.ident, self.before, self.domain, self.described]
-        for key, (p, q) in self.held.items():
-            found += [key, p, q]
-        return found + [-1] * (MemberState.LENGTH - len(found))
-
-    @staticmethod
-    def of(words: Sequence[int]) -> MemberState:
-        held = {words[i]: (words[i + 1], words[i + 2]) for i in range(6, MemberState.LENGTH, 3) if words[i] >= 0}
-        whole, nbytes, ident, before, domain, described = words[:6]
-        return MemberState(bool(whole), nbytes, ident, before, domain, described, held)
-
-
-@dataclass(frozen=True)
-class Making:
-    """Which parities are made of a version, from which one; :data:`.NO_BASE`: from nothing."""
-
-    base: int
-    places: frozenset[ParityPlace]
-
-
-def to_make(layout: ParityLayout, key: int, version: int, states: Sequence[MemberState]) -> Making:
-    """What the members conclude from what they have told each other, all of them the same. Raises ProtocolError."""
-    found = {}
-    for stripe in range(layout.members):
-        for part in layout.parts():
-            held = states[layout.holder(stripe, part)].held.get(key, (-1, -1))
-            found[stripe, part] = held[part is StripePart.Q]
-    if newer := sorted(v for v in found.values() if v > version):
-        raise ProtocolError(f"parity of version {newer[-1]} is held at the exchange of version {version}")
-    places = frozenset(place for place, newest in found.items() if newest < version)
-    bases = {found[place] for place in places} | {s.before for s in states}
-    return Making(bases.pop() if len(bases) == 1 else NO_BASE, places)
 
 
 @dataclass
@@ -136,11 +77,6 @@ class Encoding:
         """Give the memory back."""
         if self.outliving is not None:
             self.outliving.keep(None)
-
-
-def key_of(ranks: Sequence[int], sizes: Sequence[int], idents: Sequence[int], losses: int, bucket: int) -> int:
-    """63 bits that say all about an encoding: equal for the same members with equal layouts of their tensors."""
-    return xxhash.xxh3_64_intdigest(codec.dumps((*map(tuple, (ranks, sizes, idents)), losses, bucket))) >> 1
 
 
 class ParityCopies:
@@ -194,7 +130,7 @@ class ParityCopies:
         self._talk = Exchange(group, self.undo, "parity", generation, network)
         self._keep = keep
         self._batches = BatchMemory()
-        self._spare = [keep(f"parity-{i}") for i in range(_ENCODINGS)] if keep is not None else []
+        self._spare = [keep(f"parity-{i}") for i in range(ENCODINGS)] if keep is not None else []
         self._encodings: list[Encoding] = []
         self._take_over()
         self._next_ranks = self.ranks
@@ -577,7 +513,7 @@ class ParityCopies:
             self._spare.append(encoding.outliving)
 
     def _new_encoding(self, key: int, layout: ParityLayout) -> Encoding:
-        while len(self._encodings) >= _ENCODINGS:
+        while len(self._encodings) >= ENCODINGS:
             self._drop(min(self._encodings, key=lambda e: e.newest))
         outliving = self._spare.pop() if self._spare else None
         sizes = ParityMember.places(layout, self._me)

@@ -6,16 +6,8 @@ import random
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from flashrecovery.plan.parity import (
-    DecodePlan,
-    DecodeTask,
-    Held,
-    ParityLayout,
-    Route,
-    StripePart,
-    StripeSource,
-    decode_plan,
-)
+from flashrecovery.plan.parity import ParityLayout, Route, StripePart
+from flashrecovery.plan.parity_decoding import DecodePlan, DecodeTask, Held, StripeSource, decode_plan
 from flashrecovery.redundancy.parity_bucket import decode_bucket, encode_bucket
 from flashrecovery.redundancy.parity_frames import NO_BASE, Frame, FrameKind, deltas, digest
 from flashrecovery.redundancy.parity_member import ParityMember

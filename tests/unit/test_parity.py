@@ -18,16 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flashrecovery.errors import ProtocolError, RestoreError
-from flashrecovery.plan.parity import (
-    BUCKET,
-    DecodePlan,
-    ParityLayout,
-    Route,
-    StripePart,
-    bucket_for,
-    decode_plan,
-    encode_traffic,
-)
+from flashrecovery.plan.parity import BUCKET, ParityLayout, Route, StripePart, bucket_for, encode_traffic
+from flashrecovery.plan.parity_decoding import DecodePlan, decode_plan
 from flashrecovery.redundancy import parity_member as module
 from flashrecovery.redundancy.parity_bucket import decode_bucket, encode_bucket
 from flashrecovery.redundancy.parity_frames import NO_BASE, Frame, FrameKind, deltas

@@ -11,18 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashrecovery.plan.parity import (
-    HEADER_BYTES,
-    DecodePlan,
-    Held,
-    ParityLayout,
-    Route,
-    StripePart,
-    Undecodable,
-    decode_plan,
-    encode_traffic,
-    newest_decodable,
-)
+from flashrecovery.plan.parity import HEADER_BYTES, ParityLayout, Route, StripePart, encode_traffic
+from flashrecovery.plan.parity_decoding import DecodePlan, Held, Undecodable, decode_plan, newest_decodable
 from flashrecovery.plan.parity_groups import Grouping, ShardingGroup, UniqueShard, form_groups, regroup
 
 

@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from flashrecovery.plan.parity import Held, ParityLayout, StripePart, lost_members, undecodable
+from flashrecovery.plan.parity import ParityLayout, StripePart
+from flashrecovery.plan.parity_decoding import Held, lost_members, undecodable
 from flashrecovery.plan.types import Holding, Kind
 from flashrecovery.plan.words import ranks_text
 

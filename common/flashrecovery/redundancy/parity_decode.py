@@ -1,8 +1,8 @@
 """What a group has lost, decoded by those that are left: chunk by chunk, each by the member that is least busy.
 
-:func:`~flashrecovery.plan.parity.decode_plan` says who gathers what; every member draws it up for itself from the same
-order. A member that is left sends its part of each chunk to the one that gathers it, which adds up, compares what comes
-out with the digest that the parity has of it, and sends it to the lost member. That compares it once more.
+:func:`~flashrecovery.plan.parity_decoding.decode_plan` says who gathers what; every member draws it up for itself from
+the same order. A member that is left sends its part of each chunk to the one that gathers it, which adds up, compares
+what comes out with the digest that the parity has of it, and sends it to the lost member. That compares it once more.
 
 Sending, gathering and receiving are a thread each, and all of them go through the chunks in the same order. So whatever
 belongs to the first chunk that is not done is under way, and nobody can wait for nothing.
@@ -19,15 +19,8 @@ import torch.distributed as dist
 
 from flashrecovery.errors import RestoreError
 from flashrecovery.plan.decoding import DecodeOrder
-from flashrecovery.plan.parity import (
-    DIGEST_BYTES,
-    DecodeTask,
-    ParityLayout,
-    StripePart,
-    StripeSource,
-    Undecodable,
-    decode_plan,
-)
+from flashrecovery.plan.parity import DIGEST_BYTES, ParityLayout, StripePart
+from flashrecovery.plan.parity_decoding import DecodeTask, StripeSource, Undecodable, decode_plan
 from flashrecovery.redundancy.parity_bucket import decode_bucket
 from flashrecovery.redundancy.parity_frames import digest
 from flashrecovery.redundancy.parity_member import ParityMember

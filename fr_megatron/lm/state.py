@@ -94,13 +94,14 @@ class LMLoop:
             "consumed_valid_samples": self._args.consumed_valid_samples,
             "running": [name for name, timer in self._timers._timers.items() if getattr(timer, "_started", False)],
             "rerun": {name: getattr(self._rerun, name) for name in _RERUN},
+            "rerun_mode": self._rerun.mode.value,  # an evaluation switches it off, and may be cut short
             "largest": {name: dict(getattr(self._rerun, name)) for name in _RERUN_LARGEST},
             "trackers": trackers.save(),
             "positions": [] if self.elastic is None else self.elastic.positions(),
         }
 
     def load(self, saved: dict[str, Any]) -> None:
-        from megatron.core.rerun_state_machine import RerunState
+        from megatron.core.rerun_state_machine import RerunMode, RerunState
 
         self.result = TrainResult.of(saved["result"])
         self.overflows = set(saved["overflows"])
@@ -116,7 +117,7 @@ class LMLoop:
             setattr(self._rerun, name, value)
         for name, values in saved["largest"].items():
             setattr(self._rerun, name, dict(values))
-        self._rerun.state = RerunState.NOT_RUNNING_YET
+        self._rerun.state, self._rerun.mode = RerunState.NOT_RUNNING_YET, RerunMode(saved["rerun_mode"])
         trackers.load(saved["trackers"])
         if self.elastic is not None:
             self.elastic.set_positions(saved["positions"])

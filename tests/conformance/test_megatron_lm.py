@@ -120,3 +120,13 @@ def test_deaths_in_evaluation_and_checkpoint(tmp_path: Path) -> None:
     check_fired(jobs[1], len(inject))
     saved = [sorted(p.name for p in (tmp_path / f"{name}-saved").rglob("*")) for name in ("reference", "run")]
     assert saved[0] and saved[0] == saved[1]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_death_in_an_evaluation(victim: int, tmp_path: Path, reference: Reference) -> None:
+    """While it computes, Megatron validates no results. Afterwards all ranks do so again: that communicates."""
+    layout = lm("dp2-evaluated", *EVALUATED)
+    job = _run(tmp_path / "run", layout, faults((victim, "forward", 8)))
+    check_same(job, reference(layout), printed=Printed.LAST_RANK)
+    check_fired(job)
+    check_recovered(job, [victim])

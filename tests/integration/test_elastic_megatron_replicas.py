@@ -4,15 +4,17 @@ the same step, bit for bit; where two replicas are left, that goes on as one tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.elastic import check_steps_alike, command, start
-from tests.support.jobs import ROOT, Job, check_clean, check_fired
+from tests.support.elastic_back import Way
+from tests.support.jobs import ROOT, Job, RunningJob, check_clean, check_fired
 from tests.support.megatron import ENVIRONMENT
 
 pytest.importorskip("megatron.core")
@@ -97,13 +99,15 @@ def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
     return job
 
 
-def check(job: Job, training: Training, victim: int, resized: Resized) -> None:
+def check(job: Job, training: Training, victims: Sequence[int], resized: Resized) -> None:
     assert job.code == 0, job.explain()
-    check_fired(job)
-    (event,) = job.of("job_resized")
-    assert event["left"] == training.ranks(victim), job.explain()
-    step, replicas = event["step"], training.replicas - 1
-    assert step in (AT, AT + 1) and event["replicas"] == replicas, job.explain()
+    check_fired(job, len(victims))
+    left = sorted({rank for victim in victims for rank in training.ranks(victim)})
+    events = job.of("job_resized")
+    assert sorted(rank for event in events for rank in event["left"]) == left, job.explain()
+    step, replicas = events[-1]["step"], training.replicas - len(left) // 2
+    assert {event["step"] for event in events} <= {step, step - 1}, job.explain()
+    assert step in (AT, AT + 1) and events[-1]["replicas"] == replicas, job.explain()
     check_steps_alike(job, resized(training, step, replicas), step, STEPS, 2 * replicas)
     check_clean(job)
 
@@ -115,17 +119,57 @@ def test_a_rank_takes_its_replica_with_it(
     training: Training, phase: str, victim: int, tmp_path: Path, resized: Resized
 ) -> None:
     job = run(tmp_path / "run", training, inject=(f"rank={victim},fault=sigkill,at={phase},step={AT}",))
-    check(job, training, victim, resized)
+    check(job, training, [victim], resized)
 
 
 @pytest.mark.parametrize("training", OTHERS, ids=str)
 def test_other_trainings(training: Training, tmp_path: Path, resized: Resized) -> None:
     job = run(tmp_path / "run", training, inject=(f"rank=1,fault=sigkill,at=optimizer,step={AT}",))
-    check(job, training, 1, resized)
+    check(job, training, [1], resized)
 
 
 @pytest.mark.parametrize("victim", (0, 3, 5))
 @pytest.mark.parametrize("training", THREE, ids=str)
 def test_one_of_three(training: Training, victim: int, tmp_path: Path, resized: Resized) -> None:
     job = run(tmp_path / "run", training, inject=(f"rank={victim},fault=sigkill,at=backward,step={AT}",))
-    check(job, training, victim, resized)
+    check(job, training, [victim], resized)
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (0, 3), (4, 2)])
+@pytest.mark.parametrize("training", THREE, ids=str)
+def test_two_at_once(training: Training, first: int, second: int, tmp_path: Path, resized: Resized) -> None:
+    """Of one replica, or of two."""
+    faults = [f"rank={rank},fault=sigkill,at=backward,step={AT}" for rank in (first, second)]
+    job = run(tmp_path / "run", training, inject=tuple(faults))
+    check(job, training, (first, second), resized)
+
+
+@pytest.mark.parametrize("state", ["quiescing", "regrouping", "restoring", "verifying"])
+@pytest.mark.parametrize(("first", "second"), [(0, 3), (5, 2)])
+@pytest.mark.parametrize("training", THREE, ids=str)
+def test_a_second_death_during_the_change(
+    training: Training, first: int, second: int, state: str, tmp_path: Path, resized: Resized
+) -> None:
+    """Of another replica, which leaves, too."""
+    if second in training.ranks(first):
+        second -= 1  # with stages
+    faults = (f"rank={first},fault=sigkill,at=backward,step={AT}", f"rank={second},fault=sigkill,at=recovery:{state}")
+    check(run(tmp_path / "run", training, inject=faults), training, (first, second), resized)
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize("training", (TP2, PP2, *THREE), ids=str)
+def test_killed_and_back(training: Training, victim: int, tmp_path: Path) -> None:
+    """A replica leaves, and comes back."""
+    end, back = 38, 32
+
+    def begin(folder: Path, *flags: str, config: Any, inject: Sequence[str] = ()) -> RunningJob:
+        given = (*training.flags, "--steps", str(end), "--step-time", "800", *flags)
+        nproc = 2 * training.replicas
+        return start(folder, config, *given, nproc=nproc, inject=inject, script=SCRIPT, env=ENVIRONMENT)
+
+    def alike(job: Job, other: Job, step: int, until: int, ranks: int) -> None:
+        check_steps_alike(job, other, step, end if until < 0 else until, ranks)
+
+    way = Way(begin, alike, lambda step: step, training.replicas, 2)
+    way.check_back(tmp_path, [victim], training.ranks(victim), AT, back)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.support import elastic
 from tests.support.elastic import check_steps_alike, command
@@ -110,6 +112,27 @@ def evaluations(job: Job) -> dict[tuple[int, int], set[str]]:
         for number, size, losses in _EVALUATED.findall(log.read_text()):
             found[int(number), int(size)].add(losses)
     return found
+
+
+def content(checkpoint: Path, into: Path) -> dict[str, Any]:
+    """All that one of Megatron's own checkpoints holds but for the arguments: tensors, put together as bytes, and
+    numbers, by name."""
+    dcp_to_torch_save(checkpoint, into)
+    return dict(_flattened("", torch.load(into, weights_only=False)))
+
+
+def _flattened(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        value = list(value.items())
+    elif isinstance(value, (list, tuple)):
+        value = list(enumerate(value))
+    else:
+        tensor = isinstance(value, torch.Tensor)
+        shown = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor else repr(value)
+        yield name, (str(value.dtype), tuple(value.shape), shown) if tensor else shown
+        return
+    for key, part in value:
+        yield from _flattened(f"{name}/{key}", part)
 
 
 Resized = Callable[[Training, int, int], Job]

@@ -7,6 +7,7 @@ import sys
 import sysconfig
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,20 @@ def test_the_scripts_lines_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [line.seconds for line in found] == sorted((line.seconds for line in found), reverse=True)
     inner = sum(line.seconds for line in found if line.where in ("slow_script.py:9", "slow_script.py:10"))
     assert inner > 0.1, "the innermost line of the script's own counts"
+
+
+def test_an_instruction_of_no_line_counts_for_the_first_line_of_its_function(tmp_path: Path) -> None:
+    """What another thread does may be seen there."""
+    script = tmp_path / "script.py"
+    script.write_text("import time\n\ndef work():\n    time.sleep(0.2)\n")
+    found: dict[str, types.FunctionType] = {}
+    exec(compile(script.read_text(), str(script), "exec"), found)
+    no_location = bytes([0xFF] * len(found["work"].__code__.co_code))  # eight code units each
+    found["work"].__code__ = found["work"].__code__.replace(co_linetable=no_location)
+    profile = StartProfile(Installed())
+    profile.start()
+    found["work"]()
+    assert [(line.where, line.text) for line in profile.joined()] == [("script.py:3", "def work():")]
 
 
 def test_who_never_began_has_nothing_to_say() -> None:

@@ -114,7 +114,7 @@ class StartProfile:
         while frame is not None:
             name = frame.f_code.co_filename
             if not name.startswith("<") and not self._installed.has_file(name):
-                return name, frame.f_lineno
+                return name, frame.f_lineno or frame.f_code.co_firstlineno  # some instructions are of no line
             frame = frame.f_back
         return None
 

@@ -1,0 +1,29 @@
+"""What Megatron-LM's loop keeps between two calls, with Megatron's own rerun state machine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from flashrecovery.state import codec
+from fr_megatron.lm.state import LMLoop
+
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.megatron
+
+
+@pytest.mark.parametrize("name", ["DISABLED", "VALIDATE_RESULTS", "REPORT_DETERMINISM_STATS"])
+def test_an_evaluation_that_is_cut_short_leaves_results_validated_as_before(name: str) -> None:
+    """While it computes, Megatron validates none. Whether it does decides who communicates after a step."""
+    from megatron.core.rerun_state_machine import RerunMode, RerunState, RerunStateMachine
+
+    mode = RerunMode[name]
+    machine = RerunStateMachine(mode=mode)
+    loop = LMLoop(SimpleNamespace(consumed_valid_samples=8), SimpleNamespace(_timers={}), machine)
+    saved = codec.loads(codec.dumps(loop.save()))  # also in a replacement
+    machine.set_mode(RerunMode.DISABLED)
+    machine.state = RerunState.INITIAL_RUN
+    loop.load(saved)
+    assert machine.get_mode() is mode
+    assert machine.state is RerunState.NOT_RUNNING_YET

@@ -16,7 +16,7 @@ from flashrecovery.controller.records import Newcomer, Place, RankRecord
 from flashrecovery.controller.restore import RestoreRound
 from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan.node_marks import SLOW, WEIGHTS
-from flashrecovery.plan.placement import keeper_of_copies
+from flashrecovery.plan.placement import ring_of
 from flashrecovery.plan.replicas import ReplicaShape
 from flashrecovery.plan.transitions import State, check_transition
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -185,9 +185,12 @@ class JobState:
         shutdown = pb.Shutdown(reason=reason)
         self.command(AGENT, pb.Command(shutdown=shutdown))
 
-    def keeper_of_copies(self, place: int) -> RankRecord:
-        """The rank that holds the neighbour copies of the one at this place."""
-        return self.in_order[keeper_of_copies(place, len(self.in_order), self.stride)]
+    def keepers_of_copies(self) -> list[RankRecord]:
+        """By place, the rank that holds the neighbour copies of the one there."""
+        if len(self.in_order) < 2:
+            return self.in_order
+        ring = ring_of(list(self.ranks), self.stride, self.config.nproc_per_node, self.domains)
+        return [self.in_order[place] for place in ring]
 
     @property
     def whole(self) -> bool:

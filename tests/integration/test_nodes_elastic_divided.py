@@ -8,6 +8,7 @@ its link is cut.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,8 @@ pytestmark = [
     pytest.mark.grid,
 ]
 AT = 7
-two_hosts, three_hosts, four_hosts = hosts_of_a_test(2), hosts_of_a_test(3), hosts_of_a_test(4)
+two_hosts, three_hosts = hosts_of_a_test(2), hosts_of_a_test(3)
+four_hosts, five_hosts = hosts_of_a_test(4), hosts_of_a_test(5)
 PHASES = ("forward", "backward", "optimizer", "commit")
 
 
@@ -119,6 +121,24 @@ def test_the_node_with_the_controller(kind: Kind, three_hosts: Network, tmp_path
     assert {rank for event in ended.of("job_resized") for rank in event["left"]} == {0, 1}, ended.explain()
 
 
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("kind", of_kinds(FSDP2, ZERO2))
+def test_the_node_with_the_controller_during_the_change(
+    kind: Kind, state: str, five_hosts: Network, tmp_path: Path, resized: Resized
+) -> None:
+    """A node is lost, and then the one with the controller and a rank, whose part is on another node."""
+    first, second, third, fourth, fifth = five_hosts.hosts
+    faults = [f"rank=3,fault=sigstop,at=backward,step={AT}", f"rank=0,fault=sigstop,at=recovery:{state}"]
+    job = launch(five_hosts, tmp_path, kind, per_node=1, faults=faults, flags=("--global-batch", "120"))
+    wait_until_frozen(job, fourth)
+    lose(job, fourth)
+    wait_until_frozen(job, first)
+    lose(job, first)
+    ended = job.wait(of=[second, third, fifth])
+    check_as_commanded(replace(kind, flags=(*kind.flags, "--global-batch", "120")), ended, 5, resized)
+    assert ended.of("job_resized")[-1]["ranks"] == [1, 2, 4], ended.explain()
+
+
 @pytest.mark.parametrize("how", ["killed", "cut"])
 @pytest.mark.parametrize("kind", of_kinds(*DIVIDED, *REPLICAS))
 def test_a_node_returns(kind: Kind, how: str, two_hosts: Network, tmp_path: Path, resized: Resized) -> None:
@@ -180,6 +200,27 @@ def test_drained_without_a_spare_node(kind: Kind, two_hosts: Network, tmp_path: 
     ended = job.wait(of=[first])
     check_as_commanded(kind, ended, 4 // kind.each, resized)
     assert not ended.of("failure_detected") and not ended.of("node_lost"), ended.explain()
+
+
+@pytest.mark.parametrize("state", ("regrouping", "restoring", "reshaping", "verifying", "resuming"))
+@pytest.mark.parametrize("kind", of_kinds(FSDP2, ZERO2))
+def test_a_members_node_is_lost_while_another_one_comes_in(
+    kind: Kind, state: str, three_hosts: Network, tmp_path: Path, resized: Resized
+) -> None:
+    """Of six ranks there are four, and those that come, and then those without the node."""
+    first, second, third = three_hosts.hosts
+    job = launch(three_hosts, tmp_path, kind, steps=LONG)
+    job.wait_for_step(AT)
+    lose(job, third)
+    job.wait_for("recovery_finished")
+    inject(job, 2, f"recovery:{state}")
+    job.start_again(third)
+    wait_until_frozen(job, second)
+    lose(job, second)
+    ended = job.wait(of=[first, third])
+    check_as_commanded(kind, ended, 6 // kind.each, resized, end=LONG)
+    assert ended.of("job_resized")[-1]["ranks"] == [0, 1, 4, 5], ended.explain()
+    assert not ended.notices("newcomer_given_up"), ended.explain()
 
 
 NEVER_GROWS = {"grow": "never"}

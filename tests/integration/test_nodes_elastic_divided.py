@@ -34,6 +34,7 @@ from tests.support.elastic_nodes import (
     launch,
     lose,
     of_kinds,
+    resize,
     resized_once,
     wait_until_frozen,
 )
@@ -46,6 +47,8 @@ pytestmark = [
     pytest.mark.grid,
 ]
 AT = 7
+NEVER_GROWS = {"grow": "never"}
+"""A node that comes is spare: the size stays as it is."""
 two_hosts, three_hosts = hosts_of_a_test(2), hosts_of_a_test(3)
 four_hosts, five_hosts = hosts_of_a_test(4), hosts_of_a_test(5)
 PHASES = ("forward", "backward", "optimizer", "commit")
@@ -171,7 +174,7 @@ def test_down_to_one_and_back(kind: Kind, four_hosts: Network, tmp_path: Path, r
     """One node after the other is lost, and then all come back. Who was lost last was kept in mind by nodes that had
     been lost before."""
     first, *others = four_hosts.hosts
-    job = launch(four_hosts, tmp_path, kind, per_node=1, steps=200)
+    job = launch(four_hosts, tmp_path, kind, per_node=1, steps=130, elastic=NEVER_GROWS)
     job.wait_for_step(5)
     for number, host in enumerate(reversed(others), 1):
         lose(job, host)
@@ -179,13 +182,14 @@ def test_down_to_one_and_back(kind: Kind, four_hosts: Network, tmp_path: Path, r
         job.wait_for_step(job.newest_step(first) + 2)
     for host in others:
         job.start_again(host)
-    while job.of("job_resized")[-1]["replicas"] < 4:
-        job.wait_for("job_resized", len(job.of("job_resized")) + 1)
-    job.wait_for("recovery_finished", len(job.of("job_resized")))
+    for host in others:
+        job.wait_for_join(host, 2)
+    assert resize(job, 4) == ""
+    job.wait_for("recovery_finished", 4)
     ended = job.wait(timeout_s=240)
     assert ended.code == 0 and not ended.notices("newcomer_given_up"), ended.explain()
-    sizes = check_as_commanded(kind, ended, 4, resized, end=200)
-    assert [size for _, size in sizes][:4] == [3, 2, 1, sizes[3][1]] and sizes[-1][1] == 4, ended.explain()
+    sizes = check_as_commanded(kind, ended, 4, resized, end=130)
+    assert [size for _, size in sizes] == [3, 2, 1, 4], ended.explain()
 
 
 @pytest.mark.parametrize("kind", of_kinds(FSDP2, ZERO2, HSDP, TP2))
@@ -223,10 +227,6 @@ def test_a_members_node_is_lost_while_another_one_comes_in(
     assert not ended.notices("newcomer_given_up"), ended.explain()
 
 
-NEVER_GROWS = {"grow": "never"}
-"""A node that comes is spare: the size stays as it is."""
-
-
 @pytest.mark.parametrize("kind", of_kinds(DDP, *DIVIDED))
 def test_replaced_in_the_new_size_on_another_node(
     kind: Kind, four_hosts: Network, tmp_path: Path, resized: Resized
@@ -248,6 +248,20 @@ def test_replaced_in_the_new_size_on_another_node(
     check_as_commanded(kind, ended, 4, resized, end=LONG)
     assert [e["victims"] for e in ended.of("recovery_finished")] == [[3], [1]], ended.explain()
     assert [e["left"] for e in ended.of("job_resized")] == [[3]], ended.explain()
+
+
+@pytest.mark.parametrize("kind", of_kinds(FSDP2, ZERO2))
+def test_two_nodes_with_room_for_one(kind: Kind, five_hosts: Network, tmp_path: Path, resized: Resized) -> None:
+    """Lost at once, with one spare node: one of the two ranks is filled there, the other one leaves."""
+    first, second, third, fourth, spare = five_hosts.hosts
+    job = launch(five_hosts, tmp_path, kind, per_node=1, spare=1, steps=LONG)
+    job.wait_for_step(AT)
+    lose(job, second)
+    lose(job, fourth)
+    ended = job.wait(of=[first, third, spare])
+    check_as_commanded(kind, ended, 4, resized, end=LONG)
+    (last,) = {tuple(event["ranks"]) for event in ended.of("job_resized")[-1:]}
+    assert len(last) == 3 and {0, 2} < {*last}, ended.explain()
 
 
 @pytest.mark.parametrize("kind", of_kinds(FSDP2, ZERO3, DISTRIBUTED, HSDP, TP2))

@@ -124,6 +124,25 @@ def test_the_node_with_the_controller(kind: Kind, three_hosts: Network, tmp_path
     assert {rank for event in ended.of("job_resized") for rank in event["left"]} == {0, 1}, ended.explain()
 
 
+@pytest.mark.parametrize("kind", of_kinds(FSDP2, HSDP))
+def test_the_node_with_the_controller_returns(
+    kind: Kind, three_hosts: Network, tmp_path: Path, resized: Resized
+) -> None:
+    """To another controller, with the command with which it had begun the job."""
+    first, second, third = three_hosts.hosts
+    job = launch(three_hosts, tmp_path, kind, steps=LONG)
+    job.wait_for_step(AT)
+    lose(job, first)
+    job.wait_for("recovery_finished")
+    job.start_again(first)
+    job.wait_for("job_resized", 2)
+    job.wait_for("recovery_finished", 2)
+    assert [job.rank_hosts()[rank] for rank in (0, 2, 4)] == [first, second, third]
+    ended = job.wait(of=[second, third])
+    sizes = check_as_commanded(kind, ended, 6 // kind.each, resized, end=LONG)
+    assert [size * kind.each for _, size in sizes] == [4, 6], ended.explain()
+
+
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("kind", of_kinds(FSDP2, ZERO2))
 def test_the_node_with_the_controller_during_the_change(
@@ -302,7 +321,7 @@ def test_a_replica_on_two_nodes(kind: Kind, four_hosts: Network, tmp_path: Path,
     job.start_again(second)
     job.wait_for("job_resized", 2)
     job.wait_for("recovery_finished", 2)
-    assert [job.rank_hosts()[rank] for rank in range(4)] == four_hosts.hosts
+    assert {*job.rank_hosts().values()} == {*four_hosts.hosts}
     ended = job.wait()
     sizes = check_as_commanded(kind, ended, 2, resized, end=LONG)
     assert [size for _, size in sizes] == [1, 2], ended.explain()

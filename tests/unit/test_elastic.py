@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from fractions import Fraction
-from itertools import combinations
+from itertools import combinations, permutations
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +18,10 @@ from flashrecovery import events as ev
 from flashrecovery.cli.run_options import settings
 from flashrecovery.config import RunConfig, Settings, run_config
 from flashrecovery.controller.coming_in import ComingIn
+from flashrecovery.controller.custody import division_of
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.rank_table import Parts, RankTable, affected
-from flashrecovery.controller.records import Place
+from flashrecovery.controller.records import Place, RankRecord
 from flashrecovery.errors import ConfigError, RegistrationError, UnsupportedError
 from flashrecovery.plan.placement import ring_of
 from flashrecovery.plan.resize import ReplicaRange, leaving
@@ -755,3 +756,25 @@ def test_two_engines_with_a_batch_of_their_own() -> None:
         recovery.take_framework_batch(lambda: elastic.FrameworkBatch(4, 2))
     with pytest.raises(UnsupportedError, match="2 engines"):
         recovery.elastic_batches(TensorDataset(torch.arange(8)))
+
+
+OLD, NEW = (0, 1, 2, 3), (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        pytest.param([(OLD, ()), (OLD, ()), (OLD, ())], OLD, id="not begun"),
+        pytest.param([(OLD, NEW), (OLD, NEW), (OLD, ())], OLD, id="ready, but nobody has gone over"),
+        pytest.param([(NEW, ()), (OLD, NEW), (OLD, NEW)], NEW, id="one has gone over"),
+        pytest.param([(NEW, ()), (NEW, ()), (NEW, ())], NEW, id="all have"),
+        pytest.param([(OLD, NEW), ((), NEW), ((), ())], OLD, id="who comes has none"),
+        pytest.param([((), ()), ((), ())], (), id="nothing is divided"),
+    ],
+)
+def test_a_new_controller_asks_how_state_is_divided(
+    said: list[tuple[tuple[int, ...], tuple[int, ...]]], found: tuple[int, ...]
+) -> None:
+    for order in permutations(said):
+        records = [RankRecord(rank, layout=layout, ready=ready) for rank, (layout, ready) in enumerate(order)]
+        assert division_of(records) == found

@@ -65,6 +65,7 @@ class JobState:
         stuck_at: how often the job has come to a standstill, at the newest such step.
         layout: the ranks among which state that is divided among ranks is divided, as all of them have it or can have
             it at once.
+        unsure: a controller before this one may have been in the middle of a change of the layout.
         departed: ranks of the layout that have left the job, and what they needed.
         world: ranks of a job that has changed its parallel layout; 0: those of the launch.
         plan: that parallel layout, as tp=1,pp=2,dp=1; "": that of the launch.
@@ -115,6 +116,7 @@ class JobState:
     stuck_at: dict[int, int] = field(default_factory=dict)
     tokens_per_step: int = 0
     layout: tuple[int, ...] = ()
+    unsure: bool = False
     departed: dict[int, dict[str, int]] = field(default_factory=dict)
     world: int = 0
     plan: str = ""
@@ -243,6 +245,14 @@ class JobState:
         """All ranks of the job have what they need of a state that is divided among them alone."""
         self.layout = tuple(self.ranks)
         self.departed = {}
+
+    def divided_among(self, layout: tuple[int, ...]) -> None:
+        """State is divided among these ranks, as those who have it have said to a controller that did not know."""
+        self.layout = layout
+        self.departed = {rank: self.departed.get(rank, {}) for rank in layout if rank not in self.ranks}
+        for record in self.in_order:
+            if record.rank not in layout:
+                record.need_no_part()
 
     def enrol(self, record: RankRecord) -> None:
         """The rank belongs to the job from now on, in its place by number."""

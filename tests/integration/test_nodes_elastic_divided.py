@@ -186,6 +186,11 @@ def test_a_node_returns(kind: Kind, how: str, two_hosts: Network, tmp_path: Path
     ended = job.wait()
     sizes = check_as_commanded(kind, ended, 4 // kind.each, resized, end=LONG)
     assert [size * kind.each for _, size in sizes] == [2, 4], ended.explain()
+    (growth,) = [e for e in ended.of("recovery_finished") if e["cause"] == "resize"]
+    assert growth["victims"] == [] and growth["bytes"] > 0, growth
+    if kind in DIVIDED:  # each byte that somebody lacked has gone once
+        assert 0 < growth["lacking_bytes"] <= growth["reshaped_bytes"] <= 1.05 * growth["lacking_bytes"], growth
+    print(f"{kind}: pause of the growth {growth['total_s']:.2f} s, {growth['phases']}")
 
 
 @pytest.mark.parametrize("kind", of_kinds(DDP, FSDP2, ZERO3))

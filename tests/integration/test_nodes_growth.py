@@ -1,7 +1,7 @@
 """Elastic jobs on several hosts: a node is lost, there is no spare one, and the job shrinks; the node comes back, and
 it grows. The hosts are network namespaces.
 
-``FLASHRECOVERY_EVENTS=100`` makes the loop at the end as long as that.
+``FLASHRECOVERY_EVENTS=100`` makes the loops at the end as long as that.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from tests.support.elastic import (
     check_steps_alike,
     resized_by_command,
 )
-from tests.support.hosts import Network
+from tests.support.hosts import Host, Network
 from tests.support.jobs import Layout
 from tests.support.nodes import NodesJob, hosts_of_a_test
 
+EVENTS = int(os.environ.get("FLASHRECOVERY_EVENTS", "6"))
 pytestmark = [
     pytest.mark.skipif(not hosts.available(), reason="network namespaces need CAP_NET_ADMIN"),
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(400 + 30 * EVENTS),
     pytest.mark.slow,
 ]
-EVENTS = int(os.environ.get("FLASHRECOVERY_EVENTS", "6"))
 END = 110
 two_hosts, three_hosts, four_hosts = hosts_of_a_test(2), hosts_of_a_test(3), hosts_of_a_test(4)
 
@@ -150,6 +150,51 @@ def test_nodes_leave_and_return(four_hosts: Network, tmp_path: Path) -> None:
     check_batches(ended, at)
     stalls = [e["total_s"] for e in ended.of("recovery_finished") if e["cause"] == "resize"]
     print(f"{events} events, {at} steps; stalls of growth: {sorted(stalls)}")
+
+
+def test_nodes_leave_and_return_with_a_spare_one(four_hosts: Network, tmp_path: Path) -> None:
+    """The same where three of the four nodes hold ranks: one that is lost is replaced by the spare one, of two only one
+    is, and the job shrinks. Who returns is spare, or has the job grow."""
+    pick = random.Random(11)
+    job = job_on(four_hosts, tmp_path / "run", 3, steps=1_000_000, spare=1)
+    job.wait_for_step(5)
+    first, *others = four_hosts.hosts
+    came = dict.fromkeys(others, 1)
+    events, sizes = 0, set()
+    while events < EVENTS:
+        lost = pick.sample(others, pick.choice([1, 1, 2]))
+        living = [host for host in four_hosts.hosts if host not in lost]
+        for host in lost:
+            job.kill_node(host)
+        sizes.add(wait_until_on(job, living, min(3, len(living))))
+        for host in lost:
+            job.start_again(host)
+            came[host] += 1
+            job.wait_for_join(host, came[host])
+        wait_until_on(job, four_hosts.hosts, 3)
+        events += 2 * len(lost)
+    at = job.newest_step(first)
+    job.wait_for_step(at + 3)
+    failed = job.of("job_failed")
+    ended = job.stop()
+    assert not failed and 3 in sizes, ended.explain()
+    states = Course.of(ended).states
+    assert all(len(digests) == 1 for digests in states.values()), "the ranks differ"
+    check_batches(ended, at)
+    print(f"{events} events, {at} steps; {len(ended.of('job_resized'))} changes of the size")
+
+
+def wait_until_on(job: NodesJob, living: list[Host], size: int) -> int:
+    """Until so many ranks are on these hosts, and none elsewhere, and the job has gone on there."""
+    deadline = time.monotonic() + 120
+    while True:
+        at, hosts_of_ranks = job.newest_step(living[0]), job.rank_hosts()
+        if len(hosts_of_ranks) == size and set(hosts_of_ranks.values()) <= set(living):
+            job.wait_for_step(at + 2)
+            if job.rank_hosts() == hosts_of_ranks:
+                return size
+        assert time.monotonic() < deadline, f"{size} ranks have not come about\n{job.stop().explain()}"
+        time.sleep(0.05)
 
 
 def wait_for_size(job: NodesJob, size: int) -> int:

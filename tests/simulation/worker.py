@@ -87,7 +87,7 @@ class Copies:
         self._w = worker
         world = worker.world.size
         unique = worker.script.unique
-        self._between_nodes, self._stride = unique or nodes > 1, stride
+        self._between_nodes, self._stride, self._per_node = unique or nodes > 1, stride, world // nodes
         self._become(tuple(range(world)))
         self.capsules_only = self.neighbour and not unique
         self.next_members: tuple[int, ...] = ()
@@ -104,7 +104,7 @@ class Copies:
         """The ring of these ranks."""
         self.neighbour = len(members) > 1 and self._between_nodes
         if self.neighbour:
-            place, ring = members.index(self._w.rank), ring_of(len(members), self._stride)
+            place, ring = members.index(self._w.rank), ring_of(members, self._stride, self._per_node)
             self.target, self.owner = members[ring[place]], members[ring.index(place)]
 
     async def settle(self) -> None:

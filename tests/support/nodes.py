@@ -25,7 +25,8 @@ PORT = 29400
 
 class NodesJob:
     """A job on the hosts of ``net``: ``nnodes`` of them hold ranks, the others (or ``spare`` of them) are spare. The
-    first one has the controller, and if it is ``alone``, nothing else. ``config``: a file for all of them."""
+    first one has the controller, and if it is ``alone``, nothing else. ``config``: a file for all of them. ``example``:
+    flags of the examples, which other scripts may not know."""
 
     def __init__(
         self,
@@ -43,6 +44,7 @@ class NodesJob:
         env: Mapping[str, str] | None = None,
         tokens: Mapping[str, str] | None = None,
         alone: bool = False,
+        example: Sequence[str] = SMALL,
     ) -> None:
         self.net = net
         self.run_dir = run_dir
@@ -63,7 +65,7 @@ class NodesJob:
         for number, host in enumerate(members):
             command = [*host.command, sys.executable, "-m", "flashrecovery.cli.main", "run", *self._shape]
             command += ["--node-rank", str(number), "--node-name", host.name, "--controller", self._address, *options]
-            command += [str(GPT / layout.script), *SMALL, "--steps", str(steps), "--step-time", str(step_ms)]
+            command += [str(GPT / layout.script), *example, "--steps", str(steps), "--step-time", str(step_ms)]
             command += [*layout.flags, *flags]
             own = {"FLASHRECOVERY_TOKEN": (tokens or {}).get(host.name, TOKEN)}
             own["OMP_NUM_THREADS"] = "1"  # each host takes the machine's processors for its own

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from fractions import Fraction
+from itertools import combinations, permutations
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +18,10 @@ from flashrecovery import events as ev
 from flashrecovery.cli.run_options import settings
 from flashrecovery.config import RunConfig, Settings, run_config
 from flashrecovery.controller.coming_in import ComingIn
+from flashrecovery.controller.custody import division_of
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.rank_table import Parts, RankTable, affected
-from flashrecovery.controller.records import Place
+from flashrecovery.controller.records import Place, RankRecord
 from flashrecovery.errors import ConfigError, RegistrationError, UnsupportedError
 from flashrecovery.plan.placement import ring_of
 from flashrecovery.plan.resize import ReplicaRange, leaving
@@ -439,13 +441,30 @@ def test_who_leaves() -> None:
     assert leaving([0, 1, 2, 3], set(), sizes) == ()
 
 
-@pytest.mark.parametrize("size", range(2, 9))
-@pytest.mark.parametrize("stride", range(1, 10))
-def test_each_rank_keeps_the_copies_of_one_other(size: int, stride: int) -> None:
-    ring = ring_of(size, stride)
-    assert sorted(ring) == list(range(size)) and all(to != place for place, to in enumerate(ring))
-    if stride < size:
-        assert ring == [(place + stride) % size for place in range(size)], "as at the launch"
+@pytest.mark.parametrize("per_node", range(1, 4))
+@pytest.mark.parametrize("nodes", range(1, 5))
+def test_each_rank_keeps_the_copies_of_one_other(nodes: int, per_node: int) -> None:
+    """On another node, for as many as can: whoever has left."""
+    world, stride = nodes * per_node, 1 if nodes == 1 else per_node
+    if world > 1:
+        assert ring_of(range(world), stride, per_node) == [(place + stride) % world for place in range(world)]
+    for members in (m for n in range(2, world + 1) for m in combinations(range(world), n)):
+        ring, on = ring_of(members, stride, per_node), [rank // per_node for rank in members]
+        assert sorted(ring) == list(range(len(members))) and all(to != place for place, to in enumerate(ring))
+        together = sum(on[place] == on[to] for place, to in enumerate(ring))
+        most = max(map(on.count, on))
+        assert together == max(0, 2 * most - len(members)), f"{members}: {ring}"
+
+
+def test_copies_are_kept_in_another_failure_domain_where_ranks_have_left() -> None:
+    """Two switches with two nodes each: one node is lost."""
+    shared = (0, 0, 1, 1)
+    assert ring_of([0, 1, 2, 3], 2, 1, shared) == [2, 3, 0, 1]
+    for left in range(8):
+        members = [rank for rank in range(8) if rank != left]
+        ring = ring_of(members, 4, 2, shared)
+        crossing = sum(shared[members[place] // 2] != shared[members[to] // 2] for place, to in enumerate(ring))
+        assert crossing == 6, f"{members}: {ring}"
 
 
 def test_a_rank_table_with_ranks_missing() -> None:
@@ -737,3 +756,25 @@ def test_two_engines_with_a_batch_of_their_own() -> None:
         recovery.take_framework_batch(lambda: elastic.FrameworkBatch(4, 2))
     with pytest.raises(UnsupportedError, match="2 engines"):
         recovery.elastic_batches(TensorDataset(torch.arange(8)))
+
+
+OLD, NEW = (0, 1, 2, 3), (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        pytest.param([(OLD, ()), (OLD, ()), (OLD, ())], OLD, id="not begun"),
+        pytest.param([(OLD, NEW), (OLD, NEW), (OLD, ())], OLD, id="ready, but nobody has gone over"),
+        pytest.param([(NEW, ()), (OLD, NEW), (OLD, NEW)], NEW, id="one has gone over"),
+        pytest.param([(NEW, ()), (NEW, ()), (NEW, ())], NEW, id="all have"),
+        pytest.param([(OLD, NEW), ((), NEW), ((), ())], OLD, id="who comes has none"),
+        pytest.param([((), ()), ((), ())], (), id="nothing is divided"),
+    ],
+)
+def test_a_new_controller_asks_how_state_is_divided(
+    said: list[tuple[tuple[int, ...], tuple[int, ...]]], found: tuple[int, ...]
+) -> None:
+    for order in permutations(said):
+        records = [RankRecord(rank, layout=layout, ready=ready) for rank, (layout, ready) in enumerate(order)]
+        assert division_of(records) == found

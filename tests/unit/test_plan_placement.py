@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashrecovery.plan.placement import Room, copied_by, neighbour_stride, place, shared_domains
+from flashrecovery.plan.placement import Room, copied_by, neighbour_stride, place, place_beside, shared_domains
 from flashrecovery.plan.ring import following, preceding
 
 PAIR = [2, 3]
@@ -52,6 +52,27 @@ def test_ranks_are_spread_only_if_no_node_can_take_them_all() -> None:
     assert place([0, 1, 2, 3], [spare("a", free=1), Room("b", "", 2)]) is None
     assert place([0], [spare("a", free=0)]) is None
     assert place([0, 1], [spare("a", free=1), spare("b", free=0), spare("c", free=1)]) == {0: "a", 1: "c"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rooms", "homes", "places"),
+    [
+        pytest.param(
+            *([1, 4, 5], [Room("a", "", 2), Room("z", "", 1)], {0: "z", 2: "b", 3: "b"}, {1: "z", 4: "a", 5: "a"}),
+            id="with their mates, not in the order of nodes",
+        ),
+        pytest.param(
+            *([2, 3, 4, 5], [Room("a", "", 3), Room("z", "", 3)], {0: "b", 1: "b"}, {2: "a", 3: "a", 4: "z", 5: "z"}),
+            id="mates together",
+        ),
+        pytest.param([1], [Room("a", "", 1, suspect=True), Room("z", "", 1)], {0: "a"}, {1: "z"}, id="not in doubt"),
+        pytest.param([1, 2], [Room("a", "", 1)], {0: "a", 3: "b"}, {}, id="no room"),
+    ],
+)
+def test_who_comes_into_a_job_goes_where_its_mates_are(
+    ranks: list[int], rooms: list[Room], homes: dict[int, str], places: dict[int, str]
+) -> None:
+    assert place_beside(ranks, rooms, homes, 2) == places
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from flashrecovery.access import Access
 from flashrecovery.agent.peers import NOT_HANDED_OVER, fetch_from, keep_there, said_by
 from flashrecovery.agent.process import WorkerProcess
-from flashrecovery.plan.placement import setup_log_keepers
+from flashrecovery.plan.placement import setup_log_keepers_among
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 log = logging.getLogger("flashrecovery")
@@ -33,10 +33,11 @@ class SetupLogs:
         entries = {e.rank: e for e in table.ranks}
         if not entries:
             return
+        nodes = {e.rank: e.node for e in table.ranks}  # also the ranks' that keep them
         async with self._lock:
             for rank, process in list(processes.items()):
-                keepers = [entries.get(k) for k in setup_log_keepers(rank, table.stride, table.world_size)]
-                peers = dict.fromkeys(k.peer for k in keepers if k is not None and k.peer and k.node != here)
+                keepers = setup_log_keepers_among(rank, table.stride, table.world_size, {**nodes, rank: here})
+                peers = dict.fromkeys(entries[k].peer for k in keepers if entries[k].peer)
                 wanting = [peer for peer in peers if self._kept.get((rank, peer)) != process.pid]
                 data = process.page.read_setup_log() if wanting and not process.dead else None
                 if data is not None:

@@ -29,6 +29,14 @@ def of_their_own(records: Collection[RankRecord]) -> bool:
     return divided(records) or any(other != names[0] for other in names[1:])
 
 
+def division_of(records: Collection[RankRecord]) -> tuple[int, ...]:
+    """The ranks among which state is divided, as these ranks have said: the newest division to which somebody has gone
+    over, for which the others are ready then. () if none of them has said anything."""
+    said = Counter(record.layout for record in records if record.layout)
+    newer = [layout for layout in said if any(record.ready == layout for record in records)]
+    return max(newer or said, key=lambda layout: said[layout], default=())
+
+
 def left_behind(departed: Mapping[int, Mapping[str, int]], records: Collection[RankRecord]) -> list[Need]:
     """The shards that ranks have needed that have left (``departed``: their names and sizes, by rank; {}: this
     controller has never heard of them), and nobody needs who stays. Of a rank of which nothing at all is known, where

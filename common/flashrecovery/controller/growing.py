@@ -12,7 +12,7 @@ from flashrecovery.controller.losses import allowed_sizes
 from flashrecovery.controller.nodes import rooms
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.kinds import NoticeKind
-from flashrecovery.plan.placement import Room, place
+from flashrecovery.plan.placement import Room, place_beside
 from flashrecovery.plan.resize import ReplicaRange, growth
 from flashrecovery.plan.transitions import State
 
@@ -86,7 +86,8 @@ class Growing:
         job, shape = self._job, self._job.shape
         replicas = shape.missing(job.ranks)[:count]
         ranks = sorted(rank for replica in replicas for rank in shape.ranks(replica))
-        places = place(ranks, free) or {}
+        homes = {record.rank: record.home for record in job.in_order}
+        places = place_beside(ranks, free, homes, job.config.nproc_per_node)
         self._coming.expect(step)
         for rank, name in places.items():
             self._staffing.build_beside(rank, name, now)

@@ -16,7 +16,7 @@ from flashrecovery.controller.records import Newcomer, Place, RankRecord
 from flashrecovery.controller.restore import RestoreRound
 from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan.node_marks import SLOW, WEIGHTS
-from flashrecovery.plan.placement import keeper_of_copies
+from flashrecovery.plan.placement import ring_of
 from flashrecovery.plan.replicas import ReplicaShape
 from flashrecovery.plan.transitions import State, check_transition
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -65,6 +65,7 @@ class JobState:
         stuck_at: how often the job has come to a standstill, at the newest such step.
         layout: the ranks among which state that is divided among ranks is divided, as all of them have it or can have
             it at once.
+        unsure: a controller before this one may have been in the middle of a change of the layout.
         departed: ranks of the layout that have left the job, and what they needed.
         world: ranks of a job that has changed its parallel layout; 0: those of the launch.
         plan: that parallel layout, as tp=1,pp=2,dp=1; "": that of the launch.
@@ -115,6 +116,7 @@ class JobState:
     stuck_at: dict[int, int] = field(default_factory=dict)
     tokens_per_step: int = 0
     layout: tuple[int, ...] = ()
+    unsure: bool = False
     departed: dict[int, dict[str, int]] = field(default_factory=dict)
     world: int = 0
     plan: str = ""
@@ -185,9 +187,12 @@ class JobState:
         shutdown = pb.Shutdown(reason=reason)
         self.command(AGENT, pb.Command(shutdown=shutdown))
 
-    def keeper_of_copies(self, place: int) -> RankRecord:
-        """The rank that holds the neighbour copies of the one at this place."""
-        return self.in_order[keeper_of_copies(place, len(self.in_order), self.stride)]
+    def keepers_of_copies(self) -> list[RankRecord]:
+        """By place, the rank that holds the neighbour copies of the one there."""
+        if len(self.in_order) < 2:
+            return self.in_order
+        ring = ring_of(list(self.ranks), self.stride, self.config.nproc_per_node, self.domains)
+        return [self.in_order[place] for place in ring]
 
     @property
     def whole(self) -> bool:
@@ -240,6 +245,14 @@ class JobState:
         """All ranks of the job have what they need of a state that is divided among them alone."""
         self.layout = tuple(self.ranks)
         self.departed = {}
+
+    def divided_among(self, layout: tuple[int, ...]) -> None:
+        """State is divided among these ranks, as those who have it have said to a controller that did not know."""
+        self.layout = layout
+        self.departed = {rank: self.departed.get(rank, {}) for rank in layout if rank not in self.ranks}
+        for record in self.in_order:
+            if record.rank not in layout:
+                record.need_no_part()
 
     def enrol(self, record: RankRecord) -> None:
         """The rank belongs to the job from now on, in its place by number."""

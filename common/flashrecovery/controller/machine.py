@@ -383,6 +383,7 @@ class Machine:
                     record.take_needs(message.needs)
                 record.take_inventory(message.live_version, message.held, message.parity)
                 record.late = frozenset(message.late)
+                record.layout, record.ready = tuple(message.layout), tuple(message.ready)
                 record.capsules = ()  # as its page was when it started; the process knows what is in it now
         elif what is Ordered.RESTORE and self.job.round is not None:
             for record in records:

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from flashrecovery.plan.placement import setup_log_keepers
+from flashrecovery.plan.placement import setup_log_keepers, setup_log_keepers_among
 from flashrecovery.plan.ring import OBSERVERS, following, preceding
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -48,6 +48,7 @@ class Parts:
     def __init__(self, table: RankTable) -> None:
         self._table = table
         self._entries = {entry.rank: entry for entry in table.entries}
+        self._nodes = {} if self.whole else {entry.rank: entry.node for entry in table.entries}
         self._of: dict[str, list[pb.RankEntry]] = {}
         for entry in table.entries:
             self._of.setdefault(entry.node, []).append(entry)
@@ -67,13 +68,25 @@ class Parts:
         each of the next nodes in the ring; if it has all ranks, the next ones that have none."""
         entries, stride = self._entries, self._table.stride
         wanted = {e.rank: e for e in self._of.get(node, ())}
-        keepers = [k for rank in wanted for k in setup_log_keepers(rank, stride, self._table.world)]
+        keepers = [k for rank in wanted for k in self._keepers(rank)]
         wanted.update({rank: entries[rank] for rank in keepers if rank in entries})
         near = [self._of[n][0] for n in itertools.islice(following(node, self._ring), OBSERVERS)]
         wanted.update({e.rank: e for e in near})
         others = itertools.islice(following(node, sorted(self._others)), OBSERVERS)
         peers = [self._others[n] for n in others]
         return pb.RankTable(ranks=wanted.values(), stride=stride, world_size=self._table.world, others=peers)
+
+    def _keepers(self, rank: int) -> tuple[int, ...]:
+        """The ranks whose agents keep the set-up log of this one."""
+        stride, world = self._table.stride, self._table.world
+        if self.whole:
+            return setup_log_keepers(rank, stride, world)
+        return setup_log_keepers_among(rank, stride, world, self._nodes)
+
+    @property
+    def whole(self) -> bool:
+        """Whether no rank of the launch has left."""
+        return len(self._entries) == self._table.world
 
     def has_ranks(self, node: str) -> bool:
         return node in self._of
@@ -92,7 +105,7 @@ class Parts:
 
 def affected(old: Parts, new: Parts) -> set[str]:
     """The nodes with ranks whose part of the table is another one than before. Never too few."""
-    if not new.same_shape(old):
+    if not new.same_shape(old) or not new.whole:
         return set(new._of) | set(old._of)
     found: set[str] = set()
     for rank in new.changed_since(old):

@@ -66,6 +66,8 @@ class RankRecord:
         irreplaceable: its replacements have failed so often that an elastic job goes on without it.
         new: it has come into a running job and nobody has a capsule of it; in an elastic job another rank's serves.
         batches: of an elastic job, what the rank's batches are made of.
+        layout, ready: the ranks among which its state is divided, and for which it has been made ready, as it has said
+            to a controller that did not know.
         divided: those of its needs that belong to what is divided among the ranks; each is of one size of the job.
         outline: of what is divided, the same in every process that runs the same script; "" if nothing is.
         capsules, early: versions of its capsule that its last process's page has, and those of them that are not final.
@@ -103,6 +105,8 @@ class RankRecord:
     shape: ReplicaShape | None = None
     sizes: frozenset[int] = frozenset()
     needs: dict[str, int] = field(default_factory=dict)
+    layout: tuple[int, ...] = ()
+    ready: tuple[int, ...] = ()
     divided: frozenset[str] = frozenset()
     outline: str = ""
     digests: dict[str, str] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flashrecovery import events as ev
+from flashrecovery.controller.custody import division_of
 from flashrecovery.controller.evacuate import Evacuation
 from flashrecovery.controller.history import HistoryEntry, start_lines
 from flashrecovery.controller.job_state import JobState
@@ -282,6 +283,7 @@ class RecoverySteps:
                 finish_to=newest if settled else -1,
                 needs_known=self._job.needs_known,
                 layout=self._job.elastic_layout(),
+                unsure=self._job.unsure,
             )
             told = [r for r in chosen if r.held_at.settled is settled]
             deadline = now + limit.mutation_grace_s + limit.stop_ack_s
@@ -289,6 +291,9 @@ class RecoverySteps:
 
     def _decide(self, now: float) -> None:
         """All ranks are stopped: decide which version they go to, and from whom they get it."""
+        if self._job.unsure and self._another_division():
+            self.enter(FailureKind.CONTROLLER, now)
+            return
         self._job.needs_known = self._job.generation
         self._resizing.dissolve_replicas()
         try:
@@ -318,6 +323,18 @@ class RecoverySteps:
         self._job.command_all(self._job.ranks.values(), command, now + 2 * limit, Ordered.REGROUP)
         if not decision.checkpoint:
             self._restore_idle(now + 2 * limit)
+
+    def _another_division(self) -> bool:
+        """The ranks have said how their state is divided. Returns whether that is to be told to them, and all asked
+        again what they need and hold: it is not as this controller has thought, or not yet the same on all."""
+        self._job.unsure = False
+        layout = division_of(self._job.in_order)
+        as_thought = layout == self._job.layout and all(r.layout in ((), layout) for r in self._job.in_order)
+        if not layout or (as_thought and not any(r.ready for r in self._job.in_order)):
+            return False
+        self._job.divided_among(layout)
+        self._job.needs_known = 0
+        return True
 
     def _decision(self) -> Decision:
         return decide(self._job.ranks, self._job.checkpoint, self._job.elastic_layout(), self._job.departed)

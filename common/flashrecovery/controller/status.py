@@ -39,6 +39,7 @@ def job_status(
     """The status of the whole job. ``standbys``: (ready, starting) of all nodes. ``now``: CLOCK_MONOTONIC seconds,
     ``lease_now``: those of ``liveness``."""
     ready, starting = standbys
+    job = machine.job
     return pb.JobStatus(
         state=machine.job.state.value,
         generation=machine.job.generation,
@@ -46,7 +47,7 @@ def job_status(
         standby_starting=starting,
         last_failure=machine.job.last_failure,
         failure_reason=machine.job.failure_reason,
-        ranks=[_rank(machine, r, place, now) for place, r in enumerate(machine.job.in_order)],
+        ranks=[_rank(machine, r, keeper, now) for r, keeper in zip(job.in_order, job.keepers_of_copies(), strict=True)],
         recoveries=[
             pb.RecoverySummary(
                 generation=x.generation,
@@ -61,7 +62,7 @@ def job_status(
     )
 
 
-def _rank(machine: Machine, r: RankRecord, place: int, now: float) -> pb.RankStatus:
+def _rank(machine: Machine, r: RankRecord, keeper: RankRecord, now: float) -> pb.RankStatus:
     found = pb.RankStatus(
         rank=r.rank,
         pid=r.pid,
@@ -76,7 +77,6 @@ def _rank(machine: Machine, r: RankRecord, place: int, now: float) -> pb.RankSta
         straggler=r.rank in machine.watch.stragglers.slow,
         overhead_s=r.overhead_s,
     )
-    keeper = machine.job.keeper_of_copies(place)
     if keeper.kept >= 0:
         found.copied, found.copied_by = keeper.kept + 1, keeper.rank
         found.copy_age_s = keeper.kept_age_s + max(now - keeper.heard_at, 0.0)

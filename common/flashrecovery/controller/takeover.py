@@ -167,6 +167,7 @@ class TakeOver:
             )
             return
         self._job.last_failure = self._job.last_failure or f"{said}, not all of them in their loop"
+        self._job.unsure = self._job.config.elastic is not None
         trained = any(r.place in (Place.RUNNING, Place.DONE, Place.STOPPING) or r.committed > 0 for r in records)
         # There was a recovery. Who says that it has taken no step may have come in it, and who had the state is lost.
         self._job.recovered_before = self._job.generation > self._job.restarts

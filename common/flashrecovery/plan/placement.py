@@ -6,9 +6,11 @@ that the job keeps its shape (tensor parallelism stays within a node). Only if n
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,35 @@ def place(ranks: Sequence[int], rooms: Sequence[Room], lost_domain: str = "") ->
     return places
 
 
+def place_beside(
+    ranks: Sequence[int], rooms: Sequence[Room], homes: Mapping[int, str], per_node: int
+) -> dict[int, str]:
+    """The same for ranks that come into a running job, which had ``per_node`` ranks on each node at its launch: where
+    others of their node of the launch are (``homes``: of all ranks that there are), and else together. So who keeps
+    whose copies (:func:`ring_of`) stays right. Empty if there is not enough room."""
+    free = {room.name: room.free for room in rooms if not room.suspect}
+    mates: dict[int, Counter[str]] = {}  # where ranks of each node of the launch are
+    for rank, home in homes.items():
+        mates.setdefault(rank // per_node, Counter())[home] += 1
+    places: dict[int, str] = {}
+    alone: dict[int, list[int]] = {}
+    for rank in ranks:
+        node = rank // per_node
+        found = next((home for home, _ in mates.get(node, Counter()).most_common() if free.get(home, 0) > 0), None)
+        if found is None:
+            alone.setdefault(node, []).append(rank)
+        else:
+            places[rank] = found
+            free[found] -= 1
+    for together in sorted(alone.values(), key=len, reverse=True):
+        taken = Counter(places.values())
+        found_for = place(together, [replace(room, free=room.free - taken[room.name]) for room in rooms])
+        if found_for is None:
+            return {}
+        places.update(found_for)
+    return dict(sorted(places.items()))
+
+
 def shared_domains(domains: Sequence[str]) -> tuple[int, ...]:
     """A number for the failure domain of each node, counted as they come; empty if no two nodes share one."""
     numbers = {domain: number for number, domain in enumerate(dict.fromkeys(domains))}
@@ -89,6 +120,8 @@ def _differ(losses: int, domains: Iterable[str]) -> bool:
     return False
 
 
+_SHIFTS = 9
+"""So many distances are looked at where ranks have left."""
 _SETUP_LOGS = 2
 """Other ranks' agents that keep a rank's set-up log: so that two nodes may be lost at once."""
 
@@ -100,15 +133,44 @@ def setup_log_keepers(rank: int, stride: int, world: int) -> tuple[int, ...]:
     return tuple(keeper for keeper in ring if keeper != rank)
 
 
-def keeper_of_copies(place: int, size: int, stride: int) -> int:
-    """The place of the rank that keeps the copies of the one at ``place``, of ``size`` ranks: ``stride`` away, as in a
-    job of the launch's size, or next to it where that would be itself."""
-    return (place + (stride % size or 1)) % size
+def setup_log_keepers_among(rank: int, stride: int, world: int, nodes: Mapping[int, str]) -> tuple[int, ...]:
+    """The same where some of the launch's ``world`` ranks have left: the next ones in the ring that there are, each on
+    a node of its own. ``nodes``: of the ranks that there are, this one among them."""
+    found: list[int] = []
+    taken = {nodes[rank]}
+    rings = math.gcd(stride, world)
+    for ring in range(rings):
+        for step in range(world // rings):
+            keeper = (rank + ring + step * stride) % world
+            if nodes.get(keeper, nodes[rank]) not in taken:
+                taken.add(nodes[keeper])
+                found.append(keeper)
+                if len(found) == _SETUP_LOGS:
+                    return tuple(found)
+    return tuple(found)
 
 
-def ring_of(size: int, stride: int) -> list[int]:
-    """By the place of each of ``size`` (2 or more) ranks, the place of the one that keeps its copies."""
-    return [keeper_of_copies(place, size, stride) for place in range(size)]
+def ring_of(members: Sequence[int], stride: int, per_node: int, shared: Sequence[int] = ()) -> list[int]:
+    """By the place of each of the ``members`` (2 or more ranks of the launch, ascending), the place of the one that
+    keeps its copies: ``stride`` away, as in a job of the launch's size, unless more of them could have another one on
+    another node, or in another failure domain.
+
+    Nodes are those of the launch, which had ``per_node`` ranks each, so that all come to the same ring by themselves;
+    ``shared``: a number for the failure domain of each (:func:`shared_domains`).
+    """
+    size = len(members)
+    nodes = [rank // per_node for rank in members]
+    domains = [shared[node] for node in nodes] if shared else nodes
+    most = max(Counter(nodes).values())  # so far on, nobody meets its own node, if the others have as many ranks
+    shifts = dict.fromkeys(shift % size or 1 for shift in (stride, *range(most, _SHIFTS * most, most)))
+
+    def together(shift: int) -> tuple[int, int]:
+        to = [(place + shift) % size for place in range(size)]
+        near = [(nodes[place] == nodes[at], domains[place] == domains[at]) for place, at in enumerate(to)]
+        return sum(node for node, _ in near), sum(domain for _, domain in near)
+
+    shift = min(shifts, key=together)
+    return [(place + shift) % size for place in range(size)]
 
 
 def neighbour_stride(domains: Sequence[str], ranks_per_node: int) -> int:

@@ -1568,6 +1568,8 @@ class Reply(_message.Message):
     RESHAPED_BYTES_FIELD_NUMBER: _builtins.int
     LACKING_BYTES_FIELD_NUMBER: _builtins.int
     STASHED_BYTES_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
     serial: _builtins.int
     generation: _builtins.int
     rank: _builtins.int
@@ -1619,6 +1621,12 @@ class Reply(_message.Message):
         received for it, and how many of what it needs it did not hold.
         """
 
+    @_builtins.property
+    def layout(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of a stop that is unsure: the ranks among which this one's state is divided, and those for which it has made it ready."""
+
+    @_builtins.property
+    def ready(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -1644,10 +1652,12 @@ class Reply(_message.Message):
         reshaped_bytes: _builtins.int = ...,
         lacking_bytes: _builtins.int = ...,
         stashed_bytes: _builtins.int = ...,
+        layout: _abc.Iterable[_builtins.int] | None = ...,
+        ready: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parity", b"parity", "position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_on_device", b"bytes_on_device", "bytes_received", b"bytes_received", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "lacking_bytes", b"lacking_bytes", "late", b"late", "live_version", b"live_version", "needs", b"needs", "next_needs", b"next_needs", "outside", b"outside", "parity", b"parity", "position", b"position", "rank", b"rank", "received_digests", b"received_digests", "reshaped_bytes", b"reshaped_bytes", "sent_digests", b"sent_digests", "serial", b"serial", "stashed_bytes", b"stashed_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_on_device", b"bytes_on_device", "bytes_received", b"bytes_received", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "lacking_bytes", b"lacking_bytes", "late", b"late", "layout", b"layout", "live_version", b"live_version", "needs", b"needs", "next_needs", b"next_needs", "outside", b"outside", "parity", b"parity", "position", b"position", "rank", b"rank", "ready", b"ready", "received_digests", b"received_digests", "reshaped_bytes", b"reshaped_bytes", "sent_digests", b"sent_digests", "serial", b"serial", "stashed_bytes", b"stashed_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2309,11 +2319,16 @@ class Stop(_message.Message):
     FINISH_TO_FIELD_NUMBER: _builtins.int
     NEEDS_KNOWN_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    UNSURE_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     mutation_grace_s: _builtins.float
     finish_to: _builtins.int
     needs_known: _builtins.int
     """the generation whose stop everybody has answered, 0: none; needs that are as then are left out"""
+    unsure: _builtins.bool
+    """A controller that has come in the middle of a recovery does not know that yet: nothing is put in place or dropped, and
+    each rank says how its state is divided.
+    """
     @_builtins.property
     def layout(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Of an elastic job: the ranks among which its state is divided from now on. What a rank has made ready for these takes
@@ -2328,10 +2343,11 @@ class Stop(_message.Message):
         finish_to: _builtins.int = ...,
         needs_known: _builtins.int = ...,
         layout: _abc.Iterable[_builtins.int] | None = ...,
+        unsure: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_to", b"finish_to", "layout", b"layout", "mutation_grace_s", b"mutation_grace_s", "needs_known", b"needs_known", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_to", b"finish_to", "layout", b"layout", "mutation_grace_s", b"mutation_grace_s", "needs_known", b"needs_known", "reason", b"reason", "unsure", b"unsure"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

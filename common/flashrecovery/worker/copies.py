@@ -22,7 +22,6 @@ from flashrecovery.plan import Kind
 from flashrecovery.plan.choice import CopyChoice
 from flashrecovery.plan.decoding import DecodeOrder, ParityHeld
 from flashrecovery.plan.parity_groups import Groups
-from flashrecovery.plan.placement import ring_of
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy import checkpoint, loading
 from flashrecovery.redundancy.exchange import PeerCopies
@@ -34,7 +33,7 @@ from flashrecovery.redundancy.undo import ChangeCounter, UndoCopy, write_back
 from flashrecovery.snapshot.client import Keeper
 from flashrecovery.snapshot.memory import SharedMemory, host_id
 from flashrecovery.state.shard import Shard, ShardSource
-from flashrecovery.worker.copy_choice import anywhere, choice, copied_shards, neighbour_of, placement
+from flashrecovery.worker.copy_choice import anywhere, choice, copied_shards, neighbour_of, placement, ring_among
 from flashrecovery.worker.glance import glance_at_tensors
 from flashrecovery.worker.registry import Registry
 
@@ -171,13 +170,12 @@ class Copies:
         """Neighbour copies among these ranks (as the job was launched) of a divided state, for the one at ``place``.
         They do not outlive the job's processes: what they hold may be of another size than what the next launch has."""
         assert self._ring_group is not None
-        targets = ring_of(len(members), placement()[0])
         return NeighbourCopies(
             self._ring_group,
             place,
             len(members),
             shards,
-            destination=targets.__getitem__,
+            destination=ring_among(members).__getitem__,
             capsule_name=lambda number: f"capsule@{members[number]}",
             generation=generation,
             on_kept=self._on_kept,
@@ -420,7 +418,7 @@ class Copies:
             alone = world == 1
             self._peers, self._capsules_only = None if alone else self._ring, not alone
             if not alone:
-                self._ring.resize(rank, members, ring_of(world, placement()[0]))
+                self._ring.resize(rank, members, ring_among(members))
 
     # -- a state that is divided otherwise ---------------------------------------------------------
 

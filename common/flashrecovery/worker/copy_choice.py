@@ -15,7 +15,7 @@ from flashrecovery.config import Settings
 from flashrecovery.errors import ConfigError, UnsupportedError
 from flashrecovery.plan.choice import CopyChoice, Sizes, choose, neighbour_memory, own_memory, parity_memory, refusal
 from flashrecovery.plan.parity_groups import Groups, groups_of_all, launch_domains
-from flashrecovery.plan.placement import copied_by
+from flashrecovery.plan.placement import copied_by, ring_of
 from flashrecovery.runtime.environment import DOMAINS_ENV, STRIDE_ENV
 from flashrecovery.runtime.host_memory import available_memory
 from flashrecovery.state.shard import Shard
@@ -63,11 +63,21 @@ def neighbour_of(rank: int, world: int) -> int:
     return (rank + placement()[0]) % world
 
 
+def ring_among(members: Sequence[int]) -> list[int]:
+    """By the place of each of these ranks of an elastic job, the place of the one that keeps its copies."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return ring_of(members, placement()[0], ranks, _shared_domains())
+
+
+def _shared_domains() -> list[int]:
+    shared: list[int] = json.loads(os.environ.get(DOMAINS_ENV, "[]"))
+    return shared
+
+
 def domains_of_launch(world: int) -> list[str]:
     """The failure domain of each rank, as the job was launched. A replacement finds the same: it follows from what the
     agent has put into the environment."""
-    shared = json.loads(os.environ.get(DOMAINS_ENV, "[]"))
-    return launch_domains(world, placement()[1], shared)
+    return launch_domains(world, placement()[1], _shared_domains())
 
 
 def parity_groups(registry: Registry, settings: Settings) -> Groups | str:

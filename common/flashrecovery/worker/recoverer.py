@@ -218,7 +218,11 @@ class Recoverer:
             raise DrainError(f"after {drain_s:g} s (timeouts.drain_s): {report}")
         if worker.gate.live >= 0 and self._loop.touched:
             worker.gate.torn()
-        placed = self._reshaping.settle(command.stop.layout)
+        placed = -1
+        if command.stop.unsure:
+            self._reshaping.say(reply)
+        else:
+            placed = self._reshaping.settle(command.stop.layout)
         if placed >= 0:
             worker.gate.placed(placed)
             self._loop.replaced()

@@ -210,6 +210,13 @@ class Reshaping:
 
     # -- put in place, or drop --------------------------------------------------------------------
 
+    def say(self, reply: pb.Reply) -> None:
+        """How this rank's state is divided, and for whom it is ready; nothing if none is divided, or this rank has no
+        part of it."""
+        if self.layout and any(adapter.division() is not None for adapter in self._registry.adapters):
+            reply.layout.extend(self.layout)
+            reply.ready.extend(self._ready.members if self._ready is not None else ())
+
     def settle(self, members: Sequence[int]) -> int:
         """The controller has decided last for a division among ``members``: what was made ready for these is put in
         place, all else is dropped. Returns the version of what was put in place, -1 if nothing was."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.crashes import Crashes
+from flashrecovery.controller.custody import divided
 from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.nodes import NodeRecord
 from flashrecovery.controller.outbox import Action, Blame, Outbox
@@ -187,6 +188,11 @@ class JobState:
 
     def keeper_of_copies(self, place: int) -> RankRecord:
         """The rank that holds the neighbour copies of the one at this place."""
+        if divided(self.in_order) and self.shape.each > 1:
+            members = list(self.ranks)
+            peers = self.shape.peers(members, members[place])
+            targets = self.shape.ring(peers, self.stride)
+            return self.ranks[peers[targets[peers.index(members[place])]]]
         return self.in_order[keeper_of_copies(place, len(self.in_order), self.stride)]
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from flashrecovery.controller.custody import divided
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.records import BUILT_UP
 from flashrecovery.plan.resize import ReplicaRange, filling, leaving
@@ -36,7 +37,14 @@ def _others_have_all(job: JobState, lost: Collection[int]) -> bool:
     going = {shape.replica(rank) for rank in lost}
     living = [r for r in job.in_order if r.place not in BUILT_UP and r.rank not in leaving_anyway]
     left = {record.stand for record in living if shape.replica(record.rank) not in going}
-    return left.issuperset(record.stand for record in living)
+    if not left.issuperset(record.stand for record in living):
+        return False
+    if not divided(job.in_order) or shape.each == 1:
+        return True
+    # Of a part that nobody else has, copies are with one rank.
+    filled = [r for r in job.in_order if r.place in BUILT_UP and shape.replica(r.rank) not in going]
+    keepers = [job.keeper_of_copies(job.in_order.index(r)) for r in filled if r.rank not in leaving_anyway]
+    return not any(keeper in living and shape.replica(keeper.rank) in going for keeper in keepers)
 
 
 def worth_filling(job: JobState, lost: Collection[int], room: int) -> list[int]:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from flashrecovery.plan.layouts import RankGrid
+from flashrecovery.plan.placement import keeper_of_copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,25 @@ class ReplicaShape:
         by_replica = self.by_replica(ranks)
         stands = {tuple(sorted(map(self.stand, some))) for some in by_replica.values()}
         return len(stands) == 1 and by_replica.keys() == self.by_replica(members).keys()
+
+    def peers(self, members: Iterable[int], rank: int) -> list[int]:
+        """Those of ``members`` that stand where ``rank`` does, in the order of their replicas."""
+        stand = self.stand(rank)
+        return [other for other in sorted(members) if self.stand(other) == stand]
+
+    def ring(self, members: Sequence[int], stride: int) -> list[int]:
+        """By the number among ``members`` of each of them, the number of the one that keeps its copies: of those that
+        stand at the same place the one in the next replica, or as many further as are on one node (``stride`` ranks
+        are). Where there is one replica, everybody's is its own."""
+        number = {rank: place for place, rank in enumerate(members)}
+        step = -(-stride // self.inner)
+        found = [0] * len(members)
+        for first in range(self.each):
+            peers = [rank for rank in members if self.stand(rank) == first]
+            for place, rank in enumerate(peers):
+                keeper = peers[keeper_of_copies(place, len(peers), step)] if len(peers) > 1 else rank
+                found[number[rank]] = number[keeper]
+        return found
 
     def place(self, members: Sequence[int], rank: int) -> tuple[int, int]:
         """The number of the rank's replica among those that there are, and how many there are."""

@@ -106,7 +106,7 @@ class Copies:
         if registry.world_size > 1 and settings.redundancy != "none":
             losses = settings.parity if settings.redundancy == "parity" else 1
             copied_somewhere = anywhere(bool(copied_shards(registry, losses)))
-            if copied_somewhere and self._elastic and registry.shape.each > 1:
+            if copied_somewhere and self._elastic and registry.shape.each > 1 and not self._divided:
                 raise UnsupportedError(
                     f"an elastic job of {registry.shape.text} in which one node has all that there is of some state: "
                     "copies of it are not kept in such a job; have each replica on nodes of its own, as a mesh of "
@@ -167,11 +167,14 @@ class Copies:
 
     def _ring_for(
         self, shards: Sequence[Shard], place: int, members: Sequence[int], generation: int
-    ) -> NeighbourCopies:
-        """Neighbour copies among these ranks (as the job was launched) of a divided state, for the one at ``place``.
-        They do not outlive the job's processes: what they hold may be of another size than what the next launch has."""
-        assert self._ring_group is not None
-        targets = ring_of(len(members), placement()[0])
+    ) -> NeighbourCopies | None:
+        """Neighbour copies among these ranks (as the job was launched) of a divided state, for the one at ``place``:
+        within those that stand at the same place in their replicas. None where there is one replica. They do not
+        outlive the job's processes: what they hold may be of another size than what the next launch has."""
+        shape = self._registry.shape
+        if self._ring_group is None or len(shape.by_replica(members)) == 1:
+            return None
+        targets = shape.ring(members, placement()[0])
         return NeighbourCopies(
             self._ring_group,
             place,
@@ -431,10 +434,10 @@ class Copies:
         the neighbour among these members keep them. Returns when that is done; nothing that is kept so far is given up
         for it. Raises what the exchange raises."""
         self.drop_ready()
-        if self._ring_group is None or len(members) == 1:
-            return
         capsule = self._registry.capsule.at(version)
         self._next = self._ring_for(shards, place, members, generation)
+        if self._next is None:
+            return
         self._next.commit(version, capsule, beside=self._beside(version))
         self._next.wait()
 
@@ -461,9 +464,7 @@ class Copies:
 
     def begin_divided(self, shards: Sequence[Shard], place: int, members: Sequence[int]) -> None:
         """This process has just come into a job of ``members``, with ``shards`` that have no content yet."""
-        self._next = (
-            None if self._ring_group is None or len(members) == 1 else self._ring_for(shards, place, members, 0)
-        )
+        self._next = self._ring_for(shards, place, members, 0)
         self.put_in_place(shards)
 
     def load_checkpoint(self, path: str, version: int) -> str:

@@ -225,9 +225,14 @@ class Registry:
         outlines = [division.outline(division.describe()) for division in divisions]
         return xxhash.xxh3_128_hexdigest(json.dumps(outlines).encode()) if outlines else ""
 
-    def divided_otherwise(self) -> None:
-        """The adapters have put another division of their state in place: their shards have other names."""
+    def divided_otherwise(self, layout: Sequence[int]) -> None:
+        """The adapters have put another division of their state in place, among those of ``layout`` that stand where
+        this rank does: their shards have other names, and as holders places in that division. Numbers in the layout
+        are in their stead from now on."""
         self.shards = {shard.name: shard for adapter in self.adapters for shard in adapter.shards()}
+        numbers = [layout.index(peer) for peer in self.shape.peers(layout, self.members[self.rank])]
+        for name in self.divided():
+            self.shards[name].holders = tuple(numbers[place] for place in self.shards[name].holders)
         for objects in (self.common, self.capsule):
             self.shards[objects.name] = objects
         self.resize(self.members, self.members[self.rank])

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from flashrecovery.adapter import DivisionPlace, ParamRecord, Shard, faults
 from fr_megatron.capabilities import BUCKETS
 from fr_megatron.layout import holders
-from fr_megatron.optimizers import Names, SteppedPair, group_of, is_distributed, members, of_all, record, weights
+from fr_megatron.optimizers import Names, SteppedPair, group_text, is_distributed, members, of_all, record, weights
 from fr_megatron.wrapper import FaultPoint, Wrapper
 
 
@@ -23,7 +23,7 @@ class Buckets(Wrapper):
         super().__init__(chunks)
         self._names = Names(chunks)
         self._division: DivisionPlace | None = None
-        self._group = group_of(holders(chunks[0], expert=False))  # as the job was launched
+        self._group = group_text(holders(chunks[0], expert=False))  # as the job was launched
 
     def divided_for(self, division: DivisionPlace) -> None:
         self._division, self._names = division, Names(self.chunks, division, self._group)

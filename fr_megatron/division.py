@@ -116,7 +116,7 @@ class OptimizerDivision(RuledDivision):
     """The division of one chunk and its distributed optimizer.
 
     Args:
-        group: what names say of those among whom the state is divided (:func:`.optimizers.group_of`).
+        group: what names say of those among whom the state is divided (:func:`.optimizers.group_text`).
         shards: gives what this rank steps on, by the parameters' names.
         install: puts prepared tensors in the place of those that there are.
     """

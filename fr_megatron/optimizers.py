@@ -82,7 +82,7 @@ def record(pair: SteppedPair, names: Names) -> ParamRecord:
     fqn, where = names[model]
     if where.parts == 1:
         return of_all(model, main, names)
-    return ParamRecord(fqn, part_name(fqn, where.part, where.parts, group_of(where)), where.owners, constant(main))
+    return ParamRecord(fqn, part_name(fqn, where.part, where.parts, group_text(where)), where.owners, constant(main))
 
 
 def of_all(model: torch.Tensor, tensor: torch.nn.Parameter, names: Names) -> ParamRecord:
@@ -104,7 +104,7 @@ def weights_beginning(chunk: int, kind: str, buffer: int) -> str:
 
 
 def part_name(fqn: str, part: int, parts: int, group: str = "") -> str:
-    """``group``: of those who share the parameter, see :func:`group_of`."""
+    """``group``: of those who share the parameter, see :func:`group_text`."""
     says = [*([f"part={part}/{parts}"] if parts > 1 else []), *([group] if group else [])]
     return f"param/{fqn}" + ("#" + ",".join(says) if says else "")
 
@@ -125,11 +125,11 @@ def weights(chunks: Sequence[Any], division: DivisionPlace | None = None, group:
         for kind, buffers in (("dense", chunk.buffers), ("expert", chunk.expert_parallel_buffers)):
             where = holders(chunk, expert=kind == "expert", division=division, group=group)
             for number, buffer in enumerate(buffers):
-                name = weights_name(index, kind, number, where.parts, group_of(where))
+                name = weights_name(index, kind, number, where.parts, group_text(where))
                 yield FixedShard(name, where.replicas, buffer.param_data)
 
 
-def group_of(where: Holders) -> str:
+def group_text(where: Holders) -> str:
     """The part of a name that tells the groups of replicas apart; "" if there is only one."""
     return of_group(where.replicas, world_size()) if where.group is None else where.group
 

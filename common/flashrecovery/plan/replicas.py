@@ -87,6 +87,16 @@ class ReplicaShape:
         stands = {tuple(sorted(map(self.stand, some))) for some in by_replica.values()}
         return len(stands) == 1 and by_replica.keys() == self.by_replica(members).keys()
 
+    def now(self, members: Collection[int]) -> ReplicaShape:
+        """The shape of the job that consists of these ranks, counted anew without a gap."""
+        return ReplicaShape(len(self.by_replica(members)), self.inner, self.outer)
+
+    def unlike(self, other: ReplicaShape) -> bool:
+        """Whether replicas consist of other ranks. With one replica alone it cannot be told which of its ranks follow
+        on each other where there are several."""
+        one = 1 in (self.replicas, other.replicas)
+        return self.each != other.each or (not one and self.inner != other.inner)
+
     def peers(self, members: Iterable[int], rank: int) -> list[int]:
         """Those of ``members`` that stand where ``rank`` does, in the order of their replicas."""
         stand = self.stand(rank)

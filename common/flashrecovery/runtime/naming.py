@@ -1,4 +1,4 @@
-"""How shards of one name are told apart that several groups of ranks have, each its own: tensor-parallel slices, stages.
+"""How shards of one name are told apart that several groups of ranks have, each its own: slices of tensors, stages.
 
 By the lowest rank of the group; in an elastic job by where in their replicas its ranks stand, which is the same in any
 size of the job: what a smaller or a larger job has written to a checkpoint is found by its name.

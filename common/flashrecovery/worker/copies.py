@@ -135,6 +135,7 @@ class Copies:
                 form=self._form,
                 on_published=on_published,
                 on_error=on_error,
+                shape=registry.shape if self._elastic else None,
             )
 
     def _keep_for_neighbour(self, registry: Registry, shards: bool, on_kept: Callable[[int], None]) -> None:
@@ -418,7 +419,7 @@ class Copies:
         self._members = None
         rank, world = self._registry.rank, self._registry.world_size
         if self.checkpoint is not None:
-            self.checkpoint.resize(rank, world)
+            self.checkpoint.resize(rank, self._registry.shape.now(members))
         if self._ring is not None and not self._divided:
             alone = world == 1
             self._peers, self._capsules_only = None if alone else self._ring, not alone
@@ -483,6 +484,7 @@ class Copies:
             form=form,
             elastic=self._elastic,
             rules=registry.rules() if self._elastic else None,
+            shape=registry.shape.now(registry.members) if self._elastic else None,
         )
         capsule = registry.capture_capsule(registry.drawn()) if plain.capsule is None else plain.capsule
         registry.capsule.keep(version, capsule)

@@ -99,12 +99,6 @@ def _check_replicas(registry: Registry, settings: Settings) -> None:
         {"groups": groups.described(shape)},
         among="" if shape.each == 1 else f"place {stand}",
     )
-    if shape.each > 1 and settings.checkpoint.dir is not None:
-        raise UnsupportedError(
-            f"an elastic job of {shape.text} with fallback checkpoints (checkpoint.dir): reading them with another "
-            "number of such replicas has not been tried; without checkpoint.dir it is allowed, and the script may save "
-            "checkpoints itself"
-        )
     divided = sum(adapter.division() is not None for adapter in registry.adapters)
     agreement.check_equal("how many models have state that is divided among the replicas", {"models": divided})
 

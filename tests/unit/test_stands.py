@@ -53,7 +53,7 @@ def test_copies_stay_among_those_who_stand_at_the_same_place(shape: ReplicaShape
     """Whatever replica has left: everybody's are with another one of these, and nobody keeps those of two."""
     for gone in (None, *range(shape.replicas)):
         members = [rank for rank in range(shape.world) if shape.replica(rank) != gone]
-        ring = shape.ring(members, stride)
+        ring = shape.ring(len(members), stride)
         assert sorted(ring) == list(range(len(members)))
         for number, keeper in enumerate(ring):
             assert shape.stand(members[number]) == shape.stand(members[keeper])
@@ -64,7 +64,7 @@ def test_copies_stay_among_those_who_stand_at_the_same_place(shape: ReplicaShape
 
 def test_where_each_rank_is_a_replica_the_ring_is_that_of_all() -> None:
     for size, stride in itertools.product((2, 3, 5), (1, 2, 3)):
-        assert ReplicaShape(size).ring(range(size), stride) == ring_of(size, stride)
+        assert ReplicaShape(size).ring(size, stride) == ring_of(size, stride)
 
 
 def test_peers_and_their_shape() -> None:
@@ -146,7 +146,7 @@ def test_nothing_goes_from_one_place_to_another(shape: ReplicaShape) -> None:
         if shape.replica(rank) == gone:
             continue
         after = [member for member in everybody if shape.replica(member) != gone]
-        ring, number_of = shape.ring(everybody, 1), {member: n for n, member in enumerate(after)}
+        ring, number_of = shape.ring(shape.world, 1), {member: n for n, member in enumerate(after)}
         old, new = _Stand.of(shape, everybody, rank), _Stand.of(shape, after, rank)
         division = InRows(RowsShard(old.place, old.size), old.size)
         of_all = _Divisions({0: division}, {0: division.describe()})
@@ -184,7 +184,11 @@ def test_who_keeps_the_only_copies_of_what_is_being_filled_does_not_leave(divide
     job = job_of_three(divided=divided)
     job.ranks[1].place = job.ranks[2].place = Place.EMPTY
     assert leaving_without(job, [2]) == (() if divided else (2,))
-    assert job.keeper_of_copies(1).rank == (3 if divided else 2)
+    keeper = job.keeper_of_copies(1)
+    assert keeper is not None and keeper.rank == (3 if divided else 2) and job.keeper_of_part(1) == 3
+    job.depart(3)
+    keeper = job.keeper_of_copies(1)
+    assert keeper is None if divided else keeper is not None
 
 
 @pytest.mark.parametrize("filled", [3, 5, None])

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.crashes import Crashes
-from flashrecovery.controller.custody import divided
 from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.nodes import NodeRecord
 from flashrecovery.controller.outbox import Action, Blame, Outbox
@@ -186,14 +185,19 @@ class JobState:
         shutdown = pb.Shutdown(reason=reason)
         self.command(AGENT, pb.Command(shutdown=shutdown))
 
-    def keeper_of_copies(self, place: int) -> RankRecord:
-        """The rank that holds the neighbour copies of the one at this place."""
-        if divided(self.in_order) and self.shape.each > 1:
-            members = list(self.ranks)
-            peers = self.shape.peers(members, members[place])
-            targets = self.shape.ring(peers, self.stride)
-            return self.ranks[peers[targets[peers.index(members[place])]]]
+    def keeper_of_copies(self, place: int) -> RankRecord | None:
+        """The rank that holds the neighbour copies of the one at this place; None if it has left."""
+        record, size = self.in_order[place], len(self.in_order)
+        if record.divided and self.shape.each > 1:
+            if size % self.shape.each == 0:
+                return self.in_order[self.shape.keeper(place, size, self.stride)]
+            return self.ranks.get(self.keeper_of_part(record.rank))  # some of a replica are leaving
         return self.in_order[keeper_of_copies(place, len(self.in_order), self.stride)]
+
+    def keeper_of_part(self, rank: int) -> int:
+        """The rank that keeps the copies of this one's part of what is divided among the ranks of the layout; it may
+        have left."""
+        return self.layout[self.shape.keeper(self.layout.index(rank), len(self.layout), self.stride)]
 
     @property
     def whole(self) -> bool:

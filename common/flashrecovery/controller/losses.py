@@ -42,9 +42,9 @@ def _others_have_all(job: JobState, lost: Collection[int]) -> bool:
     if not divided(job.in_order) or shape.each == 1:
         return True
     # Of a part that nobody else has, copies are with one rank.
-    filled = [r for r in job.in_order if r.place in BUILT_UP and shape.replica(r.rank) not in going]
-    keepers = [job.keeper_of_copies(job.in_order.index(r)) for r in filled if r.rank not in leaving_anyway]
-    return not any(keeper in living and shape.replica(keeper.rank) in going for keeper in keepers)
+    filled = {r.rank for r in job.in_order if r.place in BUILT_UP and shape.replica(r.rank) not in going}
+    keepers = {job.keeper_of_part(rank) for rank in filled.difference(leaving_anyway).intersection(job.layout)}
+    return not any(record.rank in keepers and shape.replica(record.rank) in going for record in living)
 
 
 def worth_filling(job: JobState, lost: Collection[int], room: int) -> list[int]:

@@ -77,7 +77,7 @@ def _rank(machine: Machine, r: RankRecord, place: int, now: float) -> pb.RankSta
         overhead_s=r.overhead_s,
     )
     keeper = machine.job.keeper_of_copies(place)
-    if keeper.kept >= 0:
+    if keeper is not None and keeper.kept >= 0:
         found.copied, found.copied_by = keeper.kept + 1, keeper.rank
         found.copy_age_s = keeper.kept_age_s + max(now - keeper.heard_at, 0.0)
     return found

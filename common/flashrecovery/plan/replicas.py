@@ -102,19 +102,20 @@ class ReplicaShape:
         stand = self.stand(rank)
         return [other for other in sorted(members) if self.stand(other) == stand]
 
-    def ring(self, members: Sequence[int], stride: int) -> list[int]:
-        """By the number among ``members`` of each of them, the number of the one that keeps its copies: of those that
-        stand at the same place the one in the next replica, or as many further as are on one node (``stride`` ranks
-        are). Where there is one replica, everybody's is its own."""
-        number = {rank: place for place, rank in enumerate(members)}
-        step = -(-stride // self.inner)
-        found = [0] * len(members)
-        for first in range(self.each):
-            peers = [rank for rank in members if self.stand(rank) == first]
-            for place, rank in enumerate(peers):
-                keeper = peers[keeper_of_copies(place, len(peers), step)] if len(peers) > 1 else rank
-                found[number[rank]] = number[keeper]
-        return found
+    def keeper(self, number: int, size: int, stride: int) -> int:
+        """In a job of ``size`` ranks that make up whole replicas, the number of the one that keeps the copies of what
+        the one with this ``number`` shares with nobody but those who stand where it does: of these the one in the next
+        replica, or as many further as are on one node (``stride`` ranks are). Where there is one replica, itself."""
+        replicas = size // self.each
+        if replicas == 1:
+            return number
+        rest, at = divmod(number, self.inner)
+        run, replica = divmod(rest, replicas)
+        return (run * replicas + keeper_of_copies(replica, replicas, -(-stride // self.inner))) * self.inner + at
+
+    def ring(self, size: int, stride: int) -> list[int]:
+        """The same of all of them."""
+        return [self.keeper(number, size, stride) for number in range(size)]
 
     def place(self, members: Sequence[int], rank: int) -> tuple[int, int]:
         """The number of the rank's replica among those that there are, and how many there are."""

@@ -175,7 +175,7 @@ class Copies:
         shape = self._registry.shape
         if self._ring_group is None or len(shape.by_replica(members)) == 1:
             return None
-        targets = shape.ring(members, placement()[0])
+        targets = shape.ring(len(members), placement()[0])
         return NeighbourCopies(
             self._ring_group,
             place,

@@ -32,7 +32,7 @@ def leaving_without(job: JobState, lost: Collection[int]) -> tuple[int, ...]:
 
 def _others_have_all(job: JobState, lost: Collection[int]) -> bool:
     """Whether those that stay have what there is: with a lost rank the others of its replica leave, too, and one of
-    them may alone have what a rank needs that is just being filled again."""
+    them may alone have what a rank needs that is just being filled again, or its own part, of which copies were there."""
     shape, leaving_anyway = job.shape, left_of_replicas(job)
     going = {shape.replica(rank) for rank in lost}
     living = [r for r in job.in_order if r.place not in BUILT_UP and r.rank not in leaving_anyway]
@@ -41,10 +41,13 @@ def _others_have_all(job: JobState, lost: Collection[int]) -> bool:
         return False
     if not divided(job.in_order) or shape.each == 1:
         return True
-    # Of a part that nobody else has, copies are with one rank.
-    filled = {r.rank for r in job.in_order if r.place in BUILT_UP and shape.replica(r.rank) not in going}
-    keepers = {job.keeper_of_part(rank) for rank in filled.difference(leaving_anyway).intersection(job.layout)}
-    return not any(record.rank in keepers and shape.replica(record.rank) in going for record in living)
+    # Of a part that nobody else has, copies are with one rank: it and its owner must not both be gone afterwards.
+    alive = {record.rank for record in living}
+    staying = {rank for rank in alive if shape.replica(rank) not in going}
+    of_parts = [{rank, job.keeper_of_part(rank)} for rank in job.layout]
+    if any(alive.isdisjoint(some) for some in of_parts):
+        return True  # something is lost whoever leaves
+    return not any(staying.isdisjoint(some) for some in of_parts)
 
 
 def worth_filling(job: JobState, lost: Collection[int], room: int) -> list[int]:

@@ -21,7 +21,7 @@ from flashrecovery.groups.pace import PacedNetwork
 from flashrecovery.plan import Kind
 from flashrecovery.plan.choice import CopyChoice
 from flashrecovery.plan.decoding import DecodeOrder, ParityHeld
-from flashrecovery.plan.parity_groups import Groups
+from flashrecovery.plan.parity_groups import Groups, launch_domains
 from flashrecovery.plan.placement import ring_of
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy import checkpoint, loading
@@ -112,6 +112,8 @@ class Copies:
                     "copies of it are not kept in such a job; have each replica on nodes of its own, as a mesh of "
                     "(replicate, shard) has it"
                 )
+            if self._divided:
+                _refuse_copies_on_one_node(registry)
             nothing: tuple[CopyChoice, Groups] = CopyChoice(False, True, ""), ()
             chosen, parity_groups = choice(registry, settings) if copied_somewhere else nothing
             self._chosen = chosen.reason if chosen.fits else ""
@@ -593,6 +595,22 @@ class Copies:
         if kind in (Kind.COPY, Kind.PARITY) and self._peers is not None:
             return self._peers.source(shard, version)
         raise RestoreError(f"no {kind} of {shard!r} here")
+
+
+def _refuse_copies_on_one_node(registry: Registry) -> None:
+    """Raises UnsupportedError if replicas have several ranks, and a node that is lost would take what a rank has alone
+    and the copies of it: as copies stay at the same place, that depends on where the replicas are."""
+    shape, (stride, nodes) = registry.shape, placement()
+    if shape.each == 1 or shape.replicas == 1 or nodes == 1:
+        return
+    node = launch_domains(registry.world_size, nodes)
+    for rank, keeper in enumerate(shape.ring(registry.world_size, stride)):
+        if node[rank] == node[keeper]:
+            raise UnsupportedError(
+                f"an elastic job of {shape.text} on {nodes} nodes in which rank {keeper} keeps the copies of what rank "
+                f"{rank} has alone, on the same node: a lost node would take both; have the ranks at one place of all "
+                "replicas on different nodes (each replica on nodes of its own, and equally many on each)"
+            )
 
 
 def _look(tensors: Sequence[torch.Tensor]) -> int:

@@ -99,8 +99,15 @@ def _check_replicas(registry: Registry, settings: Settings) -> None:
         {"groups": groups.described(shape)},
         among="" if shape.each == 1 else f"place {stand}",
     )
-    divided = sum(adapter.division() is not None for adapter in registry.adapters)
-    agreement.check_equal("how many models have state that is divided among the replicas", {"models": divided})
+    divisions = [(adapter.name, found) for adapter in registry.adapters if (found := adapter.division()) is not None]
+    for name, division in divisions:
+        if division.size != shape.replicas:  # of another model the replicas have other ranks
+            raise UnsupportedError(
+                f"an elastic job of {shape.text} in which the state of {name} is divided among {division.size} ranks: "
+                "state that is divided among the replicas is allowed, each place in them its own (Megatron's "
+                "distributed optimizer), and FSDP2 and ZeRO where all models have replicas of one rank each"
+            )
+    agreement.check_equal("how many models have state that is divided among the replicas", {"models": len(divisions)})
 
 
 def _refuse_tied(registry: Registry) -> None:

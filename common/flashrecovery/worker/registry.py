@@ -156,14 +156,15 @@ class Registry:
         """The data-parallel group, as the adapters say; None: each rank is a replica.
 
         Raises UnsupportedError if they do not say the same."""
-        found = {adapter.name: group for adapter in self.adapters if (group := adapter.replicas()) is not None}
-        ranks = {name: dist.get_process_group_ranks(group) for name, group in found.items()}
-        if len({tuple(some) for some in ranks.values()}) > 1:
+        found = [(adapter.name, group) for adapter in self.adapters if (group := adapter.replicas()) is not None]
+        ranks = [(name, tuple(dist.get_process_group_ranks(group))) for name, group in found]
+        if len({some for _, some in ranks}) > 1:
+            named = ", ".join(f"{name}: {list(some)}" for name, some in ranks)
             raise UnsupportedError(
-                f"models that are replicated over different ranks ({ranks}): in an elastic job all models have the "
+                f"models that are replicated over different ranks ({named}): in an elastic job all models have the "
                 "same replicas"
             )
-        return next(iter(found.values()), None)
+        return found[0][1] if found else None
 
     def find_replicas(self) -> None:
         """Learn which ranks make up replicas, in the launch's size.

@@ -4,7 +4,7 @@ there."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,8 +16,9 @@ from flashrecovery.adapter import replicated
 from flashrecovery.config import ElasticSettings, RunConfig
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.losses import leaving_without
-from flashrecovery.controller.records import Place
-from flashrecovery.errors import RestoreError
+from flashrecovery.controller.records import Place, RankRecord
+from flashrecovery.controller.restore import decide
+from flashrecovery.errors import JobFailedError, RestoreError
 from flashrecovery.plan import Kind
 from flashrecovery.plan.layouts import chunked
 from flashrecovery.plan.patterns import Rows, Whole
@@ -202,6 +203,68 @@ def test_it_leaves_where_it_keeps_nobodys(filled: int | None) -> None:
     assert leaving_without(job, [2]) == (2,)
     job.ranks[3].place = Place.EMPTY
     assert leaving_without(job, [2, 3]) == (2, 3)
+
+
+def members(shape: ReplicaShape, live: int = 7, late: Collection[int] = ()) -> dict[int, RankRecord]:
+    """All are at this version and can go back to the one before; each keeps copies of both for the one whose keeper it
+    is, but for those of the ``late`` ranks, which have not arrived yet."""
+    ring = shape.ring(shape.world, 1)
+    found = {}
+    for rank in range(shape.world):
+        record = RankRecord(rank)
+        record.shape = shape
+        part = f"w#shard={shape.replica(rank)}/{shape.replicas},stand={shape.stand(rank)}"
+        record.needs = {part: 100, "common": 10, f"capsule@{rank}": 5}
+        record.divided = frozenset({part})
+        owner = ring.index(rank)
+        copied = f"w#shard={shape.replica(owner)}/{shape.replicas},stand={shape.stand(owner)}"
+        held = [pb.Held(kind=Kind.UNDO.value, version=v, shards=list(record.needs)) for v in (live - 1,)]
+        for version in (live - 1, live):
+            if owner not in late or version < live:
+                names = [copied, f"capsule@{owner}"]
+                held.append(pb.Held(kind=Kind.COPY.value, version=version, shards=names, nbytes=[100, 5]))
+        record.take_inventory(live, held)
+        found[rank] = record
+    return found
+
+
+def without(everybody: dict[int, RankRecord], shape: ReplicaShape, *replicas: int) -> dict[int, dict[str, int]]:
+    return {rank: everybody.pop(rank).needs for replica in replicas for rank in shape.ranks(replica)}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=text)
+def test_what_the_leaving_replica_had_is_with_those_of_the_same_place(shape: ReplicaShape) -> None:
+    """What its healthy ranks had, too."""
+    ring = shape.ring(shape.world, 1)
+    for gone in range(shape.replicas):
+        everybody = members(shape)
+        departed = without(everybody, shape, gone)
+        found = decide(everybody, None, range(shape.world), departed).round
+        assert found.version == 7 and found.reshape is not None
+        assert (list(found.reshape.before), list(found.reshape.after)) == ([*range(shape.world)], [*everybody])
+        assert {c.owner: c.holder for c in found.reshape.custody} == {rank: ring[rank] for rank in shape.ranks(gone)}
+
+
+def test_the_version_of_which_all_of_the_leaving_replica_is_there() -> None:
+    """Copies of one of its ranks had not arrived yet, those of the others had."""
+    shape = ReplicaShape(3, 2)
+    for late in (2, 3):
+        everybody = members(shape, late=[late])
+        found = decide(everybody, None, range(6), without(everybody, shape, 1)).round
+        assert found.version == 6 and found.reshape is not None and len(found.reshape.custody) == 2
+
+
+def test_of_two_replicas_at_once_neither_may_keep_the_others_copies() -> None:
+    shape = ReplicaShape(4, 2)
+    for one, other in itertools.combinations(range(4), 2):
+        everybody = members(shape)
+        departed = without(everybody, shape, one, other)
+        if other - one == 2:
+            found = decide(everybody, None, range(8), departed).round.reshape
+            assert found is not None and len(found.custody) == 4
+            continue
+        with pytest.raises(JobFailedError, match="cannot be recovered"):
+            decide(everybody, None, range(8), departed)
 
 
 # -- names ----------------------------------------------------------------------------------------------

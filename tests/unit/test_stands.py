@@ -192,15 +192,24 @@ def test_who_keeps_the_only_copies_of_what_is_being_filled_does_not_leave(divide
     assert keeper is None if divided else keeper is not None
 
 
-@pytest.mark.parametrize("filled", [3, 5, None])
+@pytest.mark.parametrize("filled", [3, None])
 def test_it_leaves_where_it_keeps_nobodys(filled: int | None) -> None:
-    """Copies of rank 3's part are with rank 5, those of rank 5's with rank 1: replica 1 leaves unless rank 0 or 1 is
-    being filled; and who is lost keeps nothing anyway."""
+    """Copies of rank 3's part are with rank 5, those of rank 5's with rank 1; and who is lost keeps nothing anyway."""
     job = job_of_three(divided=True)
     job.ranks[2].place = Place.EMPTY
     if filled is not None:
         job.ranks[filled].place = Place.EMPTY
     assert leaving_without(job, [2]) == (2,)
+    job.ranks[3].place = Place.EMPTY
+    assert leaving_without(job, [2, 3]) == (2, 3)
+
+
+def test_a_healthy_rank_does_not_leave_while_it_alone_has_its_part() -> None:
+    """Copies of rank 3's part were with rank 5, which is being filled again. Once rank 3 is lost, too, nothing is won
+    by waiting."""
+    job = job_of_three(divided=True)
+    job.ranks[2].place = job.ranks[5].place = Place.EMPTY
+    assert leaving_without(job, [2]) == ()
     job.ranks[3].place = Place.EMPTY
     assert leaving_without(job, [2, 3]) == (2, 3)
 

@@ -158,9 +158,11 @@ class MegatronAdapter(TorchAdapter):
         elastic.resize(self._chunks, self._launched, groups.numbers())
 
     def division(self) -> Division | None:
-        if self._division is None and self._membership:
+        if self._division is None and self._membership and isinstance(self._wrapper, Buckets):
             self._division = OptimizerDivision(
-                self._chunks[0], self._inner[0], self._membership, self._parts, self._install
+                *(self._chunks[0], self._inner[0], self._membership, self._wrapper.group),
+                self._parts,
+                self._install,
             )
         return self._division
 

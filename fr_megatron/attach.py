@@ -47,7 +47,7 @@ def attach(model: Any, optimizer: Any, scheduler: Any = None, **settings: Any) -
 
     check_inside(megatron.core.__version__)
     _check_equal(chunks, optimizer, settings)
-    groups = membership(chunks, optimizer)
+    groups = membership(chunks, optimizer) if recovery.elastic is not None else None
     recovery.register_adapter(adapter_for(chunks, optimizer, scheduler, OwnLoop(chunks), groups))
     return recovery
 

@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from flashrecovery.adapter import DivisionPlace, ParamRecord, Shard, constant, faults, replicated
+from flashrecovery.adapter import DivisionPlace, ParamRecord, Shard, faults
 from fr_megatron.capabilities import BUCKETS
-from fr_megatron.optimizers import Names, SteppedPair, is_distributed, members, record, weights
+from fr_megatron.layout import holders
+from fr_megatron.optimizers import Names, SteppedPair, group_text, is_distributed, members, of_all, record, weights
 from fr_megatron.wrapper import FaultPoint, Wrapper
 
 
@@ -22,19 +23,24 @@ class Buckets(Wrapper):
         super().__init__(chunks)
         self._names = Names(chunks)
         self._division: DivisionPlace | None = None
+        self._group = group_text(holders(chunks[0], expert=False))  # as the job was launched
 
     def divided_for(self, division: DivisionPlace) -> None:
-        self._division, self._names = division, Names(self.chunks, division)
+        self._division, self._names = division, Names(self.chunks, division, self._group)
 
     def stepped(self, pair: SteppedPair) -> ParamRecord:
         return record(pair, self._names)
 
     def kept(self, parameter: nn.Parameter) -> ParamRecord:
-        fqn, where = self._names[parameter]
-        return ParamRecord(fqn, *replicated(fqn, where.replicas), constant(parameter))
+        return of_all(parameter, parameter, self._names)
+
+    @property
+    def group(self) -> str:
+        """What names say of those who have the dense parameters, as the job was launched."""
+        return self._group
 
     def weights(self) -> Iterator[Shard]:
-        return weights(self.chunks, self._division)
+        return weights(self.chunks, self._division, self._group)
 
     def before_reduction(self, callback: Callable[[], None]) -> bool:
         return call_before_reduction(self.chunks, callback)

@@ -116,6 +116,7 @@ class OptimizerDivision(RuledDivision):
     """The division of one chunk and its distributed optimizer.
 
     Args:
+        group: what names say of those among whom the state is divided (:func:`.optimizers.group_text`).
         shards: gives what this rank steps on, by the parameters' names.
         install: puts prepared tensors in the place of those that there are.
     """
@@ -125,11 +126,13 @@ class OptimizerDivision(RuledDivision):
         chunk: Any,
         inner: Any,
         membership: Mapping[str, int],
+        group: str,
         shards: Callable[[], Mapping[str, ParamShard]],
         install: Callable[[DivisionPlace, Mapping[str, torch.Tensor], Mapping[str, Any], FlatLayout], None],
     ) -> None:
         self._chunk, self._inner = chunk, inner
         self._layout = layout_of(chunk, membership)
+        self._group = group
         self._shards = shards
         self._install = install
         self._largest = 0
@@ -155,7 +158,7 @@ class OptimizerDivision(RuledDivision):
 
     def _check_as_known(self) -> None:
         """Raises UnsupportedError unless Megatron has laid everything out as it is computed here."""
-        layout, size, place = self._layout, self.size, dist.get_rank()
+        layout, size, place = self._layout, self.size, dist.get_rank(self._inner.data_parallel_group)
         computed = {one.fqn: layout.start_of(one, size) for one in layout.stored}
         lengths = [sum(buffer.lengths(size)) for buffer in layout.buffers]
         cut = {fqn: layout.range_of(layout.by_name[fqn], place, size) for fqn in layout.order(place, size)}
@@ -213,6 +216,7 @@ class OptimizerDivision(RuledDivision):
                 key=key,
                 naming=rules.Naming.PLACE_UNLESS_ALONE,
                 turn=turn,
+                suffix=self._group,
             )
             yield of_place, dtype
         dtype = self._chunk.buffers[one.buffer].param_dtype
@@ -224,6 +228,7 @@ class OptimizerDivision(RuledDivision):
             shard=weights_beginning(0, "dense", one.buffer),
             key=DATA,
             naming=rules.Naming.SIZE,
+            suffix=self._group,
         )
         yield of_all, dtype
 
@@ -246,7 +251,10 @@ class OptimizerDivision(RuledDivision):
                 tensors[f"{one.fqn}/{key}"] = torch.zeros(shape, dtype=getattr(torch, dtype), device=where)
             if low < high and description["state"]:
                 places = {STATE: order[one.fqn]}
-                values[part_name(one.fqn, place, size)] = {"layout": description["layout"], "places": places}
+                values[part_name(one.fqn, place, size, self._group)] = {
+                    "layout": description["layout"],
+                    "places": places,
+                }
         return ReadyTensors(
             tensors, values, lambda: self._install(DivisionPlace(place, size), tensors, description, self._layout)
         )

@@ -44,8 +44,6 @@ def tied_to_size(chunks: Sequence[Any], optimizer: Any) -> Iterator[str]:
             return
     yield from dict.fromkeys(name for chunk in chunks for name in _of_chunk(chunk))
     distributed = any(chunk.ddp_config.use_distributed_optimizer for chunk in chunks)
-    if distributed and _ranks_of_replica() > 1:
-        yield "the distributed optimizer with tensor or pipeline parallelism (allowed: without it)"
     if len(chunks) > 1:
         yield "several model chunks (a virtual pipeline; allowed: one)"
     if distributed and (len(chunks) > 1 or len(inner_optimizers(optimizer)) > 1):
@@ -80,15 +78,6 @@ def _of_layout() -> Iterator[str]:
     for name in _NOTED:
         if getattr(state, name, None) is not None:
             yield f"parallel_state.{name}, set by the script"
-
-
-def _ranks_of_replica() -> int:
-    """How many ranks one replica has, of the kinds that are allowed."""
-    from megatron.core import parallel_state as state
-
-    tensor: int = state.get_tensor_model_parallel_world_size()
-    stages: int = state.get_pipeline_model_parallel_world_size()
-    return tensor * stages
 
 
 def of_calculator() -> Iterator[str]:
@@ -145,14 +134,16 @@ def _mixed(name: str, seed: int) -> int:
 def membership(chunks: Sequence[Any], optimizer: Any) -> dict[str, int]:
     """Of all parameters that one distributed optimizer of one chunk trains the numbers of their groups; a collective,
     because a rank knows only those of its own parts. Empty where nothing could be divided otherwise."""
+    peers = dist.get_process_group_ranks(data_parallel_group())
+    whose = f"{min(peers)} "  # other tensor-parallel slices and other stages have parameters of the same names
+    mine: list[str] = []
     inner = getattr(optimizer, "chained_optimizers", [optimizer])
-    if len(chunks) != 1 or len(inner) != 1 or not hasattr(inner[0], "model_param_group_index_map"):
-        return {}
-    if dist.get_world_size(chunks[0].intra_dp_cp_group) != dist.get_world_size():
-        return {}
-    names = {id(p): f"0.{name}" for name, p in chunks[0].named_parameters()}
-    mine = [f"{group} {names[id(p)]}" for p, (group, _) in inner[0].model_param_group_index_map.items()]
-    return {name: int(group) for group, _, name in (line.partition(" ") for line in union(mine))}
+    single = len(chunks) == 1 and len(inner) == 1 and hasattr(inner[0], "model_param_group_index_map")
+    if single and dist.get_process_group_ranks(chunks[0].intra_dp_cp_group) == peers:
+        names = {id(p): f"0.{name}" for name, p in chunks[0].named_parameters()}
+        mine = [f"{whose}{group} {names[id(p)]}" for p, (group, _) in inner[0].model_param_group_index_map.items()]
+    ours = (line.removeprefix(whose) for line in union(mine) if line.startswith(whose))
+    return {name: int(group) for group, _, name in (line.partition(" ") for line in ours)}
 
 
 def lists_of_ranks() -> dict[str, list[int]]:

@@ -37,14 +37,15 @@ class Holders:
         part, parts: which part of the optimizer state this rank holds, of how many; 0 of 1 without the distributed
             optimizer.
         owners: ranks that hold the same part.
-        everybody: the replicas are all ranks, of a division that need not be among as many as there are in the groups.
+        group: what names say of the replicas, as the job was launched; "" if they are all ranks. Replicas and owners
+            are places in a division that need not be among as many as there are in the groups; None: they are ranks.
     """
 
     replicas: tuple[int, ...]
     part: int
     parts: int
     owners: tuple[int, ...]
-    everybody: bool = False
+    group: str | None = None
 
 
 def is_expert(parameter: torch.Tensor) -> bool:
@@ -52,11 +53,12 @@ def is_expert(parameter: torch.Tensor) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
-def holders(chunk: Any, *, expert: bool, division: DivisionPlace | None = None) -> Holders:
+def holders(chunk: Any, *, expert: bool, division: DivisionPlace | None = None, group: str = "") -> Holders:
     """Of the dense or the expert parameters of ``chunk``, a model chunk in Megatron's DistributedDataParallel.
-    ``division``: the place of this rank in what its state has been divided for, if that need not be as its groups."""
+    ``division``: the place of this rank in what its state has been divided for, if that need not be as its groups;
+    ``group``: what names say of these, then."""
     if division is not None:
-        return Holders(tuple(range(division.ranks)), division.number, division.ranks, (division.number,), True)
+        return Holders(tuple(range(division.ranks)), division.number, division.ranks, (division.number,), group)
     replicas = _ranks(chunk.expt_dp_group if expert else chunk.dp_cp_group)
     if not chunk.ddp_config.use_distributed_optimizer:
         return Holders(replicas, 0, 1, replicas)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from flashrecovery.adapter import DivisionPlace, FixedShard, ParamRecord, constant, replicated, world_size
+from flashrecovery.adapter import DivisionPlace, FixedShard, ParamRecord, constant, of_group, replicated, world_size
 from fr_megatron.layout import Holders, holders, is_expert
 
 SteppedPair = tuple[torch.nn.Parameter, torch.nn.Parameter]
@@ -64,10 +64,10 @@ def _zipped(models: Sequence[Any], mains: Sequence[Any]) -> Iterator[SteppedPair
 class Names:
     """The fully qualified names of all parameters of the chunks (``0.module.decoder...``), and their places."""
 
-    def __init__(self, chunks: Sequence[Any], division: DivisionPlace | None = None) -> None:
+    def __init__(self, chunks: Sequence[Any], division: DivisionPlace | None = None, group: str = "") -> None:
         self._known: dict[int, tuple[str, Holders]] = {}
         for index, chunk in enumerate(chunks):
-            places = {expert: holders(chunk, expert=expert, division=division) for expert in (False, True)}
+            places = {expert: holders(chunk, expert=expert, division=division, group=group) for expert in (False, True)}
             for name, parameter in chunk.named_parameters():
                 self._known.setdefault(id(parameter), (f"{index}.{name}", places[is_expert(parameter)]))
 
@@ -81,9 +81,16 @@ def record(pair: SteppedPair, names: Names) -> ParamRecord:
     model, main = pair
     fqn, where = names[model]
     if where.parts == 1:
-        return ParamRecord(fqn, *replicated(fqn, where.replicas), constant(main))
-    name = ",".join([part_name(fqn, where.part, where.parts), *_group(where)])
-    return ParamRecord(fqn, name, where.owners, constant(main))
+        return of_all(model, main, names)
+    return ParamRecord(fqn, part_name(fqn, where.part, where.parts, group_text(where)), where.owners, constant(main))
+
+
+def of_all(model: torch.Tensor, tensor: torch.nn.Parameter, names: Names) -> ParamRecord:
+    """What all replicas of a parameter have alike, with its name and holders."""
+    fqn, where = names[model]
+    if where.group is None:
+        return ParamRecord(fqn, *replicated(fqn, where.replicas), constant(tensor))
+    return ParamRecord(fqn, part_name(fqn, 0, 1, where.group), where.replicas, constant(tensor))
 
 
 def part_beginning(fqn: str) -> str:
@@ -96,15 +103,17 @@ def weights_beginning(chunk: int, kind: str, buffer: int) -> str:
     return f"weights/{chunk}.{kind}.{buffer}#dp="
 
 
-def part_name(fqn: str, part: int, parts: int) -> str:
-    return f"param/{fqn}" if parts == 1 else f"{part_beginning(fqn)}{part}/{parts}"
+def part_name(fqn: str, part: int, parts: int, group: str = "") -> str:
+    """``group``: of those who share the parameter, see :func:`group_text`."""
+    says = [*([f"part={part}/{parts}"] if parts > 1 else []), *([group] if group else [])]
+    return f"param/{fqn}" + ("#" + ",".join(says) if says else "")
 
 
-def weights_name(chunk: int, kind: str, buffer: int, parts: int) -> str:
-    return f"{weights_beginning(chunk, kind, buffer)}{parts}"
+def weights_name(chunk: int, kind: str, buffer: int, parts: int, group: str = "") -> str:
+    return ",".join([f"{weights_beginning(chunk, kind, buffer)}{parts}", *([group] if group else [])])
 
 
-def weights(chunks: Sequence[Any], division: DivisionPlace | None = None) -> Iterator[FixedShard]:
+def weights(chunks: Sequence[Any], division: DivisionPlace | None = None, group: str = "") -> Iterator[FixedShard]:
     """With the distributed optimizer: the flat parameters, equal on all replicas once they have been all-gathered.
 
     With ``overlap_param_gather`` a step ends before that, and the next forward pass gathers: they are no state then.
@@ -114,15 +123,15 @@ def weights(chunks: Sequence[Any], division: DivisionPlace | None = None) -> Ite
         if not config.use_distributed_optimizer or config.overlap_param_gather:
             continue
         for kind, buffers in (("dense", chunk.buffers), ("expert", chunk.expert_parallel_buffers)):
-            where = holders(chunk, expert=kind == "expert", division=division)
+            where = holders(chunk, expert=kind == "expert", division=division, group=group)
             for number, buffer in enumerate(buffers):
-                name = ",".join([weights_name(index, kind, number, where.parts), *_group(where)])
+                name = weights_name(index, kind, number, where.parts, group_text(where))
                 yield FixedShard(name, where.replicas, buffer.param_data)
 
 
-def _group(where: Holders) -> list[str]:
-    """The part of a name that tells the groups of replicas apart; nothing if there is only one."""
-    return [] if len(where.replicas) == world_size() or where.everybody else [f"group={where.replicas[0]}"]
+def group_text(where: Holders) -> str:
+    """The part of a name that tells the groups of replicas apart; "" if there is only one."""
+    return of_group(where.replicas, world_size()) if where.group is None else where.group
 
 
 def scalers(optimizer: Any) -> Mapping[str, Any]:

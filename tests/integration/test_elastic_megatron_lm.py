@@ -55,9 +55,16 @@ REPLICAS = (
     Training("tp2-sp-bf16", (*TP2, "--sequence-parallel", "--bf16"), each=2),
     Training("pp2", PP2, each=2),
     Training("pp2-fp16", (*PP2, "--fp16", "--initial-loss-scale=65536"), each=2),
+    Training("tp2-distributed", (*TP2, *DISTRIBUTED, "--bf16"), each=2),
+    Training("pp2-distributed", (*PP2, *DISTRIBUTED, "--bf16"), each=2),
 )
 """Replicas of several ranks, which leave as a whole. Two of them: a job that is started with one is no elastic one."""
-THREE = (Training("tp2-three", TP2, launched=6, each=2), Training("pp2-three", PP2, launched=6, each=2))
+THREE = (
+    Training("tp2-three", TP2, launched=6, each=2),
+    Training("pp2-three", PP2, launched=6, each=2),
+    Training("tp2-three-distributed", (*TP2, *DISTRIBUTED, "--bf16"), launched=6, each=2),
+    Training("pp2-three-distributed", (*PP2, *DISTRIBUTED, "--bf16"), launched=6, each=2),
+)
 
 
 @pytest.fixture(scope="module")

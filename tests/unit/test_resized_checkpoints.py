@@ -18,6 +18,7 @@ from flashrecovery.cli.checkpoint import checkpoint as command
 from flashrecovery.errors import ConfigError, DamagedCheckpointError, RestoreError
 from flashrecovery.plan.boxes import Box
 from flashrecovery.plan.patterns import Rows, Whole
+from flashrecovery.plan.replicas import ReplicaShape
 from flashrecovery.plan.rules import TensorRule
 from flashrecovery.redundancy import blocks, resized
 from flashrecovery.redundancy import checkpoint as fallback
@@ -152,7 +153,7 @@ def test_a_change_of_size_while_the_parts_are_written(
         ) -> None:
             if rank in going_on:
                 place = going_on.index(rank)
-                writing.resize(place, 3)
+                writing.resize(place, ReplicaShape(3))
                 for shard, other in zip(mine, shards_of(rules_of(whole), place, 3), strict=True):
                     shard.name, shard.holders = other.name, other.holders
             write_part(*args)

@@ -57,6 +57,7 @@ from flashrecovery.redundancy.keys import writer_of
 from flashrecovery.redundancy.stash import Stash, Wanted, forms
 from flashrecovery.runtime.channel import CHANNEL_ENV
 from flashrecovery.runtime.durable import write_durably
+from flashrecovery.runtime.naming import of_group
 from flashrecovery.state import codec
 from flashrecovery.worker.agreement import check_equal, union
 from flashrecovery.worker.call_batches import CallBatches
@@ -120,6 +121,7 @@ __all__ = [
     "mesh_spans_world",
     "named_group",
     "new_state_tensor",
+    "of_group",
     "owners_of",
     "patterns",
     "placed_on_mesh",

@@ -5,6 +5,7 @@ A shard's name carries the coordinate that makes it unique, so that equal names 
     param/lin.weight                 replicated over the whole world (DDP)
     param/lin.weight#dp_shard=1/4    piece 1 of 4; the holders are the ranks with this coordinate (FSDP2, HSDP)
     param/lin.weight#group=2         replicated, but only over a group whose lowest rank is 2
+    param/lin.weight#stand=1         the same in an elastic job: the ranks that stand at place 1 of their replicas
     param/lin.weight#rank=3          nobody synchronises it: it exists on rank 3 alone
 """
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from flashrecovery.errors import UnsupportedError
+from flashrecovery.runtime.naming import of_group
 
 
 def world_size() -> int:
@@ -38,8 +40,8 @@ def mesh_spans_world(mesh: DeviceMesh) -> bool:
 def replicated(fqn: str, ranks: Sequence[int]) -> tuple[str, tuple[int, ...]]:
     """Name and holders of a parameter that is equal on ``ranks``."""
     holders = tuple(sorted(ranks))
-    suffix = "" if len(holders) == world_size() else f"#group={holders[0]}"
-    return f"param/{fqn}{suffix}", holders
+    group = of_group(holders, world_size())
+    return f"param/{fqn}" + (f"#{group}" if group else ""), holders
 
 
 def unsynchronised(fqn: str) -> tuple[str, tuple[int, ...]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.crashes import Crashes
+from flashrecovery.controller.custody import divided
 from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.nodes import NodeRecord
 from flashrecovery.controller.outbox import Action, Blame, Outbox
@@ -187,12 +188,29 @@ class JobState:
         shutdown = pb.Shutdown(reason=reason)
         self.command(AGENT, pb.Command(shutdown=shutdown))
 
-    def keepers_of_copies(self) -> list[RankRecord]:
-        """By place, the rank that holds the neighbour copies of the one there."""
-        if len(self.in_order) < 2:
-            return self.in_order
-        ring = ring_of(list(self.ranks), self.stride, self.config.nproc_per_node, self.domains)
+    def keepers_of_copies(self) -> list[RankRecord | None]:
+        """By place, the rank that holds the neighbour copies of the one there; None if it has left."""
+        shape, members = self.shape, list(self.ranks)
+        if len(members) < 2:
+            return [*self.in_order]
+        if shape.each > 1 and divided(self.in_order):
+            if len(members) % shape.each:  # some of a replica are leaving
+                keepers = self.keepers_of_parts()
+                return [self.ranks.get(keepers[rank]) for rank in members]
+            ring = shape.ring(members, *self._where_copies_go)
+        else:
+            ring = ring_of(members, *self._where_copies_go)
         return [self.in_order[place] for place in ring]
+
+    def keepers_of_parts(self) -> dict[int, int]:
+        """The rank that keeps the copies of each one's part of what is divided among the ranks of the layout; it may
+        have left."""
+        ring = self.shape.ring(self.layout, *self._where_copies_go)
+        return {rank: self.layout[keeper] for rank, keeper in zip(self.layout, ring, strict=True)}
+
+    @property
+    def _where_copies_go(self) -> tuple[int, int, Sequence[int]]:
+        return self.stride, self.config.nproc_per_node, self.domains
 
     @property
     def whole(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from flashrecovery.controller.custody import divided
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.records import BUILT_UP
 from flashrecovery.plan.resize import ReplicaRange, filling, leaving
@@ -31,12 +32,22 @@ def leaving_without(job: JobState, lost: Collection[int]) -> tuple[int, ...]:
 
 def _others_have_all(job: JobState, lost: Collection[int]) -> bool:
     """Whether those that stay have what there is: with a lost rank the others of its replica leave, too, and one of
-    them may alone have what a rank needs that is just being filled again."""
+    them may alone have what a rank needs that is just being filled again, or its own part, whose copies were there."""
     shape, leaving_anyway = job.shape, left_of_replicas(job)
     going = {shape.replica(rank) for rank in lost}
     living = [r for r in job.in_order if r.place not in BUILT_UP and r.rank not in leaving_anyway]
     left = {record.stand for record in living if shape.replica(record.rank) not in going}
-    return left.issuperset(record.stand for record in living)
+    if not left.issuperset(record.stand for record in living):
+        return False
+    if not divided(job.in_order) or shape.each == 1:
+        return True
+    # Of a part that nobody else has, copies are with one rank: it and its owner must not both be gone afterwards.
+    alive = {record.rank for record in living}
+    staying = {rank for rank in alive if shape.replica(rank) not in going}
+    of_parts = [{rank, keeper} for rank, keeper in job.keepers_of_parts().items()]
+    if any(alive.isdisjoint(some) for some in of_parts):
+        return True  # something is lost whoever leaves
+    return not any(staying.isdisjoint(some) for some in of_parts)
 
 
 def worth_filling(job: JobState, lost: Collection[int], room: int) -> list[int]:

@@ -62,7 +62,7 @@ def job_status(
     )
 
 
-def _rank(machine: Machine, r: RankRecord, keeper: RankRecord, now: float) -> pb.RankStatus:
+def _rank(machine: Machine, r: RankRecord, keeper: RankRecord | None, now: float) -> pb.RankStatus:
     found = pb.RankStatus(
         rank=r.rank,
         pid=r.pid,
@@ -77,7 +77,7 @@ def _rank(machine: Machine, r: RankRecord, keeper: RankRecord, now: float) -> pb
         straggler=r.rank in machine.watch.stragglers.slow,
         overhead_s=r.overhead_s,
     )
-    if keeper.kept >= 0:
+    if keeper is not None and keeper.kept >= 0:
         found.copied, found.copied_by = keeper.kept + 1, keeper.rank
         found.copy_age_s = keeper.kept_age_s + max(now - keeper.heard_at, 0.0)
     return found

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from flashrecovery.plan.layouts import RankGrid
+from flashrecovery.plan.placement import ring_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,36 @@ class ReplicaShape:
         by_replica = self.by_replica(ranks)
         stands = {tuple(sorted(map(self.stand, some))) for some in by_replica.values()}
         return len(stands) == 1 and by_replica.keys() == self.by_replica(members).keys()
+
+    def now(self, members: Collection[int]) -> ReplicaShape:
+        """The shape of the job that consists of these ranks, counted anew without a gap."""
+        return ReplicaShape(len(self.by_replica(members)), self.inner, self.outer)
+
+    def unlike(self, other: ReplicaShape) -> bool:
+        """Whether replicas consist of other ranks. With one replica alone it cannot be told which of its ranks follow
+        on each other where there are several."""
+        one = 1 in (self.replicas, other.replicas)
+        return self.each != other.each or (not one and self.inner != other.inner)
+
+    def peers(self, members: Iterable[int], rank: int) -> list[int]:
+        """Those of ``members`` that stand where ``rank`` does, in the order of their replicas."""
+        stand = self.stand(rank)
+        return [other for other in sorted(members) if self.stand(other) == stand]
+
+    def ring(self, members: Sequence[int], stride: int, per_node: int, shared: Sequence[int] = ()) -> list[int]:
+        """By the place of each of the ``members`` (ranks of whole replicas, ascending), the place of the one that keeps
+        the copies of what it shares with nobody but those who stand where it does. It is one of these, chosen as
+        :func:`.ring_of` does. Where there is one replica, itself."""
+        place_of = {rank: place for place, rank in enumerate(members)}
+        stands: dict[int, list[int]] = {}
+        for rank in members:
+            stands.setdefault(self.stand(rank), []).append(rank)
+        found = list(range(len(members)))
+        for peers in stands.values():
+            if len(peers) > 1:
+                for rank, keeper in zip(peers, ring_of(peers, -(-stride // self.inner), per_node, shared), strict=True):
+                    found[place_of[rank]] = place_of[peers[keeper]]
+        return found
 
     def place(self, members: Sequence[int], rank: int) -> tuple[int, int]:
         """The number of the rank's replica among those that there are, and how many there are."""

@@ -45,6 +45,8 @@ class TensorRule:
             number. -1: their numbers are the same at all places.
         content: a digest of what lies in the tensor, one after another, where its name does not say it (several
             parameters, end to end). A tensor of another content is another tensor, however alike they lie.
+        suffix: how the names of the shards end, where several groups of ranks divide tensors of one name among
+            themselves, each its own.
     """
 
     name: str
@@ -56,6 +58,7 @@ class TensorRule:
     naming: Naming = Naming.PLACE
     turn: int = -1
     content: str = ""
+    suffix: str = ""
 
     @property
     def space(self) -> Space:
@@ -73,13 +76,14 @@ class TensorRule:
 
     def shard_at(self, place: int, size: int) -> str:
         """The name of the shard; "" if the place has none."""
+        end = f",{self.suffix}" if self.suffix else ""
         if self.naming is Naming.SIZE:
-            return f"{self.shard}{size}"
+            return f"{self.shard}{size}{end}"
         if self.stored(place, size) is None:
             return ""
         if self.naming is Naming.PLACE_UNLESS_ALONE and size == 1:
-            return self.shard.rpartition("#")[0]
-        return f"{self.shard}{place}/{size}"
+            return self.shard.rpartition("#")[0] + (f"#{self.suffix}" if self.suffix else "")
+        return f"{self.shard}{place}/{size}{end}"
 
     def parts(self, place: int, size: int) -> Sequence[StoredBox]:
         """What a place has of it; it may be nothing."""
@@ -143,7 +147,10 @@ def to_plain(rules: Sequence[TensorRule]) -> tuple[list[Any], list[Any]]:
         return known[thing]
 
     rows = [
-        (r.name, r.shape, r.itemsize, number_of(r.pattern), r.shard, r.key, str(r.naming), r.turn, r.content)
+        (
+            *(r.name, r.shape, r.itemsize, number_of(r.pattern), r.shard, r.key, str(r.naming), r.turn, r.content),
+            *([r.suffix] if r.suffix else []),
+        )
         for r in rules
     ]
     return table, rows
@@ -157,6 +164,6 @@ def from_plain(table: Sequence[Any], rows: Sequence[Any]) -> tuple[TensorRule, .
         values = [things[v] if name in _REFERENCES else v for name, v in zip(names, plain, strict=True)]
         things[len(things)] = _KINDS[kind](*values)
     return tuple(
-        TensorRule(name, shape, itemsize, things[pattern], shard, key, Naming(naming), turn, content)
-        for name, shape, itemsize, pattern, shard, key, naming, turn, content in rows
+        TensorRule(name, shape, itemsize, things[pattern], shard, key, Naming(naming), turn, content, *suffix)
+        for name, shape, itemsize, pattern, shard, key, naming, turn, content, *suffix in rows
     )

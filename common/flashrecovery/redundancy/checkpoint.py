@@ -30,6 +30,7 @@ from pathlib import Path
 import torch
 
 from flashrecovery.errors import ConfigError, FlashRecoveryError
+from flashrecovery.plan.replicas import ReplicaShape
 from flashrecovery.plan.rules import TensorRule, shards_at
 from flashrecovery.redundancy import blocks
 from flashrecovery.redundancy.background import Background
@@ -72,10 +73,14 @@ class _Part:
     it was at the commit: an elastic job may change its size while the part is being written."""
 
     rank: int
-    world: int
+    shape: ReplicaShape
     capsule: bytes | None
     common: bytes
     rules: tuple[TensorRule, ...] | None
+
+    @property
+    def world(self) -> int:
+        return self.shape.world
 
 
 class CheckpointFallback:
@@ -83,9 +88,9 @@ class CheckpointFallback:
     thread.
 
     Args: directory: where checkpoints go; made if it does not exist. rank, world: this rank and the world
-        size. keep: published checkpoints to keep, >= 1. form: the framework's own, None for the core's.
-        on_published: called on the one rank that published. on_error: called with what writing has raised (disk
-        full, ...); training goes on, this checkpoint is lost.
+        size. shape: which ranks make up replicas; by default each is one. keep: published checkpoints to keep, >= 1.
+        form: the framework's own, None for the core's. on_published: called on the one rank that published.
+        on_error: called with what writing has raised (disk full, ...); training goes on, this checkpoint is lost.
 
     Raises ConfigError if the directory cannot be written.
     """
@@ -100,9 +105,10 @@ class CheckpointFallback:
         form: CheckpointFormat | None = None,
         on_published: Callable[[Published], None] | None = None,
         on_error: Callable[[BaseException], None] | None = None,
+        shape: ReplicaShape | None = None,
     ) -> None:
         self.directory = Path(directory)
-        self._rank, self._world, self._keep = rank, world, keep
+        self._rank, self._shape, self._keep = rank, shape or ReplicaShape(world), keep
         self._form = form
         self._on_published = on_published
         self._on_error = on_error
@@ -127,9 +133,9 @@ class CheckpointFallback:
         """The version of which the next checkpoint is to be; None if it has not been announced yet."""
         return None if self._announced is None else self._announced[0]
 
-    def resize(self, rank: int, world: int) -> None:
-        """From the next checkpoint on this is ``rank`` of ``world`` ranks."""
-        self._rank, self._world = rank, world
+    def resize(self, rank: int, shape: ReplicaShape) -> None:
+        """From the next checkpoint on this is ``rank`` of a job of this shape."""
+        self._rank, self._shape = rank, shape
 
     def withdraw(self, generation: int) -> None:
         """Training goes on in ``generation``: not every rank knows of what was announced in an earlier one. What has
@@ -171,7 +177,7 @@ class CheckpointFallback:
         k0_s = time.monotonic() - began
         owned = [(s.name, len(s.holders) > 1, specs[s.name]) for s in mine]
 
-        of = _Part(self._rank, self._world, capsule, common, rules)
+        of = _Part(self._rank, self._shape, capsule, common, rules)
 
         def job() -> None:
             self._write(version, generation, owned, tensors, write, of, began, k0_s)
@@ -217,7 +223,7 @@ class CheckpointFallback:
             later = LaterCopies(shards)
             write = self._form.capture(self.directory, step_name(version), later)
             k0_s = time.monotonic() - began
-        of = _Part(self._rank, self._world, capsule, common, rules)
+        of = _Part(self._rank, self._shape, capsule, common, rules)
 
         def job() -> None:
             try:
@@ -266,7 +272,7 @@ class CheckpointFallback:
         k0_s: float,
     ) -> None:
         rules = of.rules if write is None else None  # a framework's format is divided in its own way
-        divided = shards_at(rules or (), of.rank, of.world)
+        divided = shards_at(rules or (), of.shape.replica(of.rank), of.shape.replicas)
         entries = {}
         for name, shared, spec in owned:
             prefix = tensor_prefix(name, shared, of.rank)
@@ -277,7 +283,7 @@ class CheckpointFallback:
                 of_blocks[key] = blocks.digests(tensors[f"{prefix}{key}"])
             entries[name] = ShardEntry(shared, encode_spec(spec), digest, of_blocks)
         form = ("", "") if self._form is None else (self._form.name, self._form.layout())
-        manifest = Manifest(version, of.world, entries, of.capsule, of.common, *form, rules)
+        manifest = Manifest(version, of.world, entries, of.capsule, of.common, *form, rules, of.shape)
         pending = self.directory / f".pending-{version}.{generation}"
         part = pending / f"part-{of.rank}"
         try:

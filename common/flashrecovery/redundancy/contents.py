@@ -69,22 +69,27 @@ def contents(path: Path) -> Contents:
 
 
 def _divided(manifests: Mapping[int, Manifest]) -> Iterator[TensorFacts]:
-    ranks = len(manifests)
-    for rule in manifests[0].rules or ():
-        boxes: dict[int, Sequence[Box]] = {}
-        dtype = ""
-        for rank, manifest in manifests.items():
-            entry = manifest.entries.get(rule.shard_at(rank, ranks))
-            if entry is not None:
-                dtype = str(decode_spec(entry.spec).tensors[rule.key].dtype)[6:]
-                some = [part.box for part in rule.parts(rank, ranks)]
-                boxes |= {rank: some} if some else {}
-        yield TensorFacts(rule.name, rule.shape, dtype, boxes)
+    shape = manifests[0].shape
+    for stand in range(shape.each):
+        peers = [manifests[shape.rank(replica, stand)] for replica in range(shape.replicas)]
+        for rule in peers[0].rules or ():
+            boxes: dict[int, Sequence[Box]] = {}
+            dtype = ""
+            for place, manifest in enumerate(peers):
+                entry = manifest.entries.get(rule.shard_at(place, shape.replicas))
+                if entry is not None:
+                    dtype = str(decode_spec(entry.spec).tensors[rule.key].dtype)[6:]
+                    some = [part.box for part in rule.parts(place, shape.replicas)]
+                    boxes |= {shape.rank(place, stand): some} if some else {}
+            yield TensorFacts(f"{rule.name}#{rule.suffix}" if rule.suffix else rule.name, rule.shape, dtype, boxes)
 
 
 def _others(manifests: Mapping[int, Manifest]) -> Iterator[TensorFacts]:
-    rules = manifests[0].rules or ()
-    known = {name for place in manifests for name in shards_at(rules, place, len(manifests))}
+    known = {
+        name
+        for rank, manifest in manifests.items()
+        for name in shards_at(manifest.rules or (), manifest.shape.replica(rank), manifest.shape.replicas)
+    }
     for rank, manifest in manifests.items():
         for name, entry in manifest.entries.items():
             if name not in known:

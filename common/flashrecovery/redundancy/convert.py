@@ -60,7 +60,8 @@ def convert(source: Path, directory: Path, ranks: int) -> Path:
 
     Raises:
         ConfigError: it has this number of ranks, or the directory is not empty.
-        RestoreError: it is damaged, or how it is divided in another size is not known.
+        RestoreError: it is damaged, or how it is divided in another size is not known, or its replicas have several
+            ranks.
     """
     manifests = manifests_of(source, range(manifests_of(source, [0])[0].ranks))
     first = manifests[0]
@@ -69,6 +70,11 @@ def convert(source: Path, directory: Path, ranks: int) -> Path:
         raise RestoreError(
             f"checkpoint {source} cannot be converted: {why}, so that it is not known how its state, and each rank's "
             "own random numbers and data position, are divided in another size; those of elastic jobs can"
+        )
+    if first.shape.each > 1:
+        raise RestoreError(
+            f"checkpoint {source} cannot be converted: it is of {first.shape.text}; an elastic job with another number "
+            "of such replicas reads it itself"
         )
     if ranks == first.ranks:
         raise ConfigError(f"checkpoint {source} is one of {ranks} ranks: another number is allowed")

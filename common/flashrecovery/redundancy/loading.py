@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from flashrecovery.errors import DamagedCheckpointError, RestoreError
+from flashrecovery.plan.replicas import ReplicaShape
 from flashrecovery.plan.rules import TensorRule, shards_at, unlike
 from flashrecovery.redundancy.dcp import read_into, unreadable
 from flashrecovery.redundancy.keys import tensor_prefix, writer_of
@@ -41,10 +42,12 @@ def load(
     form: CheckpointFormat | None = None,
     elastic: bool = False,
     rules: Sequence[TensorRule] | None = None,
+    shape: ReplicaShape | None = None,
 ) -> PlainState:
     """Write a checkpoint into the live shards of this rank. Each rank reads for itself, without a collective unless
     ``form`` has some. ``elastic``: another number of ranks may have written it, if they were an elastic job, too.
-    ``rules``: how this job's state is divided; None: that is not known.
+    ``rules``: how this job's state is divided; None: that is not known. ``shape``: which ranks make up replicas; None:
+    each is one.
 
     Raises DamagedCheckpointError if the checkpoint is not whole or does not have its digests, RestoreError if it was
     written by another world, by another model (the shards that differ are named) or in another format.
@@ -54,6 +57,10 @@ def load(
     path = Path(path)
     (first,) = manifests_of(path, [0]).values()
     _check_format(path, first, form)
+    here = shape or ReplicaShape(world)
+    if elastic and form is None:
+        _check_replicas(path, first, here)
+        first = _of_stand(path, first, here.stand(rank))
     _check_rules(path, rules, first.rules)
     if form is not None and _other_layout(first, form):
         form.load(path.parent, path.name)
@@ -61,7 +68,7 @@ def load(
     if first.ranks != world:
         if not elastic or form is not None:
             raise RestoreError(f"checkpoint {path} was written by {first.ranks} ranks, this job has {world}")
-        return _load_resized(path, shards, first, rank, world)
+        return _load_resized(path, shards, first, rank, here)
     manifests = manifests_of(path, sorted({rank, *map(writer_of, shards)}))
     mine = manifests[rank]
     if mine.capsule is None and not elastic:
@@ -81,17 +88,33 @@ def load(
     return PlainState(mine.capsule, mine.common)
 
 
-def _load_resized(path: Path, shards: Sequence[Shard], first: Manifest, rank: int, world: int) -> PlainState:
+def _check_replicas(path: Path, first: Manifest, here: ReplicaShape) -> None:
+    """What ranks have that stand at the same place must be the same pieces of the model."""
+    if here.unlike(first.shape):
+        raise RestoreError(
+            f"checkpoint {path} was written by {first.shape.text} (inner {first.shape.inner}), and this job has "
+            f"{here.text} (inner {here.inner}): another number of the same replicas can read it"
+        )
+
+
+def _of_stand(path: Path, first: Manifest, stand: int) -> Manifest:
+    """The manifest of the first of those that stand there; ``first``: of rank 0."""
+    number = first.shape.rank(0, stand)
+    return first if number == 0 else manifests_of(path, [number])[number]
+
+
+def _load_resized(path: Path, shards: Sequence[Shard], first: Manifest, rank: int, shape: ReplicaShape) -> PlainState:
     """The part of this rank of what another number of ranks has written: boxes of what was divided among them, and of
-    all else one of the copies."""
+    all else one of the copies. ``first``: the manifest of the first of those that stand where it does."""
     rules = first.rules or ()
-    divided = {*shards_at(rules, rank, world)}
+    divided = {*shards_at(rules, shape.replica(rank), shape.replicas)}
     _check_names(path, divided, {s.name: None for s in shards}, rank, "this job has no")
     parts = [s for s in shards if s.name in divided]
     others = [s for s in shards if s.name not in divided]
     if others:
         manifests = manifests_of(path, range(first.ranks))
-        known = {name for place in range(first.ranks) for name in shards_at(rules, place, first.ranks)}
+        replicas = first.shape.replicas
+        known = {name for place in range(replicas) for name in shards_at(rules, place, replicas)}
         entries = {
             name: Taken(writer, entry)
             for writer, manifest in manifests.items()
@@ -100,12 +123,12 @@ def _load_resized(path: Path, shards: Sequence[Shard], first: Manifest, rank: in
         }
         if first.rules is None and not {s.name for s in others} <= entries.keys():
             raise RestoreError(
-                f"checkpoint {path} was written by {first.ranks} ranks, and this job has {world}: how its state is "
-                "divided in another size has not been written down with it; elastic jobs do that"
+                f"checkpoint {path} was written by {first.ranks} ranks, and this job has {shape.world}: how its state "
+                "is divided in another size has not been written down with it; elastic jobs do that"
             )
         _check_names(path, {s.name for s in others}, entries, rank)
         _check_digests(path, _read_tensors(path, others, entries), entries)
-    read_divided(path, parts, first, rank, world)
+    read_divided(path, parts, first, rank, shape.world, shape=shape)
     return PlainState(None, first.common)
 
 

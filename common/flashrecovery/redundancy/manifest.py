@@ -13,11 +13,14 @@ import xxhash
 
 from flashrecovery.errors import DamagedCheckpointError, ProtocolError, RestoreError
 from flashrecovery.plan.patterns import Rows, Whole
+from flashrecovery.plan.replicas import ReplicaShape
 from flashrecovery.plan.rules import TensorRule, from_plain, to_plain
 from flashrecovery.redundancy.dcp import read_whole, unreadable
 from flashrecovery.state import codec
 
 FORMAT = 6
+_REPLICAS = 7
+"""With the replicas, where these have several ranks."""
 _ROWS = 5
 """With rules of rows alone."""
 _BEFORE = 4
@@ -56,7 +59,9 @@ class Manifest:
         common: the state that is the same on all ranks.
         form, layout: name of the framework's own format, and the layout in it; "" for the core's.
         rules: how the tensors that are divided among the ranks are divided in any number of them, and all else is the
-            same on all ranks; None: that is not known, and only as many ranks can read it.
+            same on all ranks; None: that is not known, and only as many ranks can read it. Where replicas have several
+            ranks: how what this rank's stand has is divided among the replicas, and all else is the same in these.
+        said: which ranks made up the replicas; None: each was one.
     """
 
     version: int
@@ -67,13 +72,21 @@ class Manifest:
     form: str = ""
     layout: str = ""
     rules: tuple[TensorRule, ...] | None = None
+    said: ReplicaShape | None = None
+
+    @property
+    def shape(self) -> ReplicaShape:
+        """Which of the ranks that have written it made up replicas."""
+        return self.said or ReplicaShape(self.ranks)
 
     def encode(self) -> bytes:
         entries = {n: (e.shared, e.spec, e.digest, dict(e.blocks)) for n, e in self.entries.items()}
         rules = None if self.rules is None else to_plain(self.rules)
         fields = (self.version, self.ranks, entries, self.capsule, self.common, self.form, self.layout, rules)
-        content = codec.dumps(fields)
-        return codec.dumps((FORMAT, xxhash.xxh3_128_digest(content), content))
+        shape = self.shape
+        several = shape.each > 1
+        content = codec.dumps((*fields, (shape.replicas, shape.inner, shape.outer)) if several else fields)
+        return codec.dumps((_REPLICAS if several else FORMAT, xxhash.xxh3_128_digest(content), content))
 
     @staticmethod
     def decode(data: bytes, path: Path) -> Manifest:
@@ -82,13 +95,13 @@ class Manifest:
         if not isinstance(read, tuple):
             raise ProtocolError("not a manifest")
         number, *fields = read
-        if number in (FORMAT, _ROWS):
+        if number in (_REPLICAS, FORMAT, _ROWS):
             digest, content = fields
             if xxhash.xxh3_128_digest(content) != digest:
                 raise ProtocolError("the manifest does not have the digest it was written with")
             fields = codec.loads(content)
         elif number != _BEFORE:
-            raise RestoreError(f"checkpoint {path} has format {number}, this version reads {_BEFORE} to {FORMAT}")
+            raise RestoreError(f"checkpoint {path} has format {number}, this version reads {_BEFORE} to {_REPLICAS}")
         version, ranks, entries, capsule, common, form, layout, *more = fields
         rules = more[0] if more else None
         return Manifest(
@@ -99,7 +112,8 @@ class Manifest:
             common,
             form,
             layout,
-            None if rules is None else from_plain(*rules) if number == FORMAT else _rows(rules),
+            None if rules is None else from_plain(*rules) if number >= FORMAT else _rows(rules),
+            ReplicaShape(*more[1]) if number == _REPLICAS else None,
         )
 
 

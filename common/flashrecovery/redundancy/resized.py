@@ -19,6 +19,7 @@ from flashrecovery.errors import RestoreError
 from flashrecovery.plan.boxes import Box, chunks, part_with
 from flashrecovery.plan.layouts import Placement, Share
 from flashrecovery.plan.patterns import StoredBox
+from flashrecovery.plan.replicas import ReplicaShape
 from flashrecovery.plan.reshard import Portion, plan_reshard
 from flashrecovery.plan.rules import TensorRule, by_shard
 from flashrecovery.plan.timetable import timetable
@@ -43,10 +44,19 @@ class Taken:
 
 
 def read_divided(
-    path: Path, shards: Sequence[Shard], first: Manifest, rank: int, world: int, limit: int = LIMIT
+    path: Path,
+    shards: Sequence[Shard],
+    first: Manifest,
+    rank: int,
+    world: int,
+    limit: int = LIMIT,
+    *,
+    shape: ReplicaShape | None = None,
 ) -> int:
-    """Fill ``shards``, all those that ``rank`` of ``world`` ranks has by the rules in ``first``, the manifest of rank
-    0. Returns how many bytes of tensors have been read.
+    """Fill ``shards``, all those that ``rank`` of ``world`` ranks has by the rules in ``first``, the manifest of the
+    first one of those that have stood where it stands in its replica. Returns how many bytes of tensors have been read.
+    ``shape``: which of the ranks make up replicas; None: each is one. From here on everybody is called by his place
+    among those of his stand.
 
     Raises DamagedCheckpointError if something is missing or is not what was written, and RestoreError if the ranks that
     wrote it say different things of a shard.
@@ -54,14 +64,20 @@ def read_divided(
     rules = first.rules or ()
     if not rules:
         return 0
-    portions = _portions(rules, first.ranks, rank, world, limit)
-    manifests = {0: first, **manifests_of(path, sorted({portion.source for portion in portions} - {0}))}
+    here, there = shape or ReplicaShape(world), first.shape
+    place, size, stand = here.replica(rank), here.replicas, here.stand(rank)
+    portions = _portions(rules, there.replicas, place, size, limit)
+    sources = {there.rank(source, stand): source for source in sorted({portion.source for portion in portions} - {0})}
+    found = manifests_of(path, [*sources])
+    manifests = {0: first, **{source: found[number] for number, source in sources.items()}}
     for writer, manifest in manifests.items():
-        if (manifest.version, manifest.ranks, manifest.rules) != (first.version, first.ranks, first.rules):
-            raise RestoreError(f"checkpoint {path}: ranks 0 and {writer} say different things of how it is divided")
-    into = _allocated(path, shards, rules, manifests, rank, world)
+        said = (manifest.version, manifest.ranks, manifest.shape, manifest.rules)
+        if said != (first.version, first.ranks, there, rules):
+            ranks = f"{there.rank(0, stand)} and {there.rank(writer, stand)}"
+            raise RestoreError(f"checkpoint {path}: ranks {ranks} say different things of how it is divided")
+    into = _allocated(path, shards, rules, manifests, place, size)
     by_name = {rule.name: rule for rule in rules}
-    mine = {rule.name: rule.parts(rank, world) for rule in rules}
+    mine = {rule.name: rule.parts(place, size) for rule in rules}
     stored, filled = StoredTensors(path), dict.fromkeys(by_name, 0)
     written: dict[tuple[str, int], _Written] = {}
     for portion in portions:
@@ -70,7 +86,8 @@ def read_divided(
         target = _view(into[rule.shard][rule.key], part)[portion.box.within(part.box)]
         whose = rule.name, portion.source
         if whose not in written:
-            written[whose] = _Written.by(rule, portion.source, manifests[portion.source], first.ranks)
+            number = there.rank(portion.source, stand)
+            written[whose] = _Written.by(rule, portion.source, number, manifests[portion.source])
         with torch.no_grad():
             target.copy_(_read(stored, written[whose], portion).view(target.dtype).view(target.shape))
         filled[rule.name] += portion.box.size
@@ -157,16 +174,17 @@ def _spec(
     optimizer state among those of this rank, where that is not the same on all ranks."""
     known: tuple[bytes, ShardSpec] | None = None
     for writer, manifest in manifests.items():
-        name = rules[0].shard_at(writer, manifest.ranks)
-        if not name or (rules[0].shared and writer != writer_among(name, range(manifest.ranks))):
+        replicas = manifest.shape.replicas
+        name = rules[0].shard_at(writer, replicas)
+        if not name or (rules[0].shared and writer != writer_among(name, range(replicas))):
             continue
         entry = manifest.entries.get(name)
         if entry is None:
-            raise RestoreError(f"checkpoint {path}: rank {writer} has not written {name!r}")
+            raise RestoreError(f"checkpoint {path}: place {writer} has not written {name!r}")
         spec = decode_spec(entry.spec)
         for rule in rules:
             tensor = spec.tensors.get(rule.key)
-            expected = rule.stored(writer, manifest.ranks)
+            expected = rule.stored(writer, replicas)
             if tensor is None or tensor.shape != expected or tensor.dtype.itemsize != rule.itemsize:
                 raise RestoreError(f"checkpoint {path}: {rule.key!r} of {name!r} is {tensor}, and not of {expected}")
         here = ShardSpec(
@@ -220,14 +238,16 @@ class _Written:
     known: bytes
 
     @staticmethod
-    def by(rule: TensorRule, writer: int, manifest: Manifest, ranks: int) -> _Written:
-        name = rule.shard_at(writer, ranks)
+    def by(rule: TensorRule, writer: int, number: int, manifest: Manifest) -> _Written:
+        """``number``: of the rank at the place ``writer``."""
+        replicas = manifest.shape.replicas
+        name = rule.shard_at(writer, replicas)
         entry = manifest.entries[name]
         return _Written(
-            rule.parts(writer, ranks),
+            rule.parts(writer, replicas),
             rule.itemsize,
-            f"{tensor_prefix(name, entry.shared, writer)}{rule.key}",
-            math.prod(rule.stored(writer, ranks) or ()) * rule.itemsize,
+            f"{tensor_prefix(name, entry.shared, number)}{rule.key}",
+            math.prod(rule.stored(writer, replicas) or ()) * rule.itemsize,
             entry.blocks.get(rule.key, b""),
         )
 

@@ -21,7 +21,7 @@ from flashrecovery.groups.pace import PacedNetwork
 from flashrecovery.plan import Kind
 from flashrecovery.plan.choice import CopyChoice
 from flashrecovery.plan.decoding import DecodeOrder, ParityHeld
-from flashrecovery.plan.parity_groups import Groups
+from flashrecovery.plan.parity_groups import Groups, launch_domains
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy import checkpoint, loading
 from flashrecovery.redundancy.exchange import PeerCopies
@@ -105,12 +105,14 @@ class Copies:
         if registry.world_size > 1 and settings.redundancy != "none":
             losses = settings.parity if settings.redundancy == "parity" else 1
             copied_somewhere = anywhere(bool(copied_shards(registry, losses)))
-            if copied_somewhere and self._elastic and registry.shape.each > 1:
+            if copied_somewhere and self._elastic and registry.shape.each > 1 and not self._divided:
                 raise UnsupportedError(
                     f"an elastic job of {registry.shape.text} in which one node has all that there is of some state: "
                     "copies of it are not kept in such a job; have each replica on nodes of its own, as a mesh of "
                     "(replicate, shard) has it"
                 )
+            if self._divided:
+                _refuse_copies_on_one_node(registry)
             nothing: tuple[CopyChoice, Groups] = CopyChoice(False, True, ""), ()
             chosen, parity_groups = choice(registry, settings) if copied_somewhere else nothing
             self._chosen = chosen.reason if chosen.fits else ""
@@ -134,6 +136,7 @@ class Copies:
                 form=self._form,
                 on_published=on_published,
                 on_error=on_error,
+                shape=registry.shape if self._elastic else None,
             )
 
     def _keep_for_neighbour(self, registry: Registry, shards: bool, on_kept: Callable[[int], None]) -> None:
@@ -166,16 +169,19 @@ class Copies:
 
     def _ring_for(
         self, shards: Sequence[Shard], place: int, members: Sequence[int], generation: int
-    ) -> NeighbourCopies:
-        """Neighbour copies among these ranks (as the job was launched) of a divided state, for the one at ``place``.
-        They do not outlive the job's processes: what they hold may be of another size than what the next launch has."""
-        assert self._ring_group is not None
+    ) -> NeighbourCopies | None:
+        """Neighbour copies among these ranks (as the job was launched) of a divided state, for the one at ``place``:
+        within those that stand at the same place in their replicas. None where there is one replica. They do not
+        outlive the job's processes: what they hold may be of another size than what the next launch has."""
+        shape = self._registry.shape
+        if self._ring_group is None or len(shape.by_replica(members)) == 1:
+            return None
         return NeighbourCopies(
             self._ring_group,
             place,
             len(members),
             shards,
-            destination=ring_among(members).__getitem__,
+            destination=ring_among(members, shape).__getitem__,
             capsule_name=lambda number: f"capsule@{members[number]}",
             generation=generation,
             on_kept=self._on_kept,
@@ -413,7 +419,7 @@ class Copies:
         self._members = None
         rank, world = self._registry.rank, self._registry.world_size
         if self.checkpoint is not None:
-            self.checkpoint.resize(rank, world)
+            self.checkpoint.resize(rank, self._registry.shape.now(members))
         if self._ring is not None and not self._divided:
             alone = world == 1
             self._peers, self._capsules_only = None if alone else self._ring, not alone
@@ -429,10 +435,10 @@ class Copies:
         the neighbour among these members keep them. Returns when that is done; nothing that is kept so far is given up
         for it. Raises what the exchange raises."""
         self.drop_ready()
-        if self._ring_group is None or len(members) == 1:
-            return
         capsule = self._registry.capsule.at(version)
         self._next = self._ring_for(shards, place, members, generation)
+        if self._next is None:
+            return
         self._next.commit(version, capsule, beside=self._beside(version))
         self._next.wait()
 
@@ -459,9 +465,7 @@ class Copies:
 
     def begin_divided(self, shards: Sequence[Shard], place: int, members: Sequence[int]) -> None:
         """This process has just come into a job of ``members``, with ``shards`` that have no content yet."""
-        self._next = (
-            None if self._ring_group is None or len(members) == 1 else self._ring_for(shards, place, members, 0)
-        )
+        self._next = self._ring_for(shards, place, members, 0)
         self.put_in_place(shards)
 
     def load_checkpoint(self, path: str, version: int) -> str:
@@ -480,6 +484,7 @@ class Copies:
             form=form,
             elastic=self._elastic,
             rules=registry.rules() if self._elastic else None,
+            shape=registry.shape.now(registry.members) if self._elastic else None,
         )
         capsule = registry.capture_capsule(registry.drawn()) if plain.capsule is None else plain.capsule
         registry.capsule.keep(version, capsule)
@@ -588,6 +593,22 @@ class Copies:
         if kind in (Kind.COPY, Kind.PARITY) and self._peers is not None:
             return self._peers.source(shard, version)
         raise RestoreError(f"no {kind} of {shard!r} here")
+
+
+def _refuse_copies_on_one_node(registry: Registry) -> None:
+    """Raises UnsupportedError if replicas have several ranks, and a node that is lost would take what a rank has alone
+    and the copies of it: as copies stay at the same place, that depends on where the replicas are."""
+    shape, (_, nodes) = registry.shape, placement()
+    if shape.each == 1 or shape.replicas == 1 or nodes == 1:
+        return
+    node = launch_domains(registry.world_size, nodes)
+    for rank, keeper in enumerate(ring_among(range(registry.world_size), shape)):
+        if node[rank] == node[keeper]:
+            raise UnsupportedError(
+                f"an elastic job of {shape.text} on {nodes} nodes in which rank {keeper} keeps the copies of what rank "
+                f"{rank} has alone, on the same node: a lost node would take both; have the ranks at one place of all "
+                "replicas on different nodes (each replica on nodes of its own, and equally many on each)"
+            )
 
 
 def _look(tensors: Sequence[torch.Tensor]) -> int:

@@ -16,6 +16,7 @@ from flashrecovery.errors import ConfigError, UnsupportedError
 from flashrecovery.plan.choice import CopyChoice, Sizes, choose, neighbour_memory, own_memory, parity_memory, refusal
 from flashrecovery.plan.parity_groups import Groups, groups_of_all, launch_domains
 from flashrecovery.plan.placement import copied_by, ring_of
+from flashrecovery.plan.replicas import ReplicaShape
 from flashrecovery.runtime.environment import DOMAINS_ENV, STRIDE_ENV
 from flashrecovery.runtime.host_memory import available_memory
 from flashrecovery.state.shard import Shard
@@ -63,10 +64,11 @@ def neighbour_of(rank: int, world: int) -> int:
     return (rank + placement()[0]) % world
 
 
-def ring_among(members: Sequence[int]) -> list[int]:
-    """By the place of each of these ranks of an elastic job, the place of the one that keeps its copies."""
+def ring_among(members: Sequence[int], shape: ReplicaShape | None = None) -> list[int]:
+    """By the place of each of these ranks of an elastic job, the place of the one that keeps its copies. ``shape``: of
+    a job whose ranks divide state with those alone that stand at the same place in their replicas."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return ring_of(members, placement()[0], ranks, _shared_domains())
+    return (ring_of if shape is None else shape.ring)(members, placement()[0], ranks, _shared_domains())
 
 
 def _shared_domains() -> list[int]:

@@ -1,6 +1,7 @@
 """What an elastic job must be like, so that it can go on in another size; everything else is refused by name.
 
-All of its state is equal on all ranks: then those that stay have it, whoever leaves. And nothing of a step may depend
+All of its state is equal on all ranks that stand at the same place in their replicas, or divided among these in a way
+that is known: then those that stay have it, or copies of it, whoever leaves. And nothing of a step may depend
 on how many there are, but who computes which micro-batch.
 """
 
@@ -98,18 +99,15 @@ def _check_replicas(registry: Registry, settings: Settings) -> None:
         {"groups": groups.described(shape)},
         among="" if shape.each == 1 else f"place {stand}",
     )
-    if shape.each > 1 and settings.checkpoint.dir is not None:
-        raise UnsupportedError(
-            f"an elastic job of {shape.text} with fallback checkpoints (checkpoint.dir): reading them with another "
-            "number of such replicas has not been tried; without checkpoint.dir it is allowed, and the script may save "
-            "checkpoints itself"
-        )
-    if shape.each > 1 and registry.divided():
-        raise UnsupportedError(
-            f"an elastic job of {shape.text} whose state is divided among the replicas: that has not been tried yet; "
-            "replicas of one rank each are allowed, or state that every replica has as a whole (HSDP, "
-            "DistributedDataParallel over the data-parallel group)"
-        )
+    divisions = [(adapter.name, found) for adapter in registry.adapters if (found := adapter.division()) is not None]
+    for name, division in divisions:
+        if division.size != shape.replicas:  # of another model the replicas have other ranks
+            raise UnsupportedError(
+                f"an elastic job of {shape.text} in which the state of {name} is divided among {division.size} ranks: "
+                "state that is divided among the replicas is allowed, each place in them its own (Megatron's "
+                "distributed optimizer), and FSDP2 and ZeRO where all models have replicas of one rank each"
+            )
+    agreement.check_equal("how many models have state that is divided among the replicas", {"models": len(divisions)})
 
 
 def _refuse_tied(registry: Registry) -> None:

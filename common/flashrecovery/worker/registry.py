@@ -156,14 +156,15 @@ class Registry:
         """The data-parallel group, as the adapters say; None: each rank is a replica.
 
         Raises UnsupportedError if they do not say the same."""
-        found = {adapter.name: group for adapter in self.adapters if (group := adapter.replicas()) is not None}
-        ranks = {name: dist.get_process_group_ranks(group) for name, group in found.items()}
-        if len({tuple(some) for some in ranks.values()}) > 1:
+        found = [(adapter.name, group) for adapter in self.adapters if (group := adapter.replicas()) is not None]
+        ranks = [(name, tuple(dist.get_process_group_ranks(group))) for name, group in found]
+        if len({some for _, some in ranks}) > 1:
+            named = ", ".join(f"{name}: {list(some)}" for name, some in ranks)
             raise UnsupportedError(
-                f"models that are replicated over different ranks ({ranks}): in an elastic job all models have the "
+                f"models that are replicated over different ranks ({named}): in an elastic job all models have the "
                 "same replicas"
             )
-        return next(iter(found.values()), None)
+        return found[0][1] if found else None
 
     def find_replicas(self) -> None:
         """Learn which ranks make up replicas, in the launch's size.
@@ -225,9 +226,14 @@ class Registry:
         outlines = [division.outline(division.describe()) for division in divisions]
         return xxhash.xxh3_128_hexdigest(json.dumps(outlines).encode()) if outlines else ""
 
-    def divided_otherwise(self) -> None:
-        """The adapters have put another division of their state in place: their shards have other names."""
+    def divided_otherwise(self, layout: Sequence[int]) -> None:
+        """The adapters have put another division of their state in place, among those of ``layout`` that stand where
+        this rank does: their shards have other names, and as holders places in that division. Numbers in the layout
+        are in their stead from now on."""
         self.shards = {shard.name: shard for adapter in self.adapters for shard in adapter.shards()}
+        numbers = [layout.index(peer) for peer in self.shape.peers(layout, self.members[self.rank])]
+        for name in self.divided():
+            self.shards[name].holders = tuple(numbers[place] for place in self.shards[name].holders)
         for objects in (self.common, self.capsule):
             self.shards[objects.name] = objects
         self.resize(self.members, self.members[self.rank])

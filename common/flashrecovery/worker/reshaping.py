@@ -7,13 +7,17 @@ new neighbour. Nothing of the old division changes, neither the live tensors nor
 their tensors; the old ones, and the copies of them, go. *Drop*: a rank has failed before all were ready; the old state
 is still there.
 
+Where replicas consist of several ranks, each *stand* in them has a state of its own, which those that stand there
+divide among themselves: places in a division are counted among these, in the order of the replicas. All ranks talk over
+the group of all of them, in which they are known by their numbers there.
+
 Which of the two comes is the controller's decision alone, made when all ranks are ready: a stop says for which members
 it was made last. So of all ranks none goes on in the old division while another one is in the new one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +31,7 @@ from flashrecovery.division import DividedTensor, Division, LocalBox, Prepared
 from flashrecovery.errors import JobFailedError, RestoreError, UnsupportedError
 from flashrecovery.plan.boxes import Space
 from flashrecovery.plan.layouts import Placement, Ranks, Share
+from flashrecovery.plan.replicas import ReplicaShape
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.state import codec
 from flashrecovery.worker.copies import Copies
@@ -55,6 +60,36 @@ class ReadyShard(Shard):
     def allocate(self, spec: ShardSpec) -> dict[str, torch.Tensor]:
         """Raises RestoreError: nothing is restored into what is not in place yet."""
         raise RestoreError(f"{self.name!r} is not in place yet")
+
+
+@dataclass(frozen=True)
+class _Stand:
+    """Those of a layout that stand where this rank does.
+
+    Attributes:
+        ranks: as the job was launched, by their places in the division.
+        numbers: of these in the layout.
+        rank: this one, as the job was launched.
+    """
+
+    ranks: tuple[int, ...]
+    numbers: tuple[int, ...]
+    rank: int
+
+    @staticmethod
+    def of(shape: ReplicaShape, layout: Sequence[int], rank: int) -> _Stand:
+        ranks = shape.peers(layout, rank)
+        number_of = {member: number for number, member in enumerate(layout)}
+        return _Stand(tuple(ranks), tuple(number_of[peer] for peer in ranks), rank)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def place(self) -> int:
+        """Of this rank, which is one of them."""
+        return self.ranks.index(self.rank)
 
 
 @dataclass(frozen=True)
@@ -114,34 +149,35 @@ class Reshaping:
         divisions = {number: d for number, a in enumerate(self._registry.adapters) if (d := a.division()) is not None}
         if not divisions:
             return Moved(0, 0, 0), []
-        place = after.index(self._rank)
+        number, shape = after.index(self._rank), self._registry.shape
+        old, new = _Stand.of(shape, before, self._rank), _Stand.of(shape, after, self._rank)
         group = groups.control_group() if len(after) > 1 else None
-        mine = {number: division.describe() for number, division in divisions.items()} if self._rank in before else None
-        of_all = _Divisions(divisions, _agree(group, mine, before, after, place))
-        custody = {(c.owner, c.shard): c for c in message.custody}
+        mine = {n: division.describe() for n, division in divisions.items()} if self._rank in before else None
+        of_all = _Divisions(divisions, _agree(group, mine, old, new, len(after)))
+        custody = {(c.owner, c.shard): c for c in message.custody if c.owner in old.ranks}
         if mine is None:
             _refuse_unlike(of_all)
-        change = _change(of_all, before, after, custody)
-        prepared = {n: d.prepare(of_all.descriptions[n], place, len(after)) for n, d in divisions.items()}
+        change = _change(of_all, old, new, {rank: n for n, rank in enumerate(after)}, custody)
+        prepared = {n: d.prepare(of_all.descriptions[n], new.place, new.size) for n, d in divisions.items()}
         into = {
-            _name(n, tensor): of_all.parts(n, tensor, place, prepared[n].tensors[tensor.name])
-            for n, tensor in of_all.tensors(len(after))
+            _name(n, tensor): of_all.parts(n, tensor, new.place, prepared[n].tensors[tensor.name])
+            for n, tensor in of_all.tensors(new.size)
         }
-        held = self._held(of_all, before, custody.values(), version)
-        moved = redistribute(group, place, change, held, into, corrupt=corrupt)
-        shards = self._ready_shards(of_all, prepared, place, len(after))
-        self._copies.make_ready(shards, version, generation, place, after)
+        held = self._held(of_all, old, custody.values(), version)
+        moved = redistribute(group, number, change, held, into, corrupt=corrupt)
+        shards = self._ready_shards(of_all, prepared, new)
+        self._copies.make_ready(shards, version, generation, number, after)
         self._ready = _Ready(after, version, list(prepared.values()))
         plain = [self._registry.common, self._registry.capsule]
         needs = [pb.ShardNeed(name=s.name, nbytes=s.spec().nbytes, divided=isinstance(s, ReadyShard)) for s in shards]
         return moved, needs + [pb.ShardNeed(name=s.name, nbytes=s.nbytes()) for s in plain]
 
     def _held(
-        self, of_all: _Divisions, before: Sequence[int], custody: Iterable[pb.Custody], version: int
+        self, of_all: _Divisions, old: _Stand, custody: Iterable[pb.Custody], version: int
     ) -> dict[str, list[LocalBox]]:
         """What this rank has of the old division: its own, and copies of those who have left."""
         by_shard: dict[tuple[int, str], list[tuple[int, DividedTensor]]] = {}
-        for number, tensor in of_all.tensors(len(before)):
+        for number, tensor in of_all.tensors(old.size):
             for place, shard in enumerate(tensor.shards):
                 by_shard.setdefault((place, shard), []).append((number, tensor))
         found: dict[str, list[LocalBox]] = {}
@@ -153,27 +189,26 @@ class Reshaping:
                 parts = of_all.parts(number, tensor, place, tensors[tensor.key].detach())
                 found.setdefault(_name(number, tensor), []).extend(parts)
 
-        if self._rank in before:
+        if self._rank in old.ranks:
             for own in self._registry.tensor_shards():
-                add(before.index(self._rank), own.name, own.tensors())
+                add(old.place, own.name, own.tensors())
         for item in custody:
             if item.holder == self._rank:
                 source = self._copies.source(item.kind, item.shard, version)
                 tensors = dict(zip(source.spec.tensors, source.tensors, strict=True))
-                add(before.index(item.owner), item.shard, tensors)
+                add(old.ranks.index(item.owner), item.shard, tensors)
         return found
 
-    def _ready_shards(self, of_all: _Divisions, prepared: Mapping[int, Prepared], place: int, size: int) -> list[Shard]:
+    def _ready_shards(self, of_all: _Divisions, prepared: Mapping[int, Prepared], new: _Stand) -> list[Shard]:
         """All shards of tensors that this rank will have: of the adapters whose state is divided the new ones."""
-        everywhere = tuple(range(size))
         tensors: dict[int, dict[str, dict[str, torch.Tensor]]] = {}
         holders: dict[str, tuple[int, ...]] = {}
-        for number, tensor in of_all.tensors(size):
-            name = tensor.shards[place]
+        for number, tensor in of_all.tensors(new.size):
+            name = tensor.shards[new.place]
             if name:
                 local = prepared[number].tensors[tensor.name]
                 tensors.setdefault(number, {}).setdefault(name, {})[tensor.key] = local
-                holders[name] = tuple(p for p in everywhere if tensor.shards[p] == name)
+                holders[name] = tuple(n for n, of in zip(new.numbers, tensor.shards, strict=True) if of == name)
         shards: list[Shard] = []
         was = self._registry.divided()
         for number, adapter in enumerate(self._registry.adapters):
@@ -197,14 +232,14 @@ class Reshaping:
             self.layout = ()
             return False
         divisions = [d for adapter in self._registry.adapters if (d := adapter.division()) is not None]
-        place, size = layout.index(self._rank), len(layout)
         if not divisions:
             return False
         self.drop()
-        for prepared in [division.prepare(division.describe(), place, size) for division in divisions]:
+        stand = _Stand.of(self._registry.shape, layout, self._rank)
+        for prepared in [division.prepare(division.describe(), stand.place, stand.size) for division in divisions]:
             prepared.install()
-        self._registry.divided_otherwise()
-        self._copies.begin_divided(self._registry.tensor_shards(), place, layout)
+        self._registry.divided_otherwise(layout)
+        self._copies.begin_divided(self._registry.tensor_shards(), layout.index(self._rank), layout)
         self.layout = layout
         return True
 
@@ -235,7 +270,7 @@ class Reshaping:
         self._ready = None
         for prepared in ready.prepared:
             prepared.install()
-        self._registry.divided_otherwise()
+        self._registry.divided_otherwise(ready.members)
         self._copies.put_in_place(self._registry.tensor_shards())
         self.layout = ready.members
 
@@ -261,16 +296,19 @@ def _name(number: int, tensor: DividedTensor) -> str:
 
 
 def _change(
-    of_all: _Divisions, before: Sequence[int], after: Sequence[int], custody: Mapping[tuple[int, str], pb.Custody]
+    of_all: _Divisions,
+    before: _Stand,
+    after: _Stand,
+    number_of: Mapping[int, int],
+    custody: Mapping[tuple[int, str], pb.Custody],
 ) -> Change:
-    """By numbers in the groups: who has what now, and who is to have what. The same on all ranks."""
-    number_of = {rank: number for number, rank in enumerate(after)}
+    """By numbers in the groups: who has what now, and who is to have what. The same on all ranks of this stand."""
     old: dict[str, Placement] = {}
     known: dict[tuple[int, tuple[Ranks, ...]], Placement] = {}
     kept: list[Placement] = []  # so that no id comes twice
-    for number, tensor in of_all.tensors(len(before)):
+    for number, tensor in of_all.tensors(before.size):
         servers: list[Ranks] = []
-        for place, rank in enumerate(before):
+        for place, rank in enumerate(before.ranks):
             if rank in number_of:
                 servers.append((number_of[rank],))
             else:
@@ -284,36 +322,51 @@ def _change(
                 for share in tensor.placement
             )
         old[_name(number, tensor)] = known[key]
-    now = of_all.tensors(len(after))
+    now = of_all.tensors(after.size)
     spaces = [Space(_name(n, tensor), tensor.shape, tensor.dtype.itemsize) for n, tensor in now]
-    return Change(spaces, old, {_name(n, tensor): tensor.placement for n, tensor in now})
+    return Change(spaces, old, {_name(n, tensor): found for n, tensor, found in _numbered(now, after.numbers)})
+
+
+def _numbered(
+    tensors: Sequence[tuple[int, DividedTensor]], numbers: Sequence[int]
+) -> Iterator[tuple[int, DividedTensor, Placement]]:
+    """Their placements with numbers in the place of places; one object remains one."""
+    known: dict[int, Placement] = {}
+    for number, tensor in tensors:
+        key = id(tensor.placement)
+        if key not in known:
+            known[key] = tuple(
+                Share(share.box, tuple(numbers[place] for place in share.ranks)) for share in tensor.placement
+            )
+        yield number, tensor, known[key]
 
 
 def _agree(
     group: dist.ProcessGroup | None,
     mine: dict[int, dict[str, Any]] | None,
-    before: Sequence[int],
-    after: Sequence[int],
-    me: int,
+    before: _Stand,
+    after: _Stand,
+    world: int,
 ) -> dict[int, dict[str, Any]]:
-    """The descriptions of the divisions: those of the first rank that has state, which all others with state must have
-    alike. Raises RestoreError if they differ."""
+    """The descriptions of the divisions: those of the first rank of this stand that has state, which all others with
+    state must have alike. Raises RestoreError if they differ."""
     encoded = b"" if mine is None else codec.dumps(list(mine.items()))
-    holders = [number for number, rank in enumerate(after) if rank in before]
-    newcomers = [number for number, rank in enumerate(after) if rank not in before]
+    rank_of = dict(zip(after.numbers, after.ranks, strict=True))
+    holders = [number for number, rank in rank_of.items() if rank in before.ranks]
+    newcomers = [number for number in rank_of if number not in holders]
     if not holders:
         raise RestoreError("none of the ranks that go on has any state")
     if group is not None:
         digest = torch.frombuffer(bytearray(xxhash.xxh3_128_digest(encoded)), dtype=torch.uint8)
-        everybody = [torch.empty(_DIGEST_BYTES, dtype=torch.uint8) for _ in after]
+        everybody = [torch.empty(_DIGEST_BYTES, dtype=torch.uint8) for _ in range(world)]
         group.allgather([everybody], [digest]).wait()
         odd = [number for number in holders if not torch.equal(everybody[number], everybody[holders[0]])]
         if odd:
             raise RestoreError(
-                f"ranks {[after[number] for number in odd]} have other optimizer state than rank {after[holders[0]]}: "
-                "it cannot be divided otherwise"
+                f"ranks {[rank_of[number] for number in odd]} have other optimizer state than rank "
+                f"{rank_of[holders[0]]}: it cannot be divided otherwise"
             )
-        encoded = _tell(group, encoded, holders[0], newcomers, me)
+        encoded = _tell(group, encoded, holders[0], newcomers, after.numbers[after.place])
     descriptions: dict[int, dict[str, Any]] = dict(codec.loads(encoded))
     return descriptions
 

@@ -11,6 +11,7 @@ from flashrecovery.errors import JobFailedError, RegistrationError
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy import checkpoint
+from flashrecovery.runtime import naming
 from flashrecovery.worker import elastic_rules
 from flashrecovery.worker.copies import Copies
 from flashrecovery.worker.data import DataStream
@@ -35,6 +36,7 @@ class Session:
         module_adapter_for: ModuleAdapterFactory,
     ) -> None:
         self._loop: Loop | None = None
+        naming.by_stand(settings.elastic is not None)
         self._worker = Worker(connection, settings, adapter_for, module_adapter_for, self._announce_checkpoint)
 
     @property

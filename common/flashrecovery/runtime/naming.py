@@ -1,0 +1,35 @@
+"""How shards of one name are told apart that several groups of ranks have, each its own: slices of tensors, stages.
+
+By the lowest rank of the group; in an elastic job by where in their replicas its ranks stand, which is the same in any
+size of the job: what a smaller or a larger job has written to a checkpoint is found by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flashrecovery.plan.replicas import shape_of
+
+
+@dataclass
+class _Naming:
+    by_stand: bool = False
+
+
+_NAMING = _Naming()
+
+
+def by_stand(on: bool) -> None:
+    """Names that are made in this process from now on say where in their replicas ranks stand."""
+    _NAMING.by_stand = on
+
+
+def of_group(ranks: Sequence[int], world: int) -> str:
+    """What the name of something says that these ``ranks`` have alike, of a job of ``world`` ranks; "" if all have it.
+    An elastic job asks for it as it was launched."""
+    if len(ranks) == world:
+        return ""
+    peers = sorted(ranks)
+    shape = shape_of(peers, world) if _NAMING.by_stand else None
+    return f"group={peers[0]}" if shape is None else f"stand={shape.stand(peers[0])}"

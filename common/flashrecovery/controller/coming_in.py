@@ -42,6 +42,7 @@ class ComingIn:
         self._step = -1  # they are to take part from this step on
         self._taking_over = False  # they take ranks over from processes that live
         self._called_in = -1  # the generation in which the members were told to pause
+        self._before = 0  # which step
         self._waiting = Gathering()  # those that have, with their copies
         self._tries = 0
         self.otherwise: Callable[[], pb.Pause] = lambda: pb.Pause(step=-1)
@@ -64,8 +65,8 @@ class ComingIn:
         return any(record.place in THROUGH for record in self._job.ranks.values())
 
     def tick(self, now: float) -> bool:
-        """Look at deadlines, and whether the newcomers can come in. Returns whether the members have paused for long
-        enough."""
+        """Look at deadlines, and whether the newcomers can come in. Returns whether members have paused for long enough,
+        or for nothing."""
         job = self._job
         if job.state in (State.FINISHED, State.FAILED):
             job.newcomers.clear()  # their processes end with all others
@@ -77,8 +78,17 @@ class ComingIn:
         if not job.newcomers and self._called_in == job.generation and job.state is State.RUNNING:
             self._call(self.otherwise())  # nobody comes, so nobody needs to pause for that
             self._called_in = -1
+            waited = self._waiting.since is not None
+            self._waiting.dissolve()
+            return waited  # who has paused is to go on, and the others may have begun a step without it
         late = self._waiting.overdue(now, _ALL_S + _ALL_S * job.step_s)
-        return late and job.state is State.RUNNING and self._called_in == job.generation
+        return late and job.state is State.RUNNING and self._called_in == job.generation and not self._on_their_way
+
+    @property
+    def _on_their_way(self) -> bool:
+        """Whether some have not come to that step yet: they will, and cannot be stopped in whatever they do alone, as
+        one rank writes a checkpoint. Who is there and does not pause has begun it before it heard of the pause."""
+        return any(r.committed < self._before for r in self._job.in_order if not self._waiting.has(r.rank))
 
     def call_in(self) -> None:
         """If all newcomers are there, have the members pause before the step at which these are to come in."""
@@ -105,7 +115,8 @@ class ComingIn:
         newest = max(record.committed for record in self._job.in_order)
         step_s = self._job.step_s
         ahead = 2 + (math.ceil(_AHEAD_S / step_s) if step_s > 0 else 0)
-        return pb.Pause(step=max(step, newest + ahead * 2**self._tries), copies=True)
+        self._before = max(step, newest + ahead * 2**self._tries)
+        return pb.Pause(step=self._before, copies=True)
 
     def pause(self) -> pb.Pause | None:
         """What members that go on after a recovery are told; where all of them are to hear of it in time, they are told

@@ -75,7 +75,7 @@ class Handoff:
             self._let_go(node)
         elif now >= until:
             self._give_up(node, f"{len(ranks)} of its ranks are still there, and its time is over")
-        elif name in self._moved and not job.newcomers and not self._resizing.under_way:
+        elif name in self._moved and not job.newcomers.keys() >= set(ranks) and not self._resizing.under_way:
             self._give_up(node, "its ranks could not be handed over")
         elif name not in self._moved and not self._resizing.under_way:
             self._begin(node, now)
@@ -87,8 +87,6 @@ class Handoff:
         unable = ""
         if never_replaced(job):
             unable = "no rank gets another process (elastic.replace: never)"
-        elif job.in_order[0].steps == -1:
-            unable = "the script makes single calls, between which ranks cannot pause yet"
         elif job.config.redundancy == "none" and elastic is None:
             unable = "no other node has what only this one's ranks have (redundancy: none)"
         return hand_off(

@@ -139,8 +139,8 @@ class TakeOver:
     def _take_over(self, now: float) -> None:
         """All agents are there, or have had the time."""
         self._job.launched = True
-        self._job.generation = max(self._job.generation, self.written_down.generation)
-        self._job.restarts = max(self._job.restarts, self.written_down.restarts)
+        heard, written = Numbers(self._job.generation, self._job.restarts), self.written_down
+        self._job.generation = max(heard.generation, written.generation)
         if self._job.checkpoint is not None:
             self._job.command(AGENT, self._job.saved())
         if self._job.config.replan is not None:  # what a controller before this one had written there, nobody will read
@@ -175,7 +175,7 @@ class TakeOver:
         self._job.last_failure = self._job.last_failure or f"{said}, not all of them in their loop"
         trained = any(r.place in (Place.RUNNING, Place.DONE, Place.STOPPING) or r.committed > 0 for r in records)
         # There was a recovery. Who says that it has taken no step may have come in it, and who had the state is lost.
-        self._job.recovered_before = self._job.generation > self._job.restarts
+        self._job.recovered_before = any(known.generation > known.restarts for known in (heard, written))
         trained |= self._job.recovered_before
         if not trained and len(missing) < len(records):
             self._settle_found(now)

@@ -1,5 +1,5 @@
-"""pretrain_gpt.py of the Megatron-LM on the path, unmodified, whose functions take a while: so a test has the time to do
-something in one of them.
+"""pretrain_gpt.py of the Megatron-LM on the path, unmodified, whose functions take a while: so a test has the time to
+do something in one of them.
 
 The flags of the parser below are this script's own.
 """

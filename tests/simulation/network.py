@@ -57,7 +57,7 @@ class Host:
     listeners: dict[int, Listener] = field(default_factory=dict)
     sockets: dict[int, DatagramSocket] = field(default_factory=dict)
     next_port: int = 40000
-    numbers: Numbers = Numbers()
+    numbers: Numbers = field(default_factory=Numbers)
     """On its disk: of the newest generation, as a controller here has known it."""
 
     def free_port(self) -> int:

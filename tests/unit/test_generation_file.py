@@ -1,4 +1,4 @@
-"""The number of the newest generation is on disk before it is used, and a controller that is started later counts on."""
+"""The number of the newest generation is on disk before it is used, and a later controller counts on."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_nothing_leaves_the_controller_before(tmp_path: Path) -> None:
         with a_service(tmp_path / "run") as service:
             await service.start("127.0.0.1", 0)
             sent: list[object] = []
-            with patch.object(service._agents, "post_batches", lambda batches, _: sent.extend(batches.__dict__.items())):
+            with patch.object(service._agents, "post_batches", lambda batches, _: sent.append(batches)):
                 job = service.machine.job
                 service.machine.on_register(found("a", 0, 1), 0.0)
                 service.machine.on_register(found("b", 2, 3), 0.1)

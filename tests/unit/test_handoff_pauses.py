@@ -1,4 +1,4 @@
-"""A node hands its ranks over, and its members do not all come to the pause at once: the controller's machine, without a
+"""A node hands its ranks over, and members do not all come to the pause at once: the controller's machine, without a
 process."""
 
 from __future__ import annotations

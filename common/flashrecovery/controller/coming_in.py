@@ -65,8 +65,8 @@ class ComingIn:
         return any(record.place in THROUGH for record in self._job.ranks.values())
 
     def tick(self, now: float) -> bool:
-        """Look at deadlines, and whether the newcomers can come in. Returns whether members have paused for long enough,
-        or for nothing."""
+        """Look at deadlines, and whether the newcomers can come in. Returns whether members have paused for long
+        enough, or for nothing."""
         job = self._job
         if job.state in (State.FINISHED, State.FAILED):
             job.newcomers.clear()  # their processes end with all others

@@ -19,6 +19,7 @@ from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.newcomers import Newcomers, give_up_all
 from flashrecovery.controller.nodes import NodeState
 from flashrecovery.controller.records import THROUGH
+from flashrecovery.controller.relieved import Relieved
 from flashrecovery.controller.restore import Decision, decide
 from flashrecovery.errors import JobFailedError
 from flashrecovery.kinds import FailureKind
@@ -39,18 +40,21 @@ class ComingIn:
     def __init__(self, job: JobState) -> None:
         self._job = job
         self.newcomers = Newcomers(job)
+        self.relieved = Relieved(job)
         self._step = -1  # they are to take part from this step on
         self._taking_over = False  # they take ranks over from processes that live
         self._called_in = -1  # the generation in which the members were told to pause
         self._before = 0  # which step
         self._waiting = Gathering()  # those that have, with their copies
         self._tries = 0
+        self.came_to_nothing = False
+        """They were to take ranks over, and something else has failed before they had all that they needed."""
         self.otherwise: Callable[[], pb.Pause] = lambda: pb.Pause(step=-1)
         """What members that were to pause are told if nobody comes in."""
 
     def expect(self, step: int, *, taking_over: bool = False) -> None:
         """Newcomers are being built up. They come in before ``step`` (-1: before the next one)."""
-        self._step, self._taking_over = step, taking_over
+        self._step, self._taking_over, self.came_to_nothing = step, taking_over, False
         self._called_in, self._tries = -1, 0
 
     @property
@@ -71,6 +75,8 @@ class ComingIn:
         if job.state in (State.FINISHED, State.FAILED):
             job.newcomers.clear()  # their processes end with all others
             return False
+        if job.state is State.STARTING:
+            self.relieved.let_go()
         if job.newcomers and job.state is State.RUNNING and self.in_last_step:
             give_up_all(job, "ranks have taken their last step")
         self.newcomers.give_up_late(now)
@@ -145,6 +151,13 @@ class ComingIn:
         how = "are filled by other processes" if self._taking_over else "come in"
         return f"{ranks_text(list(self._job.newcomers))} {how} from step {version} on"
 
+    def take_back(self) -> list[int]:
+        """Something has failed before those who came could go on: whose ranks they were to take over has them again.
+        Returns these ranks."""
+        back = self.relieved.take_back()
+        self.came_to_nothing |= bool(back)
+        return back
+
     def come_in(self, decision: Decision) -> tuple[Decision, list[int]]:
         """All members are stopped and are to go on as in ``decision``. If all newcomers are there, and it is time,
         they are members from now on. Returns what is decided with them, and who they are."""
@@ -177,7 +190,7 @@ class ComingIn:
             del job.newcomers[rank]
             record.joined_generation, record.page_on = job.generation, record.home
             if rank in job.ranks:
-                job.tell_to_leave(rank, job.depart(rank).home)
+                self.relieved.keep(job.depart(rank))
             job.enrol(record)
             job.nodes[record.home].state = NodeState.ACTIVE
         return found, sorted(coming)

@@ -13,7 +13,6 @@ import pytest
 
 from flashrecovery.agent.hearing import Hearing
 from flashrecovery.controller import custody
-
 from flashrecovery.controller.crashes import Crashes
 from flashrecovery.controller.generation_file import Numbers
 from flashrecovery.controller.machine import Machine

@@ -319,6 +319,10 @@ class Laws:
             if self.started_by is not process and self.started_by is not None and self.started_by.dead:
                 self.newest_generation = -1  # another job, of nodes with the same names
                 self.progress.clear()
+                self.generations.clear()
+                self.sizes.clear()
+                self.reached.clear()
+                self.committed_in = -1
             self.started_by = process
         started = isinstance(event, ev.RecoveryStarted)
         if started and event.generation <= self.newest_generation and process.host.up:
@@ -377,6 +381,15 @@ class Laws:
             self._node_lost(process, event)
         elif isinstance(event, ev.Notice) and event.kind == "start_again":
             self._started_again(event.text)
+        elif isinstance(event, ev.Notice) and event.kind == NoticeKind.TAKEN_OVER and self.failed_by is not None:
+            self._taken_over(self.failed_by)
+
+    def _taken_over(self, service: ControllerService) -> None:
+        """Another controller has found ranks that the one before had given away and nobody else has got: it keeps them,
+        and may have them finish their step."""
+        for record in service.machine.job.ranks.values():
+            if record.place is not Place.EMPTY:
+                self.given_away.pop(record.pid, None)
 
     def _together(self, event: ev.Event) -> None:
         """Whoever is silenced by one fault is one recovery's."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
+from flashrecovery.controller.generation_file import Numbers
 from tests.simulation.loop import Process, VirtualLoop, current
 
 Address = tuple[str, int]
@@ -56,6 +57,8 @@ class Host:
     listeners: dict[int, Listener] = field(default_factory=dict)
     sockets: dict[int, DatagramSocket] = field(default_factory=dict)
     next_port: int = 40000
+    numbers: Numbers = field(default_factory=Numbers)
+    """On its disk: of the newest generation, as a controller here has known it."""
 
     def free_port(self) -> int:
         self.next_port += 1

@@ -27,6 +27,7 @@ from flashrecovery.agent import session as agent_session
 from flashrecovery.agent.identity import Identity
 from flashrecovery.controller import actions, table_publisher
 from flashrecovery.controller import service as service_module
+from flashrecovery.controller.generation_file import Numbers
 from flashrecovery.heartbeat import receiver
 from tests.simulation.laws import Violation
 from tests.simulation.loop import PROCESS, current
@@ -169,6 +170,23 @@ class _NoThread:
         pass
 
 
+class _GenerationFile:
+    """Each host has a disk of its own, which outlives its processes."""
+
+    def __init__(self, *_: object) -> None:
+        self._host = current().host
+
+    def read(self) -> Numbers:
+        return self._host.numbers
+
+    def kept(self, numbers: Numbers, then: object) -> bool:
+        self._host.numbers = numbers
+        return True
+
+    def close(self) -> None:
+        pass
+
+
 class _Tail:
     def follow(self, *_: object) -> None:
         pass
@@ -298,6 +316,7 @@ def simulated() -> Iterator[None]:
         (heartbeat, "_CONFIRM_POLL_S", 0.02),
         (actions, "_keep_what_there_is", lambda: None),
         (table_publisher, "ThreadPoolExecutor", _NoThread),
+        (service_module, "GenerationFile", _GenerationFile),
     ]
     with ExitStack() as stack:
         for where, name, what in replaced:

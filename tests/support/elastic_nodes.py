@@ -115,7 +115,7 @@ def launch(
         options=[word for fault in faults for word in ("--inject", fault)],
         flags=flags,
         env=kind.env,
-        example=(),
+        small=(),
     )
 
 

@@ -25,8 +25,8 @@ PORT = 29400
 
 class NodesJob:
     """A job on the hosts of ``net``: ``nnodes`` of them hold ranks, the others (or ``spare`` of them) are spare. The
-    first one has the controller, and if it is ``alone``, nothing else. ``config``: a file for all of them. ``example``:
-    flags of the examples, which other scripts may not know."""
+    first one has the controller, and if it is ``alone``, nothing else. ``config``: a file for all of them. ``small``:
+    what makes the script's model small."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class NodesJob:
         env: Mapping[str, str] | None = None,
         tokens: Mapping[str, str] | None = None,
         alone: bool = False,
-        example: Sequence[str] = SMALL,
+        small: Sequence[str] = SMALL,
     ) -> None:
         self.net = net
         self.run_dir = run_dir
@@ -65,7 +65,7 @@ class NodesJob:
         for number, host in enumerate(members):
             command = [*host.command, sys.executable, "-m", "flashrecovery.cli.main", "run", *self._shape]
             command += ["--node-rank", str(number), "--node-name", host.name, "--controller", self._address, *options]
-            command += [str(GPT / layout.script), *example, "--steps", str(steps), "--step-time", str(step_ms)]
+            command += [str(GPT / layout.script), *small, "--steps", str(steps), "--step-time", str(step_ms)]
             command += [*layout.flags, *flags]
             own = {"FLASHRECOVERY_TOKEN": (tokens or {}).get(host.name, TOKEN)}
             own["OMP_NUM_THREADS"] = "1"  # each host takes the machine's processors for its own
@@ -115,7 +115,7 @@ class NodesJob:
         newest = -1
         for log in self.logs():
             if host is None or log.parts[-3] == host.name:
-                found = re.findall(r"step=(\d+) ", log.read_text())
+                found = re.findall(r"(?:step=|iteration +)(\d+)[ /]", log.read_text())
                 newest = max(newest, int(found[-1]) if found else -1)
         return newest
 

@@ -30,6 +30,28 @@ def test_changes_are_made_where_the_variables_are_as_they_were(monkeypatch: pyte
     assert env == {"NEW": "import", "TWICE": "later", "OTHER": "a rank's", "OWN": "a rank's"}
 
 
+def test_a_variable_of_a_zygotes_own_is_set_in_a_rank_by_who_would_have_set_it_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `import deepspeed` does."""
+    for name in ("DEFAULT", "UNTOUCHED", "SET"):
+        monkeypatch.setenv(name, "1")
+    imported = ImportEnvironment(("DEFAULT", "UNTOUCHED", "SET"))
+    with imported.noting():
+        assert os.environ.setdefault("DEFAULT", "2") == "1", "it stays what it is in the zygote"
+        os.environ["SET"] = "3"
+        assert os.environ.setdefault("OTHER", "4") == "4"
+    monkeypatch.delenv("OTHER")
+    os.environ.setdefault("UNTOUCHED", "5")
+    ranks: list[dict[str, str]] = [{}, {"DEFAULT": "0"}]
+    for env in ranks:
+        imported.apply(env)
+    assert ranks == [
+        {"DEFAULT": "2", "SET": "3", "OTHER": "4"},
+        {"DEFAULT": "0", "SET": "3", "OTHER": "4"},
+    ]
+
+
 STANDBY = """
 import os, sys
 from flashrecovery.proto import flashrecovery_pb2 as pb

@@ -47,11 +47,12 @@ class Hearing:
         """Something has come from a controller."""
         self._came_at = lease_clock()
 
-    def heard(self, when: float) -> None:
-        """The controller has answered something that was sent at ``when``."""
+    def heard(self, when: float, *, gathering: bool = False) -> None:
+        """The controller has answered something that was sent at ``when``. ``gathering``: it does not know yet whether
+        the one before it has given this node's ranks away."""
         self.came()
         self.answered(when)
-        self.stood_still &= self.silent_s >= self._limits.lease_s
+        self.stood_still &= gathering or self.silent_s >= self._limits.lease_s
 
     def answered(self, when: float) -> None:
         """As :meth:`heard`, by a controller that has taken this node's ranks away."""
@@ -77,6 +78,6 @@ class Hearing:
 
     def lent_until(self) -> float:
         """The time until which the workers may begin to change their state, whatever becomes of this agent."""
-        # After a standstill it takes an answer: that another controller is followed now is none.
+        # After a standstill it takes an answer: that another controller is followed now is none, nor that it gathers.
         known_at = self._vouched_at if self.stood_still else max(self.heard_at, self._vouched_at)
         return max(known_at + works_for_s(self._limits.node_silence_s), self.excused_until)

@@ -107,9 +107,10 @@ class Lookout:
                 self._ask_at = now + next_question_s(self.standing, silent_s, self._turn_in_s(), self._limits)
             self._connection.drop_if_stuck(silent_s, port_accepts=self.port is Port.ACCEPTS)
 
-    def heard(self, when: float) -> None:
-        """The controller that is followed has answered something that was sent at that time."""
-        self._hearing.heard(when)
+    def heard(self, when: float, *, gathering: bool = False) -> None:
+        """The controller that is followed has answered something that was sent at that time. ``gathering``: it does
+        not know the job yet."""
+        self._hearing.heard(when, gathering=gathering)
         self._lost_at = None
         if self.standing is Standing.ORPHANED:
             self.standing = Standing.MEMBER

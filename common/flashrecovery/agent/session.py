@@ -360,7 +360,7 @@ class ControllerSession:
         """The controller has answered something that was sent at that time. Only while the connection holds: what
         counts after that comes on a new one."""
         if self._fresh:
-            self._lookout.heard(when)
+            self._lookout.heard(when, gathering=self._gathering)
 
     def _give_up_if_late(self) -> None:
         missed_s = time.monotonic() - self._hearing.missed_since

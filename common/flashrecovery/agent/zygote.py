@@ -25,7 +25,7 @@ from typing import Protocol
 from google.protobuf.message import DecodeError
 
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.runtime.environment import UNFORKABLE_ENV, ZYGOTE_ENV
+from flashrecovery.runtime.environment import OF_ZYGOTES, UNFORKABLE_ENV, ZYGOTE_ENV
 from flashrecovery.runtime.framed import Framed
 from flashrecovery.runtime.process_control import adopt_orphans
 
@@ -37,8 +37,6 @@ _TRIES = 8
 """Modules that may turn out to be unfit, and zygotes that may die, before new interpreters are started instead."""
 _AGAIN_S = (30.0, 120.0, 600.0)
 """After zygotes have died, so long until another first one: the first time, the second, and all later ones."""
-_NVML_ENV = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""So that torch, asked by an import whether there is a GPU, does not open it (torch 2.13, torch/cuda/__init__.py)."""
 _NOWHERE = "?"
 """The file of a module that is not the same one in all workers."""
 
@@ -183,7 +181,7 @@ class Zygotes:
         adopt_orphans()
         self._env, self._again = env, None
         ours, theirs = socket.socketpair()
-        own = {**_NVML_ENV, UNFORKABLE_ENV: " ".join(self._unforkable), ZYGOTE_ENV: str(theirs.fileno())}
+        own = {**OF_ZYGOTES, UNFORKABLE_ENV: " ".join(self._unforkable), ZYGOTE_ENV: str(theirs.fileno())}
         with theirs, open(self._log, "ab") as out:
             popen = subprocess.Popen(
                 [sys.executable, "-u", "-m", "flashrecovery.worker.bootstrap", "--zygote", *self._command],

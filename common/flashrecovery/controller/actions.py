@@ -12,6 +12,7 @@ from flashrecovery.controller.batches import Batches
 from flashrecovery.controller.checkpoints import Checkpoints
 from flashrecovery.controller.connections import Connections
 from flashrecovery.controller.drills import Drills
+from flashrecovery.controller.generation_file import GenerationFile, Numbers
 from flashrecovery.controller.heartbeats import ControllerHeartbeats
 from flashrecovery.controller.job_state import AGENT
 from flashrecovery.controller.machine import Machine
@@ -26,7 +27,8 @@ _YOUNG_OBJECTS = 200_000
 
 
 class Actions:
-    """The actions of one controller. ``record`` writes an event down."""
+    """The actions of one controller. ``record`` writes an event down; ``go_on`` carries out what has waited for the
+    disk."""
 
     def __init__(
         self,
@@ -37,7 +39,9 @@ class Actions:
         drills: Drills,
         checkpoints: Checkpoints,
         memory: NodeMemory,
+        numbers: GenerationFile,
         record: Callable[[ev.Event], None],
+        go_on: Callable[[], None],
     ) -> None:
         self._machine = machine
         self._agents = agents
@@ -46,7 +50,9 @@ class Actions:
         self._drills = drills
         self._checkpoints = checkpoints
         self._memory = memory
+        self._numbers = numbers
         self._record = record
+        self._go_on = go_on
         self._gathering = False
         self._dismissed = False
         self._absent: set[str] = set()
@@ -54,7 +60,12 @@ class Actions:
         """The job has finished or failed, or this controller has ended."""
 
     def carry_out(self) -> None:
-        """All that the machine has put into its outbox, in order."""
+        """All that the machine has put into its outbox, in order; later, if the generation's number is not on disk
+        yet."""
+        job = self._machine.job
+        in_use = job.launched and not self.over_for_all
+        if in_use and not self._numbers.kept(Numbers(job.generation, job.restarts), self._go_on):
+            return
         batches = Batches()
         for action in self._machine.job.take_actions():
             if isinstance(action, Emit):

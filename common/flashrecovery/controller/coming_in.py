@@ -19,6 +19,7 @@ from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.newcomers import Newcomers, give_up_all
 from flashrecovery.controller.nodes import NodeState
 from flashrecovery.controller.records import THROUGH
+from flashrecovery.controller.relieved import Relieved
 from flashrecovery.controller.restore import Decision, decide
 from flashrecovery.errors import JobFailedError
 from flashrecovery.kinds import FailureKind
@@ -39,17 +40,21 @@ class ComingIn:
     def __init__(self, job: JobState) -> None:
         self._job = job
         self.newcomers = Newcomers(job)
+        self.relieved = Relieved(job)
         self._step = -1  # they are to take part from this step on
         self._taking_over = False  # they take ranks over from processes that live
         self._called_in = -1  # the generation in which the members were told to pause
+        self._before = 0  # which step
         self._waiting = Gathering()  # those that have, with their copies
         self._tries = 0
+        self.came_to_nothing = False
+        """They were to take ranks over, and something else has failed before they had all that they needed."""
         self.otherwise: Callable[[], pb.Pause] = lambda: pb.Pause(step=-1)
         """What members that were to pause are told if nobody comes in."""
 
     def expect(self, step: int, *, taking_over: bool = False) -> None:
         """Newcomers are being built up. They come in before ``step`` (-1: before the next one)."""
-        self._step, self._taking_over = step, taking_over
+        self._step, self._taking_over, self.came_to_nothing = step, taking_over, False
         self._called_in, self._tries = -1, 0
 
     @property
@@ -64,12 +69,14 @@ class ComingIn:
         return any(record.place in THROUGH for record in self._job.ranks.values())
 
     def tick(self, now: float) -> bool:
-        """Look at deadlines, and whether the newcomers can come in. Returns whether the members have paused for long
-        enough."""
+        """Look at deadlines, and whether the newcomers can come in. Returns whether members have paused for long
+        enough, or for nothing."""
         job = self._job
         if job.state in (State.FINISHED, State.FAILED):
             job.newcomers.clear()  # their processes end with all others
             return False
+        if job.state is State.STARTING:
+            self.relieved.let_go()
         if job.newcomers and job.state is State.RUNNING and self.in_last_step:
             give_up_all(job, "ranks have taken their last step")
         self.newcomers.give_up_late(now)
@@ -77,8 +84,17 @@ class ComingIn:
         if not job.newcomers and self._called_in == job.generation and job.state is State.RUNNING:
             self._call(self.otherwise())  # nobody comes, so nobody needs to pause for that
             self._called_in = -1
+            waited = self._waiting.since is not None
+            self._waiting.dissolve()
+            return waited  # who has paused is to go on, and the others may have begun a step without it
         late = self._waiting.overdue(now, _ALL_S + _ALL_S * job.step_s)
-        return late and job.state is State.RUNNING and self._called_in == job.generation
+        return late and job.state is State.RUNNING and self._called_in == job.generation and not self._on_their_way
+
+    @property
+    def _on_their_way(self) -> bool:
+        """Whether some have not come to that step yet: they will, and cannot be stopped in whatever they do alone, as
+        one rank writes a checkpoint. Who is there and does not pause has begun it before it heard of the pause."""
+        return any(r.committed < self._before for r in self._job.in_order if not self._waiting.has(r.rank))
 
     def call_in(self) -> None:
         """If all newcomers are there, have the members pause before the step at which these are to come in."""
@@ -105,7 +121,8 @@ class ComingIn:
         newest = max(record.committed for record in self._job.in_order)
         step_s = self._job.step_s
         ahead = 2 + (math.ceil(_AHEAD_S / step_s) if step_s > 0 else 0)
-        return pb.Pause(step=max(step, newest + ahead * 2**self._tries), copies=True)
+        self._before = max(step, newest + ahead * 2**self._tries)
+        return pb.Pause(step=self._before, copies=True)
 
     def pause(self) -> pb.Pause | None:
         """What members that go on after a recovery are told; where all of them are to hear of it in time, they are told
@@ -133,6 +150,13 @@ class ComingIn:
             return ""
         how = "are filled by other processes" if self._taking_over else "come in"
         return f"{ranks_text(list(self._job.newcomers))} {how} from step {version} on"
+
+    def take_back(self) -> list[int]:
+        """Something has failed before those who came could go on: whose ranks they were to take over has them again.
+        Returns these ranks."""
+        back = self.relieved.take_back()
+        self.came_to_nothing |= bool(back)
+        return back
 
     def come_in(self, decision: Decision) -> tuple[Decision, list[int]]:
         """All members are stopped and are to go on as in ``decision``. If all newcomers are there, and it is time,
@@ -166,7 +190,7 @@ class ComingIn:
             del job.newcomers[rank]
             record.joined_generation, record.page_on = job.generation, record.home
             if rank in job.ranks:
-                job.tell_to_leave(rank, job.depart(rank).home)
+                self.relieved.keep(job.depart(rank))
             job.enrol(record)
             job.nodes[record.home].state = NodeState.ACTIVE
         return found, sorted(coming)

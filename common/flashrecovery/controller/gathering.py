@@ -20,6 +20,10 @@ class Gathering:
             self.since = now
         self._there.add(rank)
 
+    def has(self, rank: int) -> bool:
+        """Whether this one waits."""
+        return rank in self._there
+
     def complete(self, members: Set[int]) -> bool:
         """Whether all of them wait."""
         return self._there >= members

@@ -19,6 +19,9 @@ from flashrecovery.plan.resize import ReplicaRange
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
+_TRIES = 3
+"""Times that the ranks of one node are on their way, where something else fails meanwhile."""
+
 
 class Handoff:
     """The nodes of one job that are to leave."""
@@ -30,7 +33,7 @@ class Handoff:
         self._resizing = resizing
         self._until: dict[str, float] = {}  # by node, in the order in which they were told
         self._causes: dict[str, str] = {}  # by node, in words
-        self._moved: set[str] = set()  # those whose ranks were on their way once
+        self._moved: dict[str, int] = {}  # those whose ranks were on their way, how often
         self.save_wanted = False
         """Somebody should take a checkpoint now."""
 
@@ -75,7 +78,9 @@ class Handoff:
             self._let_go(node)
         elif now >= until:
             self._give_up(node, f"{len(ranks)} of its ranks are still there, and its time is over")
-        elif name in self._moved and not job.newcomers and not self._resizing.under_way:
+        elif name in self._moved and self._coming.came_to_nothing and self._moved[name] < _TRIES:
+            self._begin(node, now)
+        elif name in self._moved and not job.newcomers.keys() >= set(ranks) and not self._resizing.under_way:
             self._give_up(node, "its ranks could not be handed over")
         elif name not in self._moved and not self._resizing.under_way:
             self._begin(node, now)
@@ -87,8 +92,6 @@ class Handoff:
         unable = ""
         if never_replaced(job):
             unable = "no rank gets another process (elastic.replace: never)"
-        elif job.in_order[0].steps == -1:
-            unable = "the script makes single calls, between which ranks cannot pause yet"
         elif job.config.redundancy == "none" and elastic is None:
             unable = "no other node has what only this one's ranks have (redundancy: none)"
         return hand_off(
@@ -112,7 +115,7 @@ class Handoff:
             give_up_all(job, f"node {node.name} is to leave")
         self._resizing.put_aside()
         plan = self._plan(node)
-        self._moved.add(node.name)
+        self._moved[node.name] = self._moved.get(node.name, 0) + 1
         cause = f", because {self._causes[node.name]}" if self._causes[node.name] else ""
         job.notice(NoticeKind.NODE_LEAVES, f"node {node.name} is to leave{cause}: {plan.reason}")
         if plan.way is HandOffWay.MOVE:
@@ -146,4 +149,4 @@ class Handoff:
 
     def _no_more(self, name: str) -> None:
         del self._until[name], self._causes[name]
-        self._moved.discard(name)
+        self._moved.pop(name, None)

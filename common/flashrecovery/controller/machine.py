@@ -149,6 +149,7 @@ class Machine:
         )
         self.job.blame(name, FailureKind.NODE_LOST, evidence)
         self.handoff.on_node_lost(name)
+        self._coming.relieved.on_node_lost(name)
         self._newcomers.on_node_lost(name)
         for record in self.job.ranks.values():
             record.page_on = "" if record.page_on == name else record.page_on
@@ -261,7 +262,7 @@ class Machine:
 
     def on_failure(self, message: pb.Failure, now: float, node: str = "") -> None:
         """The process of a rank is dead, hung, or cannot go on."""
-        if self._newcomers.on_failure(message, node):
+        if self._newcomers.on_failure(message, node) or self._coming.relieved.on_ended(message, node):
             return
         self._on_failures([message], now, node)
 
@@ -438,7 +439,7 @@ class Machine:
 
     def on_exited(self, message: pb.Exited, now: float, node: str = "") -> None:
         """A process ended with code 0."""
-        if self._newcomers.on_exited(message, node):
+        if self._newcomers.on_exited(message, node) or self._coming.relieved.on_ended(message, node):
             return
         record = self.job.ranks.get(message.rank)
         if record is not None and node not in ("", record.home):

@@ -145,7 +145,9 @@ class RecoverySteps:
         self._job.generation += 1
         self._resizing.resumed()
         self._replanning.interrupted()
-        victims = [*victims, *(rank for rank in self._staffing.stranded() if rank not in victims)]
+        back = self._resizing.take_back()
+        victims = [rank for rank in victims if rank not in back]
+        victims += [rank for rank in self._staffing.stranded() if rank not in victims]
         # replacements that are still on their way keep their deadline; every other command is void
         self._job.outbox.keep(lambda what, rank: what is Ordered.REPLACE and rank not in victims)
         self._job.round, self._job.restore_from, self._job.retry_at = None, "", None
@@ -412,6 +414,7 @@ class RecoverySteps:
             for rank, needs in self._job.round.next_needs().items():
                 self._job.ranks[rank].take_needs(needs)
             self._job.settle_layout()
+            self._resizing.all_have_what_they_need()
             self.send_resume(self._job.round.version, now)
             return
         for shard, source in wrong:

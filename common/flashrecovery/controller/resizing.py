@@ -272,6 +272,17 @@ class Resizing:
             self._other_processes = True
         return found
 
+    def take_back(self) -> list[int]:
+        """Something has failed before those who came could go on: whose ranks they were to take over has them again.
+        Returns these ranks."""
+        back = self._coming.take_back()
+        self._other_processes |= bool(back)
+        return back
+
+    def all_have_what_they_need(self) -> None:
+        """The state that was decided on is everywhere."""
+        self._coming.relieved.let_go()
+
     # -- both -------------------------------------------------------------------------------------
 
     def tell(self, version: int) -> bool:

@@ -27,6 +27,7 @@ from flashrecovery.controller.connections import AgentConnection, Connections
 from flashrecovery.controller.console import Console
 from flashrecovery.controller.drills import Drills
 from flashrecovery.controller.elector_set import ElectorSet
+from flashrecovery.controller.generation_file import GenerationFile
 from flashrecovery.controller.heartbeats import ControllerHeartbeats
 from flashrecovery.controller.intake import Intake
 from flashrecovery.controller.job_state import AGENT
@@ -73,8 +74,10 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         run_dir: ev.RunDir,
         quorum: Quorum | None = None,
         marks: Path | None = None,
+        home: Path | None = None,
     ) -> None:
-        """``marks``: the file in which failures of nodes are remembered; None: they are not."""
+        """``marks``: the file in which failures of nodes are remembered; None: they are not. ``home``: the job's run
+        directory, if ``run_dir`` is one of several in it."""
         self.machine = Machine(config)
         self._config = config
         self._access = access
@@ -100,6 +103,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._board = StatusBoard(self.machine, self._liveness, str(run_dir.path))
         self._checkpoints = Checkpoints(config.checkpoint)
         self._memory = NodeMemory(marks, str(run_dir.path.absolute()), self._rated, self._no_memory)
+        self._numbers = GenerationFile(run_dir.path, home or run_dir.path, self._not_written_down)
         self._console = Console()
         self._server: Server | None = None
         self._ticker: asyncio.Task[None] | None = None
@@ -122,7 +126,9 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             self._drills,
             self._checkpoints,
             self._memory,
+            self._numbers,
             self._record,
+            self.after_beats,
         )
 
     def take_over(self, why: str) -> None:
@@ -133,6 +139,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises ConfigError if it is in use."""
         await self._memory.begin()
+        self.machine.takeover.written_down = self._numbers.read()
         self._server = self._access.server()
         rpc.add_ControllerServicer_to_server(self, self._server.grpc)
         try:
@@ -154,6 +161,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         if self._server is not None:
             await self._server.stop(_GRACE_S)
         self._tables.close()
+        self._numbers.close()
         await self._memory.end(_GRACE_S)
 
     def request_stop(self, reason: str) -> None:
@@ -334,6 +342,9 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     def _no_memory(self, text: str) -> None:
         self._record(ev.Notice(generation=self.machine.job.generation, kind=NoticeKind.NODE_MARKS, text=text))
+
+    def _not_written_down(self, text: str) -> None:
+        self._record(ev.Notice(generation=self.machine.job.generation, kind=NoticeKind.GENERATION_NOT_KEPT, text=text))
 
     async def _tick(self) -> None:
         while True:

@@ -3,11 +3,13 @@
 Nothing of the old controller is needed. Every agent says which ranks it holds and whether they take steps. If all do,
 in one generation, the job simply runs; if not, because a rank is missing or the old controller died in the middle of a
 recovery, a recovery in the next generation brings everybody together, as any further failure would. Generations never
-go back: the newest that any agent has seen counts.
+go back: the newest that any agent has seen counts, or that a controller before this one has written down
+(:mod:`.generation_file`): all agents that had seen it may be lost.
 """
 
 from __future__ import annotations
 
+from flashrecovery.controller.generation_file import Numbers
 from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.nodes import NodeRecord, NodeState
@@ -32,6 +34,8 @@ class TakeOver:
         self._staffing = staffing
         self._starting = starting
         self._steps = steps
+        self.written_down = Numbers()
+        """By controllers before this one."""
         self._members_of = -1  # the newest generation in which a node has told who belongs to an elastic job
 
     @property
@@ -135,6 +139,8 @@ class TakeOver:
     def _take_over(self, now: float) -> None:
         """All agents are there, or have had the time."""
         self._job.launched = True
+        heard, written = Numbers(self._job.generation, self._job.restarts), self.written_down
+        self._job.generation = max(heard.generation, written.generation)
         if self._job.checkpoint is not None:
             self._job.command(AGENT, self._job.saved())
         if self._job.config.replan is not None:  # what a controller before this one had written there, nobody will read
@@ -170,7 +176,7 @@ class TakeOver:
         self._job.unsure = self._job.config.elastic is not None
         trained = any(r.place in (Place.RUNNING, Place.DONE, Place.STOPPING) or r.committed > 0 for r in records)
         # There was a recovery. Who says that it has taken no step may have come in it, and who had the state is lost.
-        self._job.recovered_before = self._job.generation > self._job.restarts
+        self._job.recovered_before = any(known.generation > known.restarts for known in (heard, written))
         trained |= self._job.recovered_before
         if not trained and len(missing) < len(records):
             self._settle_found(now)

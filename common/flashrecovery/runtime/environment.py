@@ -26,6 +26,9 @@ UNFORKABLE_ENV = "FLASHRECOVERY_UNFORKABLE"
 """Packages that the setting ``unforkable`` names, with blanks between."""
 ZYGOTE_ENV = "FLASHRECOVERY_ZYGOTE_FD"
 """The file descriptor of the first zygote's socket."""
+OF_ZYGOTES = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""What zygotes have, and ranks do not: torch, asked by an import whether there is a GPU, shall not open it (torch 2.13,
+torch/cuda/__init__.py)."""
 STRIDE_ENV = "FLASHRECOVERY_NEIGHBOUR_STRIDE"
 """Rank r's copies are kept by rank r + stride, modulo the world size."""
 DOMAINS_ENV = "FLASHRECOVERY_DOMAINS"

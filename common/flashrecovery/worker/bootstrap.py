@@ -21,7 +21,7 @@ from flashrecovery.errors import DivergedError
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.channel import PAGE_ENV, Channel
-from flashrecovery.runtime.environment import AGENT_PID_ENV, CPUS_ENV, STANDBY_DEVICE_ENV, with_local_rank
+from flashrecovery.runtime.environment import AGENT_PID_ENV, CPUS_ENV, OF_ZYGOTES, STANDBY_DEVICE_ENV, with_local_rank
 from flashrecovery.runtime.lifeline import Lifeline
 from flashrecovery.runtime.page import Page
 from flashrecovery.runtime.process_control import die_with_parent, keep_to_cpus, redirect_output
@@ -50,7 +50,7 @@ def main() -> None:
     role, command = sys.argv[1], sys.argv[2:]
     die_with_parent(int(os.environ[AGENT_PID_ENV]))
     _set_module_path(command)
-    imported = ImportEnvironment()
+    imported = ImportEnvironment(OF_ZYGOTES if role == "--zygote" else ())
     with imported.noting():  # it imports the adapters, and what they import
         install_adapter_hooks()
     install_spawn_hook()

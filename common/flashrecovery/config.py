@@ -510,11 +510,6 @@ def _check_replan(config: RunConfig) -> None:
         return
     if config.elastic is not None:
         raise ConfigError("replan and elastic in one job: that has not been done yet; one of them is allowed")
-    if config.nnodes > 1 or config.spare_nodes:
-        raise ConfigError(
-            f"replan with nnodes = {config.nnodes}, spare_nodes = {config.spare_nodes}: the state goes through the "
-            "memory of one node; one node without spare ones is allowed"
-        )
     if replan.min > config.world_size:
         raise ConfigError(
             f"replan.min = {replan.min}: at most the ranks of the launch ({config.world_size}) is allowed"

@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from flashrecovery.access import Access
 from flashrecovery.agent.faults import NodeFaults
@@ -30,6 +31,7 @@ from flashrecovery.agent.procfs import Exit, exit_of
 from flashrecovery.agent.setup_logs import SetupLogs
 from flashrecovery.agent.snapshots import NodeSnapshots
 from flashrecovery.agent.stash_memory import StashMemory
+from flashrecovery.agent.stash_transfer import StashTransfer
 from flashrecovery.agent.store import StoreServer
 from flashrecovery.agent.tasks import Tasks
 from flashrecovery.config import RunConfig
@@ -76,6 +78,7 @@ class Agent:
         self._tasks = Tasks(self._task_failed)
         network_env: Callable[[], Mapping[str, str]] = identity.network_env if peers is not None else dict
         self._stash: StashMemory | None = None
+        self._stash_transfer: StashTransfer | None = None
         self._layout = ""
         if config.replan is not None:
             if places is not None:
@@ -83,8 +86,11 @@ class Agent:
                     "replan where a launcher has started the ranks (adopt, Ray): ranks that `flashrecovery run` starts "
                     "itself are allowed"
                 )
-            self._stash = StashMemory()
-            network_env = self._stash.env  # of one node
+            self._stash = stash = StashMemory()
+            network_env = partial(_both, network_env, stash.env)
+            self._stash_transfer = StashTransfer(stash.path, self._access)
+            if peers is not None:
+                peers.stash = stash.path
         gpus = GpuFence.of_this_node(os.environ, config.nproc_per_node)
         self._tasks.start(gpus.prepare())
         self._snapshots = NodeSnapshots(config, run_dir.path, self._tell_of_snapshots)
@@ -126,6 +132,7 @@ class Agent:
             "hang_report": self._stands,
             "checkpoint": self._saved,
             "notice": self._noticed,
+            "stash_wanted": lambda process, message: self._tasks.start(self._bring(process, message.stash_wanted)),
         }
         """What processes say, by its body."""
 
@@ -290,8 +297,15 @@ class Agent:
 
     def _drop_stash(self) -> None:
         """What state of another layout is in this node's memory is of no use any more."""
-        if self._stash is not None:
+        if self._stash is not None and self._stash_transfer is not None:
             self._stash.drop()
+            self._stash_transfer.forget()
+
+    async def _bring(self, process: WorkerProcess, wanted: pb.StashWanted) -> None:
+        """Get what a worker of the new layout needs from where the old one's ranks have written it."""
+        if self._stash_transfer is not None:
+            error = await self._stash_transfer.bring(wanted)
+            process.send(pb.ToWorker(stash_there=pb.StashThere(number=wanted.number, error=error)))
 
     def _on_leave(self, command: pb.Command) -> None:
         """A rank of this node leaves the job."""
@@ -306,6 +320,8 @@ class Agent:
     async def _replace(self, command: pb.Command) -> None:
         """Fill a rank with a new process."""
         self._attempt, self._domains = command.replace.attempt, tuple(command.replace.domains)
+        if command.replace.layout != self._layout and self._peers is not None:
+            self._peers.logs.clear()  # of ranks of the layout before
         self._layout = command.replace.layout
         filled = await self._processes.fill(command, hear_out=self._faults.armed(command.rank))
         if filled is not None:
@@ -522,6 +538,10 @@ class Agent:
 
 def _the_sessions_own(_: pb.Command) -> None:
     """Nothing is left to do: :mod:`.session` has carried it out."""
+
+
+def _both(one: Callable[[], Mapping[str, str]], other: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
+    return {**one(), **other()}
 
 
 def _unsent(message: pb.AgentMessage) -> None:

@@ -1,10 +1,11 @@
-"""What this agent does for other agents: says that it lives, passes on that they do, votes, relays their sessions, and
-keeps set-up logs for them (:mod:`.peers`)."""
+"""What this agent does for other agents: says that it lives, passes on that they do, votes, relays their sessions,
+keeps set-up logs for them (:mod:`.peers`), and gives them what is in its node's memory while the layout changes."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,7 +14,8 @@ from flashrecovery.access import Access, Server
 from flashrecovery.agent.election import Election
 from flashrecovery.agent.peers import CONTROLLER_KEY, Asking, log_parts
 from flashrecovery.agent.relay import Relay
-from flashrecovery.errors import ConfigError
+from flashrecovery.agent.stash_transfer import served
+from flashrecovery.errors import ConfigError, ProtocolError
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 
@@ -24,7 +26,8 @@ Vouch = Callable[[Asking, float], Awaitable[bool]]
 
 
 class PeerService(rpc.PeerServicer):  # type: ignore[misc]
-    """What this agent does for others. ``logs``: the set-up logs that it keeps, by rank."""
+    """What this agent does for others. ``logs``: the set-up logs that it keeps, by rank. ``stash``: the directory in
+    the node's memory for state while the layout changes; None: it does not."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
@@ -34,6 +37,7 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
         self.generation: Callable[[], int] = lambda: 0
         self.election: Election | None = None
         self.relay: Relay | None = None
+        self.stash: Path | None = None
         self.port = 0
 
     async def start(self, host: str) -> None:
@@ -93,3 +97,13 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no set-up log of rank {request.rank} here")
         for part in log_parts(request.rank, self.logs[request.rank]):
             yield part
+
+    async def ReadStash(self, request: pb.StashRead, context: Context) -> AsyncIterator[pb.StashPart]:
+        """What a rank of this node has written for another layout."""
+        if self.stash is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "the layout of this job does not change")
+        try:
+            for part in served(self.stash, request):
+                yield part
+        except ProtocolError as e:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(e))

@@ -91,7 +91,9 @@ class Handoff:
         taken = [record.home for record in job.ranks.values() if record.home]
         unable = ""
         if never_replaced(job):
-            unable = "no rank gets another process (elastic.replace: never)"
+            unable = "no rank gets another process (replace: never)"
+        elif job.config.replan is not None:
+            unable = "ranks of a job whose parallel layout may change (replan) are not handed over yet"
         elif job.config.redundancy == "none" and elastic is None:
             unable = "no other node has what only this one's ranks have (redundancy: none)"
         return hand_off(

@@ -39,6 +39,7 @@ from flashrecovery.controller.growing import Growing
 from flashrecovery.controller.handoff import Handoff
 from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.job_state import AGENT, JobState
+from flashrecovery.controller.layout_rooms import laid_out_without
 from flashrecovery.controller.losses import allowed_sizes, leaving_without, never_replaced
 from flashrecovery.controller.nodes import NodeRecord, NodeState
 from flashrecovery.controller.records import HeldAt, Place, RankRecord, unequal_steps
@@ -159,6 +160,8 @@ class Machine:
                     record.vacate()
                     record.home, record.capsules = "", ()
             return
+        if not lost and self._replanning.on_node_lost((), now):
+            return
         if all(r.place is Place.FINISHED for r in lost):
             self._staffing.publish_others()
             return
@@ -170,6 +173,8 @@ class Machine:
             record.home, record.capsules = "", ()
         if released:
             self.job.fail(f"{self.job.last_failure}, after the last step of ranks {released}: their end state is lost")
+            return
+        if self._replanning.on_node_lost([r.rank for r in lost], now):
             return
         self._staffing.settle([r.rank for r in lost], now, node.domain)
         if self.job.state is State.STARTING:
@@ -315,7 +320,9 @@ class Machine:
         if count < limit_of(cause, self.job.config):
             return False
         who, where = f"rank {record.rank}", f"at step {step}"
-        if record.on_its_way and (leaving_without(self.job, [record.rank]) or self._replanning.can_lose(1)):
+        if record.on_its_way and (
+            leaving_without(self.job, [record.rank]) or laid_out_without(self.job, [record.rank])
+        ):
             record.irreplaceable = True
             return False
         if record.on_its_way:

@@ -2,26 +2,30 @@
 
 There are two reasons: a command, for which all ranks pause before a step, and ranks that cannot be replaced. All that
 live are stopped, and the version to go on from is decided as in any recovery, with what the lost ranks have needed.
-Then each shard is written into the node's memory by one of those who have it (:class:`Stash`), all processes end, and
-those of the new layout are started from the script's first line, and read what they need from there. What is in the
-memory stays until all of them have taken a step: whoever dies until then, the job begins once more from it.
+Then each shard is written into its node's memory by one of those who have it (:class:`Stash`), all processes end, and
+those of the new layout are started from the script's first line, on the nodes that live (:mod:`.layout_rooms`), and
+read what they need from there. What is in the memory stays until all of them have taken a step: whoever dies until
+then, the job begins once more from it, as long as a node lives that has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from flashrecovery import events as ev
 from flashrecovery.controller.custody import kept_for
 from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.job_state import AGENT, JobState
+from flashrecovery.controller.layout_rooms import LayoutRooms
+from flashrecovery.controller.nodes import NodeState
 from flashrecovery.controller.records import RankRecord
 from flashrecovery.controller.restore import Decision, RestoreRound
 from flashrecovery.controller.staffing import Staffing
-from flashrecovery.controller.writers import assigned
+from flashrecovery.controller.writers import Kept, assigned
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from flashrecovery.kinds import NoticeKind, Ordered
+from flashrecovery.plan.layout_places import Slot, numbered, stride
 from flashrecovery.plan.replan import (
     LayoutFacts,
     StayingFacts,
@@ -52,23 +56,13 @@ class NextLayout:
     lost: bool = False
 
 
-@dataclass(frozen=True)
-class Kept:
-    """State that is to be read by the ranks of the next layout: in the node's memory, or (``checkpoint``) on disk.
-    ``written``: bytes."""
-
-    version: int
-    place: pb.StashPlace
-    checkpoint: str = ""
-    written: int = 0
-
-
 class Replanning:
     """Changes of the parallel layout of one job."""
 
     def __init__(self, job: JobState, staffing: Staffing) -> None:
         self._job = job
         self._staffing = staffing
+        self._rooms = LayoutRooms(job)
         self._next: NextLayout | None = None
         self._writing: Kept | None = None  # is being written
         self._kept: Kept | None = None  # is there, and may be needed once more
@@ -77,7 +71,7 @@ class Replanning:
         self._litter = False  # there is state in memory that nobody will need
         self._job_is: StayingFacts | None = None  # what the job was before its layout changed, and has to stay
         self._change: HistoryEntry | None = None  # the recovery in which it changes
-        self._before: tuple[Strategy, int] | None = None  # what it changes from, and how many ranks there can be
+        self._before: Strategy | None = None  # what it changes from
         self._tried: list[str] = []  # layouts in which the script could not begin
 
     # -- which layout -----------------------------------------------------------------------------
@@ -112,14 +106,15 @@ class Replanning:
         """Raises ConfigError or UnsupportedError."""
         config = self._job.config
         assert config.replan is not None
+        rooms = self._rooms.open_all()
         if text:
-            found = parse_layout(text, facts, config.world_size)
+            found = parse_layout(text, facts, sum(rooms))
             if found.ranks < config.replan.min:
                 raise ConfigError(
                     f"--layout {text}: {found.ranks} ranks; {config.replan.min} (replan.min) or more are allowed"
                 )
             return found, ("commanded",)
-        choice = best(facts, config.world_size, config.replan.min, self._job.step_s)
+        choice = best(facts, rooms, config.replan.min, self._job.step_s)
         return choice.best.strategy, choice.lines
 
     def _facts(self) -> LayoutFacts | str:
@@ -141,13 +136,14 @@ class Replanning:
         if isinstance(facts, str) or self._job.state is State.STARTING:
             return False
         assert self._job.config.replan is not None
-        left = len(self._job.ranks) - len(lost)
+        rooms = self._rooms.narrow(lost)
+        left = sum(rooms)
         wanted = self._next
         if wanted is not None and not why_not(facts, wanted.strategy, left) and wanted.strategy != facts.now:
             chosen = replace(wanted, step=-1, lost=True)
         else:
             try:
-                choice = best(facts, left, self._job.config.replan.min, self._job.step_s)
+                choice = best(facts, rooms, self._job.config.replan.min, self._job.step_s)
             except UnsupportedError as e:
                 raise JobFailedError(
                     f"{ranks_text(sorted(lost))} cannot be replaced, and no parallel layout fits the {left} ranks that "
@@ -160,17 +156,6 @@ class Replanning:
             self._job.tell_to_leave(rank, record.home)
         if all(record.home for record in self._job.in_order):
             self._job.homeless_since = None
-        return True
-
-    def can_lose(self, count: int) -> bool:
-        """Whether there is a layout for so many ranks less."""
-        facts, settings = self._facts(), self._job.config.replan
-        if isinstance(facts, str) or settings is None:
-            return False
-        try:
-            best(facts, len(self._job.ranks) - count, settings.min)
-        except UnsupportedError:
-            return False
         return True
 
     # -- when -------------------------------------------------------------------------------------
@@ -205,12 +190,15 @@ class Replanning:
         """All that live are stopped, and this is decided. Returns whether the layout changes now, or has to begin once
         more."""
         kept, wanted = self._kept, self._next
+        readable = None if kept is None else kept.now(self._job.nodes)
         if self._litter and kept is None:  # it has not been written to its end
             self._drop()
         found = decision if isinstance(decision, Decision) and not decision.checkpoint else None
         if found is None and kept is not None:  # nobody had come so far as to have the state
-            again = self._once_more(kept, decision)
-            if again is None:
+            again = self._once_more(readable, decision)
+            if again is None and readable is None:
+                self._job.fail(f"{kept.lost_with(self._job.nodes)}; and there is no checkpoint")
+            elif again is None:
                 self._job.fail(str(decision))
             else:
                 self._start(wanted or self._same(), again, now)
@@ -233,12 +221,13 @@ class Replanning:
         self._write(version, now)
         return True
 
-    def _once_more(self, kept: Kept, decision: Decision | JobFailedError) -> Kept | None:
+    def _once_more(self, kept: Kept | None, decision: Decision | JobFailedError) -> Kept | None:
         """What a layout begins with that has to begin once more; None: there is nothing. What could not be read,
-        although nobody has died of it, is not read again where there is something else."""
-        if isinstance(decision, Decision) and (kept.checkpoint or self._job.retries):
+        although nobody has died of it, is not read again where there is something else. ``kept``: what is still
+        there."""
+        if isinstance(decision, Decision) and (kept is None or kept.checkpoint or self._job.retries):
             return Kept(decision.round.version, pb.StashPlace(), decision.checkpoint)
-        return None if kept.checkpoint else replace(kept, written=0)
+        return None if kept is None or kept.checkpoint else replace(kept, written=0)
 
     def _unknown(self) -> str:
         """Why it cannot be said that those who are left have the whole state, in words; "" if it can. A controller that
@@ -265,8 +254,8 @@ class Replanning:
         orders = assigned(self._job.ranks, self._job.departed, version)
         self._said, self._litter = {}, True
         self._rounds += 1
-        directory = f"{self._rounds}-{version}"
-        self._writing = Kept(version, pb.StashPlace(directory=directory, ranks=sorted(orders)))
+        directory = f"{self._job.generation}-{self._rounds}-{version}"
+        self._writing = Kept.of(version, directory, orders, self._job.ranks, self._job.nodes)
         deadline = now + 1.5 * self._job.config.timeouts.restore_s
         for rank, items in orders.items():
             stash = pb.Stash(version=version, directory=directory, items=items)
@@ -319,24 +308,21 @@ class Replanning:
         facts = LayoutFacts.parse(job.facts)
         before, first = facts.now, job.in_order[0]
         self._job_is = self._job_is or StayingFacts(facts, first.batches, first.steps)
-        if self._before is None:
-            self._before = before, len(job.in_order) if wanted.lost else job.config.world_size
+        self._before = self._before or before
         self._kept, self._next = kept, None
         self._change = job.recovery or self._change
-        places = [(record.home, record.local_rank) for record in job.in_order]
         size = wanted.strategy.ranks
-        if size > len(places):  # ranks come back: a node has room for those of the launch
-            (home,) = {home for home, _ in places}
-            taken = {local for _, local in places}
-            places += [(home, n) for n in range(job.config.world_size) if n not in taken]
+        slots = self._rooms.places(wanted.strategy)
         for record in job.in_order:
-            if record.rank >= size:  # nobody is filled under its number, which would end its process
+            # Where nobody is filled under its number, which would end its process, that ends by itself.
+            if record.home and (record.rank >= size or slots[record.rank].node != record.home):
                 job.tell_to_leave(record.rank, record.home)
         records = [
-            RankRecord(rank, home=home, local_rank=local, committed=kept.version)
-            for rank, (home, local) in enumerate(places[:size])
+            RankRecord(rank, home=slot.node, local_rank=slot.local_rank, committed=kept.version)
+            for rank, slot in enumerate(slots)
         ]
         job.lay_out(layout_text(wanted.strategy), records)
+        self._settle_nodes(slots)
         job.to(State.STARTING, now)
         job.generation += 1
         job.retry_at, job.round, job.restore_from = None, None, ""
@@ -361,19 +347,63 @@ class Replanning:
         for record in job.in_order:
             self._staffing.fill(record, now, detached=False)
 
+    def _settle_nodes(self, slots: Sequence[Slot]) -> None:
+        """These are the places of the ranks."""
+        job, homes = self._job, {slot.node for slot in slots}
+        for node in job.nodes.values():
+            if node.alive:
+                node.state = NodeState.ACTIVE if node.name in homes else NodeState.SPARE
+        for name in sorted(homes):
+            self._staffing.say_if_excluded(job.nodes[name])
+        if len(homes) > 1:
+            nodes = [slot.node for slot in slots]
+            job.domains = numbered([job.nodes[name].domain for name in nodes], nodes)
+        else:
+            job.domains = ()
+        job.stride = stride(job.domains) if job.domains else 1
+
+    def on_node_lost(self, lost: Collection[int], now: float) -> bool:
+        """A node is lost with these ranks, and perhaps with what ranks of another layout have to read. If they are on
+        their way to their first step, the job begins once more, with what there is. Returns whether that has been seen
+        to, which may be that it has failed."""
+        job, kept = self._job, self._kept
+        if kept is None or job.config.replan is None or job.state is not State.STARTING:
+            return False
+        again = kept.now(job.nodes)
+        if again is not None and not lost:
+            return False
+        if again is None and job.checkpoint is not None:
+            again = Kept(job.checkpoint[0], pb.StashPlace(), job.checkpoint[1])
+        if again is None:
+            job.fail(f"{kept.lost_with(job.nodes)}; and there is no checkpoint")
+            return True
+        facts = LayoutFacts.parse(job.facts)
+        wanted = NextLayout(parse_layout(job.plan, facts, job.world), (f"{job.last_failure}, before its first step",))
+        if lost:
+            try:
+                choice = best(facts, self._rooms.narrow(lost), job.config.replan.min, job.step_s)
+            except UnsupportedError as e:
+                job.fail(f"{job.last_failure}, and no parallel layout fits what is left: {e}")
+                return True
+            wanted = NextLayout(choice.best.strategy, choice.lines)
+        for rank in lost:
+            job.depart(rank)
+        self._start(wanted, replace(again, written=0), now)
+        return True
+
     def begin_otherwise(self, why: str, now: float) -> bool:
         """The script cannot begin in the layout that the job has changed to: it begins in the one before, if there are
         ranks enough, or the next best. Returns whether it does."""
         job, kept = self._job, self._kept
         if kept is None or self._before is None or self._job_is is None or job.config.replan is None:
             return False
-        before, room = self._before
+        before, rooms = self._before, self._rooms.rooms()
         self._tried.append(job.plan)
         try:
-            ranked = best(self._job_is.facts, room, job.config.replan.min, job.step_s).ranked
+            ranked = best(self._job_is.facts, rooms, job.config.replan.min, job.step_s).ranked
         except UnsupportedError:
             ranked = ()
-        options = [before] if before.ranks <= room else []
+        options = [before] if before.ranks <= sum(rooms) else []
         options += [estimate.strategy for estimate in ranked]
         found = next((one for one in options if layout_text(one) not in self._tried), None)
         if found is None or len(self._tried) >= _TRIES:
@@ -399,7 +429,7 @@ class Replanning:
     def restored_from(self) -> Decision | None:
         """All ranks of a new layout have come to their first step: what they go on from. None: there is no new
         layout."""
-        kept = self._kept
+        kept = None if self._kept is None else self._kept.now(self._job.nodes) or self._kept
         if kept is None:
             return None
         found = RestoreRound.from_checkpoint(kept.version, self._job.ranks)

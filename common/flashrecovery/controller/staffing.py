@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashrecovery.controller.job_state import AGENT, JobState
+from flashrecovery.controller.layout_rooms import laid_out_without
 from flashrecovery.controller.losses import leaving_without, never_replaced, worth_filling
 from flashrecovery.controller.newcomers import give_up_all
 from flashrecovery.controller.nodes import NodeRecord, NodeState, rooms
@@ -20,6 +21,8 @@ class Staffing:
     def __init__(self, job: JobState) -> None:
         self._job = job
         self._orders = 0  # for newcomers
+        self._numbers: dict[str, int] = {}  # of nodes, in ...
+        self._numbered = -1  # ... this generation
 
     def settle(self, ranks: list[int], now: float, lost_domain: str = "", *, excluded: bool = False) -> bool:
         """Give ``ranks``, which have lost their node, a new one; False if there is no room for them. ``excluded``: also
@@ -31,10 +34,11 @@ class Staffing:
             places = self._places(ranks, lost_domain, excluded)
         if places is None:
             places = self._places_of_some(ranks, lost_domain, excluded)
-        if places is None and not leaving_without(self._job, ranks):
+        needless = leaving_without(self._job, ranks) or laid_out_without(self._job, ranks)
+        if places is None and not needless:
             places = self._places_of_last_resort(ranks, lost_domain, excluded)
         if places is None:
-            if self._job.homeless_since is None and not leaving_without(self._job, ranks):
+            if self._job.homeless_since is None and not needless:
                 self._job.homeless_since = now
                 limit_s = self._job.config.timeouts.node_wait_s
                 wait = f"ranks {ranks} wait {limit_s:g} s at most for a node with room for them"
@@ -136,12 +140,28 @@ class Staffing:
             store_host=host,
             store_port=port,
             local_rank=record.local_rank,
-            node_rank=record.rank // self._job.config.nproc_per_node,
+            node_rank=self._node_rank(record),
             stride=self._job.stride,
             domains=self._job.domains,
+            nodes=len(self._node_numbers()) if self._job.plan else 0,
             setup_from=self._keepers_of(record) if detached else (),
             stores=() if detached else self._job.start_stores,
         )
+
+    def _node_rank(self, record: RankRecord) -> int:
+        """The number of the rank's node among those that have ranks."""
+        if not self._job.plan:
+            return record.rank // self._job.config.nproc_per_node
+        numbers = self._node_numbers()
+        return numbers.setdefault(record.home, len(numbers))
+
+    def _node_numbers(self) -> dict[str, int]:
+        """Of the nodes that had ranks when the job's generation began, and that have come since."""
+        if self._numbered != self._job.generation:
+            self._numbered = self._job.generation
+            homes = dict.fromkeys(record.home for record in self._job.in_order if record.home)
+            self._numbers = {home: number for number, home in enumerate(homes)}
+        return self._numbers
 
     def _keepers_of(self, record: RankRecord) -> list[str]:
         """The agents that keep the rank's set-up log for when its own node is lost; none if its node still has it."""

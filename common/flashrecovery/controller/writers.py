@@ -1,11 +1,13 @@
-"""Who writes which shard into the node's memory, when a job is laid out in another way. Pure."""
+"""Who writes which shard into the nodes' memory for another layout, and what of it is still there. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from flashrecovery.controller.custody import left_behind
+from flashrecovery.controller.nodes import NodeRecord
 from flashrecovery.controller.records import RankRecord, capsule_name
 from flashrecovery.errors import JobFailedError
 from flashrecovery.plan import Kind
@@ -13,6 +15,8 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 COMMON = "common"
 """The shard that every rank has, of state that is no tensor; each index has it besides."""
+_COPIES = 2
+"""So many nodes have each shard in their memory, if it is on so many: one of them may be lost."""
 _PREFERRED = (Kind.LIVE, Kind.UNDO, Kind.COPY)
 
 
@@ -20,8 +24,8 @@ def assigned(
     records: Mapping[int, RankRecord], departed: Mapping[int, Mapping[str, int]], version: int
 ) -> dict[int, list[pb.StashItem]]:
     """Who writes which shard at ``version``, and from what it has of it: of those who have it for themselves, or else
-    keep copies of it, whoever writes the least so far. All shards that the ranks need, and that those have needed who
-    have left; no rank's own plain state.
+    keep copies of it, whoever writes the least so far; and where somebody on another node has it, too, one of these
+    besides. All shards that the ranks need, and that those have needed who have left; no rank's own plain state.
 
     Raises JobFailedError if somebody has said that it has a shard, and nobody has.
     """
@@ -41,7 +45,72 @@ def assigned(
     for name in sorted(names, key=lambda name: (-sizes[name], name)):
         if not holders[name]:
             raise JobFailedError(f"nobody has shard {name!r} at version {version}")
-        rank = min(holders[name], key=lambda rank: (holders[name][rank] is Kind.COPY, load[rank], rank))
-        load[rank] += sizes[name]
-        orders.setdefault(rank, []).append(pb.StashItem(shard=name, kind=holders[name][rank].value))
+        left = dict(holders[name])
+        for _ in range(_COPIES):
+            if left:
+                rank = min(left, key=lambda rank: (left[rank] is Kind.COPY, load[rank], rank))
+                load[rank] += sizes[name]
+                orders.setdefault(rank, []).append(pb.StashItem(shard=name, kind=left[rank].value))
+                left = {other: kind for other, kind in left.items() if records[other].home != records[rank].home}
     return orders
+
+
+@dataclass(frozen=True)
+class Kept:
+    """State that is to be read by the ranks of the next layout: in the nodes' memory, or (``checkpoint``) on disk.
+
+    Attributes:
+        place: where, with the ranks that have written it.
+        written: bytes.
+        writers: of each shard.
+        homes: of each rank that has written, its node, and that node's incarnation.
+    """
+
+    version: int
+    place: pb.StashPlace
+    checkpoint: str = ""
+    written: int = 0
+    writers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    homes: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        version: int,
+        directory: str,
+        orders: Mapping[int, list[pb.StashItem]],
+        records: Mapping[int, RankRecord],
+        nodes: Mapping[str, NodeRecord],
+    ) -> Kept:
+        """What is about to be written."""
+        writers: dict[str, tuple[int, ...]] = {}
+        for rank, items in orders.items():
+            for item in items:
+                writers[item.shard] = (*writers.get(item.shard, ()), rank)
+        homes = {rank: (name, nodes[name].incarnation) for rank in orders if (name := records[rank].home) in nodes}
+        place = pb.StashPlace(directory=directory, ranks=sorted(orders))
+        return Kept(version, place, writers=writers, homes=homes)
+
+    def now(self, nodes: Mapping[str, NodeRecord]) -> Kept | None:
+        """What of it can be read now, and from which agents; None if that is not everything."""
+        if self.checkpoint:
+            return self
+        there = {
+            rank: nodes[name]
+            for rank, (name, incarnation) in self.homes.items()
+            if name in nodes and nodes[name].alive and nodes[name].incarnation == incarnation
+        }
+        if not there or any(not there.keys() & ranks for ranks in self.writers.values()):
+            return None
+        place = pb.StashPlace(directory=self.place.directory, ranks=sorted(there))
+        if len(nodes) > 1:
+            place.sources.extend(pb.StashSource(rank=rank, peer=node.peer) for rank, node in sorted(there.items()))
+        return replace(self, place=place)
+
+    def lost_with(self, nodes: Mapping[str, NodeRecord]) -> str:
+        """In words, why it cannot be read."""
+        gone = {
+            name
+            for name, incarnation in self.homes.values()
+            if name not in nodes or not nodes[name].alive or nodes[name].incarnation != incarnation
+        }
+        return f"what the ranks have written for the next layout was in the memory of {', '.join(sorted(gone))} alone"

@@ -8,11 +8,12 @@ The workers say what there is to divide (:class:`LayoutFacts`); candidates, thei
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from flashrecovery.errors import ConfigError
 from flashrecovery.plan.footprint import Sharding
+from flashrecovery.plan.layout_places import groups_that_fit
 from flashrecovery.plan.step_cost import MeasuredStep, Prices, estimate, fit
 from flashrecovery.plan.strategy import (
     Excluded,
@@ -176,27 +177,44 @@ def fixed(facts: LayoutFacts) -> str:
     return f"a job with {' and '.join(odd)}: only tensor, pipeline and data parallelism can be changed" if odd else ""
 
 
-def best(facts: LayoutFacts, ranks: int, least: int, step_s: float = 0.0) -> StrategyChoice:
-    """The layout to go on with on at most ``ranks`` ranks, and at least ``least``. ``step_s``: what a step takes now.
+def best(facts: LayoutFacts, rooms: int | Sequence[int], least: int, step_s: float = 0.0) -> StrategyChoice:
+    """The layout to go on with. ``rooms``: for so many ranks there is room, on one node, or on each node; tensor
+    parallelism stays within a node. ``least``: ranks. ``step_s``: what a step takes now.
 
     Raises NothingFitsError, with the reasons.
     """
     work = facts.work()
-    machines = Machines(max(ranks, 1), max(ranks, 1), facts.memory_bytes or _PLENTY)
+    rooms = [rooms] if isinstance(rooms, int) else [room for room in rooms if room > 0]
+    ranks, per_node = sum(rooms), max([1, *rooms])
+    machines = Machines(max(ranks, 1), per_node, facts.memory_bytes or _PLENTY)
     excluded = Excluded()
     found = []
     for one in candidates(work, ranks, machines.per_node, excluded) if ranks > 0 else ():
         if one.micro_batch != facts.micro_batch:
             continue  # no other layout: the same one with other micro-batches
-        if one.ranks < least:
-            excluded.add(f"fewer than {least} ranks (replan.min)", str(one))
+        fitting = _within_nodes(facts, one, rooms)
+        if fitting is None:
+            excluded.add("its tensor-parallel ranks would not be on one node each", str(one))
+        elif fitting.ranks < least:
+            excluded.add(f"fewer than {least} ranks (replan.min)", str(fitting))
         else:
-            found.append(one)
+            found.append(fitting)
     prices = Prices()
     if step_s > 0:
-        prices = fit(work, Machines(facts.now.ranks, facts.now.ranks, _PLENTY), [MeasuredStep(facts.now, step_s)])
+        here = Machines(facts.now.ranks, max(per_node, min(facts.now.tp, facts.now.ranks)), _PLENTY)
+        prices = fit(work, here, [MeasuredStep(facts.now, step_s)])
     choice = decide(work, machines, [estimate(work, machines, one, prices) for one in found], excluded, facts.now)
     return replace(choice, lines=tuple(_words(facts, choice, ranks, excluded)))
+
+
+def _within_nodes(facts: LayoutFacts, one: Strategy, rooms: Sequence[int]) -> Strategy | None:
+    """The same, with as many replicas less as it takes to have each tensor-parallel group on one node; None: it cannot
+    be."""
+    groups = groups_that_fit(one.tp, rooms)
+    if one.ranks <= groups * one.tp:
+        return one
+    dp = _most_replicas(facts, groups // one.pp)
+    return replace(one, dp=dp) if dp else None
 
 
 def _words(facts: LayoutFacts, choice: StrategyChoice, ranks: int, excluded: Excluded) -> Iterator[str]:

@@ -2066,6 +2066,7 @@ class Replace(_message.Message):
     STORES_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
     BESIDE_FIELD_NUMBER: _builtins.int
     detached: _builtins.bool
     attempt: _builtins.int
@@ -2080,6 +2081,8 @@ class Replace(_message.Message):
     """of a job that has changed its layout: its ranks now; 0: those of the launch"""
     layout: _builtins.str
     """the layout itself, as tp=1,pp=2,dp=1"""
+    nodes: _builtins.int
+    """of such a job: how many nodes hold its ranks"""
     beside: _builtins.int
     """the process is built up beside training and belongs to the job later: the order's number; 0: at once"""
     @_builtins.property
@@ -2109,11 +2112,12 @@ class Replace(_message.Message):
         stores: _abc.Iterable[Global___StoreServer] | None = ...,
         world_size: _builtins.int = ...,
         layout: _builtins.str = ...,
+        nodes: _builtins.int = ...,
         beside: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "beside", b"beside", "detached", b"detached", "domains", b"domains", "layout", b"layout", "local_rank", b"local_rank", "node_rank", b"node_rank", "setup_from", b"setup_from", "store_host", b"store_host", "store_port", b"store_port", "stores", b"stores", "stride", b"stride", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "beside", b"beside", "detached", b"detached", "domains", b"domains", "layout", b"layout", "local_rank", b"local_rank", "node_rank", b"node_rank", "nodes", b"nodes", "setup_from", b"setup_from", "store_host", b"store_host", "store_port", b"store_port", "stores", b"stores", "stride", b"stride", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2559,22 +2563,52 @@ class StashPlace(_message.Message):
 
     DIRECTORY_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
     directory: _builtins.str
     @_builtins.property
-    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of the old layout that have written"""
+
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___StashSource]:
+        """of a job of several nodes: whose agents have that in their nodes' memory"""
+
     def __init__(
         self,
         *,
         directory: _builtins.str = ...,
         ranks: _abc.Iterable[_builtins.int] | None = ...,
+        sources: _abc.Iterable[Global___StashSource] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "ranks", b"ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "ranks", b"ranks", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StashPlace: _TypeAlias = StashPlace  # noqa: Y015
+
+@_typing.final
+class StashSource(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    peer: _builtins.str
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        peer: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StashSource: _TypeAlias = StashSource  # noqa: Y015
 
 @_typing.final
 class DropStash(_message.Message):
@@ -3031,6 +3065,30 @@ class ControllerHeard(_message.Message):
 Global___ControllerHeard: _TypeAlias = ControllerHeard  # noqa: Y015
 
 @_typing.final
+class StashThere(_message.Message):
+    """The agent has done what a worker has asked for; ``error`` set: it could not."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    error: _builtins.str
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StashThere: _TypeAlias = StashThere  # noqa: Y015
+
+@_typing.final
 class ToWorker(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -3038,6 +3096,7 @@ class ToWorker(_message.Message):
     WARM_FIELD_NUMBER: _builtins.int
     ASSIGN_FIELD_NUMBER: _builtins.int
     CONTROLLER_FIELD_NUMBER: _builtins.int
+    STASH_THERE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def command(self) -> Global___Command: ...
     @_builtins.property
@@ -3046,6 +3105,8 @@ class ToWorker(_message.Message):
     def assign(self) -> Global___Assign: ...
     @_builtins.property
     def controller(self) -> Global___ControllerHeard: ...
+    @_builtins.property
+    def stash_there(self) -> Global___StashThere: ...
     def __init__(
         self,
         *,
@@ -3053,12 +3114,13 @@ class ToWorker(_message.Message):
         warm: Global___Warm | None = ...,
         assign: Global___Assign | None = ...,
         controller: Global___ControllerHeard | None = ...,
+        stash_there: Global___StashThere | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "command", b"command", "controller", b"controller", "warm", b"warm"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "command", b"command", "controller", b"controller", "stash_there", b"stash_there", "warm", b"warm"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "command", b"command", "controller", b"controller", "warm", b"warm"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "command", b"command", "controller", b"controller", "stash_there", b"stash_there", "warm", b"warm"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["command", "warm", "assign", "controller"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["command", "warm", "assign", "controller", "stash_there"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -3169,6 +3231,7 @@ class FromWorker(_message.Message):
     NOTICE_FIELD_NUMBER: _builtins.int
     HANG_REPORT_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
+    STASH_WANTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def warmed(self) -> Global___Warmed: ...
     @_builtins.property
@@ -3189,6 +3252,8 @@ class FromWorker(_message.Message):
     def hang_report(self) -> Global___HangReport: ...
     @_builtins.property
     def paused(self) -> Global___Paused: ...
+    @_builtins.property
+    def stash_wanted(self) -> Global___StashWanted: ...
     def __init__(
         self,
         *,
@@ -3202,16 +3267,71 @@ class FromWorker(_message.Message):
         notice: Global___Notice | None = ...,
         hang_report: Global___HangReport | None = ...,
         paused: Global___Paused | None = ...,
+        stash_wanted: Global___StashWanted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hang_report", b"hang_report", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "paused", b"paused", "reply", b"reply", "warmed", b"warmed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hang_report", b"hang_report", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "paused", b"paused", "reply", b"reply", "stash_wanted", b"stash_wanted", "warmed", b"warmed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hang_report", b"hang_report", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "paused", b"paused", "reply", b"reply", "warmed", b"warmed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hang_report", b"hang_report", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "paused", b"paused", "reply", b"reply", "stash_wanted", b"stash_wanted", "warmed", b"warmed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["warmed", "modules", "joined", "reply", "done", "last_words", "checkpoint", "notice", "hang_report", "paused"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["warmed", "modules", "joined", "reply", "done", "last_words", "checkpoint", "notice", "hang_report", "paused", "stash_wanted"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
 Global___FromWorker: _TypeAlias = FromWorker  # noqa: Y015
+
+@_typing.final
+class StashWanted(_message.Message):
+    """This worker needs what ranks of the old layout have written on other nodes, within so many seconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    WITHIN_S_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    directory: _builtins.str
+    within_s: _builtins.float
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___StashFile]: ...
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        directory: _builtins.str = ...,
+        files: _abc.Iterable[Global___StashFile] | None = ...,
+        within_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "files", b"files", "number", b"number", "within_s", b"within_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StashWanted: _TypeAlias = StashWanted  # noqa: Y015
+
+@_typing.final
+class StashFile(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    READ_FIELD_NUMBER: _builtins.int
+    peer: _builtins.str
+    @_builtins.property
+    def read(self) -> Global___StashRead: ...
+    def __init__(
+        self,
+        *,
+        peer: _builtins.str = ...,
+        read: Global___StashRead | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["read", b"read"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer", "read", b"read"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StashFile: _TypeAlias = StashFile  # noqa: Y015
 
 @_typing.final
 class Fork(_message.Message):
@@ -3911,6 +4031,62 @@ class FetchRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FetchRequest: _TypeAlias = FetchRequest  # noqa: Y015
+
+@_typing.final
+class StashRead(_message.Message):
+    """what a rank of the old layout has written in the memory of that agent's node"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    STARTS_FIELD_NUMBER: _builtins.int
+    SIZES_FIELD_NUMBER: _builtins.int
+    directory: _builtins.str
+    rank: _builtins.int
+    @_builtins.property
+    def starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of its tensors' file, one after another; none: its whole index"""
+
+    @_builtins.property
+    def sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        directory: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        starts: _abc.Iterable[_builtins.int] | None = ...,
+        sizes: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "rank", b"rank", "sizes", b"sizes", "starts", b"starts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StashRead: _TypeAlias = StashRead  # noqa: Y015
+
+@_typing.final
+class StashPart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    last: _builtins.bool
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        last: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "last", b"last"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StashPart: _TypeAlias = StashPart  # noqa: Y015
 
 @_typing.final
 class StatusRequest(_message.Message):

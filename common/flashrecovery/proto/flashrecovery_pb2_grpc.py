@@ -509,6 +509,11 @@ class PeerStub:
                 request_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.VoteRequest.SerializeToString,
                 response_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.VoteReply.FromString,
                 _registered_method=True)
+        self.ReadStash = channel.unary_stream(
+                '/flashrecovery.v1.Peer/ReadStash',
+                request_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.StashRead.SerializeToString,
+                response_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.StashPart.FromString,
+                _registered_method=True)
         self.Relay = channel.stream_stream(
                 '/flashrecovery.v1.Peer/Relay',
                 request_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.AgentMessage.SerializeToString,
@@ -544,6 +549,12 @@ class PeerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadStash(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Relay(self, request_iterator, context):
         """a Session, by way of this agent
         """
@@ -573,6 +584,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Vote,
                     request_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.VoteRequest.FromString,
                     response_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.VoteReply.SerializeToString,
+            ),
+            'ReadStash': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadStash,
+                    request_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.StashRead.FromString,
+                    response_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.StashPart.SerializeToString,
             ),
             'Relay': grpc.stream_stream_rpc_method_handler(
                     servicer.Relay,
@@ -689,6 +705,33 @@ class Peer:
             '/flashrecovery.v1.Peer/Vote',
             flashrecovery_dot_proto_dot_flashrecovery__pb2.VoteRequest.SerializeToString,
             flashrecovery_dot_proto_dot_flashrecovery__pb2.VoteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadStash(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/flashrecovery.v1.Peer/ReadStash',
+            flashrecovery_dot_proto_dot_flashrecovery__pb2.StashRead.SerializeToString,
+            flashrecovery_dot_proto_dot_flashrecovery__pb2.StashPart.FromString,
             options,
             channel_credentials,
             insecure,

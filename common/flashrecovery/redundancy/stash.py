@@ -2,8 +2,9 @@
 
 Each rank that is left writes what it was told to of one version (its own shards, and copies that it keeps of others')
 into a file of a directory in ``/dev/shm``; then the workers end. Those of the new layout map these files and copy the
-boxes that they need, each from one of the files that have it. No disk and no network is used. The file of a rank is its
-tensors one after another; its index says of each to which boxes of which logical tensors it belongs
+boxes that they need, each from one of the files that have it. No disk is used, and no network, but for what ranks on
+other nodes have written: of that, the tensors that are needed are brought here first (:class:`Elsewhere`). The file of
+a rank is its tensors one after another; its index says of each to which boxes of which logical tensors it belongs
 (:mod:`flashrecovery.plan.logical`), and has its digest.
 """
 
@@ -11,10 +12,10 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -170,15 +171,52 @@ class Wanted:
     parts: tuple[LogicalPart, ...]
 
 
+class Elsewhere(Protocol):
+    """What ranks have written on other nodes."""
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """These ranks."""
+
+    @property
+    def directory(self) -> Path:
+        """Where parts of it are once they have been brought here, in files of the same names, at the same places."""
+
+    def bring(self, wanted: Mapping[int, Sequence[tuple[int, int]]]) -> None:
+        """Have these (start, bytes) of tensors' files here, by rank; of a rank without any, the index. Raises
+        RestoreError."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """``box`` of a logical tensor, of which ``rank`` has written the part ``held``, goes to ``target``, which is the
+    part ``part`` of what is wanted."""
+
+    target: torch.Tensor
+    part: LogicalPart
+    box: Box
+    rank: int
+    stored: StoredTensor
+    held: LogicalPart
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.size * _itemsize(self.stored)
+
+
 class Stash:
     """What ranks of an old layout have written, to be read."""
 
-    def __init__(self, directory: Path, ranks: Sequence[int], version: int) -> None:
-        """``ranks``: that have written. Raises RestoreError if something is missing, damaged or of another version."""
+    def __init__(self, directory: Path, ranks: Sequence[int], version: int, elsewhere: Elsewhere | None = None) -> None:
+        """``ranks``: that have written; several may have written the same. Raises RestoreError if something is missing,
+        damaged or of another version."""
         self._directory = directory
+        self._elsewhere = elsewhere
+        if elsewhere is not None and elsewhere.ranks:
+            elsewhere.bring(dict.fromkeys(elsewhere.ranks, ()))
         self.indexes: dict[int, Index] = {}
         for rank in ranks:
-            path = directory / f"rank{rank}.index"
+            path = self._file(rank, "index")
             try:
                 index = Index.decode(path.read_bytes())
             except (OSError, ProtocolError, ValueError) as e:
@@ -189,10 +227,19 @@ class Stash:
         self._mapped: dict[int, np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
         self._checked: dict[tuple[int, int], torch.Tensor] = {}
         self._of: dict[str, list[tuple[int, StoredTensor, LogicalPart]]] = defaultdict(list)
-        for rank, index in self.indexes.items():
-            for tensor in index.tensors:
-                for part in tensor.parts:
-                    self._of[part.name].append((rank, tensor, part))
+        taken: dict[str, int] = {}  # from whom each shard is read, of several that have written it
+        for rank in sorted(self.indexes, key=lambda rank: (self._is_elsewhere(rank), rank)):
+            for tensor in self.indexes[rank].tensors:
+                if taken.setdefault(tensor.shard, rank) == rank:
+                    for part in tensor.parts:
+                        self._of[part.name].append((rank, tensor, part))
+
+    def _is_elsewhere(self, rank: int) -> bool:
+        return self._elsewhere is not None and rank in self._elsewhere.ranks
+
+    def _file(self, rank: int, kind: str) -> Path:
+        found = self._elsewhere.directory if self._elsewhere is not None and self._is_elsewhere(rank) else None
+        return (found or self._directory) / f"rank{rank}.{kind}"
 
     @property
     def common(self) -> bytes:
@@ -228,18 +275,39 @@ class Stash:
                 if mine is not None:
                     self._check_kind(mine.name, there[0][1].dtype, one.tensor)
                     into[part.name].append((part, one.tensor))
-        copied = 0
-        for name, places in into.items():
-            for number in range(len(places)):  # a tensor may be wanted in two places of one rank
-                copied += self._fill_one(name, *places[number], limit)
-        return copied
+        pieces = [
+            piece
+            for name, places in into.items()
+            for part, tensor in places
+            for piece in self._cut(name, part, tensor, limit)
+        ]
+        self._bring(pieces)
+        for piece in pieces:
+            flat = self._tensor(piece.rank, piece.stored)[piece.held.begin : piece.held.begin + piece.held.box.size]
+            source = flat.view(piece.held.box.shape)[piece.box.within(piece.held.box)]
+            with torch.no_grad():
+                piece.target[piece.box.within(piece.part.box)].copy_(source)
+        return sum(piece.nbytes for piece in pieces)
+
+    def _bring(self, pieces: Sequence[_Piece]) -> None:
+        """Have the tensors here that ranks have written elsewhere; as a whole, because that is what digests are of."""
+        if self._elsewhere is None:
+            return
+        wanted = {(piece.rank, piece.stored.start, piece.stored.nbytes) for piece in pieces}
+        by_rank: dict[int, list[tuple[int, int]]] = {}
+        for rank, start, nbytes in sorted(wanted):
+            if self._is_elsewhere(rank) and nbytes:
+                by_rank.setdefault(rank, []).append((start, nbytes))
+        if by_rank:
+            self._elsewhere.bring(by_rank)
 
     @staticmethod
     def _check_kind(name: str, dtype: str, tensor: torch.Tensor) -> None:
         if str(tensor.dtype).removeprefix("torch.") != dtype:
             raise RestoreError(f"logical tensor {name!r} is {dtype} in the state, and {tensor.dtype} here")
 
-    def _fill_one(self, name: str, part: LogicalPart, tensor: torch.Tensor, limit: int) -> int:
+    def _cut(self, name: str, part: LogicalPart, tensor: torch.Tensor, limit: int) -> Iterator[_Piece]:
+        """What ``part`` of ``tensor`` is put together from."""
         there = self._of[name]
         (space,) = spaces({name: [(p, _itemsize(t)) for _, t, p in there]})
         if not space.shape and len({stored.digest for _, stored, _ in there}) > 1:
@@ -249,21 +317,15 @@ class Stash:
         target = tensor.detach().reshape(-1)[part.begin : part.begin + part.box.size].view(part.box.shape)
         if target.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
             raise RestoreError(f"logical tensor {name!r}: the tensor to be filled is not contiguous")
-        copied = 0
         for box, number in _pieces(space, [p.box for _, _, p in there], needed.box, limit):
-            rank, stored, held = there[number]
-            flat = self._tensor(rank, stored)[held.begin : held.begin + held.box.size]
-            with torch.no_grad():
-                target[box.within(part.box)].copy_(flat.view(held.box.shape)[box.within(held.box)])
-            copied += box.size * space.itemsize
-        return copied
+            yield _Piece(target, part, box, *there[number])
 
     def _tensor(self, rank: int, stored: StoredTensor) -> torch.Tensor:
         """All of a stored tensor, flat. Its digest is compared when it is first asked for."""
         key = rank, stored.start
         if key not in self._checked:
             if rank not in self._mapped:
-                path = self._directory / f"rank{rank}.data"
+                path = self._file(rank, "data")
                 try:
                     self._mapped[rank] = np.memmap(path, np.uint8, "c")  # private: nothing that is done to it is seen
                 except (OSError, ValueError) as e:

@@ -32,11 +32,14 @@ torch/cuda/__init__.py)."""
 STRIDE_ENV = "FLASHRECOVERY_NEIGHBOUR_STRIDE"
 """Rank r's copies are kept by rank r + stride, modulo the world size."""
 DOMAINS_ENV = "FLASHRECOVERY_DOMAINS"
-"""Numbers of the nodes' failure domains at the launch, JSON; unset if no two nodes share one."""
+"""Numbers of the nodes' failure domains at the launch, JSON; unset if no two nodes share one. In a parallel layout that
+the job has changed to: of the ranks' ones; unset on one node."""
 LAYOUT_ENV = "FLASHRECOVERY_LAYOUT"
 """The parallel layout that the job has changed to, as tp=1,pp=2,dp=1; unset: that of the launch."""
 STASH_ENV = "FLASHRECOVERY_STASH"
 """The directory in the node's memory for state that outlives its processes while the layout changes; unset: none."""
+STASH_ELSEWHERE = "elsewhere"
+"""Within it, what has been read from other nodes."""
 LOCAL_RANK_MACRO = "${local_rank}"
 """In an argument of the script, each rank finds its LOCAL_RANK instead of this, as under torchrun."""
 
@@ -76,6 +79,7 @@ def rank_env(config: RunConfig, rank: int, generation: int, replace: pb.Replace)
     if replace.layout:
         several |= {LAYOUT_ENV: replace.layout}
         several |= dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), str(replace.world_size))
+        several["GROUP_WORLD_SIZE"] = str(max(replace.nodes, 1))
     return {
         **several,
         "RANK": str(rank),

@@ -30,7 +30,8 @@ log = logging.getLogger("flashrecovery")
 
 
 class Control:
-    """Owns the channel's reading side. ``inbox`` holds the commands that the training thread carries out."""
+    """Owns the channel's reading side. ``inbox`` holds the commands that the training thread carries out;
+    ``stash_answers`` what the agent says to its requests."""
 
     def __init__(
         self,
@@ -43,6 +44,7 @@ class Control:
         on_keep_undo: Callable[[int], None],
     ) -> None:
         self.inbox: queue.Queue[pb.Command] = queue.Queue()
+        self.stash_answers: queue.Queue[pb.StashThere] = queue.Queue()
         self._channel = channel
         self._gate = gate
         self._limits = limits
@@ -74,6 +76,9 @@ class Control:
                 os._exit(1)
             if message.HasField("controller"):
                 self.controller_heard = message.controller.heard
+                continue
+            if message.HasField("stash_there"):
+                self.stash_answers.put(message.stash_there)
                 continue
             command = message.command
             body = command.WhichOneof("body")

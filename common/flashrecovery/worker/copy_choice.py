@@ -17,7 +17,7 @@ from flashrecovery.plan.choice import CopyChoice, Sizes, choose, neighbour_memor
 from flashrecovery.plan.parity_groups import Groups, groups_of_all, launch_domains
 from flashrecovery.plan.placement import copied_by, ring_of
 from flashrecovery.plan.replicas import ReplicaShape
-from flashrecovery.runtime.environment import DOMAINS_ENV, STRIDE_ENV
+from flashrecovery.runtime.environment import DOMAINS_ENV, LAYOUT_ENV, STRIDE_ENV
 from flashrecovery.runtime.host_memory import available_memory
 from flashrecovery.state.shard import Shard
 from flashrecovery.worker.registry import Registry
@@ -31,15 +31,15 @@ def choice(registry: Registry, settings: Settings) -> tuple[CopyChoice, Groups]:
     """
     several = placement()[1] > 1
     found: Groups | str = ()
-    if settings.redundancy == "parity" or (settings.redundancy == "auto" and several):
+    auto = settings.redundancy == "auto" and several and settings.replan is None  # parity is of one layout
+    if settings.redundancy == "parity" or auto:
         found = parity_groups(registry, settings)
     if settings.redundancy == "parity" and isinstance(found, str):
         raise UnsupportedError(f"redundancy 'parity': {found}; allowed here: auto, neighbor, none")
     now, expected = sizes_everywhere(registry, settings.parity)
-    if settings.redundancy == "auto" and several:
-        chosen = choose(expected, found, settings.parity)
-    else:  # on one node neighbour copies take no memory of their own
-        chosen = CopyChoice(settings.redundancy == "parity", True, "")
+    # On one node neighbour copies take no memory of their own.
+    plain = CopyChoice(settings.redundancy == "parity", True, "")
+    chosen = choose(expected, found, settings.parity) if auto else plain
 
     def need(sizes: Sizes) -> int:
         if chosen.parity and not isinstance(found, str):
@@ -77,9 +77,12 @@ def _shared_domains() -> list[int]:
 
 
 def domains_of_launch(world: int) -> list[str]:
-    """The failure domain of each rank, as the job was launched. A replacement finds the same: it follows from what the
-    agent has put into the environment."""
-    return launch_domains(world, placement()[1], _shared_domains())
+    """The failure domain of each rank, as the job was launched, or has changed its parallel layout last. A replacement
+    finds the same: it follows from what the agent has put into the environment."""
+    shared = _shared_domains()
+    if LAYOUT_ENV in os.environ and placement()[1] > 1:  # nodes need not have equally many ranks there
+        return [f"domain {number}" for number in shared]
+    return launch_domains(world, placement()[1], shared)
 
 
 def parity_groups(registry: Registry, settings: Settings) -> Groups | str:
@@ -92,7 +95,9 @@ def copied_shards(registry: Registry, losses: int) -> list[Shard]:
     ``losses`` failure domains. Of several holders one has that done."""
     world = registry.world_size
     domains = domains_of_launch(world)
-    if len({*domains}) <= losses:  # all nodes share what may fail, so that only nodes are told apart
+    if (
+        len({*domains}) <= losses and LAYOUT_ENV not in os.environ
+    ):  # all nodes share what may fail, so that only nodes are told apart
         domains = launch_domains(world, placement()[1])
 
     def copied(shard: Shard) -> bool:

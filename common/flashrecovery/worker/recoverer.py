@@ -11,6 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal, NoReturn, Protocol
 
 from flashrecovery import groups
@@ -29,6 +30,7 @@ from flashrecovery.worker.copies import Copies
 from flashrecovery.worker.registry import Drawn
 from flashrecovery.worker.reshaping import Reshaping
 from flashrecovery.worker.sealing import Sealing
+from flashrecovery.worker.stash_reading import Fetched
 from flashrecovery.worker.stashing import Stashing
 from flashrecovery.worker.transfer import exchange, within
 from flashrecovery.worker.worker import Worker
@@ -252,6 +254,10 @@ class Recoverer:
         )
         reply.sent_digests.update(alike)
 
+    def _from_other_nodes(self, root: Path, place: pb.StashPlace, within_s: float) -> Fetched:
+        worker, control = self._worker, self._worker.control
+        return Fetched(root, place, worker.send, control.stash_answers, lambda: not control.inbox.empty(), within_s)
+
     def _stashing(self) -> Stashing:
         """Raises RestoreError."""
         if self._worker.stashing is None:
@@ -304,7 +310,9 @@ class Recoverer:
             self._fresh = True  # the data stands somewhere else, too
         elif restore.HasField("stash"):
             worker.gate.torn()
-            reply.bytes_received += self._stashing().read(restore.stash, version)
+            reply.bytes_received += self._stashing().read(
+                restore.stash, version, lambda root, place: self._from_other_nodes(root, place, restore.deadline_s)
+            )
             self._fresh = True
         else:
             if restore.HasField("decode"):

@@ -26,6 +26,7 @@ from flashrecovery.state.shard import ShardSource
 from flashrecovery.worker import agreement
 from flashrecovery.worker.elastic_rules import refuse_tied_buffers, refuse_unequal
 from flashrecovery.worker.registry import Registry
+from flashrecovery.worker.stash_reading import Fetched
 
 _TAKE = "recovery.elastic_batches(dataset, global_batch=..., micro_batch=...) are allowed (docs/elastic.md)"
 
@@ -108,11 +109,13 @@ class Stashing:
         alike |= {f"{name!r}, of which there is one for all parameters,": d for name, d in written.numbers.items()}
         return written.nbytes, alike
 
-    def read(self, place: pb.StashPlace, version: int) -> int:
+    def read(self, place: pb.StashPlace, version: int, fetched: Callable[[Path, pb.StashPlace], Fetched]) -> int:
         """Bring this rank to ``version``, as ranks of another layout have written it. Its own state is that of the
-        script's start. Returns how many bytes of tensors were read. Raises RestoreError."""
+        script's start. ``fetched``: a way to what they have written on other nodes. Returns how many bytes of tensors
+        were read. Raises RestoreError."""
         registry = self._registry
-        stash = Stash(self._directory(place.directory), place.ranks, version)
+        elsewhere = fetched(Path(os.environ[STASH_ENV]), place) if place.sources else None
+        stash = Stash(self._directory(place.directory), place.ranks, version, elsewhere)
         registry.begin_anew()
         nbytes = self._state.read(stash)
         registry.capsule.keep(version, registry.capture_capsule(registry.drawn()))

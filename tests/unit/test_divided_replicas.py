@@ -52,7 +52,7 @@ def test_copies_on_the_owners_node_are_refused(
         raise StopIteration
 
     monkeypatch.setattr(copies, "choice", allowed)
-    settings = Settings.model_validate({"elastic": {"min": 1, "max": shape.replicas}})
+    settings = Settings.model_validate({"elastic": {"min": 1, "max": max(shape.replicas, 2)}})
     with pytest.raises(UnsupportedError if refused else StopIteration, match=refused or None):
         copies.Copies(of_rank, settings, *[lambda *_: None] * 4)
 

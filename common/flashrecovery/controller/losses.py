@@ -44,7 +44,8 @@ def _others_have_all(job: JobState, lost: Collection[int]) -> bool:
     # Of a part that nobody else has, copies are with one rank: it and its owner must not both be gone afterwards.
     alive = {record.rank for record in living}
     staying = {rank for rank in alive if shape.replica(rank) not in going}
-    of_parts = [{rank, job.keeper_of_part(rank)} for rank in job.layout]
+    ring = shape.ring(len(job.layout), job.stride)
+    of_parts = [{rank, job.layout[keeper]} for rank, keeper in zip(job.layout, ring, strict=True)]
     if any(alive.isdisjoint(some) for some in of_parts):
         return True  # something is lost whoever leaves
     return not any(staying.isdisjoint(some) for some in of_parts)

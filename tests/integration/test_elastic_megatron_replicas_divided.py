@@ -171,9 +171,10 @@ def test_a_second_death_during_the_change(training: str, state: str, tmp_path: P
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("training", MAIN)
 def test_one_of_two_dies_while_the_other_leaves(training: str, state: str, tmp_path: Path) -> None:
-    """No replica is left that is whole: the job ends and says so."""
+    """No replica is left that is whole: a node is waited for, and then the job ends and says so."""
+    config = {"elastic": {"min": 1, "max": 2, "replace": "never"}, "timeouts": {"node_wait_s": 3}}
     faults = (f"rank=0,fault=sigkill,at=backward,step={AT}", f"rank=3,fault=sigkill,at=recovery:{state}")
-    job = launch(tmp_path / "run", training, replicas=2, faults=faults).wait(TIMEOUT_S)
+    job = launch(tmp_path / "run", training, replicas=2, config=config, faults=faults).wait(TIMEOUT_S)
     check_fired(job, 2)
     assert job.code != 0 and "0 replicas left" in job.of("job_failed")[0]["reason"], job.explain()
     check_clean(job)

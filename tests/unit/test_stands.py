@@ -68,6 +68,13 @@ def test_where_each_rank_is_a_replica_the_ring_is_that_of_all() -> None:
         assert ReplicaShape(size).ring(size, stride) == ring_of(size, stride)
 
 
+@pytest.mark.parametrize(("shape", "node"), [(ReplicaShape(4, 2), 4), (ReplicaShape(6, 2), 4), (ReplicaShape(4, 4), 8)])
+def test_copies_are_on_another_node(shape: ReplicaShape, node: int) -> None:
+    """Nodes of whole replicas, which follow on each other."""
+    for number, keeper in enumerate(shape.ring(shape.world, node)):
+        assert number // node != keeper // node
+
+
 def test_peers_and_their_shape() -> None:
     shape = ReplicaShape(3, 2, 2)  # 0 1 | 2 3 | 4 5 and 6 7 | 8 9 | 10 11
     members = [0, 1, 4, 5, 6, 7, 10, 11]

@@ -39,6 +39,8 @@ TRAININGS = {
     "pp-fp32": PP,
     "pp-fp16-tied": (*PP, "--fp16", "--tie-head"),
     "pp-buckets": (*PP, "--bf16", "--overlap-grad-reduce", "--ddp-bucket-size", "700"),
+    "tp-frozen": (*TP, "--bf16", "--mode", "frozen"),
+    "pp-frozen": (*PP, "--bf16", "--mode", "frozen"),
 }
 PLAIN = {"tp-plain": ("--tensor-model-parallel-size", "2"), "pp-plain": PP[:-1]}
 """Whose state is not divided."""

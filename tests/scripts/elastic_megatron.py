@@ -95,6 +95,19 @@ def train_step(args: argparse.Namespace, state: State, turns: Any) -> Tensor:
     return torch.stack([result["loss"] for result in results]).sum()
 
 
+def freeze_some() -> None:
+    """Of each stage and slice something is not trained: nobody divides it, and all replicas have it."""
+    build = megatron_model._model
+
+    def frozen(*args: Any) -> Any:
+        model = build(*args)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("position_embeddings" not in name and "linear_fc1" not in name)
+        return model
+
+    megatron_model._model = frozen
+
+
 def main() -> None:
     parser = megatron_model.parser(__doc__)
     parser.add_argument("--global-batch", type=int, default=24)
@@ -110,6 +123,8 @@ def main() -> None:
     if args.mode == "first":  # only one rank has a group for itself
         dist.new_group([0])
     megatron_model.start_groups(args)
+    if args.mode == "frozen":
+        freeze_some()
     start_calculator(args)
     config = megatron_model.model_config(args)
     chunks = megatron_model.build_chunks(args, config)

@@ -1,0 +1,72 @@
+"""Megatron's distributed optimizer in replicas of several ranks: names of what each place in a replica divides, and of
+its parameters the groups."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flashrecovery.plan.patterns import FlatBuffer
+from flashrecovery.plan.rules import TensorRule
+from fr_megatron import elastic
+from fr_megatron.division import FlatLayout, OptimizerDivision, Stored
+from fr_megatron.optimizers import part_name, weights_name
+
+STATE = [["state/exp_avg", "float32", False, False], ["state/step", "float32", True, True]]
+
+
+def rules(group: str) -> list[TensorRule]:
+    """Of a parameter that is long enough for three ranks."""
+    layout = FlatLayout((FlatBuffer((1024,), 128),), (Stored("0.w", 0, 0, 0, 1000, 0, False),))
+    division = OptimizerDivision.__new__(OptimizerDivision)
+    chunk = SimpleNamespace(buffers=[SimpleNamespace(param_dtype=torch.bfloat16)])
+    vars(division).update(_chunk=chunk, _layout=layout, _group=group)
+    return list(division.rules({"state": STATE}))
+
+
+@pytest.mark.parametrize("group", ["", "stand=1", "stand=11"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_rules_and_shards_have_the_same_names(size: int, group: str) -> None:
+    """In any size, that of one replica included: who looks for a part finds it by its name."""
+    *parts, flat = rules(group)
+    assert len(parts) == 3 and flat.key == "data"
+    for place in range(size):
+        assert {rule.shard_at(place, size) for rule in parts} == {part_name("0.w", place, size, group)}
+        assert flat.shard_at(place, size) == weights_name(0, "dense", 0, size, group)
+
+
+def test_no_two_places_have_a_name_in_common() -> None:
+    names: list[str] = []
+    for group in ("", "stand=0", "stand=1", "stand=10"):
+        for size in (1, 2, 3):
+            of_size = {rule.shard_at(place, size) for rule in rules(group) for place in range(size)}
+            names += of_size
+    assert len(names) == len(set(names)) == 4 * (2 + 3 + 4)
+
+
+@pytest.mark.parametrize("lowest", [0, 1, 10])
+def test_the_groups_of_parameters_are_those_of_ones_own_peers(lowest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other stages have parameters of the same names, in other groups; each rank knows those of its own parts."""
+    peers = [lowest, lowest + 20]
+    a, b = object(), object()
+    chunk = SimpleNamespace(named_parameters=lambda: [("a", a), ("b", b)], intra_dp_cp_group=peers)
+    inner = SimpleNamespace(model_param_group_index_map={a: (1, 0)})
+    others = ["0 0 0.a", "0 1 0.b", "1 0 0.a", "1 2 0.b", "10 0 0.a", "10 3 0.b", "100 5 0.b", "2 4 0.b"]
+    told: list[str] = []
+
+    def union(mine: Any) -> list[str]:
+        told.extend(mine)
+        return sorted({*mine, *(line for line in others if not line.endswith(".a"))})
+
+    monkeypatch.setattr(elastic, "data_parallel_group", lambda: peers)
+    monkeypatch.setattr(elastic.dist, "get_process_group_ranks", list)
+    monkeypatch.setattr(elastic, "union", union)
+    assert elastic.membership([chunk], inner) == {"0.a": 1, "0.b": {0: 1, 1: 2, 10: 3}[lowest]}
+    assert told == [f"{lowest} 1 0.a"]
+    chunk.intra_dp_cp_group = [0, 1, 2]  # of something else its division is not known
+    told.clear()
+    elastic.membership([chunk], inner)
+    assert not told

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from flashrecovery import events as ev
@@ -187,12 +187,13 @@ class JobState:
         shutdown = pb.Shutdown(reason=reason)
         self.command(AGENT, pb.Command(shutdown=shutdown))
 
-    def keepers_of_copies(self) -> list[RankRecord]:
-        """By place, the rank that holds the neighbour copies of the one there."""
-        if len(self.in_order) < 2:
-            return self.in_order
-        ring = ring_of(list(self.ranks), self.stride, self.config.nproc_per_node, self.domains)
-        return [self.in_order[place] for place in ring]
+    def keepers_of_copies(self, records: Sequence[RankRecord] = ()) -> dict[int, int]:
+        """By rank, the one that holds its neighbour copies, if the job consists of these ``records`` (default: all)."""
+        ranks = [record.rank for record in records or self.in_order]
+        if len(ranks) < 2:
+            return {rank: rank for rank in ranks}
+        ring = ring_of(ranks, self.stride, self.config.nproc_per_node, self.domains)
+        return {rank: ranks[place] for rank, place in zip(ranks, ring, strict=True)}
 
     @property
     def whole(self) -> bool:

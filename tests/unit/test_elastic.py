@@ -778,3 +778,43 @@ def test_a_new_controller_asks_how_state_is_divided(
     for order in permutations(said):
         records = [RankRecord(rank, layout=layout, ready=ready) for rank, (layout, ready) in enumerate(order)]
         assert division_of(records) == found
+
+
+def test_a_controller_that_is_elected_in_the_middle_of_a_change() -> None:
+    """Of five nodes the fourth was lost, and the job was about to go on without it when the first one was lost, with
+    the controller: the state is still divided among five."""
+    world = World(1, nnodes=5, controller="h:1", elastic={"min": 1, "max": 5})
+    machine, everybody = world.machine, [0, 1, 2, 3, 4]
+    keeps = {1: 0, 2: 1, 4: 3}  # whose copies each one has
+    shards = {rank: [f"part/{rank}of5", "common", f"capsule@{rank}"] for rank in everybody}
+    machine.takeover.inherit(0.0)
+    for rank in keeps:
+        fields = {"node": f"n{rank}", "host": f"n{rank}", "slots": 1, "incarnation": f"n{rank}", "peer_port": 1}
+        register = pb.Register(**fields, stride=1, generation=1, members=[0, 1, 2, 4])  # type: ignore[arg-type]
+        worker = register.workers.add(rank=rank, pid=rank + 1, resumed=True, committed=7)
+        worker.joined.CopyFrom(pb.Joined(rank=rank, steps=30))
+        machine.on_register(register, 0.0)
+    machine.on_tick(20.0)
+    world.collect()
+    stops, reshape = [], None
+    while world.inbox and reshape is None:
+        rank, command = world.inbox.pop(0)
+        reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank)
+        if command.HasField("hold"):
+            reply.position.CopyFrom(pb.Position(settled=True, version=7))
+        elif command.HasField("stop"):
+            stops.append((command.stop.unsure, tuple(command.stop.layout)))
+            reply.live_version = 7
+            reply.needs.extend(pb.ShardNeed(name=name, nbytes=8, divided=name[0] == "p") for name in shards[rank])
+            for name in shards[keeps[rank]]:
+                reply.held.add(kind="copy", version=7, shards=[name], nbytes=[8])
+            reply.layout.extend(everybody if command.stop.unsure else ())
+        elif command.HasField("restore"):
+            reshape = command.restore.reshape
+        if rank >= 0:
+            machine.on_reply(reply, 20.0)
+            world.collect()
+    thought = (True, (0, 1, 2, 4))
+    assert stops == [thought] * 3 + [(False, (0, 1, 2, 3, 4))] * 3
+    assert reshape is not None and (list(reshape.before), list(reshape.after)) == (everybody, [1, 2, 4])
+    assert {(c.owner, c.holder) for c in reshape.custody} == {(0, 1), (3, 4)}

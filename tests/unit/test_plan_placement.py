@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashrecovery.plan.placement import Room, copied_by, neighbour_stride, place, place_beside, shared_domains
+from flashrecovery.plan.placement import Room, apart, copied_by, neighbour_stride, place, place_beside, shared_domains
 from flashrecovery.plan.ring import following, preceding
 
 PAIR = [2, 3]
@@ -52,6 +52,21 @@ def test_ranks_are_spread_only_if_no_node_can_take_them_all() -> None:
     assert place([0, 1, 2, 3], [spare("a", free=1), Room("b", "", 2)]) is None
     assert place([0], [spare("a", free=0)]) is None
     assert place([0, 1], [spare("a", free=1), spare("b", free=0), spare("c", free=1)]) == {0: "a", 1: "c"}
+
+
+@pytest.mark.parametrize(
+    ("places", "homes", "exchanged"),
+    [
+        pytest.param({4: "a", 5: "b"}, {0: "a", 3: "b"}, {4: "b", 5: "a"}, id="both would be with their copies"),
+        pytest.param({4: "b", 5: "a"}, {0: "a", 3: "b"}, {4: "b", 5: "a"}, id="right already"),
+        pytest.param({4: "a", 5: "a"}, {0: "a", 3: "b"}, {4: "a", 5: "a"}, id="nothing to exchange"),
+        pytest.param({4: "a", 5: "b"}, {}, {4: "a", 5: "b"}, id="the others have no place either"),
+    ],
+)
+def test_ranks_that_are_given_to_several_nodes_are_not_with_their_copies(
+    places: dict[int, str], homes: dict[int, str], exchanged: dict[int, str]
+) -> None:
+    assert apart(places, homes, {0: 4, 3: 5, 4: 0, 5: 3}) == exchanged
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ class Handoff:
         job.notice(NoticeKind.NODE_LEAVES, f"node {node.name} is to leave{cause}: {plan.reason}")
         if plan.way is HandOffWay.MOVE:
             self._coming.expect(-1, taking_over=True)
-            for rank, name in plan.places.items():
+            for rank, name in self._staffing.apart(plan.places).items():
                 self._staffing.build_beside(rank, name, now)
         elif plan.way is HandOffWay.SHRINK:
             self._resizing.dismiss([record.rank for record in job.ranks.values() if record.home == node.name])

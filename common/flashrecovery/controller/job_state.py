@@ -188,19 +188,20 @@ class JobState:
         shutdown = pb.Shutdown(reason=reason)
         self.command(AGENT, pb.Command(shutdown=shutdown))
 
-    def keepers_of_copies(self) -> list[RankRecord | None]:
-        """By place, the rank that holds the neighbour copies of the one there; None if it has left."""
-        shape, members = self.shape, list(self.ranks)
-        if len(members) < 2:
-            return [*self.in_order]
+    def keepers_of_copies(self, records: Sequence[RankRecord] = ()) -> dict[int, int]:
+        """By rank, the one that holds its neighbour copies, if the job consists of these ``records`` (default: all). It
+        may have left."""
+        ranks, shape = [record.rank for record in records or self.in_order], self.shape
+        if len(ranks) < 2:
+            return {rank: rank for rank in ranks}
         if shape.each > 1 and divided(self.in_order):
-            if len(members) % shape.each:  # some of a replica are leaving
+            if len(ranks) % shape.each:  # some of a replica are leaving
                 keepers = self.keepers_of_parts()
-                return [self.ranks.get(keepers[rank]) for rank in members]
-            ring = shape.ring(members, *self._where_copies_go)
+                return {rank: keepers.get(rank, rank) for rank in ranks}
+            ring = shape.ring(ranks, *self._where_copies_go)
         else:
-            ring = ring_of(members, *self._where_copies_go)
-        return [self.in_order[place] for place in ring]
+            ring = ring_of(ranks, *self._where_copies_go)
+        return {rank: ranks[place] for rank, place in zip(ranks, ring, strict=True)}
 
     def keepers_of_parts(self) -> dict[int, int]:
         """The rank that keeps the copies of each one's part of what is divided among the ranks of the layout; it may

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.layout_rooms import laid_out_without
 from flashrecovery.controller.losses import leaving_without, never_replaced, worth_filling
@@ -10,7 +12,7 @@ from flashrecovery.controller.nodes import NodeRecord, NodeState, rooms
 from flashrecovery.controller.rank_table import RankTable
 from flashrecovery.controller.records import Newcomer, Place, RankRecord
 from flashrecovery.kinds import NoticeKind, Ordered
-from flashrecovery.plan.placement import Room, place, setup_log_keepers
+from flashrecovery.plan.placement import Room, apart, place, setup_log_keepers
 from flashrecovery.plan.stores import choose, store_count
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -47,7 +49,7 @@ class Staffing:
                 )
                 self._job.notice(NoticeKind.WAITING_FOR_NODE, wait)
             return False
-        for rank, name in places.items():
+        for rank, name in self.apart(places).items():
             self._house(self._job.ranks[rank], name)
         for name in sorted(set(places.values())):
             self.say_if_excluded(self._job.nodes[name])
@@ -58,6 +60,14 @@ class Staffing:
 
     def _places(self, ranks: list[int], lost_domain: str, excluded: bool) -> dict[int, str] | None:
         return place(ranks, self._free(excluded), lost_domain)
+
+    def apart(self, places: Mapping[int, str]) -> Mapping[int, str]:
+        """Ranks that are given to several nodes, if possible not with the ranks that keep their copies."""
+        if len({*places.values()}) == 1:
+            return places
+        going_on = [r for r in self._job.in_order if r.home or r.rank in places]  # others have no node, and may leave
+        homes = {record.rank: record.home for record in going_on if record.rank not in places}
+        return apart(places, homes, self._job.keepers_of_copies(going_on))
 
     def _free(self, excluded: bool) -> list[Room]:
         """Where a lost rank could be filled again."""

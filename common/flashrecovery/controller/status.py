@@ -47,7 +47,10 @@ def job_status(
         standby_starting=starting,
         last_failure=machine.job.last_failure,
         failure_reason=machine.job.failure_reason,
-        ranks=[_rank(machine, r, keeper, now) for r, keeper in zip(job.in_order, job.keepers_of_copies(), strict=True)],
+        ranks=[
+            _rank(machine, job.ranks[rank], job.ranks.get(keeper), now)
+            for rank, keeper in job.keepers_of_copies().items()
+        ],
         recoveries=[
             pb.RecoverySummary(
                 generation=x.generation,

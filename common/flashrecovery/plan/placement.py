@@ -11,6 +11,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,28 @@ def place(ranks: Sequence[int], rooms: Sequence[Room], lost_domain: str = "") ->
         taken, left = left[: room.free], left[room.free :]
         places.update(dict.fromkeys(taken, room.name))
     return places
+
+
+def apart(places: Mapping[int, str], homes: Mapping[int, str], keepers: Mapping[int, int]) -> dict[int, str]:
+    """The same places for ranks that no single node could take, exchanged among them so that fewer are on the node of
+    the rank that keeps their copies. ``homes``: of all ranks that have a place already; ``keepers``: who that rank is,
+    of each rank."""
+    found, at = dict(places), {**homes, **places}
+    concerned = [(rank, keeper) for rank, keeper in keepers.items() if rank in found or keeper in found]
+
+    def together() -> int:
+        return sum(at[rank] == at[keeper] for rank, keeper in concerned if rank in at and keeper in at)
+
+    least = together()
+    for one, other in combinations(sorted(found), 2):
+        if least > 0 and found[one] != found[other]:
+            at[one], at[other] = found[other], found[one]
+            now = together()
+            if now < least:
+                least, found[one], found[other] = now, at[one], at[other]
+            else:
+                at[one], at[other] = found[one], found[other]
+    return found
 
 
 def place_beside(
@@ -169,7 +192,9 @@ def ring_of(members: Sequence[int], stride: int, per_node: int, shared: Sequence
         near = [(nodes[place] == nodes[at], domains[place] == domains[at]) for place, at in enumerate(to)]
         return sum(node for node, _ in near), sum(domain for _, domain in near)
 
-    shift = min(shifts, key=together)
+    shift = next(iter(shifts))
+    if together(shift) > (0, 0):
+        shift = min(shifts, key=together)
     return [(place + shift) % size for place in range(size)]
 
 

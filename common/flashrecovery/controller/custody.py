@@ -65,6 +65,15 @@ def kept_for(rank: int, records: Collection[RankRecord]) -> dict[str, int]:
     return {}
 
 
+def take_on_parts(records: Collection[RankRecord]) -> None:
+    """Those that have just come, and said what they need as the job was launched, need what is kept for them: nobody
+    else knows what they had. Where nothing is, what they have said stays, which nobody has."""
+    for record in records:
+        kept = kept_for(record.rank, records) if record.as_launched and record.divided else {}
+        if kept:
+            record.need_part(kept)
+
+
 def custody(wanted: Sequence[Need], records: Collection[RankRecord], version: int) -> list[pb.Custody] | None:
     """Who serves each of these shards at ``version``: of those who have a copy, whoever serves the least. None if one
     is nowhere."""

@@ -222,8 +222,11 @@ class Machine:
         if node not in ("", record.home):
             return  # of a process that was to take the rank over, and has been given up
         known, steps, batches, shape = dict(record.needs), record.steps, record.batches, record.shape
+        if record.as_launched:
+            known = {}
         divided, outline = record.divided, record.outline
         record.joined(message)
+        record.as_launched = not known
         another = self._replanning.another_job(message)
         if another:
             why = f"rank {record.rank}: {another}"
@@ -381,6 +384,7 @@ class Machine:
                 record.place = Place.STOPPED
                 if message.needs and record.rank in self.job.layout:  # else it has no part of what is divided yet
                     record.take_needs(message.needs)
+                record.as_launched = False
                 record.take_inventory(message.live_version, message.held, message.parity)
                 record.late = frozenset(message.late)
                 record.layout, record.ready = tuple(message.layout), tuple(message.ready)
@@ -391,7 +395,7 @@ class Machine:
         elif what is Ordered.RESUME:
             for record in records:
                 record.place, record.on_its_way, record.new = Place.RUNNING, False, False
-                record.live = -1
+                record.live, record.as_launched = -1, False
 
     def on_done(self, message: pb.Done, now: float) -> None:
         """A worker has taken all its steps; it is let go when every rank has."""

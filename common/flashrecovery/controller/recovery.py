@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flashrecovery import events as ev
-from flashrecovery.controller.custody import division_of
+from flashrecovery.controller.custody import division_of, take_on_parts
 from flashrecovery.controller.evacuate import Evacuation
 from flashrecovery.controller.history import HistoryEntry, start_lines
 from flashrecovery.controller.job_state import JobState
@@ -295,6 +295,8 @@ class RecoverySteps:
             self.enter(FailureKind.CONTROLLER, now)
             return
         self._job.needs_known = self._job.generation
+        if not self._as_launched:
+            take_on_parts([r for r in self._job.in_order if r.rank in self._job.layout])
         self._resizing.dissolve_replicas()
         try:
             decision = self._decision()
@@ -323,6 +325,11 @@ class RecoverySteps:
         self._job.command_all(self._job.ranks.values(), command, now + 2 * limit, Ordered.REGROUP)
         if not decision.checkpoint:
             self._restore_idle(now + 2 * limit)
+
+    @property
+    def _as_launched(self) -> bool:
+        """Whether state is divided as in the launch's size."""
+        return self._job.layout == tuple(range(self._job.world_size))
 
     def _another_division(self) -> bool:
         """The ranks have said how their state is divided. Returns whether that is to be told to them, and all asked

@@ -114,6 +114,7 @@ class TakeOver:
         record.place = Place.STARTING
         if worker.HasField("joined"):
             record.joined(worker.joined)
+            record.as_launched = not worker.resumed
             self._job.facts = worker.joined.facts or self._job.facts
         if worker.released:
             record.place = Place.FINISHED if worker.exited else Place.RELEASED
@@ -135,6 +136,9 @@ class TakeOver:
     def _take_over(self, now: float) -> None:
         """All agents are there, or have had the time."""
         self._job.launched = True
+        nproc = self._job.config.nproc_per_node
+        if self._job.config.nnodes > 1 and self._job.stride % nproc:
+            self._job.stride = nproc  # no agent had a rank table yet, so that none could tell
         if self._job.checkpoint is not None:
             self._job.command(AGENT, self._job.saved())
         if self._job.config.replan is not None:  # what a controller before this one had written there, nobody will read

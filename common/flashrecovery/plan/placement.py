@@ -215,7 +215,9 @@ def ring_of(members: Sequence[int], stride: int, per_node: int, shared: Sequence
         near = [(nodes[place] == nodes[at], domains[place] == domains[at]) for place, at in enumerate(to)]
         return sum(node for node, _ in near), sum(domain for _, domain in near)
 
-    shift = min(shifts, key=together)
+    shift = next(iter(shifts))
+    if together(shift) > (0, 0):
+        shift = min(shifts, key=together)
     return [(place + shift) % size for place in range(size)]
 
 

@@ -153,9 +153,12 @@ def main() -> None:
         number = first + step.index
         with step:
             total = torch.zeros((), device=device)
-            shown = []
-            for batch in batches.of(step):
+            shown, turns = [], batches.of(step)
+            for batch in turns:
                 shown.append(f"{batch.number}:{'/'.join(first.hex() for first in batch.data[0][:, 0].tolist())}")
+                if args.show_batches and len(shown) == len(turns):  # before its gradients are reduced with the others'
+                    whose = f"rank={dist.get_rank()} size={dist.get_world_size()}"
+                    print(f"batches={number} {whose} {' '.join(shown)}", flush=True)
                 x, y = (part.to(device) for part in batch.data)
                 loss = torch.nn.functional.mse_loss(trained(x), y) * batch.weight
                 loss.backward()
@@ -170,8 +173,6 @@ def main() -> None:
             optimizer.zero_grad()
             scheduler.step()
             size = dist.get_world_size()
-            if args.show_batches:
-                print(f"batches={number} rank={dist.get_rank()} size={size} {' '.join(shown)}", flush=True)
             print(f"step={number} rank={dist.get_rank()} size={size} loss_hex={total.item().hex()}", flush=True)
         if not recovery.void:
             print(f"state={number + 1} size={size} {digest_of(model, optimizer)}", flush=True)

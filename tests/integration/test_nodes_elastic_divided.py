@@ -294,7 +294,8 @@ def test_the_node_with_the_controller_is_replaced_in_the_new_size(
     lose(job, first)
     ended = job.wait(of=[second, third, fourth])
     check_as_commanded(kind, ended, 4, resized, end=LONG)
-    assert [e["left"] for e in ended.of("job_resized")] == [[3]], ended.explain()
+    assert {rank for e in ended.of("job_resized") for rank in e["left"]} == {3}, ended.explain()
+    assert [e["victims"] for e in ended.of("recovery_finished")] == [[3], [0]], ended.explain()
 
 
 @pytest.mark.parametrize("kind", of_kinds(FSDP2, ZERO2))

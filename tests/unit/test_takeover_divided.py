@@ -29,14 +29,17 @@ class Taken(World):
     """Four ranks were launched, and three go on, of which rank 2 has died before this controller has come. Each keeps
     the copies of the one before it, with the parts of three."""
 
-    def __init__(self, *, found: Sequence[int] = (0, 1), kept: bool = True) -> None:
-        super().__init__(4, elastic={"min": 1, "max": 4})
+    def __init__(
+        self, *, found: Sequence[int] = (0, 1), kept: bool = True, said: str = "2/3", replace: str = "auto"
+    ) -> None:
+        super().__init__(4, elastic={"min": 1, "max": 4, "replace": replace})
         self.kept = kept
         register = pb.Register(node="n", host="h", slots=4, incarnation="i", generation=3, stride=1)
         register.members.extend([0, 1, 2])
         for rank in found:
             worker = pb.WorkerState(rank=rank, pid=rank + 1, resumed=True, stepping=True, committed=VERSION)
-            worker.joined.CopyFrom(pb.Joined(rank=rank, steps=99, needs=needs(rank, f"{rank}/3"), batches="global"))
+            worker.joined.CopyFrom(pb.Joined(rank=rank, steps=99, batches="global"))
+            worker.joined.needs.extend(needs(rank, said if rank == 2 else f"{rank}/3"))
             register.workers.append(worker)
         self.machine.on_register(register, 0.0)
         self.now = self.config.timeouts.takeover_s + 1
@@ -45,6 +48,8 @@ class Taken(World):
 
     def answer(self, rank: int, command: pb.Command) -> None:
         m, body = self.machine, command.WhichOneof("body")
+        if rank < 0:
+            return
         reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank)
         if body == "replace":
             m.on_started(pb.WorkerStarted(rank=rank, generation=command.generation, pid=100), "n", "h")
@@ -111,16 +116,25 @@ def test_without_copies_the_job_ends() -> None:
     assert isinstance(failed, ev.JobFailed) and "w#shard=2/4" in failed.reason
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_a_part_that_is_known_stays(known: bool) -> None:
-    """Only a controller that has not known asks the copies."""
-    world = Taken(found=(0, 1, 2))
+@pytest.mark.parametrize("said", ["2/3", "2/4"])
+def test_a_rank_dies_that_has_not_been_stopped_since(said: str) -> None:
+    """It was a replacement in the new size itself, and has said at its first step what it needs in the launch's."""
+    world = Taken(found=(0, 1, 2), said=said)
     assert world.machine.job.state is State.RUNNING
     world.kill(2)
-    if not known:
-        world.machine.job.ranks[2].needs, world.machine.job.ranks[2].divided = {}, frozenset()
     until_restored(world)
-    assert world.restored() == {2: {"w#shard=2/3", "common", "capsule@2"}}
+    assert world.restored() == {2: {"w#shard=2/3", "common", "capsule@2"}}, world.of(ev.JobFailed)
+
+
+@pytest.mark.parametrize("said", ["2/3", "2/4"])
+def test_it_dies_and_is_not_replaced(said: str) -> None:
+    """Then its part goes to the others."""
+    world = Taken(found=(0, 1, 2), said=said, replace="never")
+    world.kill(2)
+    until_restored(world)
+    reshapes = [command.restore.reshape for _, command in world.inbox if command.HasField("restore")]
+    assert reshapes, world.of(ev.JobFailed)
+    assert [(c.owner, c.shard, c.holder) for c in reshapes[0].custody] == [(2, "w#shard=2/3", 0)]
 
 
 def test_a_new_controller_of_a_job_without_a_rank_table_keeps_copies_on_another_node() -> None:

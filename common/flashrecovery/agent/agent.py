@@ -247,6 +247,7 @@ class Agent:
         self._processes.dismiss()
         self._heartbeats.resumed(None)
         self._identity = self._identity.anew()
+        self._members = ()  # who belongs to the job now, this node has not heard
 
     def handle(self, command: pb.Command) -> None:
         """Carry out or relay one command of the controller."""

@@ -231,7 +231,8 @@ class JobState:
     def depart(self, rank: int) -> RankRecord:
         """The rank belongs to the job no longer. Returns what was known of it."""
         record = self.ranks.pop(rank)
-        self.departed[rank] = dict(record.needs)
+        known = not (record.divided and record.as_launched)
+        self.departed[rank] = dict(record.needs) if known else {}
         self.places[record.place] -= 1
         self.in_order = list(self.ranks.values())
         self._homes, self.confirmed = [], 0

@@ -222,11 +222,10 @@ class Machine:
         if node not in ("", record.home):
             return  # of a process that was to take the rank over, and has been given up
         known, steps, batches, shape = dict(record.needs), record.steps, record.batches, record.shape
-        if record.as_launched:
-            known = {}
+        sure, common = not record.as_launched, record.common_needs().keys()
         divided, outline = record.divided, record.outline
         record.joined(message)
-        record.as_launched = not known
+        record.as_launched = not known or not sure
         another = self._replanning.another_job(message)
         if another:
             why = f"rank {record.rank}: {another}"
@@ -235,7 +234,7 @@ class Machine:
             return
         self.job.facts = message.facts or self.job.facts
         self.job.outbox.forget(Ordered.REPLACE, record.rank)
-        if known and self.job.layout != tuple(range(self.job.world_size)):
+        if known and sure and self.job.layout != tuple(range(self.job.world_size)):
             # it has divided its state as at the launch, and takes on the others' division
             record.needs = {**record.common_needs(), **{name: known[name] for name in divided}}
             record.divided = divided
@@ -244,8 +243,8 @@ class Machine:
                 f"rank {record.rank}: the replacement registered a model with other parameters, shapes or types than "
                 "the process it replaces"
             )
-        elif known and set(known) != set(record.needs):
-            odd = sorted(set(known) ^ set(record.needs))[:3]
+        elif known and (set(known) != set(record.needs) if sure else common != record.common_needs().keys()):
+            odd = sorted(set(known) ^ set(record.needs) if sure else common ^ record.common_needs().keys())[:3]
             self.job.fail(
                 f"rank {record.rank}: the replacement registered other state than the process it replaces: {odd}"
             )

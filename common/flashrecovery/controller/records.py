@@ -69,8 +69,8 @@ class RankRecord:
         layout, ready: the ranks among which its state is divided, and for which it has been made ready, as it has said
             to a controller that did not know.
         divided: those of its needs that belong to what is divided among the ranks; each is of one size of the job.
-        as_launched: what it has said that it needs of divided state is of the launch's division: it has just come, and
-            what the rank needs was not known.
+        as_launched: what it has said that it needs of divided state may be of the launch's division: it came, or was
+            found, and has not been stopped since, and what the rank needs was not known.
         outline: of what is divided, the same in every process that runs the same script; "" if nothing is.
         capsules, early: versions of its capsule that its last process's page has, and those of them that are not final.
         late: versions whose capsule, on this rank, was not what it had been early.

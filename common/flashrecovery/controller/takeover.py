@@ -114,7 +114,7 @@ class TakeOver:
         record.place = Place.STARTING
         if worker.HasField("joined"):
             record.joined(worker.joined)
-            record.as_launched = not worker.resumed
+            record.as_launched = self._job.config.elastic is not None  # perhaps it has not said anything since
             self._job.facts = worker.joined.facts or self._job.facts
         if worker.released:
             record.place = Place.FINISHED if worker.exited else Place.RELEASED

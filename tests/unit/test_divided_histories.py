@@ -60,6 +60,8 @@ class Worker:
     ready: tuple[Members, int] | None = None
     next_needs: list[pb.ShardNeed] = field(default_factory=list)
     pending: tuple[pb.Restore, pb.Reply] | None = None
+    pause_at: int = -1
+    paused: bool = False
     resumed: bool = False
     stepping: bool = False
 
@@ -198,9 +200,11 @@ class Job:
         self.collect()
 
     def carry_out(self, node: Node, worker: Worker, command: pb.Command, body: str) -> None:
+        if body == "pause":
+            worker.pause_at, worker.paused = command.pause.step, False
         if body not in ("hold", "stop", "regroup", "restore", "resume"):
             return
-        worker.generation, worker.pending = command.generation, None
+        worker.generation, worker.pending, worker.paused = command.generation, None, False
         reply = pb.Reply(serial=command.serial, generation=command.generation, rank=worker.rank)
         if body == "hold":
             reply.position.CopyFrom(pb.Position(settled=worker.stepping, version=max(worker.live, 0)))
@@ -219,6 +223,8 @@ class Job:
                 worker.settle(worker.ready[0])
             assert worker.layout == worker.members, f"{worker.rank}: {worker.layout} of {worker.members}"
             worker.resumed, worker.stepping, worker.fresh = True, True, False
+            pause = command.resume.pause
+            worker.pause_at = pause.step if command.resume.HasField("pause") else -1
             if worker.next_needs:
                 worker.say_needs(worker.next_needs)
             worker.next_needs = []
@@ -290,6 +296,15 @@ class Job:
         if job.state is not State.RUNNING or len(members) < len(job.ranks) or not all(w.stepping for w in members):
             return False
         assert {w.layout for w in members} == {tuple(job.ranks)} and len({w.live for w in members}) == 1
+        pausing = [w for w in members if 0 <= w.pause_at <= w.live]
+        for worker in pausing:
+            if not worker.paused:
+                worker.paused = True
+                paused = pb.Paused(rank=worker.rank, generation=worker.generation, version=worker.live)
+                self.machine.on_paused(paused, self.now)
+                return True
+        if pausing:
+            return False
         self.version = members[0].live + 1
         for worker in members:
             worker.live = worker.copied = self.version
@@ -310,7 +325,8 @@ class Job:
         return any(all(there(rank, layout, version) for rank in layout) for layout, version in said)
 
     def fault(self) -> None:
-        kind = self.random.choice(("node", "node", "rank", "controller", "controller's node", "node comes"))
+        kinds = ("node", "node", "rank", "controller", "controller's node", "node comes", "node comes", "size")
+        kind = self.random.choice(kinds)
         holding = [node for node in self.nodes.values() if node.workers]
         if "node" in kind and kind != "node comes" and len(holding) > 1:
             lost = self.random.choice(holding).name
@@ -330,6 +346,8 @@ class Job:
             worker = node.workers.pop(self.random.choice(list(node.workers)))
             died = pb.Failure(rank=worker.rank, pid=worker.pid, kind="killed", failed_at=self.now, signal=9)
             self.machine.on_failure(died, self.now, node.name)
+        if kind == "size":  # a smaller one would have ranks leave, with the copies that they keep for others
+            self.machine.resize(self.size, -1, self.now)
         gone = [name for name in self.names if name not in self.nodes]
         if kind == "node comes" and gone:
             self.join(self.random.choice(gone))

@@ -3,15 +3,23 @@ know what a rank that has died needs."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from flashrecovery import events as ev
+from flashrecovery.agent.agent import Agent
+from flashrecovery.agent.identity import Identity
+from flashrecovery.config import RunConfig
 from flashrecovery.controller.records import Place
+from flashrecovery.events import RunDir
 from flashrecovery.plan import Kind
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from tests.unit.test_impostors import ACCESS
 from tests.unit.test_machine import World
 
 VERSION = 7
@@ -145,3 +153,21 @@ def test_a_new_controller_of_a_job_without_a_rank_table_keeps_copies_on_another_
         world.join(node, workers=workers)
     told = {rank: c.replace.stride for rank, c in world.inbox if c.HasField("replace")}
     assert told == dict.fromkeys(range(4), 2)
+
+
+def test_a_node_that_was_fenced_does_not_say_who_belongs_to_the_job(tmp_path: Path) -> None:
+    """It has been given a rank, and has heard of no members since; a rank that has come meanwhile would be told to
+    leave."""
+    config = RunConfig.model_validate({"nproc_per_node": 1, "nnodes": 2, "controller": "127.0.0.1:1", "health": "none"})
+
+    async def main() -> None:
+        with closing(RunDir(tmp_path / "run")) as run_dir:
+            agent = Agent(config, ["train.py"], run_dir, Identity.of(config, "127.0.0.1"), ACCESS)
+            agent.connect(lambda _: None, lambda _: None)
+            agent.handle(pb.Command(rank=0, generation=2, regroup=pb.Regroup(members=[0, 2])))
+            assert list(agent.register().members) == [0, 2]
+            agent.fence()
+            assert not agent.register().members
+            await agent.shutdown(None)
+
+    asyncio.run(main())

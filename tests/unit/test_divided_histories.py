@@ -322,6 +322,13 @@ class Job:
             return kept or any(w.rank == rank and (w.layout, w.live) == (layout, version) for w in told)
 
         said = {(worker.layout, worker.live) for worker in told if worker.layout}
+        ready = {worker.ready for worker in told if worker.layout}
+        new = ready.pop() if len(ready) == 1 else None
+        if new is not None and all(
+            any(w.rank == rank or copies_among(new[0], w.rank).get(rank) for w in told if w.rank in new[0])
+            for rank in new[0]
+        ):
+            return True
         return any(all(there(rank, layout, version) for rank in layout) for layout, version in said)
 
     def fault(self) -> None:
@@ -376,6 +383,17 @@ class Job:
             if quiet > 10:
                 return ""
         raise AssertionError(f"the job stands still, {self.machine.job.state}")
+
+
+FOUND = (363,)
+"""Histories in which jobs were lost: the old division was not whole any more, and all were ready for the new one."""
+
+
+@pytest.mark.parametrize("seed", FOUND)
+def test_jobs_that_were_lost(seed: int) -> None:
+    job = Job(seed)
+    why = job.run()
+    assert not why or not job.saved, why
 
 
 @pytest.mark.parametrize("first", range(0, 100, 20))

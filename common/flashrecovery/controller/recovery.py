@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flashrecovery import events as ev
-from flashrecovery.controller.custody import division_of, take_on_parts
+from flashrecovery.controller.custody import division_of, ready_for, take_on_parts
 from flashrecovery.controller.evacuate import Evacuation
 from flashrecovery.controller.history import HistoryEntry, start_lines
 from flashrecovery.controller.job_state import JobState
@@ -296,7 +296,7 @@ class RecoverySteps:
             return
         self._job.needs_known = self._job.generation
         if not self._as_launched:
-            take_on_parts([r for r in self._job.in_order if r.rank in self._job.layout])
+            take_on_parts(self._job.in_order, self._job.layout)
         self._resizing.dissolve_replicas()
         try:
             decision = self._decision()
@@ -340,8 +340,19 @@ class RecoverySteps:
         if not layout or (as_thought and not any(r.ready for r in self._job.in_order)):
             return False
         self._job.divided_among(layout)
+        other = ready_for(self._job.in_order)
+        if other and set(other) < set(layout) and not self._all_there():
+            self._job.divided_among(other)  # which takes nothing away: they could not go on from the old one
         self._job.needs_known = 0
         return True
+
+    def _all_there(self) -> bool:
+        """Whether all can go on from somewhere, other than a checkpoint."""
+        take_on_parts(self._job.in_order, self._job.layout)
+        try:
+            return not self._decision().checkpoint
+        except JobFailedError:
+            return False
 
     def _decision(self) -> Decision:
         return decide(self._job.ranks, self._job.checkpoint, self._job.elastic_layout(), self._job.departed)

@@ -193,14 +193,17 @@ def test_a_node_returns(kind: Kind, how: str, two_hosts: Network, tmp_path: Path
     print(f"{kind}: pause of the growth {growth['total_s']:.2f} s, {growth['phases']}")
 
 
+@pytest.mark.parametrize("order", [(3, 2, 1), (1, 2, 3)])
 @pytest.mark.parametrize("kind", of_kinds(DDP, FSDP2, ZERO3))
-def test_down_to_one_and_back(kind: Kind, four_hosts: Network, tmp_path: Path, resized: Resized) -> None:
+def test_down_to_one_and_back(
+    kind: Kind, order: tuple[int, ...], four_hosts: Network, tmp_path: Path, resized: Resized
+) -> None:
     """One node after the other is lost, and then all come back. Who was lost last was kept in mind by nodes that had
-    been lost before."""
+    been lost before; or who was lost first by nodes that were lost after it."""
     first, *others = four_hosts.hosts
     job = launch(four_hosts, tmp_path, kind, per_node=1, steps=130, elastic=NEVER_GROWS)
     job.wait_for_step(5)
-    for number, host in enumerate(reversed(others), 1):
+    for number, host in enumerate((four_hosts.hosts[at] for at in order), 1):
         lose(job, host)
         job.wait_for("recovery_finished", number)
         job.wait_for_step(job.newest_step(first) + 2)
@@ -272,6 +275,27 @@ def test_replaced_in_the_new_size_on_another_node(
     check_as_commanded(kind, ended, 4, resized, end=LONG)
     assert [e["victims"] for e in ended.of("recovery_finished")] == [[3], [1]], ended.explain()
     assert [e["left"] for e in ended.of("job_resized")] == [[3]], ended.explain()
+
+
+@pytest.mark.parametrize("kind", of_kinds(DDP, *DIVIDED))
+def test_the_node_with_the_controller_is_replaced_in_the_new_size(
+    kind: Kind, four_hosts: Network, tmp_path: Path, resized: Resized
+) -> None:
+    """The next controller does not know what its rank had, which is filled on a spare node: the copies tell."""
+    first, second, third, fourth = four_hosts.hosts
+    job = launch(four_hosts, tmp_path, kind, per_node=1, steps=LONG, elastic=NEVER_GROWS)
+    job.wait_for_step(AT)
+    lose(job, fourth)
+    job.wait_for("recovery_finished")
+    job.start_again(fourth)
+    job.wait_for_join(fourth, 2)
+    inject(job, 0, "optimizer")
+    wait_until_frozen(job, first)
+    lose(job, first)
+    ended = job.wait(of=[second, third, fourth])
+    check_as_commanded(kind, ended, 4, resized, end=LONG)
+    assert {rank for e in ended.of("job_resized") for rank in e["left"]} == {3}, ended.explain()
+    assert [e["victims"] for e in ended.of("recovery_finished")] == [[3], [0]], ended.explain()
 
 
 @pytest.mark.parametrize("kind", of_kinds(FSDP2, ZERO2))

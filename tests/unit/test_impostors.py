@@ -615,7 +615,7 @@ def test_a_set_up_log_that_did_not_come_whole_is_not_taken_for_kept() -> None:
             keeper._server._listener.name = agent_at(middle.address)
             entries = [pb.RankEntry(rank=0, node="a"), pb.RankEntry(rank=1, node="b", peer=middle.address)]
             table = pb.RankTable(ranks=entries, stride=1, world_size=2)
-            processes: Any = {0: SimpleNamespace(page=Page(), dead=False, pid=1)}
+            processes: Any = {0: SimpleNamespace(page=Page(), dead=False, pid=1, attempt=0)}
             logs = SetupLogs(ACCESS)
             middle.change = lambda method, i, up, message: None if method.endswith("Keep") and up else message
             with pytest.raises(ProtocolError, match="did not come whole"):

@@ -80,6 +80,19 @@ def test_ranks_that_are_given_to_several_nodes_are_not_with_their_copies(
             *([2, 3, 4, 5], [Room("a", "", 3), Room("z", "", 3)], {0: "b", 1: "b"}, {2: "a", 3: "a", 4: "z", 5: "z"}),
             id="mates together",
         ),
+        pytest.param(
+            *([2, 3, 4, 5], [Room("a", "", 4), Room("z", "", 4)], {0: "b", 1: "b"}, {2: "a", 3: "a", 4: "z", 5: "z"}),
+            id="who keeps copies for each other on two nodes",
+        ),
+        pytest.param(
+            *([3], [Room("a", "", 1), Room("b", "", 4, spare=True)], {0: "a", 1: "a", 2: "a"}, {3: "b"}),
+            id="rather on an empty node than with mates and others",
+        ),
+        pytest.param([3], [Room("a", "", 1), Room("c", "", 1)], {0: "a", 1: "c", 2: "a"}, {3: "a"}, id="no empty one"),
+        pytest.param(
+            *([2, 3], [Room("a", "", 2), Room("b", "", 1), Room("c", "", 1)], {0: "a"}, {2: "a", 3: "a"}),
+            id="together, if no empty node has room for all",
+        ),
         pytest.param([1], [Room("a", "", 1, suspect=True), Room("z", "", 1)], {0: "a"}, {1: "z"}, id="not in doubt"),
         pytest.param([1, 2], [Room("a", "", 1)], {0: "a", 3: "b"}, {}, id="no room"),
     ],

@@ -254,6 +254,7 @@ class Agent:
         self._processes.dismiss()
         self._heartbeats.resumed(None)
         self._identity = self._identity.anew()
+        self._members = ()  # who belongs to the job now, this node has not heard
 
     def handle(self, command: pb.Command) -> None:
         """Carry out or relay one command of the controller."""
@@ -286,10 +287,16 @@ class Agent:
         """Take in what of a new rank table concerns this node."""
         self._table = command.rank_table
         self._snapshots.placed([e.rank for e in self._table.ranks if e.node != self._identity.name])
-        self._tasks.start(self._setup_logs.spread(self._table, self._ranks, self._identity.name))
+        self._spread_setup_logs()
+
+    def _spread_setup_logs(self) -> None:
+        spread = self._setup_logs.spread(self._table, self._ranks, self._identity.name, self._members)
+        self._tasks.start(spread)
 
     def _on_regroup(self, command: pb.Command) -> None:
-        self._members = tuple(command.regroup.members)
+        before, self._members = self._members, tuple(command.regroup.members)
+        if before != self._members:
+            self._spread_setup_logs()  # also those of ranks that have left
         process = self._ranks.get(command.rank)
         if process is not None:
             process.beside = False  # it is a member now
@@ -417,7 +424,7 @@ class Agent:
     def _joined(self, process: WorkerProcess, message: pb.FromWorker) -> None:
         if self._counts(process):
             process.joined = message.joined
-            self._tasks.start(self._setup_logs.spread(self._table, self._ranks, self._identity.name))
+            self._spread_setup_logs()
             self._send(pb.AgentMessage(joined=message.joined))
 
     def _replied(self, process: WorkerProcess, message: pb.FromWorker) -> None:

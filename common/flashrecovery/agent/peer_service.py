@@ -12,7 +12,7 @@ import grpc
 
 from flashrecovery.access import Access, Server
 from flashrecovery.agent.election import Election
-from flashrecovery.agent.peers import CONTROLLER_KEY, Asking, log_parts
+from flashrecovery.agent.peers import CONTROLLER_KEY, Asking, KeptLog, log_parts
 from flashrecovery.agent.relay import Relay
 from flashrecovery.agent.stash_transfer import served
 from flashrecovery.errors import ConfigError, ProtocolError
@@ -31,7 +31,7 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
 
     def __init__(self, access: Access) -> None:
         self._access = access
-        self.logs: dict[int, bytes] = {}
+        self.logs: dict[int, KeptLog] = {}
         self._server: Server | None = None
         self.vouch: Vouch | None = None
         self.generation: Callable[[], int] = lambda: 0
@@ -88,14 +88,18 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
         parts = [part async for part in request_iterator]
         whole = bool(parts) and parts[-1].last
         if whole:
-            self.logs[parts[-1].rank] = b"".join([part.data for part in parts])
+            rank, attempt = parts[-1].rank, parts[-1].attempt
+            if rank not in self.logs or attempt >= self.logs[rank].attempt:
+                self.logs[rank] = KeptLog(attempt, b"".join([part.data for part in parts]))
         return pb.KeepReply(kept=whole)
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.SetupLogPart]:
-        """Give it back."""
-        if request.rank not in self.logs:
+        """Give it back, if it is of the same start of the job."""
+        kept = self.logs.get(request.rank)
+        if kept is None or kept.attempt != request.attempt:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no set-up log of rank {request.rank} here")
-        for part in log_parts(request.rank, self.logs[request.rank]):
+            return
+        for part in log_parts(request.rank, kept.data):
             yield part
 
     async def ReadStash(self, request: pb.StashRead, context: Context) -> AsyncIterator[pb.StashPart]:

@@ -37,6 +37,14 @@ NOT_HANDED_OVER = (*UNREACHED, ProtocolError)
 
 
 @dataclass(frozen=True)
+class KeptLog:
+    """A rank's set-up log. ``attempt``: of the start from the script's first line whose it is."""
+
+    attempt: int
+    data: bytes
+
+
+@dataclass(frozen=True)
 class Asking:
     """The node that asks others for its controller."""
 
@@ -74,11 +82,12 @@ async def probe_all(peers: Sequence[str], access: Access, timeout_s: float, aski
     return list(await asyncio.gather(*(probe(p, access, timeout_s, asking) for p in peers)))
 
 
-async def keep_there(peer: str, access: Access, rank: int, log: bytes) -> None:
+async def keep_there(peer: str, access: Access, rank: int, log: bytes, attempt: int = 0) -> None:
     """Have ``peer`` keep the set-up log of ``rank``. Raises one of NOT_HANDED_OVER."""
 
     async def parts() -> AsyncIterator[pb.SetupLogPart]:
         for part in log_parts(rank, log):
+            part.attempt = attempt
             yield part
 
     async with access.dial(peer, agent_at(peer), _KEEP_S) as channel:
@@ -87,10 +96,10 @@ async def keep_there(peer: str, access: Access, rank: int, log: bytes) -> None:
         raise ProtocolError(f"the set-up log of rank {rank} did not come whole to the agent at {peer}")
 
 
-async def fetch_from(peer: str, access: Access, rank: int) -> bytes:
+async def fetch_from(peer: str, access: Access, rank: int, attempt: int = 0) -> bytes:
     """The set-up log of ``rank`` that ``peer`` keeps. Raises one of NOT_HANDED_OVER."""
     async with access.dial(peer, agent_at(peer), _FETCH_S) as channel:
-        call = rpc.PeerStub(channel).Fetch(pb.FetchRequest(rank=rank), timeout=_FETCH_S)
+        call = rpc.PeerStub(channel).Fetch(pb.FetchRequest(rank=rank, attempt=attempt), timeout=_FETCH_S)
         parts = [part async for part in call]
     if not parts or not parts[-1].last:
         raise ProtocolError(f"the set-up log of rank {rank} that the agent at {peer} keeps did not come whole")

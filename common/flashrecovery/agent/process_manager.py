@@ -152,7 +152,7 @@ class ProcessManager:
             return None
         process.rank, process.local_rank, process.generation = rank, replace.local_rank, command.generation
         process.store = (replace.store_host, replace.store_port)
-        process.beside = replace.beside > 0
+        process.beside, process.attempt = replace.beside > 0, replace.attempt
         self.ranks[rank] = process
         if self._config.log == "all" or (self._config.log == "0" and rank == 0):
             self._tail.follow(log, f"[rank{rank}]")
@@ -210,7 +210,7 @@ class ProcessManager:
         self._snapshots.forget([rank])
         log = process.page.read_setup_log()
         if log is not None:
-            self._setup_logs.keep(rank, log)  # it may come back
+            self._setup_logs.keep(rank, log, process.attempt)  # it may come back
         code = await process.end(grace_s)
         process.kill()
         code = code if code is not None else await process.end(self._config.timeouts.fence_s)
@@ -226,7 +226,7 @@ class ProcessManager:
 
     async def _inherit_setup_log(self, process: WorkerProcess, keepers: Sequence[str]) -> None:
         """What the rank's set-up collectives had returned, from an agent that keeps it for the lost node."""
-        found = await self._setup_logs.fetch(keepers, process.place)
+        found = await self._setup_logs.fetch(keepers, process.place, process.attempt)
         if isinstance(found, str):
             text = f"the results of its set-up collectives are lost, {found}"
             self._foreman.notice(process.place, NoticeKind.SETUP_LOG_LOST, text)
@@ -236,9 +236,10 @@ class ProcessManager:
     async def _give_setup_log(self, process: WorkerProcess, keepers: Sequence[str]) -> None:
         """The same for a rank that comes into a running job. Where nobody has it, what its script makes of it would be
         another thing than what the others have made of it, so it does not come."""
-        log: bytes | str | None = self._setup_logs.kept.get(process.place)
+        rank, attempt = process.place, process.attempt
+        log: bytes | str | None = self._setup_logs.own(rank, attempt)
         if log is None:
-            log = await self._setup_logs.fetch(keepers, process.place) or "nobody was there to keep them"
+            log = await self._setup_logs.fetch(keepers, rank, attempt) or "nobody was there to keep them"
         if self._is_over(process):
             return  # it has been given up meanwhile
         if isinstance(log, bytes):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from flashrecovery.access import Access
-from flashrecovery.agent.peers import NOT_HANDED_OVER, fetch_from, keep_there, said_by
+from flashrecovery.agent.peers import NOT_HANDED_OVER, KeptLog, fetch_from, keep_there, said_by
 from flashrecovery.agent.process import WorkerProcess
 from flashrecovery.plan.placement import setup_log_keepers_among
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -18,15 +18,18 @@ log = logging.getLogger("flashrecovery")
 class SetupLogs:
     """Remembers which set-up log was given to which node."""
 
-    def __init__(self, access: Access, kept: dict[int, bytes] | None = None) -> None:
+    def __init__(self, access: Access, kept: dict[int, KeptLog] | None = None) -> None:
         """``kept``: the logs that this agent gives to others."""
         self._access = access
-        self.kept = {} if kept is None else kept
-        self._kept: dict[tuple[int, str], int] = {}  # (rank, keeper) -> pid whose log it is
+        self._kept = {} if kept is None else kept
+        self._given: dict[tuple[int, str], tuple[int, int]] = {}  # (rank, keeper) -> attempt, pid whose log it is
         self._lock = asyncio.Lock()
 
-    async def spread(self, table: pb.RankTable, processes: Mapping[int, WorkerProcess], here: str) -> None:
-        """Give the log of each rank of this node to the agents that keep it, unless they have it already.
+    async def spread(
+        self, table: pb.RankTable, processes: Mapping[int, WorkerProcess], here: str, members: Collection[int] = ()
+    ) -> None:
+        """Give the log of each rank of this node to the agents that keep it, unless they have it already. Nobody else
+        does so for a rank that has left the job (it is none of the ``members``), so that whoever keeps its log does.
 
         A keeper that cannot be reached is about to be found lost; the next table names another one.
         """
@@ -34,34 +37,49 @@ class SetupLogs:
         if not entries:
             return
         nodes = {e.rank: e.node for e in table.ranks}  # also the ranks' that keep them
+
+        def peers_of(rank: int) -> list[str]:
+            keepers = setup_log_keepers_among(rank, table.stride, table.world_size, {**nodes, rank: here})
+            return list(dict.fromkeys(entries[k].peer for k in keepers if entries[k].peer))
+
         async with self._lock:
             for rank, process in list(processes.items()):
-                keepers = setup_log_keepers_among(rank, table.stride, table.world_size, {**nodes, rank: here})
-                peers = dict.fromkeys(entries[k].peer for k in keepers if entries[k].peer)
-                wanting = [peer for peer in peers if self._kept.get((rank, peer)) != process.pid]
+                whose = process.attempt, process.pid
+                wanting = [peer for peer in peers_of(rank) if self._given.get((rank, peer)) != whose]
                 data = process.page.read_setup_log() if wanting and not process.dead else None
                 if data is not None:
                     for peer in wanting:
-                        await self._give(peer, rank, data, process.pid)
+                        await self._give(peer, rank, data, whose)
+            left = [] if not members else [rank for rank in self._kept if rank not in {*members, *processes}]
+            for rank in left:
+                kept = self._kept[rank]
+                for peer in peers_of(rank):
+                    if self._given.get((rank, peer), (-1, 0))[0] < kept.attempt:
+                        await self._give(peer, rank, kept.data, (kept.attempt, 0))
 
-    async def _give(self, peer: str, rank: int, data: bytes, pid: int) -> None:
+    async def _give(self, peer: str, rank: int, data: bytes, whose: tuple[int, int]) -> None:
         try:
-            await keep_there(peer, self._access, rank, data)
+            await keep_there(peer, self._access, rank, data, whose[0])
         except NOT_HANDED_OVER as e:
             log.warning("the set-up log of rank %d is not kept at %s: %s", rank, peer, said_by(e))
         else:
-            self._kept[rank, peer] = pid
+            self._given[rank, peer] = whose
 
-    def keep(self, rank: int, log: bytes) -> None:
+    def keep(self, rank: int, log: bytes, attempt: int) -> None:
         """The rank leaves the job; when it comes back, here or on another node, it needs its log."""
-        self.kept[rank] = log
+        self._kept[rank] = KeptLog(attempt, log)
 
-    async def fetch(self, keepers: Sequence[str], rank: int) -> bytes | str:
+    def own(self, rank: int, attempt: int) -> bytes | None:
+        """The log of ``rank`` that this agent keeps, of this start of the job."""
+        kept = self._kept.get(rank)
+        return kept.data if kept is not None and kept.attempt == attempt else None
+
+    async def fetch(self, keepers: Sequence[str], rank: int, attempt: int) -> bytes | str:
         """The log of ``rank``, from the first of these agents that has it; in words why none has given it."""
         said = []
         for keeper in keepers:
             try:
-                return await fetch_from(keeper, self._access, rank)
+                return await fetch_from(keeper, self._access, rank, attempt)
             except NOT_HANDED_OVER as e:
                 said.append(f"{keeper} was to have them: {said_by(e)}")
         return "; ".join(said)

@@ -65,6 +65,26 @@ def kept_for(rank: int, records: Collection[RankRecord]) -> dict[str, int]:
     return {}
 
 
+def ready_for(records: Collection[RankRecord]) -> tuple[int, ...]:
+    """The ranks for which all that have a part of what is divided have made it ready, as they have said; () if they
+    have not."""
+    said = {record.ready for record in records if record.layout}
+    return said.pop() if len(said) == 1 else ()
+
+
+def take_on_parts(records: Collection[RankRecord], layout: Collection[int]) -> None:
+    """Those that have just come, and said what they need as the job was launched, need what is kept for them: nobody
+    else knows what they had. Where nothing is, what they have said stays, which nobody has. Who is not in the
+    ``layout`` needs no part yet."""
+    members = [record for record in records if record.rank in layout]
+    for record in records:
+        if record.as_launched and record.rank not in layout:
+            record.need_no_part()
+        kept = kept_for(record.rank, members) if record.as_launched and record.divided else {}
+        if kept:
+            record.need_part(kept)
+
+
 def custody(wanted: Sequence[Need], records: Collection[RankRecord], version: int) -> list[pb.Custody] | None:
     """Who serves each of these shards at ``version``: of those who have a copy, whoever serves the least. None if one
     is nowhere."""

@@ -249,7 +249,8 @@ class JobState:
     def depart(self, rank: int) -> RankRecord:
         """The rank belongs to the job no longer. Returns what was known of it."""
         record = self.ranks.pop(rank)
-        self.departed[rank] = dict(record.needs)
+        known = not (record.divided and record.as_launched)
+        self.departed[rank] = dict(record.needs) if known else {}
         self.places[record.place] -= 1
         self.in_order = list(self.ranks.values())
         self._homes, self.confirmed = [], 0
@@ -268,8 +269,9 @@ class JobState:
     def divided_among(self, layout: tuple[int, ...]) -> None:
         """State is divided among these ranks, as those who have it have said to a controller that did not know."""
         self.layout = layout
-        self.departed = {rank: self.departed.get(rank, {}) for rank in layout if rank not in self.ranks}
+        self.departed = {rank: {} for rank in layout if rank not in self.ranks}  # what is known may be of another one
         for record in self.in_order:
+            record.as_launched = record.place is Place.JOINED
             if record.rank not in layout:
                 record.need_no_part()
 

@@ -228,8 +228,10 @@ class Machine:
         if node not in ("", record.home):
             return  # of a process that was to take the rank over, and has been given up
         known, steps, batches, shape = dict(record.needs), record.steps, record.batches, record.shape
+        sure, common = not record.as_launched, record.common_needs().keys()
         divided, outline = record.divided, record.outline
         record.joined(message)
+        record.as_launched = not known or not sure
         another = self._replanning.another_job(message)
         if another:
             why = f"rank {record.rank}: {another}"
@@ -238,7 +240,7 @@ class Machine:
             return
         self.job.facts = message.facts or self.job.facts
         self.job.outbox.forget(Ordered.REPLACE, record.rank)
-        if known and self.job.layout != tuple(range(self.job.world_size)):
+        if known and sure and self.job.layout != tuple(range(self.job.world_size)):
             # it has divided its state as at the launch, and takes on the others' division
             record.needs = {**record.common_needs(), **{name: known[name] for name in divided}}
             record.divided = divided
@@ -247,8 +249,8 @@ class Machine:
                 f"rank {record.rank}: the replacement registered a model with other parameters, shapes or types than "
                 "the process it replaces"
             )
-        elif known and set(known) != set(record.needs):
-            odd = sorted(set(known) ^ set(record.needs))[:3]
+        elif known and (set(known) != set(record.needs) if sure else common != record.common_needs().keys()):
+            odd = sorted(set(known) ^ set(record.needs) if sure else common ^ record.common_needs().keys())[:3]
             self.job.fail(
                 f"rank {record.rank}: the replacement registered other state than the process it replaces: {odd}"
             )
@@ -389,6 +391,7 @@ class Machine:
                 record.place = Place.STOPPED
                 if message.needs and record.rank in self.job.layout:  # else it has no part of what is divided yet
                     record.take_needs(message.needs)
+                record.as_launched = False
                 record.take_inventory(message.live_version, message.held, message.parity)
                 record.late = frozenset(message.late)
                 record.layout, record.ready = tuple(message.layout), tuple(message.ready)
@@ -399,7 +402,7 @@ class Machine:
         elif what is Ordered.RESUME:
             for record in records:
                 record.place, record.on_its_way, record.new = Place.RUNNING, False, False
-                record.live = -1
+                record.live, record.as_launched = -1, False
 
     def on_done(self, message: pb.Done, now: float) -> None:
         """A worker has taken all its steps; it is let go when every rank has."""

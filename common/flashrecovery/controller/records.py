@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -69,6 +69,8 @@ class RankRecord:
         layout, ready: the ranks among which its state is divided, and for which it has been made ready, as it has said
             to a controller that did not know.
         divided: those of its needs that belong to what is divided among the ranks; each is of one size of the job.
+        as_launched: what it has said that it needs of divided state may be of the launch's division: it came, or was
+            found, and has not been stopped since, and what the rank needs was not known.
         outline: of what is divided, the same in every process that runs the same script; "" if nothing is.
         capsules, early: versions of its capsule that its last process's page has, and those of them that are not final.
         late: versions whose capsule, on this rank, was not what it had been early.
@@ -108,6 +110,7 @@ class RankRecord:
     layout: tuple[int, ...] = ()
     ready: tuple[int, ...] = ()
     divided: frozenset[str] = frozenset()
+    as_launched: bool = False
     outline: str = ""
     digests: dict[str, str] = field(default_factory=dict)
     start: list[pb.StartLine] = field(default_factory=list)
@@ -204,6 +207,12 @@ class RankRecord:
     def common_needs(self) -> dict[str, int]:
         """What it needs in any size of the job."""
         return {name: nbytes for name, nbytes in self.needs.items() if name not in self.divided}
+
+    def need_part(self, kept: Mapping[str, int]) -> None:
+        """Of what is divided it needs what others keep for its rank."""
+        common = self.common_needs()
+        self.divided, self.as_launched = frozenset(kept.keys() - common.keys()), False
+        self.needs = {**common, **{name: kept[name] for name in self.divided}}
 
     def need_no_part(self) -> None:
         """It has no part of what is divided yet, and gets its part when that is divided anew."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flashrecovery import events as ev
-from flashrecovery.controller.custody import division_of
+from flashrecovery.controller.custody import division_of, ready_for, take_on_parts
 from flashrecovery.controller.evacuate import Evacuation
 from flashrecovery.controller.history import HistoryEntry, start_lines
 from flashrecovery.controller.job_state import JobState
@@ -297,6 +297,8 @@ class RecoverySteps:
             self.enter(FailureKind.CONTROLLER, now)
             return
         self._job.needs_known = self._job.generation
+        if not self._as_launched:
+            take_on_parts(self._job.in_order, self._job.layout)
         self._resizing.dissolve_replicas()
         try:
             decision = self._decision()
@@ -326,6 +328,11 @@ class RecoverySteps:
         if not decision.checkpoint:
             self._restore_idle(now + 2 * limit)
 
+    @property
+    def _as_launched(self) -> bool:
+        """Whether state is divided as in the launch's size."""
+        return self._job.layout == tuple(range(self._job.world_size))
+
     def _another_division(self) -> bool:
         """The ranks have said how their state is divided. Returns whether that is to be told to them, and all asked
         again what they need and hold: it is not as this controller has thought, or not yet the same on all."""
@@ -335,8 +342,19 @@ class RecoverySteps:
         if not layout or (as_thought and not any(r.ready for r in self._job.in_order)):
             return False
         self._job.divided_among(layout)
+        other = ready_for(self._job.in_order)
+        if other and set(other) < set(layout) and not self._all_there():
+            self._job.divided_among(other)  # which takes nothing away: they could not go on from the old one
         self._job.needs_known = 0
         return True
+
+    def _all_there(self) -> bool:
+        """Whether all can go on from somewhere, other than a checkpoint."""
+        take_on_parts(self._job.in_order, self._job.layout)
+        try:
+            return not self._decision().checkpoint
+        except JobFailedError:
+            return False
 
     def _decision(self) -> Decision:
         return decide(self._job.ranks, self._job.checkpoint, self._job.elastic_layout(), self._job.departed)

@@ -180,7 +180,7 @@ class Staffing:
         ranks = setup_log_keepers(record.rank, self._job.stride, self._job.world_size)
         nodes = [self._job.nodes.get(r.page_on) for rank in ranks if (r := self._job.ranks.get(rank)) is not None]
         kept = [node.peer for node in nodes if node is not None and node.alive]
-        if record.rank in self._job.newcomers or not self._job.whole:  # it may have been left behind on any node
+        if not kept or record.rank in self._job.newcomers or not self._job.whole:  # it may be on any node
             kept += [node.peer for node in self._job.nodes.values() if node.alive]
         return list(dict.fromkeys(kept))
 

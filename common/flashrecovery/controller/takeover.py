@@ -118,6 +118,7 @@ class TakeOver:
         record.place = Place.STARTING
         if worker.HasField("joined"):
             record.joined(worker.joined)
+            record.as_launched = self._job.config.elastic is not None  # perhaps it has not said anything since
             self._job.facts = worker.joined.facts or self._job.facts
         if worker.released:
             record.place = Place.FINISHED if worker.exited else Place.RELEASED
@@ -139,6 +140,9 @@ class TakeOver:
     def _take_over(self, now: float) -> None:
         """All agents are there, or have had the time."""
         self._job.launched = True
+        nproc = self._job.config.nproc_per_node
+        if self._job.config.nnodes > 1 and self._job.stride % nproc:
+            self._job.stride = nproc  # no agent had a rank table yet, so that none could tell
         heard, written = Numbers(self._job.generation, self._job.restarts), self.written_down
         self._job.generation = max(heard.generation, written.generation)
         if self._job.checkpoint is not None:

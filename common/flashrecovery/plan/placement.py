@@ -82,28 +82,51 @@ def place_beside(
     ranks: Sequence[int], rooms: Sequence[Room], homes: Mapping[int, str], per_node: int
 ) -> dict[int, str]:
     """The same for ranks that come into a running job, which had ``per_node`` ranks on each node at its launch: where
-    others of their node of the launch are (``homes``: of all ranks that there are), and else together. So who keeps
-    whose copies (:func:`ring_of`) stays right. Empty if there is not enough room."""
-    free = {room.name: room.free for room in rooms if not room.suspect}
+    others of their node of the launch are (``homes``: of all ranks that there are), and else together; if possible not
+    where ranks of another node of the launch are. So who keeps whose copies (:func:`ring_of`) stays right. Empty if
+    there is not enough room."""
+    on: dict[str, set[int]] = {}  # of which nodes of the launch there are ranks
     mates: dict[int, Counter[str]] = {}  # where ranks of each node of the launch are
     for rank, home in homes.items():
+        on.setdefault(home, set()).add(rank // per_node)
         mates.setdefault(rank // per_node, Counter())[home] += 1
-    places: dict[int, str] = {}
-    alone: dict[int, list[int]] = {}
+    free = {room.name: room.free for room in rooms}
+    coming: dict[int, list[int]] = {}
     for rank in ranks:
-        node = rank // per_node
-        found = next((home for home, _ in mates.get(node, Counter()).most_common() if free.get(home, 0) > 0), None)
-        if found is None:
-            alone.setdefault(node, []).append(rank)
-        else:
-            places[rank] = found
-            free[found] -= 1
-    for together in sorted(alone.values(), key=len, reverse=True):
-        taken = Counter(places.values())
-        found_for = place(together, [replace(room, free=room.free - taken[room.name]) for room in rooms])
-        if found_for is None:
-            return {}
-        places.update(found_for)
+        coming.setdefault(rank // per_node, []).append(rank)
+
+    def with_mates(node: int) -> list[Room]:
+        homes_of_mates = [name for name, _ in mates.get(node, Counter()).most_common()]
+        return sorted((r for r in sound if r.name in homes_of_mates), key=lambda r: homes_of_mates.index(r.name))
+
+    sound = [room for room in rooms if not room.suspect]
+    places: dict[int, str] = {}
+
+    def give(node: int, chosen: Sequence[Room], *, whole: bool = False) -> None:
+        """Those of a node for which there is room there, in this order."""
+        for room in chosen:
+            left = coming[node] if not whole or free[room.name] >= len(coming[node]) else []
+            some = left[: max(free[room.name], 0)]
+            places.update(dict.fromkeys(some, room.name))
+            if some:
+                on.setdefault(room.name, set()).add(node)
+            free[room.name] -= len(some)
+            coming[node] = coming[node][len(some) :]
+
+    for node in coming:
+        give(node, [room for room in with_mates(node) if on[room.name] == {node}])
+    for node in sorted(coming, key=lambda node: -len(coming[node])):
+        empty = [room for room in sound if room.name not in on]
+        give(node, sorted(empty, key=lambda room: (not room.spare, room.free, room.name)), whole=True)
+        give(node, with_mates(node))
+        if coming[node]:
+            found = place(coming[node], [replace(room, free=free[room.name]) for room in rooms])
+            if found is None:
+                return {}
+            for name, count in Counter(found.values()).items():
+                free[name] -= count
+                on.setdefault(name, set()).add(node)
+            places.update(found)
     return dict(sorted(places.items()))
 
 

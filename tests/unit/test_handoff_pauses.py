@@ -3,6 +3,8 @@ process."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from flashrecovery import events as ev
@@ -15,8 +17,8 @@ from tests.unit.test_handoff import HandoffWorld
 class PausingWorld(HandoffWorld):
     """Members pause one by one, as the test says, once they have been told where."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **config: Any) -> None:
+        super().__init__(**config)
         assert self.leave("node1") == ""
         while not any(step >= 0 for step in self.pause_at.values()) or self.inbox:
             assert self.step()
@@ -106,8 +108,8 @@ def test_its_time_is_over_when_some_have_paused() -> None:
 class ComingWorld(PausingWorld):
     """All have paused, and the new processes are members, but have not got their state yet."""
 
-    def __init__(self, until: State = State.REGROUPING) -> None:
-        super().__init__()
+    def __init__(self, until: State = State.REGROUPING, **config: Any) -> None:
+        super().__init__(**config)
         for rank in range(4):
             self.pauses(rank)
         while self.machine.job.state is not until:
@@ -161,6 +163,17 @@ def test_their_node_is_lost_before_they_have_their_state() -> None:
     assert world.homes()[2:] == ["node1", "node1"] and world.machine.job.homeless_since is None
     world.go_on(6)
     assert not world.shut_down() and world.homes()[2:] == ["node1", "node1"]
+    assert world.run() is State.FINISHED
+
+
+def test_where_no_room_is_left_an_elastic_job_shrinks_then() -> None:
+    world = ComingWorld(elastic={"min": 2, "max": 4})
+    world.fails(3, "spare")
+    world.machine.job.nodes["spare"].leaving = True  # nobody else can take them
+    world.go_on(8)
+    assert world.resized() == [(4, 2, [2, 3], [])] and world.shut_down() == ["node1"]
+    said = [text for text in world.notices("node_leaves") if "is to leave" in text]
+    assert len(said) == 2, "once each time"
     assert world.run() is State.FINISHED
 
 

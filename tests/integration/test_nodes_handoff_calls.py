@@ -110,9 +110,14 @@ ALL = (
     lm("pp2", "--pipeline-model-parallel-size=2"),
     lm("tp2", "--tensor-model-parallel-size=2"),
     lm("workers", "--num-workers=2"),
-    # most of the time is spent in evaluations, and in Megatron's checkpoints
-    lm("evaluated", "--eval-iters=2", "--eval-interval=2", "--evaluation-time=1200", steps=30),
-    lm("saved", "--use-distributed-optimizer", "--save-time=1200", steps=30, saves=2),
+    # most of the time is spent in evaluations and in Megatron's checkpoints; with data-loader workers
+    lm(
+        "evaluated-saved",
+        *("--use-distributed-optimizer", "--num-workers=2", "--eval-iters=2", "--eval-interval=2"),
+        *("--evaluation-time=1200", "--save-time=1200"),
+        steps=30,
+        saves=3,
+    ),
     trainer("ddp", "--by", "ddp"),
     trainer("zero2", "--zero", "2"),
     Calls(Layout("pipeline", str(SCRIPTS / "deepspeed_own_loop.py"), PIPELINE), needs_deepspeed, steps=250),

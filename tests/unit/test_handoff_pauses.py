@@ -3,6 +3,8 @@ process."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from flashrecovery import events as ev
@@ -15,8 +17,8 @@ from tests.unit.test_handoff import HandoffWorld
 class PausingWorld(HandoffWorld):
     """Members pause one by one, as the test says, once they have been told where."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **config: Any) -> None:
+        super().__init__(**config)
         assert self.leave("node1") == ""
         while not any(step >= 0 for step in self.pause_at.values()) or self.inbox:
             assert self.step()
@@ -106,8 +108,8 @@ def test_its_time_is_over_when_some_have_paused() -> None:
 class ComingWorld(PausingWorld):
     """All have paused, and the new processes are members, but have not got their state yet."""
 
-    def __init__(self, until: State = State.REGROUPING) -> None:
-        super().__init__()
+    def __init__(self, until: State = State.REGROUPING, **config: Any) -> None:
+        super().__init__(**config)
         for rank in range(4):
             self.pauses(rank)
         while self.machine.job.state is not until:
@@ -164,6 +166,17 @@ def test_their_node_is_lost_before_they_have_their_state() -> None:
     assert world.run() is State.FINISHED
 
 
+def test_where_no_room_is_left_an_elastic_job_shrinks_then() -> None:
+    world = ComingWorld(elastic={"min": 2, "max": 4})
+    world.fails(3, "spare")
+    world.machine.job.nodes["spare"].leaving = True  # nobody else can take them
+    world.go_on(8)
+    assert world.resized() == [(4, 2, [2, 3], [])] and world.shut_down() == ["node1"]
+    said = [text for text in world.notices("node_leaves") if "is to leave" in text]
+    assert len(said) == 2, "once each time"
+    assert world.run() is State.FINISHED
+
+
 def test_old_ones_that_have_died_meanwhile_do_not_come_back() -> None:
     """Their node has ended sooner than it was to; the others have copies of what they had."""
     world = ComingWorld()
@@ -189,4 +202,23 @@ def test_a_hand_off_that_always_fails_ends() -> None:
                 break
             assert world.step()
     assert "could not be handed over" in world.notices("node_leaves")[-1]
+    assert world.run() is State.FINISHED
+
+
+class CallsWorld(HandoffWorld):
+    """Steps are a framework's own calls: nobody says how many there are."""
+
+    def _build_up(self, rank: int, command: pb.Command) -> None:
+        self.steps, known = -1, self.steps
+        super()._build_up(rank, command)
+        self.steps = known
+
+
+def test_steps_may_be_a_frameworks_own_calls() -> None:
+    world = CallsWorld()
+    for record in world.machine.job.in_order:
+        record.steps = -1
+    assert world.leave("node1") == ""
+    world.go_on(8)
+    assert world.homes()[2:] == ["spare", "spare"] and world.shut_down() == ["node1"]
     assert world.run() is State.FINISHED

@@ -10,7 +10,7 @@ import secrets
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from flashrecovery.agent import agent as agent_module
 from flashrecovery.agent import hang, heartbeat, process_manager, providers
 from flashrecovery.agent import session as agent_session
 from flashrecovery.agent.identity import Identity
-from flashrecovery.controller import actions, table_publisher
+from flashrecovery.controller import actions, generation_file, table_publisher
 from flashrecovery.controller import service as service_module
 from flashrecovery.controller.generation_file import Numbers
 from flashrecovery.heartbeat import receiver
@@ -171,20 +171,37 @@ class _NoThread:
 
 
 class _GenerationFile:
-    """Each host has a disk of its own, which outlives its processes."""
+    """Each host has a disk of its own, which outlives its processes. It is mostly quick, now and then as slow as a
+    network file system, and what takes longer than the controller waits for is written down when it has been used."""
 
     def __init__(self, *_: object) -> None:
-        self._host = current().host
+        self._process = current()
+        self._asked: Numbers | None = None
+        self._kept: Numbers | None = None
 
     def read(self) -> Numbers:
-        return self._host.numbers
+        return self._process.host.numbers
 
-    def kept(self, numbers: Numbers, then: object) -> bool:
-        self._host.numbers = numbers
-        return True
+    def kept(self, numbers: Numbers, then: Callable[[], None]) -> bool:
+        if self._kept == numbers:
+            return True
+        if self._asked != numbers:
+            self._asked, disk = numbers, world().slow_disk
+            took_s = disk.choice((0.0, 0.002, 0.05, disk.uniform(0.0, 0.5), disk.uniform(0.5, 2.0)))
+            self._process.call(took_s, self._written, numbers)
+            self._process.call(min(took_s, generation_file._PATIENCE_S), self._use, numbers, then)
+        return False
+
+    def _written(self, numbers: Numbers) -> None:
+        self._process.host.numbers = numbers
+
+    def _use(self, numbers: Numbers, then: Callable[[], None]) -> None:
+        if self._asked == numbers and self._kept != numbers:
+            self._kept = numbers
+            then()
 
     def close(self) -> None:
-        pass
+        self._asked = None
 
 
 class _Tail:

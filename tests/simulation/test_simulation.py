@@ -11,11 +11,13 @@ from unittest.mock import patch
 
 import pytest
 
+from flashrecovery.agent.hearing import Hearing
 from flashrecovery.controller import custody
 from flashrecovery.controller.crashes import Crashes
+from flashrecovery.controller.generation_file import Numbers
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.resizing import Resizing
-from tests.simulation import content
+from tests.simulation import content, patches
 from tests.simulation.content import Script
 from tests.simulation.elastic import draw_elastic
 from tests.simulation.history import Fault, History, Outcome, draw, quiet, run, simulated
@@ -258,6 +260,35 @@ def test_a_lost_job_does_not_begin_anew_because_those_who_are_left_came_last() -
     with quiet(), simulated():
         outcome = run(draw_elastic(2258))
     assert "start_again" not in "\n".join(outcome.trace) and "no survivor holds any state" in "\n".join(outcome.trace)
+
+
+@pytest.mark.parametrize("seed", [2186, 2258])
+def test_no_generation_is_used_twice_when_all_who_knew_of_it_have_lost_power(seed: int) -> None:
+    """Its number is on the disk of the node that led."""
+    with quiet(), simulated():
+        assert run(draw_elastic(seed)).violation is None
+    with quiet(), simulated(), patch.object(patches._GenerationFile, "read", lambda self: Numbers()):
+        violation = run(draw_elastic(2186)).violation
+    assert violation is not None and violation.law == "growth"
+
+
+def test_nodes_that_are_all_started_anew_begin_another_job() -> None:
+    with quiet(), simulated():
+        assert run(draw_elastic(1001, several=True)).violation is None
+
+
+def test_a_controller_that_gathers_gives_no_word_after_a_standstill() -> None:
+    """The one before has given the ranks away, and is cut off since."""
+    with quiet(), simulated():
+        assert run(draw_elastic(1500, several=True)).violation is None
+    heard = Hearing.heard
+
+    def any_answer(self: Hearing, when: float, *, gathering: bool = False) -> None:
+        heard(self, when)
+
+    with quiet(), simulated(), patch.object(Hearing, "heard", any_answer):
+        violation = run(draw_elastic(1500, several=True)).violation
+    assert violation is not None and violation.law == "given away"
 
 
 def test_a_job_whose_node_has_left_for_good_and_whose_other_one_is_started_anew_ends() -> None:
